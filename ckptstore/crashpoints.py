@@ -1,0 +1,52 @@
+"""Named instants at which the crash tests kill the process.
+
+``CKPTSTORE_CRASH_AT=name[:n]`` kills this process with SIGKILL the n-th time (default first) `crash_point` passes
+`name`. Without the variable a call is one dictionary look-up. Every name is registered in `CRASH_POINTS`, so that a
+test can visit them all and an unregistered name fails at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Final
+
+CRASH_POINTS: Final = (
+    "save.begin",
+    "save.first-block",
+    "save.before-header",
+    "save.before-seal",
+    "save.sealed",
+    "commit.before-create",
+    "create.temp-written",
+    "create.before-link",
+    "create.linked",
+    "create.synced",
+    "commit.created",
+    "commit.acknowledged",
+    "open.read",
+    "open.created",
+    "open.verified",
+    "fold.before-create",
+    "fold.created",
+    "fold.before-delete",
+    "fold.deleted",
+    "pin.created",
+)
+_ENVIRONMENT: Final = "CKPTSTORE_CRASH_AT"
+_name, _, _count = os.environ.get(_ENVIRONMENT, "").partition(":")
+_left = int(_count or 1)
+if _name and _name not in CRASH_POINTS:
+    raise ValueError(f"{_ENVIRONMENT}: no crash point named {_name!r}; known: {', '.join(CRASH_POINTS)}")
+
+
+def crash_point(name: str) -> None:
+    """Kill this process here if the environment says so."""
+    global _left
+    if not _name:
+        return
+    assert name in CRASH_POINTS, name
+    if name == _name:
+        _left -= 1
+        if _left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)

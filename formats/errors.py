@@ -1,0 +1,143 @@
+"""Every error the project raises, in one tree, each with the exit code that ``ckpt`` gives for it.
+
+::
+
+    CkptError                              1
+    ├── UsageError (ValueError)            2   bad option, REF, name or argument
+    │   └── StepOrderError                 2   the step exists already, or is not above the parent
+    ├── NotFoundError (LookupError)        3
+    │   ├── StoreNotFoundError (FileNotFoundError)
+    │   ├── KeyNotFoundError (FileNotFoundError)   an object that should be in the store is not
+    │   ├── CheckpointNotFoundError
+    │   └── TensorNotFoundError
+    ├── CorruptionError                    4   bytes differ from what was written
+    │   ├── CorruptSegmentError
+    │   └── CorruptLogError
+    ├── FormatError (ValueError)           5   not our format, or a hostile one
+    │   └── IncompatibleFormatError        5   a newer format than this version understands
+    ├── UnsupportedStateError (TypeError)  6   the state holds something that cannot be stored
+    ├── WriterError                        7   this writer must stop
+    │   ├── FencedError                        a newer term exists
+    │   ├── CommitUnknownError                 the commit may or may not have landed
+    │   └── WriterClosedError
+    ├── StorageError (OSError)             8   the medium failed: EIO, ENOSPC, permissions
+    │   ├── KeyExistsError (FileExistsError)   create-if-absent found the key present
+    │   ├── UnsupportedBackendError            the medium cannot keep a promise the store needs
+    │   └── ReadOnlyError
+    └── MissingDependencyError (ImportError) 9 an optional package is needed
+
+Handlers catch by category (``CorruptionError``, ``StorageError`` …); the message always names the file,
+tensor or option.
+"""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    """Base of every error of this project. ``exit_code`` is what the command exits with."""
+
+    exit_code = 1
+
+
+class UsageError(CkptError, ValueError):
+    """A bad option, REF, name or argument."""
+
+    exit_code = 2
+
+
+class StepOrderError(UsageError):
+    """The step exists already in this term, or is not above the parent's step."""
+
+
+class NotFoundError(CkptError, LookupError):
+    """What was asked for does not exist."""
+
+    exit_code = 3
+
+
+class StoreNotFoundError(NotFoundError, FileNotFoundError):
+    """There is no store at this path or URL."""
+
+
+class KeyNotFoundError(NotFoundError, FileNotFoundError):
+    """An object that should be in the store is absent."""
+
+
+class CheckpointNotFoundError(NotFoundError):
+    """No checkpoint answers to this REF."""
+
+
+class TensorNotFoundError(NotFoundError):
+    """The checkpoint has no tensor of this name (or none matches the selection)."""
+
+
+class CorruptionError(CkptError):
+    """Stored bytes differ from what was written."""
+
+    exit_code = 4
+
+
+class CorruptSegmentError(CorruptionError):
+    """A segment's bytes do not match their checksums or bounds; names file, tensor and offset."""
+
+
+class CorruptLogError(CorruptionError):
+    """A log slot, fold or FORMAT file is damaged; names the slot and the last intact checkpoint."""
+
+
+class FormatError(CkptError, ValueError):
+    """The bytes are not in our format."""
+
+    exit_code = 5
+
+
+class IncompatibleFormatError(FormatError):
+    """The store uses features that this version does not know."""
+
+
+class UnsupportedStateError(CkptError, TypeError):
+    """The state holds an object that is neither a tensor nor typed JSON; names its key path."""
+
+    exit_code = 6
+
+
+class WriterError(CkptError):
+    """This writer must stop."""
+
+    exit_code = 7
+
+
+class FencedError(WriterError):
+    """A newer term exists: another writer took over. Nothing this writer does is acknowledged again."""
+
+
+class CommitUnknownError(WriterError):
+    """The commit may or may not have landed; open the store again to find out. Nothing was deleted."""
+
+
+class WriterClosedError(WriterError):
+    """The writer was closed, or stopped after an earlier error."""
+
+
+class StorageError(CkptError, OSError):
+    """The medium failed (EIO, ENOSPC, permissions, a broken connection)."""
+
+    exit_code = 8
+
+
+class KeyExistsError(StorageError, FileExistsError):
+    """Create-if-absent found the key present."""
+
+
+class UnsupportedBackendError(StorageError):
+    """The medium cannot keep a promise that the store needs (for instance exclusive creation)."""
+
+
+class ReadOnlyError(StorageError):
+    """The store, or this handle of it, cannot be written."""
+
+
+class MissingDependencyError(CkptError, ImportError):
+    """An optional package is needed; the message says which extra installs it."""
+
+    exit_code = 9
