@@ -1,0 +1,91 @@
+"""Canonical JSON text, and strict parsing of JSON that nobody has checked.
+
+Canonical: ASCII, no white space, members in the order given, no NaN. Order is part of the text because the order of a
+state's keys is part of the state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from ckptstore.formats.errors import FormatError
+
+__all__ = ["MAX_DEPTH", "dumps", "loads"]
+
+MAX_DEPTH = 256
+_LONGEST_INT = 4300  # CPython's own limit on int(text); stated, because another reader has to know it
+
+
+def dumps(value: Any) -> bytes:
+    """Canonical JSON text of `value`.
+
+    Raises:
+        ValueError: a float is NaN or infinite (the typed tree writes those as tags).
+        TypeError: an object that JSON has no form for.
+    """
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+
+
+def loads(data: bytes | memoryview, *, what: str, max_bytes: int, max_depth: int = MAX_DEPTH) -> Any:
+    """Parse JSON from an untrusted source.
+
+    Args:
+        data: UTF-8 text.
+        what: names the source in errors.
+        max_bytes: longer text is refused before it is parsed.
+        max_depth: deeper nesting is refused before it is parsed.
+
+    Raises:
+        FormatError: not JSON, a duplicate key, NaN or Infinity, too long or too deep.
+    """
+    text = bytes(data)
+    if len(text) > max_bytes:
+        raise FormatError(f"{what}: {len(text)} bytes of JSON, at most {max_bytes} are allowed")
+    # Quick bound first: only text with many brackets can be deep, and only that pays for the exact scan.
+    if text.count(b"[") + text.count(b"{") > max_depth and _depth(text) > max_depth:
+        raise FormatError(f"{what}: JSON nested deeper than {max_depth}")
+
+    def refuse(token: str) -> NoReturn:
+        raise FormatError(f"{what}: {token} is not allowed in JSON")
+
+    def integer(token: str) -> int:
+        if len(token) > _LONGEST_INT:
+            raise FormatError(f"{what}: a number of {len(token)} digits")
+        return int(token)
+
+    def real(token: str) -> float:
+        value = float(token)
+        if not math.isfinite(value):
+            raise FormatError(f"{what}: {token[:40]} is beyond a double's range")
+        return value
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise FormatError(f"{what}: duplicate JSON key {twice!r}")
+        return found
+
+    try:
+        return json.loads(text, parse_constant=refuse, parse_int=integer, parse_float=real, object_pairs_hook=members)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what}: not JSON: {error}") from error
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def _depth(text: bytes) -> int:
+    """Nesting depth of JSON text; brackets inside strings do not count. Linear, and never recurses."""
+    deepest = depth = 0
+    for byte in _STRING.sub(b"", text).translate(None, _NO_BRACKET):
+        depth += 1 if byte in b"[{" else -1
+        deepest = max(deepest, depth)
+    return deepest

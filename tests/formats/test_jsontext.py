@@ -1,0 +1,68 @@
+"""Canonical JSON out, strict JSON in."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.formats import jsontext
+from ckptstore.formats.errors import FormatError
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def load(text: bytes) -> Any:
+    return jsontext.loads(text, what="here", max_bytes=10_000, max_depth=64)
+
+
+@given(json_values)
+def test_round_trip_keeps_types_and_order(value: Any) -> None:
+    text = jsontext.dumps(value)
+    text.decode("ascii")
+    assert jsontext.dumps(load(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b'{"a":1,"b":2,"a":3}', "duplicate JSON key 'a'"),
+        (b"[NaN]", "NaN is not allowed"),
+        (b"[-Infinity]", "-Infinity is not allowed"),
+        (b"[1e999]", "beyond a double's range"),
+        (b"[" * 65 + b"]" * 65, "nested deeper than 64"),
+        (b"[" + b"9" * 5000 + b"]", "digits"),
+        (b" " * 10_001, "at most 10000"),
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"", "not JSON"),
+    ],
+)
+def test_refuses(text: bytes, complaint: str) -> None:
+    with pytest.raises(FormatError, match=complaint) as caught:
+        load(text)
+    assert "here" in str(caught.value)
+
+
+def test_brackets_inside_strings_are_not_depth() -> None:
+    text = jsontext.dumps(["[{" * 100, '\\"[', {"[" * 70: 1}])
+    assert load(text) == ["[{" * 100, '\\"[', {"[" * 70: 1}]
+
+
+def test_nan_is_never_written() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        jsontext.dumps([float("nan")])
+
+
+def test_deep_text_is_refused_quickly() -> None:
+    start = time.process_time()
+    with pytest.raises(FormatError):
+        jsontext.loads(b"[" * 5_000_000, what="here", max_bytes=10_000_000)
+    assert time.process_time() - start < 20  # linear: seconds would already mean a quadratic scan
