@@ -1,0 +1,305 @@
+"""What the log says, as data classes: the entries of a store's history, and the small files beside them.
+
+`ckptstore.formats.texts` turns them into bytes and back; `ckptstore.formats.catalog` applies them. Every class keeps
+the JSON members that this version does not know (`extra`), so that an older version never loses what a newer one wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
+
+__all__ = [
+    "ANCHOR_EVERY",
+    "FORMAT_KEY",
+    "MAJOR",
+    "CheckpointEntry",
+    "CheckpointId",
+    "CommitRecord",
+    "Encoding",
+    "FormatFile",
+    "Node",
+    "OpenRecord",
+    "PinRecord",
+    "Record",
+    "Request",
+    "SegmentEntry",
+    "fold_key",
+    "manifest_key",
+    "pin_key",
+    "segment_key",
+    "slot_key",
+    "slot_of",
+    "valid_tag",
+]
+
+MAJOR: Final = 1
+"""The format's major version; a store of another major is refused."""
+ANCHOR_EVERY: Final = 1024
+"""Default K: slots whose seq is a multiple of K are anchors and never deleted."""
+FORMAT_KEY: Final = "FORMAT"
+
+Node: TypeAlias = tuple[int, int]
+"""(term, step): names a checkpoint within one store."""
+
+
+class CheckpointId(NamedTuple):
+    """A checkpoint's identity: where it stands in the history, and the hash of its state (32 hex digits)."""
+
+    term: int
+    step: int
+    state: str
+
+    @property
+    def node(self) -> Node:
+        """(term, step)."""
+        return (self.term, self.step)
+
+    @property
+    def ref(self) -> str:
+        """The REF ``STEP@TERM``."""
+        return f"{self.step}@{self.term}"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEntry:
+    """A committed segment.
+
+    Attributes:
+        id: uuid, 32 hex digits.
+        term: the term that wrote it.
+        size: length of the object in bytes.
+        header: length of its header in bytes, the 8-byte length field included.
+        hash: xxh3_128 of those header bytes, 32 hex digits.
+    """
+
+    id: str
+    term: int
+    size: int
+    header: int
+    hash: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The object's key in the store."""
+        return segment_key(self.term, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One way to restore a checkpoint: an edge from `base` (None: from nothing) to `checkpoint`.
+
+    Attributes:
+        checkpoint: (term, step) of what it restores.
+        kind: ``full``, ``delta``, ``gradient``, ...
+        base: the checkpoint it builds on; None for a full.
+        segments: ids of the segments it reads, in reading order; at least one.
+        lossy: the restored bits may differ from the saved ones; asked for by name.
+        bytes: stored bytes attributable to this encoding.
+    """
+
+    checkpoint: Node
+    kind: str
+    base: CheckpointId | None
+    segments: tuple[str, ...]
+    lossy: bool
+    bytes: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry:
+    """A promised checkpoint.
+
+    Attributes:
+        state: hash of the whole state, 32 hex digits.
+        time: Unix seconds when it was saved; information only.
+        tensors: how many.
+        nbytes: logical bytes of all tensors.
+    """
+
+    term: int
+    step: int
+    state: str
+    time: float
+    tensors: int
+    nbytes: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> CheckpointId:
+        """Its identity."""
+        return CheckpointId(self.term, self.step, self.state)
+
+    @property
+    def node(self) -> Node:
+        """(term, step)."""
+        return (self.term, self.step)
+
+    @property
+    def ref(self) -> str:
+        """The REF ``STEP@TERM``."""
+        return f"{self.step}@{self.term}"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRecord:
+    """A new term.
+
+    Attributes:
+        term: above every earlier term.
+        parent: the checkpoint it continues from; None: from nothing.
+        nonce: 128 random bits, 32 hex digits: no two OPENs have the same bytes.
+        time: Unix seconds; information only.
+        writer: who opened it (host, pid, version); information only.
+        incompat: features a reader must know.
+        ro_compat: features a writer must know.
+    """
+
+    term: int
+    parent: CheckpointId | None
+    nonce: str
+    time: float
+    writer: Mapping[str, Any] = field(default_factory=dict)
+    incompat: tuple[str, ...] = ()
+    ro_compat: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """One change of the catalog, all or nothing.
+
+    Attributes:
+        term: the newest term; only its owner commits.
+        nonce: 128 random bits, 32 hex digits.
+        segments: added; all of this term.
+        checkpoints: promised from now on; all of this term.
+        encodings: edges added, for the checkpoints above or for older promised ones.
+        drops: ids of segments that are given up: live ones, or ones of this term that will never be committed.
+        retires: (term, step) of checkpoints promised no longer.
+        tags: name -> (term, step), or None to remove the tag.
+        requests: uuid of a request handled -> None if accepted, else why it was refused.
+        swept: ids dropped earlier in this term whose objects are known to be gone, to be forgotten.
+        manifest: id of the manifest object that carries the record, if it did not fit a slot.
+    """
+
+    term: int
+    nonce: str
+    segments: tuple[SegmentEntry, ...] = ()
+    checkpoints: tuple[CheckpointEntry, ...] = ()
+    encodings: tuple[Encoding, ...] = ()
+    drops: tuple[str, ...] = ()
+    retires: tuple[Node, ...] = ()
+    tags: Mapping[str, Node | None] = field(default_factory=dict)
+    requests: Mapping[str, str | None] = field(default_factory=dict)
+    swept: tuple[str, ...] = ()
+    incompat: tuple[str, ...] = ()
+    ro_compat: tuple[str, ...] = ()
+    manifest: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+Record: TypeAlias = OpenRecord | CommitRecord
+"""What a log slot holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormatFile:
+    """The store's FORMAT file, created once.
+
+    Attributes:
+        run: uuid of the run, 32 hex digits.
+        major: `MAJOR` of the version that created the store.
+        anchor_every: K, the distance of anchors in slots.
+        features: operation -> features that whoever performs it must know (``read``, ``write``, ...).
+    """
+
+    run: str
+    major: int = MAJOR
+    anchor_every: int = ANCHOR_EVERY
+    features: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"read": (), "write": ()})
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What another process asks of the writer of `term`: the members of a COMMIT, under a uuid of its own.
+
+    Attributes:
+        id: uuid, 32 hex digits.
+        what: one line for people: what this is and who asks.
+    """
+
+    id: str
+    term: int
+    what: str
+    segments: tuple[SegmentEntry, ...] = ()
+    encodings: tuple[Encoding, ...] = ()
+    drops: tuple[str, ...] = ()
+    retires: tuple[Node, ...] = ()
+    tags: Mapping[str, Node | None] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The object's key in the store."""
+        return f"req/{self.term:010d}-{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class PinRecord:
+    """A reader's claim on segments. A changed nonce says that the reader lives.
+
+    Attributes:
+        nonce: 128 random bits, 32 hex digits, new at every refresh.
+        segments: ids of the segments claimed.
+        reader: who claims them (host, pid); information only.
+    """
+
+    nonce: str
+    segments: tuple[str, ...]
+    reader: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,127}\Z")
+
+
+def valid_tag(name: str) -> bool:
+    """Whether `name` may name a tag: 1-128 letters, digits and ``_.+/-``, the first a letter, digit or ``_``."""
+    return _TAG.match(name) is not None
+
+
+def slot_key(seq: int) -> str:
+    """Key of log slot `seq`."""
+    return f"log/{seq:020d}"
+
+
+def slot_of(key: str) -> int | None:
+    """The seq of a log slot's key; None if `key` is not one."""
+    digits = key.removeprefix("log/")
+    return int(digits) if key.startswith("log/") and len(digits) == 20 and digits.isdecimal() else None
+
+
+def fold_key(seq: int, digest: str) -> str:
+    """Key of the fold through slot `seq` whose hash is `digest` (32 hex digits; the key carries the first 16)."""
+    return f"fold/{seq:020d}-{digest[:16]}"
+
+
+def segment_key(term: int, segment: str) -> str:
+    """Key of a segment."""
+    return f"seg/{term:010d}/{segment}.safetensors"
+
+
+def manifest_key(term: int, manifest: str) -> str:
+    """Key of a manifest object."""
+    return f"seg/{term:010d}/{manifest}.json"
+
+
+def pin_key(pin: str) -> str:
+    """Key of a pin."""
+    return f"pins/{pin}"
