@@ -1,1 +1,75 @@
-"""placeholder"""
+"""Where a store lives: `open_backend` takes a path or a URL and returns the `Backend` for it.
+
+Nothing here imports numpy or fsspec: ``ckpt`` shall start quickly, and a store in a folder needs neither.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from ckptstore.backends.base import Backend
+from ckptstore.formats.errors import StoreNotFoundError, UsageError
+
+__all__ = ["Backend", "open_backend"]
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def _open_path(path: str, url: str, create: bool) -> Backend:
+    from ckptstore.backends.local import LocalBackend
+
+    folder = Path(path)
+    if not folder.is_dir() and (folder.exists() or not create):
+        why = "is a file, not the folder of a store" if folder.exists() else "does not exist"
+        raise StoreNotFoundError(f"{url} {why}")
+    return LocalBackend(folder, url=url)
+
+
+def _open_file_url(url: str, create: bool) -> Backend:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
+        raise UsageError(f"{url}: a file URL is file:// followed by an absolute path, percent-encoded where needed")
+    return _open_path(unquote(parts.path), url, create)
+
+
+def _open_memory_url(url: str, create: bool) -> Backend:
+    from ckptstore.backends.memory import MemoryBackend
+
+    name = url.partition("://")[2]
+    if not name:
+        raise UsageError(f"{url}: name the store, as in memory://name")
+    if not create and not MemoryBackend.exists(name):
+        raise StoreNotFoundError(f"{url} does not exist in this process")
+    return MemoryBackend(name)
+
+
+_OPENERS: Final[Mapping[str, Callable[[str, bool], Backend]]] = {"file": _open_file_url, "memory": _open_memory_url}
+
+
+def open_backend(url: str | os.PathLike[str], create: bool) -> Backend:
+    """The medium of the store at `url`. Whether a store is there is for the engine to find out.
+
+    Args:
+        url: a path, ``file:///absolute/path`` or ``memory://name``.
+        create: accept a place where nothing is yet; the first write makes it.
+
+    Raises:
+        StoreNotFoundError: nothing is there, or a file is, and `create` does not help.
+        UsageError: the URL is malformed, or its scheme is unknown.
+        StorageError: the medium failed.
+    """
+    text = os.fspath(url)
+    if not text:
+        raise UsageError("the path of a store is empty")
+    match = _URL.match(text) if isinstance(url, str) else None
+    if match is None:
+        return _open_path(text, text, create)
+    opener = _OPENERS.get(match[1].lower())
+    if opener is None:
+        raise UsageError(f"{text}: no backend for {match[1]}://; supported are paths and {', '.join(_OPENERS)} URLs")
+    return opener(text, create)

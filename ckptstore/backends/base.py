@@ -1,40 +1,73 @@
 """The one interface between the engine and a medium: objects named by keys.
 
-Keys are relative, ``/``-separated ASCII (``log/00000000000000000007``). Small objects (log slots, folds, pins) are
-created and read whole; segments are written through a `SegmentSink` and read through a `SegmentSource`, both by
-position and from several threads at once. An implementation is 60-150 lines and knows nothing of the format.
+Keys are relative, ``/``-separated ASCII (``log/00000000000000000007``; see `checked_key`). Small objects (log slots,
+folds, pins) are created and read whole; segments are written through a `SegmentSink` and read through a
+`SegmentSource`, both by position and from several threads at once. A backend knows nothing of the format.
 
 What the commit protocol needs of a medium (design: COMMIT, GC, PINS), and the conformance suite checks:
 
 1. `Backend.create` has exactly one winner per key, and what it acknowledged survives a power cut.
 2. A sealed segment survives a power cut before `SegmentSink.seal` returns.
 3. Listings of ``pins/`` and ``req/`` are strongly consistent. No decision rests on a listing of ``log/``.
+
+What is visible is not yet durable: an object that another process (or a create of ours that failed halfway) left may
+vanish in a power cut. Before acting on what was merely read (acknowledging a commit after reading it back, deleting
+what a slot dropped) call `Backend.settle`; it fails for good where an fsync failed.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-BLOCK = 4096
+from ckptstore.formats.errors import UsageError
+
+BLOCK: Final = 4096
 """Alignment, in bytes, of segment writes: offset, length and memory address."""
+
+_KEY: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+
+
+def checked_key(key: str) -> str:
+    """`key` itself, if it may name an object.
+
+    Components are ASCII letters, digits, ``_``, ``.`` and ``-``, and begin with neither dot nor hyphen: no key leads
+    out of the store, whatever a hostile record says. Raises `UsageError`.
+    """
+    if not _KEY.fullmatch(key):
+        raise UsageError(f"{key!r} is no key of a store")
+    return key
+
+
+def checked_folder(prefix: str) -> str:
+    """`prefix` itself, if it is ``""`` or a key followed by ``/``. Raises `UsageError`."""
+    if prefix and not (prefix.endswith("/") and _KEY.fullmatch(prefix[:-1])):
+        raise UsageError(f"{prefix!r} is no folder of a store")
+    return prefix
 
 
 class SegmentSink(ABC):
-    """A new segment being written. `write` may be called from several threads; nobody sees it before `seal`'s commit."""
+    """A new segment being written. `write` may be called from several threads, before `seal`.
+
+    Its name may show in listings from the start; it counts once a committed record names it.
+    """
 
     @abstractmethod
     def write(self, offset: int, data: memoryview) -> None:
         """Write `data` at `offset`; both multiples of `BLOCK`, memory aligned to `BLOCK`. Blocks never overlap.
 
         The last block may be padded past the segment's end; `seal` cuts the file to its length. The caller may
-        reuse the memory as soon as this returns. Raises `StorageError`.
+        reuse the memory as soon as this returns. Raises `StorageError`, also once sealed or aborted.
         """
 
     @abstractmethod
     def seal(self, size: int) -> None:
-        """Cut to exactly `size` bytes and make contents and name durable. Raises `StorageError`; then `abort`."""
+        """Cut to exactly `size` bytes and make contents and name durable, once.
+
+        Raises `StorageError`; then `abort`, and write the segment anew: a failed sync is never repeated.
+        """
 
     @abstractmethod
     def abort(self) -> None:
@@ -48,10 +81,16 @@ class SegmentSource(ABC):
 
     @abstractmethod
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset`. Raises `CorruptSegmentError` if the object ends before, `StorageError` on I/O errors."""
+        """Fill `out`, any writable contiguous memory, with the bytes from `offset`.
+
+        Raises `CorruptSegmentError` if the object ends before, `StorageError` on I/O errors and once closed.
+        """
 
     def map(self) -> memoryview | None:
-        """The whole segment as a private, read-only mapping that outlives this object, or None if the medium has none."""
+        """The whole segment as a private, read-only mapping, or None if the medium has none.
+
+        It outlives this object and lives as long as the memoryview. Raises `StorageError`.
+        """
         return None
 
     @abstractmethod
@@ -61,7 +100,9 @@ class SegmentSource(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -89,12 +130,15 @@ class Backend(ABC):
         """Create-if-absent, whole and durable on return.
 
         Raises `KeyExistsError` if the key is present (then nothing changed). Any other `StorageError` leaves it
-        *unknown* whether the object exists: the caller reads back.
+        *unknown* whether the object exists: the caller reads back, and settles before it trusts what it found.
         """
 
     @abstractmethod
     def replace(self, key: str, data: bytes) -> None:
-        """Create or overwrite atomically: a reader sees the old or the new bytes. Not durable (pins only)."""
+        """Create or overwrite atomically: a reader sees the old or the new bytes. Not durable (pins only).
+
+        Raises `StorageError`.
+        """
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -102,11 +146,17 @@ class Backend(ABC):
 
     @abstractmethod
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys below the folder `prefix` (``"log/"``), recursively; temporary files of the medium are left out."""
+        """Sorted keys below the folder `prefix` (``"log/"``, or ``""``), recursively. Raises `StorageError`.
+
+        A folder that does not exist has no keys. Temporary files of the medium are left out.
+        """
 
     @abstractmethod
     def settle(self, prefix: str) -> None:
-        """Make every name now visible below `prefix` survive a power cut (POSIX: fsync the folder). Durable media: nothing."""
+        """Make every name now visible below `prefix` survive a power cut (POSIX: fsync the folder).
+
+        Nothing to do where what is visible is durable. Raises `StorageError`, and from then on each time.
+        """
 
     @abstractmethod
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
@@ -118,4 +168,7 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self) -> None:
-        """Check on the medium itself that a double create fails. Raises `UnsupportedBackendError`."""
+        """Check on the medium itself that a double create fails; leave nothing behind.
+
+        Raises `UnsupportedBackendError`, `StorageError`.
+        """

@@ -1,0 +1,153 @@
+"""Stores in this process's memory, each under a name (``memory://name``): for tests, examples and notebooks.
+
+Every `MemoryBackend` of one name sees one store. It lives as long as the process, or until `MemoryBackend.forget`.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+from ckptstore.backends.base import Backend, SegmentSink, SegmentSource, checked_folder, checked_key
+from ckptstore.formats.errors import CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
+
+
+class _Objects:
+    """One store: its objects, and the lock that makes checking and creating one step."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.by_key: dict[str, bytes] = {}
+
+    def create(self, key: str, data: bytes) -> None:
+        with self.lock:
+            if key in self.by_key:
+                raise KeyExistsError(errno.EEXIST, "the object exists already", key)
+            self.by_key[key] = data
+
+
+_stores: dict[str, _Objects] = {}
+_stores_lock = threading.Lock()
+
+
+class MemoryBackend(Backend):
+    """The store called `name`, made on first use. Thread-safe; not shared with other processes."""
+
+    def __init__(self, name: str) -> None:
+        self.url = f"memory://{name}"
+        with _stores_lock:
+            self._objects = _stores.setdefault(name, _Objects())
+
+    @staticmethod
+    def exists(name: str) -> bool:
+        """Whether a store of this name was made."""
+        with _stores_lock:
+            return name in _stores
+
+    @staticmethod
+    def forget(name: str) -> None:
+        """Let the store go; backends that have it open keep theirs. No error if there is none."""
+        with _stores_lock:
+            _stores.pop(name, None)
+
+    def get(self, key: str) -> bytes:
+        """See `Backend.get`."""
+        try:
+            return self._objects.by_key[checked_key(key)]
+        except KeyError as error:
+            raise KeyNotFoundError(f"{self.url} has no object {key}") from error
+
+    def size(self, key: str) -> int:
+        """See `Backend.size`."""
+        return len(self.get(key))
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Backend.create`."""
+        self._objects.create(checked_key(key), bytes(data))
+
+    def replace(self, key: str, data: bytes) -> None:
+        """See `Backend.replace`."""
+        with self._objects.lock:
+            self._objects.by_key[checked_key(key)] = bytes(data)
+
+    def delete(self, key: str) -> None:
+        """See `Backend.delete`."""
+        with self._objects.lock:
+            self._objects.by_key.pop(checked_key(key), None)
+
+    def list(self, prefix: str) -> list[str]:
+        """See `Backend.list`."""
+        folder = checked_folder(prefix)
+        with self._objects.lock:
+            return sorted(key for key in self._objects.by_key if key.startswith(folder))
+
+    def settle(self, prefix: str) -> None:
+        """See `Backend.settle`: there is nothing more durable to be had."""
+        checked_folder(prefix)
+
+    def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002 - memory needs no reservation
+        """See `Backend.open_sink`."""
+        return _MemorySink(self._objects, checked_key(key))
+
+    def open_source(self, key: str) -> SegmentSource:
+        """See `Backend.open_source`."""
+        return _MemorySource(key, self.get(key))
+
+    def probe(self) -> None:
+        """See `Backend.probe`: a dictionary under a lock keeps the promise."""
+
+
+class _MemorySink(SegmentSink):
+    def __init__(self, objects: _Objects, key: str) -> None:
+        objects.create(key, b"")
+        self._objects = objects
+        self._key = key
+        self._blocks: list[tuple[int, bytes]] | None = []
+
+    def _open_blocks(self) -> list[tuple[int, bytes]]:
+        if self._blocks is None:
+            raise StorageError(errno.EBADF, "the segment is sealed or given up", self._key)
+        return self._blocks
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self._open_blocks().append((offset, bytes(data)))
+
+    def seal(self, size: int) -> None:
+        blocks, self._blocks = self._open_blocks(), None
+        whole = bytearray(max([size, *(offset + len(block) for offset, block in blocks)]))
+        for offset, block in blocks:
+            whole[offset : offset + len(block)] = block
+        with self._objects.lock:
+            self._objects.by_key[self._key] = bytes(memoryview(whole)[:size])
+
+    def abort(self) -> None:
+        if self._blocks is not None:
+            self._blocks = None
+            with self._objects.lock:
+                self._objects.by_key.pop(self._key, None)
+
+
+class _MemorySource(SegmentSource):
+    def __init__(self, key: str, data: bytes) -> None:
+        self.size = len(data)
+        self._key = key
+        self._data: bytes | None = data
+
+    def _open_data(self) -> bytes:
+        if self._data is None:
+            raise StorageError(errno.EBADF, "the segment is closed", self._key)
+        return self._data
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        view, data = out.cast("B"), self._open_data()
+        if offset < 0 or offset + len(view) > len(data):
+            raise CorruptSegmentError(
+                f"{self._key} ends at byte {len(data)}; bytes {offset} to {offset + len(view)} were asked for"
+            )
+        view[:] = memoryview(data)[offset : offset + len(view)]
+
+    def map(self) -> memoryview:
+        return memoryview(self._open_data())
+
+    def close(self) -> None:
+        self._data = None

@@ -1,0 +1,125 @@
+"""The system calls of the local backend, as one plain object.
+
+`LocalBackend`, its sinks and its sources touch the disk through a `Posix` and nothing else. Crash tests replace it: by
+one that keeps everything in memory, records what was written, forgets what was not synced, or fails (``tools/crash``).
+Every method does what the call of its name does and raises `OSError`; what that means is for the backend to decide.
+"""
+
+# System calls on plain strings are what this module is for.
+# ruff: noqa: PTH102, PTH105, PTH108, PTH116
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+from typing import Final
+
+_AT_FDCWD: Final = -100
+_RENAME_NOREPLACE: Final = 1
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: int | bytes | ctypes.c_int64) -> None:
+    """Call a function of libc that Python does not offer; `OSError` if it fails, ENOSYS if this libc has none."""
+    function = getattr(_libc(), name, None)
+    code = errno.ENOSYS
+    if function is not None:
+        if function(*arguments) == 0:
+            return
+        code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))
+
+
+class Posix:
+    """The system itself. Paths are absolute; descriptors are plain integers."""
+
+    def open(self, path: str, flags: int) -> int:
+        """``open(2)``, close-on-exec; the umask decides the mode."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+    def close(self, fd: int) -> None:
+        """``close(2)``."""
+        os.close(fd)
+
+    def stat(self, path: str) -> os.stat_result:
+        """``stat(2)``."""
+        return os.stat(path)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """``fstat(2)``."""
+        return os.fstat(fd)
+
+    def writable(self, path: str) -> bool:
+        """``access(2)``: whether this process may write into the folder `path` (permissions, read-only mounts)."""
+        return os.access(path, os.W_OK)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """``pwrite(2)``; returns the number of bytes written, perhaps fewer than given."""
+        return os.pwrite(fd, data, offset)
+
+    def preadv(self, fd: int, out: memoryview, offset: int) -> int:
+        """``preadv(2)`` into one buffer; returns the number of bytes read, perhaps fewer than asked, 0 at the end."""
+        return os.preadv(fd, [out], offset)
+
+    def preadv_cached(self, fd: int, out: memoryview, offset: int) -> int:
+        """`preadv` of what the page cache holds; raises `BlockingIOError` where the disk would have to be asked."""
+        return os.preadv(fd, [out], offset, os.RWF_NOWAIT)
+
+    def map(self, fd: int, size: int) -> memoryview:
+        """``mmap(2)`` of the first `size` > 0 bytes, private and read-only; it lives as long as the memoryview."""
+        return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        """``ftruncate(2)``."""
+        os.ftruncate(fd, size)
+
+    def fallocate(self, fd: int, size: int) -> None:
+        """``fallocate(2)`` of bytes [0, size), extending the file.
+
+        Not ``posix_fallocate``: where the file system cannot, that one writes a byte into every block instead.
+        """
+        _call("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(size))
+
+    def fsync(self, fd: int) -> None:
+        """``fsync(2)``, of a file or a folder."""
+        os.fsync(fd)
+
+    def fdatasync(self, fd: int) -> None:
+        """``fdatasync(2)``: contents, length and block map, not the times."""
+        os.fdatasync(fd)
+
+    def link(self, source: str, target: str) -> None:
+        """``link(2)``; raises `FileExistsError`, never replaces."""
+        os.link(source, target)
+
+    def rename_exclusive(self, source: str, target: str) -> None:
+        """``renameat2(2)`` with RENAME_NOREPLACE; raises `FileExistsError`, never replaces."""
+        _call("renameat2", _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+
+    def replace(self, source: str, target: str) -> None:
+        """``rename(2)``; replaces `target`."""
+        os.replace(source, target)
+
+    def unlink(self, path: str) -> None:
+        """``unlink(2)``."""
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        """``mkdir(2)``."""
+        os.mkdir(path)
+
+    def scandir(self, path: str) -> list[tuple[str, bool]]:
+        """``readdir(3)``: the folder's names in no order, each with whether it is a folder."""
+        with os.scandir(path) as entries:
+            return [(entry.name, entry.is_dir()) for entry in entries]
+
+
+SYSTEM: Final = Posix()
+"""The one that every `LocalBackend` uses unless a test gives it another."""
