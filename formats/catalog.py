@@ -1,0 +1,293 @@
+"""The catalog: what a store holds after every record of its log, in order, has been applied.
+
+Checkpoints are nodes, encodings are edges. A checkpoint is *promised* from the COMMIT that adds it to the one that
+retires it; a retired one stays as a *base* while others build on it. Applying never fails: whether a record may be
+written is asked before (`ckptstore.formats.retention`), and a log with a damaged slot has to be readable all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.formats.errors import CorruptLogError
+from ckptstore.formats.records import (
+    CheckpointEntry,
+    CheckpointId,
+    CommitRecord,
+    Encoding,
+    Node,
+    OpenRecord,
+    Record,
+    SegmentEntry,
+)
+
+__all__ = ["Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
+
+
+@dataclass(frozen=True, slots=True)
+class TermEntry:
+    """A term in the history.
+
+    Attributes:
+        parent: the checkpoint it continues from; None: from nothing.
+        time: Unix seconds; information only.
+        writer: who opened it; information only.
+        seq: the slot of its OPEN.
+        known: False if the OPEN is damaged, so that parent, time and writer are unknown and `seq` is its first COMMIT.
+    """
+
+    term: int
+    parent: CheckpointId | None
+    time: float
+    writer: Mapping[str, Any]
+    seq: int
+    known: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EdgeIndex:
+    """The encodings turned round: who reads a segment, who builds on a checkpoint."""
+
+    __slots__ = ("dependents", "users")
+
+    def __init__(self, encodings: Mapping[Node, tuple[Encoding, ...]]) -> None:
+        self.users: dict[str, set[Node]] = {}
+        self.dependents: dict[Node, set[Node]] = {}
+        for edges in encodings.values():
+            for edge in edges:
+                self.add(edge)
+
+    def add(self, edge: Encoding) -> None:
+        """Take an encoding in. Entries are never taken out: who asks looks at the encodings that are there."""
+        for segment in edge.segments:
+            self.users.setdefault(segment, set()).add(edge.checkpoint)
+        if edge.base is not None:
+            self.dependents.setdefault(edge.base.node, set()).add(edge.checkpoint)
+
+
+@dataclass(slots=True)
+class Catalog:
+    """The folded log. Read only, except for the `CatalogBuilder` it belongs to.
+
+    Attributes:
+        term: the newest term; 0 before the first.
+        next_seq: the slot after the last one applied.
+        terms: term -> its OPEN.
+        checkpoints: (term, step) -> promised checkpoint, in the order of their commits.
+        slots: (term, step) of a promised checkpoint -> the slot that promised it.
+        bases: (term, step) -> checkpoint that is retired but still has encodings, because others build on it.
+        encodings: (term, step) -> the ways to restore it, oldest first.
+        segments: id -> live segment.
+        dropped: ids of the newest term's segments that were given up (older ones are simply unreferenced).
+        spent: steps of the newest term whose checkpoint was retired; a (term, step) exists once.
+        tags: name -> (term, step).
+        requests: uuid -> None if accepted, else why it was refused; those handled in the newest term.
+        manifests: id -> (term, slot) of manifest objects that a reader may still need.
+        damage: slots that are damaged or missing, ascending.
+        ro_compat: features that a writer has to know.
+        unknown: (slot, members) of every record with members that this version does not know.
+    """
+
+    term: int = 0
+    next_seq: int = 0
+    terms: dict[int, TermEntry] = field(default_factory=dict)
+    checkpoints: dict[Node, CheckpointEntry] = field(default_factory=dict)
+    slots: dict[Node, int] = field(default_factory=dict)
+    bases: dict[Node, CheckpointEntry] = field(default_factory=dict)
+    encodings: dict[Node, tuple[Encoding, ...]] = field(default_factory=dict)
+    segments: dict[str, SegmentEntry] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
+    spent: set[int] = field(default_factory=set)
+    tags: dict[str, Node] = field(default_factory=dict)
+    requests: dict[str, str | None] = field(default_factory=dict)
+    manifests: dict[str, tuple[int, int]] = field(default_factory=dict)
+    damage: tuple[int, ...] = ()
+    ro_compat: frozenset[str] = frozenset()
+    unknown: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    _edges: EdgeIndex | None = field(default=None, repr=False, compare=False)
+
+    def apply(self, record: Record, seq: int) -> Catalog:
+        """A new catalog with `record`, found in slot `seq`, applied. Copies; a `CatalogBuilder` does not."""
+        builder = CatalogBuilder(self)
+        builder.apply(record, seq)
+        return builder.catalog
+
+    def edges(self) -> EdgeIndex:
+        """The index of the encodings, made when first asked for and kept up to date from then on."""
+        if self._edges is None:
+            self._edges = EdgeIndex(self.encodings)
+        return self._edges
+
+    def find(self, node: Node) -> CheckpointEntry | None:
+        """The checkpoint, promised or kept as a base."""
+        return self.checkpoints.get(node) or self.bases.get(node)
+
+    def restorable(self, identity: CheckpointId) -> bool:
+        """Whether some path of live encodings leads to this very checkpoint, promised or kept as a base."""
+        entry = self.find(identity.node)
+        if entry is None or entry.state != identity.state:
+            return False
+        stack, seen = [identity.node], {identity.node}
+        while stack:
+            for edge in self.encodings.get(stack.pop(), ()):
+                if edge.base is None:
+                    return True
+                base = self.find(edge.base.node)
+                if base is not None and base.state == edge.base.state and base.node not in seen:
+                    seen.add(base.node)
+                    stack.append(base.node)
+        return False
+
+    def latest(self) -> CheckpointEntry | None:
+        """The newest checkpoint: the highest step of the newest term; of an empty term, its parent.
+
+        If that was retired, the nearest checkpoint before it on its line of parents.
+
+        Raises:
+            CorruptLogError: a slot after it is damaged, so that a newer one may be lost. Names the slot and the last
+                intact checkpoint. (An OPEN after the damage has chosen its parent knowingly, and settles the matter.)
+        """
+        found = self._newest_on_line()
+        opened = self.terms.get(self.term)
+        if found is not None and found.term == self.term:
+            certain = self.slots[found.node]
+        else:
+            certain = opened.seq if opened is not None and opened.known else -1
+        if hidden := [seq for seq in self.damage if seq > certain]:
+            intact = "none before it is intact" if found is None else f"the last intact checkpoint is {found.ref}"
+            raise CorruptLogError(
+                f"log slot {hidden[0]} is damaged, so the newest checkpoint is not known; {intact}. "
+                "Name a checkpoint to load it, or to continue from it"
+            )
+        return found
+
+    def _newest_on_line(self) -> CheckpointEntry | None:
+        term, highest = self.term, None
+        while entry := self.terms.get(term):
+            steps = [step for t, step in self.checkpoints if t == term and (highest is None or step <= highest)]
+            if steps:
+                return self.checkpoints[term, max(steps)]
+            if entry.parent is None:
+                return None
+            term, highest = entry.parent.term, entry.parent.step
+        return None
+
+    def collectable(self, key: str) -> bool:
+        """Whether gc may delete this object below ``seg/`` if no pin names it (design: GC 3).
+
+        Dropped, or unreferenced and of a term below the newest. With a damaged slot the unreferenced may be what that
+        slot promised, so only the dropped are let go.
+        """
+        folder, _, name = key.removeprefix("seg/").partition("/")
+        identity = name.partition(".")[0]
+        if not key.startswith("seg/") or not folder.isdecimal() or not name:
+            return False
+        if identity in self.segments or identity in self.manifests:
+            return False
+        return identity in self.dropped or (int(folder) < self.term and not self.damage)
+
+
+class CatalogBuilder:
+    """A catalog to which records are applied in place. Belongs to one reading session or one term.
+
+    Attributes:
+        catalog: the catalog so far. It changes with every record: take `snapshot` to hand it to another thread.
+    """
+
+    def __init__(self, base: Catalog | None = None) -> None:
+        """Start from a copy of `base`, or from an empty log."""
+        self.catalog = Catalog() if base is None else _copied(base)
+
+    def snapshot(self) -> Catalog:
+        """A copy that stays as it is: the dictionaries are copied, their entries shared."""
+        return _copied(self.catalog)
+
+    def apply(self, record: Record, seq: int) -> None:
+        """Apply the record found in slot `seq`. Never fails, whatever the record says."""
+        catalog = self.catalog
+        catalog.next_seq = seq + 1
+        catalog.ro_compat |= frozenset(record.ro_compat)
+        if isinstance(record, OpenRecord):
+            entry = TermEntry(record.term, record.parent, record.time, record.writer, seq, extra=record.extra)
+            self._begin_term(entry)
+            return
+        if record.term > catalog.term:  # its OPEN was in a damaged slot
+            self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False))
+        if record.extra:
+            catalog.unknown += ((seq, record.extra),)
+        if record.manifest is not None:
+            catalog.manifests[record.manifest] = (record.term, seq)
+        self._add(record, seq)
+        for node in record.retires:
+            self._retire(node)
+        for segment in record.drops:
+            self._drop(segment)
+        for name, tagged in record.tags.items():
+            if tagged is None:
+                catalog.tags.pop(name, None)
+            else:
+                catalog.tags[name] = tagged
+        catalog.requests.update(record.requests)
+        catalog.dropped.difference_update(record.swept)
+
+    def mark_damaged(self, seq: int) -> None:
+        """Note that slot `seq` cannot be read, and go on after it."""
+        self.catalog.damage += (seq,)
+        self.catalog.next_seq = seq + 1
+
+    def _begin_term(self, entry: TermEntry) -> None:
+        catalog = self.catalog
+        catalog.term = entry.term
+        catalog.terms[entry.term] = entry
+        # What only the newest term's writer and gc ask for; of older terms everything unreferenced may go.
+        catalog.dropped.clear()
+        catalog.spent.clear()
+        catalog.requests.clear()
+
+    def _add(self, record: CommitRecord, seq: int) -> None:
+        catalog = self.catalog
+        for segment in record.segments:
+            catalog.segments[segment.id] = segment
+        for checkpoint in record.checkpoints:
+            catalog.checkpoints[checkpoint.node] = checkpoint
+            catalog.slots[checkpoint.node] = seq
+        for edge in record.encodings:
+            catalog.encodings[edge.checkpoint] = (*catalog.encodings.get(edge.checkpoint, ()), edge)
+            if catalog._edges is not None:
+                catalog._edges.add(edge)
+
+    def _retire(self, node: Node) -> None:
+        catalog = self.catalog
+        entry = catalog.checkpoints.pop(node, None)
+        catalog.slots.pop(node, None)
+        if entry is not None and node in catalog.encodings:
+            catalog.bases[node] = entry
+        if node[0] == catalog.term:
+            catalog.spent.add(node[1])
+
+    def _drop(self, segment: str) -> None:
+        catalog = self.catalog
+        entry = catalog.segments.pop(segment, None)
+        if entry is None or entry.term == catalog.term:
+            catalog.dropped.add(segment)
+        users: Iterable[Node] = catalog.edges().users.pop(segment, ())
+        for node in users:
+            kept = tuple(edge for edge in catalog.encodings.get(node, ()) if segment not in edge.segments)
+            if kept:
+                catalog.encodings[node] = kept
+            else:
+                catalog.encodings.pop(node, None)
+                catalog.bases.pop(node, None)
+
+
+def _copied(catalog: Catalog) -> Catalog:
+    """A copy with dictionaries and sets of its own; the entries are shared, and the index is left behind."""
+    twin = copy.copy(catalog)
+    for name in ("terms", "checkpoints", "slots", "bases", "encodings", "segments", "dropped", "spent", "tags"):
+        setattr(twin, name, getattr(catalog, name).copy())
+    twin.requests, twin.manifests = dict(catalog.requests), dict(catalog.manifests)
+    twin._edges = None
+    return twin

@@ -1,0 +1,363 @@
+"""A fold: the catalog through one slot, as bytes.
+
+``ckptstore fold\\n``, the xxh3_128 of what follows as 32 hex digits, a line feed, one zstd frame of canonical JSON.
+Entries are stored as columns (all sizes, all hashes ...): a tenth of the text, of the parsing and of the brackets.
+Folds are derived: a damaged one costs time, not data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from ckptstore.formats import jsontext
+from ckptstore.formats.catalog import Catalog, TermEntry
+from ckptstore.formats.errors import FormatError, IncompatibleFormatError
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
+from ckptstore.formats.texts import KNOWN_FEATURES
+
+__all__ = ["FOLD_LIMIT", "decode_fold", "encode_fold"]
+
+FOLD_LIMIT: Final = 1024 * 1024 * 1024
+"""Longest fold, in bytes of JSON."""
+
+_MAGIC: Final = b"ckptstore fold\n"
+_HEAD: Final = len(_MAGIC) + 33
+_LEVEL: Final = 3
+_T = TypeVar("_T")
+
+
+def encode_fold(catalog: Catalog, *, run: str, manifests_after: int = -1) -> tuple[bytes, str]:
+    """The fold of `catalog` through its last slot -> (bytes, their hash, which names the fold's key).
+
+    Args:
+        catalog: not empty.
+        run: the store's run.
+        manifests_after: manifests of slots up to this one are left out: nobody reads those slots any more.
+    """
+    import zstandard  # only those who fold or read a fold need it
+
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(jsontext.dumps(_document(catalog, run, manifests_after)))
+    digest = xxh3_128(frame)
+    return _MAGIC + digest.encode("ascii") + b"\n" + frame, digest
+
+
+def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) -> Catalog:
+    """The catalog that a fold holds.
+
+    Args:
+        seq: the slot it goes through, as its key says.
+        digest16: the first 16 digits of its hash, as its key says.
+        what: names the fold in errors.
+
+    Raises:
+        FormatError: damaged, hostile, or another store's.
+        IncompatibleFormatError: it needs a feature this version does not know.
+    """
+    frame = memoryview(data)[_HEAD:]
+    digest = xxh3_128(frame)
+    if data[:_HEAD] != _MAGIC + digest.encode("ascii") + b"\n" or digest[:16] != digest16:
+        raise FormatError(f"{what}: checksum mismatch in {len(data)} bytes")
+    found = Members(jsontext.loads(_decompressed(frame, what), what=what, max_bytes=FOLD_LIMIT), what)
+    if (kind := found.text("ckptstore")) != "fold":
+        raise FormatError(f"{what}: a text of kind {kind!r}")
+    if unknown := [name for name in found.names("incompat") if name not in KNOWN_FEATURES]:
+        raise IncompatibleFormatError(f"{what}: needs {', '.join(unknown)}, which this version does not know")
+    if found.digest("run") != run or found.number("seq") != seq:
+        raise FormatError(f"{what}: belongs to another run or slot")
+    return _catalog(found, seq, what)
+
+
+def _decompressed(frame: memoryview, what: str) -> bytes:
+    import zstandard
+
+    try:
+        # The length that the frame claims is checked before anything is allocated by it.
+        size = zstandard.get_frame_parameters(frame).content_size
+        if size > FOLD_LIMIT:
+            raise FormatError(f"{what}: {size} bytes of JSON, at most {FOLD_LIMIT} are allowed")
+        return bytes(zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{what}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def _document(catalog: Catalog, run: str, manifests_after: int) -> dict[str, Any]:
+    rows = [catalog.checkpoints[node] for node in catalog.checkpoints]
+    known: dict[str, Any] = {"ckptstore": "fold", "run": run, "seq": catalog.next_seq - 1, "term": catalog.term}
+    columns: dict[str, Any] = {
+        "terms": _term_columns(list(catalog.terms.values())),
+        "checkpoints": _checkpoint_columns(rows) | {"slot": [catalog.slots[row.node] for row in rows]},
+        "bases": _checkpoint_columns(list(catalog.bases.values())),
+        "segments": _segment_columns(list(catalog.segments.values())),
+        "encodings": _encoding_columns(catalog),
+    }
+    manifests = [(name, *place) for name, place in catalog.manifests.items() if place[1] > manifests_after]
+    rest: dict[str, Any] = {
+        "dropped": "".join(sorted(catalog.dropped)),
+        "spent": sorted(catalog.spent),
+        "tags": {tag: list(node) for tag, node in catalog.tags.items()},
+        "requests": catalog.requests,
+        "manifests": [list(entry) for entry in manifests],
+        "damage": list(catalog.damage),
+        "ro_compat": sorted(catalog.ro_compat),
+        "unknown": [[seq, dict(members)] for seq, members in catalog.unknown],
+    }
+    return known | columns | {name: value for name, value in rest.items() if value}
+
+
+def _extras(rows: Sequence[Any]) -> dict[str, Any]:
+    """The members this version does not know, by row: most rows have none."""
+    found = {str(index): dict(row.extra) for index, row in enumerate(rows) if row.extra}
+    return {"extra": found} if found else {}
+
+
+def _identities(identities: Iterable[CheckpointId | None]) -> dict[str, Any]:
+    """Columns of optional identities; (0, 0) without a state stands for None, because terms begin at 1."""
+    rows = list(identities)
+    return {
+        "term": [0 if row is None else row.term for row in rows],
+        "step": [0 if row is None else row.step for row in rows],
+        "state": "".join(row.state for row in rows if row is not None),
+    }
+
+
+def _term_columns(rows: list[TermEntry]) -> dict[str, Any]:
+    writers: dict[str, int] = {}  # a run resumed many times is opened by the same host: each writer once
+    place = [writers.setdefault(jsontext.dumps(row.writer).decode("ascii"), len(writers)) for row in rows]
+    return {
+        "term": [row.term for row in rows],
+        "parent": _identities(row.parent for row in rows),
+        "time": [row.time for row in rows],
+        "seq": [row.seq for row in rows],
+        "known": [int(row.known) for row in rows],
+        "writers": list(writers),
+        "writer": place,
+    } | _extras(rows)
+
+
+def _checkpoint_columns(rows: list[CheckpointEntry]) -> dict[str, Any]:
+    return {
+        "term": [row.term for row in rows],
+        "step": [row.step for row in rows],
+        "state": "".join([row.state for row in rows]),
+        "time": [row.time for row in rows],
+        "tensors": [row.tensors for row in rows],
+        "bytes": [row.nbytes for row in rows],
+    } | _extras(rows)
+
+
+def _segment_columns(rows: list[SegmentEntry]) -> dict[str, Any]:
+    return {
+        "id": "".join([row.id for row in rows]),
+        "term": [row.term for row in rows],
+        "size": [row.size for row in rows],
+        "header": [row.header for row in rows],
+        "hash": "".join([row.hash for row in rows]),
+    } | _extras(rows)
+
+
+def _encoding_columns(catalog: Catalog) -> dict[str, Any]:
+    rows = [edge for edges in catalog.encodings.values() for edge in edges]
+    place = {segment: index for index, segment in enumerate(catalog.segments)}
+    for row in rows:  # only after damage: segments that no intact record adds
+        for segment in row.segments:
+            place.setdefault(segment, len(place))
+    loose = "".join(list(place)[len(catalog.segments) :])
+    return {
+        "term": [row.checkpoint[0] for row in rows],
+        "step": [row.checkpoint[1] for row in rows],
+        "kind": [row.kind for row in rows],
+        "base": _identities(row.base for row in rows),
+        "count": [len(row.segments) for row in rows],
+        "segment": [place[segment] for row in rows for segment in row.segments],
+        "lossy": [int(row.lossy) for row in rows],
+        "bytes": [row.bytes for row in rows],
+        "loose": loose,
+    } | _extras(rows)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class _Columns:
+    """The columns of one table. The first one read sets the number of rows; `FormatError` if another differs."""
+
+    def __init__(self, value: Any, what: str) -> None:
+        self._left = Members(value, what)
+        self._rows: int | None = None
+
+    def _measured(self, name: str, column: Sequence[_T], rows: int | None) -> Sequence[_T]:
+        if rows is None:
+            rows = self._rows = len(column) if self._rows is None else self._rows
+        if len(column) != rows:
+            self._left.refuse(name, f"a column of {rows} rows")
+        return column
+
+    def _listed(self, name: str, rows: int | None) -> Any:
+        value = self._left.rest().pop(name, None)
+        if type(value) is not list:
+            self._left.refuse(name, "a list")
+        return self._measured(name, value, rows)
+
+    def numbers(self, name: str, rows: int | None = None) -> list[int]:
+        value: list[int] = self._listed(name, rows)
+        if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_INT):
+            self._left.refuse(name, "a list of integers in 0..2^53")
+        return value
+
+    def times(self, name: str) -> list[float]:
+        value = self._listed(name, None)
+        if not {int, float}.issuperset(map(type, value)) or not all(map(is_time, value)):
+            self._left.refuse(name, "a list of numbers of seconds")
+        return [float(entry) for entry in value]
+
+    def strings(self, name: str, rows: int | None = None) -> list[str]:
+        value: list[str] = self._listed(name, rows)
+        if not {str}.issuperset(map(type, value)):
+            self._left.refuse(name, "a list of strings")
+        return value
+
+    def digests(self, name: str, rows: int | None = None) -> Sequence[str]:
+        return self._measured(name, self.loose_digests(name), rows)
+
+    def loose_digests(self, name: str) -> list[str]:
+        """Digests of a number of their own."""
+        text = self._left.text(name, default="")
+        if len(text) % 32 or not hexadecimal(text, len(text)):
+            self._left.refuse(name, "joined groups of 32 lower-case hex digits")
+        return [text[start : start + 32] for start in range(0, len(text), 32)]
+
+    def identities(self, name: str) -> list[CheckpointId | None]:
+        table = _Columns(self._left.rest().pop(name, None), name)
+        terms = self._measured(name, table.numbers("term"), None)
+        steps = table.numbers("step")
+        states = iter(table.digests("state", sum(map(bool, terms))))
+        return [
+            CheckpointId(term, step, next(states)) if term else None for term, step in zip(terms, steps, strict=True)
+        ]
+
+    def extras(self) -> Callable[[int], dict[str, Any]]:
+        """Row -> its unknown members."""
+        found = self._left.mapping("extra")
+        if not all(type(members) is dict for members in found.values()):
+            self._left.refuse("extra", "an object of objects")
+        if not found:
+            return lambda _row: {}
+        return lambda row: found.get(str(row), {})
+
+
+def _catalog(found: Members, seq: int, what: str) -> Catalog:
+    def table(name: str) -> _Columns:
+        return _Columns(found.rest().pop(name, None), f"{what}, {name}")
+
+    rows, bases = table("checkpoints"), table("bases")
+    checkpoints = _read_checkpoints(rows)
+    slots = dict(zip(checkpoints, rows.numbers("slot", len(checkpoints)), strict=True))
+    segments = _read_segments(table("segments"))
+    return Catalog(
+        term=found.number("term"),
+        next_seq=seq + 1,
+        terms=_read_terms(table("terms"), what),
+        checkpoints=checkpoints,
+        slots=slots,
+        bases=_read_checkpoints(bases),
+        encodings=_read_encodings(table("encodings"), list(segments), what),
+        segments=segments,
+        dropped=set(_Columns({"dropped": found.text("dropped", default="")}, what).loose_digests("dropped")),
+        spent=set(found.items("spent", lambda value: value if natural(value) else None, "steps")),
+        tags=_read_tags(found),
+        requests=_read_requests(found),
+        manifests=dict(found.items("manifests", _manifest, "[uuid, term, slot]")),
+        damage=found.items("damage", lambda value: value if natural(value) else None, "slots"),
+        ro_compat=frozenset(found.names("ro_compat")),
+        unknown=found.items("unknown", _unknown, "[slot, members]"),
+    )
+
+
+def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
+    terms, parents, times = columns.numbers("term"), columns.identities("parent"), columns.times("time")
+    seqs, known, place = columns.numbers("seq"), columns.numbers("known"), columns.numbers("writer")
+    texts = [text.encode() for text in columns.strings("writers", max(place, default=-1) + 1)]
+    writers = [Members(jsontext.loads(text, what=what, max_bytes=FOLD_LIMIT), what).rest() for text in texts]
+    extra = columns.extras()
+    return {
+        term: TermEntry(term, parents[row], times[row], writers[place[row]], seqs[row], bool(known[row]), extra(row))
+        for row, term in enumerate(terms)
+    }
+
+
+def _read_checkpoints(columns: _Columns) -> dict[Node, CheckpointEntry]:
+    nodes = list(zip(columns.numbers("term"), columns.numbers("step"), strict=True))
+    table = zip(
+        columns.digests("state"),
+        columns.times("time"),
+        columns.numbers("tensors"),
+        columns.numbers("bytes"),
+        strict=True,
+    )
+    extra = columns.extras()
+    return {
+        node: CheckpointEntry(*node, *row, extra(index))
+        for index, (node, row) in enumerate(zip(nodes, table, strict=True))
+    }
+
+
+def _read_segments(columns: _Columns) -> dict[str, SegmentEntry]:
+    table = zip(
+        columns.digests("id"),
+        columns.numbers("term"),
+        columns.numbers("size"),
+        columns.numbers("header"),
+        columns.digests("hash"),
+        strict=True,
+    )
+    extra = columns.extras()
+    return {row[0]: SegmentEntry(*row, extra(index)) for index, row in enumerate(table)}
+
+
+def _read_encodings(columns: _Columns, segments: list[str], what: str) -> dict[Node, tuple[Encoding, ...]]:
+    terms, steps, kinds = columns.numbers("term"), columns.numbers("step"), columns.strings("kind")
+    bases, counts = columns.identities("base"), columns.numbers("count")
+    lossy, sizes = columns.numbers("lossy"), columns.numbers("bytes")
+    places = columns.numbers("segment", sum(counts))
+    ids = [*segments, *columns.loose_digests("loose")]
+    if places and max(places) >= len(ids):
+        raise FormatError(f"{what}, encodings: segment {max(places)} of {len(ids)}")
+    extra = columns.extras()
+    found: dict[Node, tuple[Encoding, ...]] = {}
+    start = 0
+    for row, node in enumerate(zip(terms, steps, strict=True)):
+        end = start + counts[row]
+        used = tuple([ids[place] for place in places[start:end]])
+        edge = Encoding(node, kinds[row], bases[row], used, bool(lossy[row]), sizes[row], extra(row))
+        found[node] = (*found[node], edge) if node in found else (edge,)
+        start = end
+    return found
+
+
+def _read_tags(found: Members) -> dict[str, Node]:
+    return {tag: node for tag, node in found.tags("tags").items() if node is not None}
+
+
+def _read_requests(found: Members) -> dict[str, str | None]:
+    outcomes: Mapping[str, Any] = found.mapping("requests")
+    if not all(hexadecimal(name) and (reason is None or type(reason) is str) for name, reason in outcomes.items()):
+        found.refuse("requests", "an object of uuids to a reason or null")
+    return dict(outcomes)
+
+
+def _manifest(value: Any) -> tuple[str, tuple[int, int]] | None:
+    if type(value) is list and len(value) == 3 and hexadecimal(value[0]) and natural(value[1]) and natural(value[2]):
+        return value[0], (value[1], value[2])
+    return None
+
+
+def _unknown(value: Any) -> tuple[int, dict[str, Any]] | None:
+    if type(value) is list and len(value) == 2 and natural(value[0]) and type(value[1]) is dict:
+        return value[0], value[1]
+    return None
