@@ -1,0 +1,125 @@
+"""Element types: the logical name, how a segment stores it, and what it is in numpy.
+
+A tensor has a *logical* dtype and shape, which is what the run saved, and a *stored* one, which is what the segment's
+safetensors header says, so that every safetensors reader can open it:
+
+- Most dtypes are stored as themselves.
+- Complex numbers are stored as reals with a trailing dimension of 2 (real, imaginary): safetensors has no C32 and no
+  C128, and treating one width unlike the others would help nobody.
+- ``F8_E8M0`` (block scales) and ``F4_E2M1_X2`` (two 4-bit values in a byte, torch's ``float4_e2m1fn_x2``) are stored
+  as U8: readers older than safetensors 0.6 do not know the first, and its F4 counts half bytes.
+
+Both images have the same bytes: a dtype never changes what is stored, only what it is called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ckptstore.formats.errors import FormatError, UnsupportedStateError
+
+__all__ = ["DTYPES", "DType", "from_numpy", "get", "nbytes", "storage_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    Attributes:
+        name: logical name, as metadata writes it (``"F32"``, ``"BF16"``, ``"C64"``).
+        storage: dtype code in the segment's safetensors header.
+        itemsize: bytes per logical element (8 for C64, although it is stored as two F32).
+        numpy: little-endian numpy dtype of one logical element; ``numpy.itemsize == itemsize``. C32, for which numpy
+            has no type, is the pair ``[("real", "<f2"), ("imag", "<f2")]``; F4_E2M1_X2 is plain uint8.
+        trailing: dimensions that the stored shape has after the logical ones: ``(2,)`` for complex, else ``()``.
+    """
+
+    name: str
+    storage: str
+    itemsize: int
+    numpy: np.dtype[Any]
+    trailing: tuple[int, ...] = ()
+
+
+def _table() -> dict[str, DType]:
+    own: dict[str, Any] = {
+        "BOOL": "?",
+        "U8": "|u1",
+        "I8": "|i1",
+        "U16": "<u2",
+        "I16": "<i2",
+        "U32": "<u4",
+        "I32": "<i4",
+        "U64": "<u8",
+        "I64": "<i8",
+        "F16": "<f2",
+        "BF16": ml_dtypes.bfloat16,
+        "F32": "<f4",
+        "F64": "<f8",
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    }
+    other: dict[str, tuple[str, Any, tuple[int, ...]]] = {
+        "F8_E8M0": ("U8", ml_dtypes.float8_e8m0fnu, ()),
+        "F4_E2M1_X2": ("U8", "|u1", ()),
+        "C32": ("F16", [("real", "<f2"), ("imag", "<f2")], (2,)),
+        "C64": ("F32", "<c8", (2,)),
+        "C128": ("F64", "<c16", (2,)),
+    }
+    rows = {name: (name, array_type, ()) for name, array_type in own.items()} | other
+    table = {}
+    for name, (storage, array_type, trailing) in rows.items():
+        dtype: np.dtype[Any] = np.dtype(array_type)
+        table[name] = DType(name, storage, dtype.itemsize, dtype, trailing)
+    return table
+
+
+DTYPES: Mapping[str, DType] = MappingProxyType(_table())
+"""Every dtype of the format, by logical name."""
+
+_FROM_NUMPY = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype.name != "F4_E2M1_X2"}  # uint8 means U8
+
+
+def get(name: str) -> DType:
+    """The dtype of a logical name.
+
+    Raises:
+        FormatError: no such dtype (a newer format, or damage); `name` may be anything that JSON can hold.
+    """
+    found = DTYPES.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise FormatError(f"unknown dtype {name!r:.80}")
+    return found
+
+
+def from_numpy(dtype: np.dtype[Any]) -> DType:
+    """The dtype of a numpy array, whatever its byte order.
+
+    Raises:
+        UnsupportedStateError: objects, strings, dates, long doubles, records, and ml_dtypes' sub-byte types.
+    """
+    found = _FROM_NUMPY.get(dtype)
+    if found is None:
+        found = _FROM_NUMPY.get(dtype.newbyteorder("<"))
+    if found is None:
+        raise UnsupportedStateError(f"numpy dtype {dtype} cannot be stored: use another, or a list")
+    return found
+
+
+def storage_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in the segment's safetensors header of a tensor of logical `shape`."""
+    return (*shape, *dtype.trailing)
+
+
+def nbytes(dtype: DType, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of logical `shape`; 0-d tensors have one element."""
+    return math.prod(shape) * dtype.itemsize
