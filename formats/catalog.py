@@ -197,9 +197,9 @@ class CatalogBuilder:
         catalog: the catalog so far. It changes with every record: take `snapshot` to hand it to another thread.
     """
 
-    def __init__(self, base: Catalog | None = None) -> None:
-        """Start from a copy of `base`, or from an empty log."""
-        self.catalog = Catalog() if base is None else _copied(base)
+    def __init__(self, base: Catalog | None = None, *, adopt: bool = False) -> None:
+        """Start from a copy of `base`, from `base` itself if nobody else has it (`adopt`), or from an empty log."""
+        self.catalog = Catalog() if base is None else base if adopt else _copied(base)
 
     def snapshot(self) -> Catalog:
         """A copy that stays as it is: the dictionaries are copied, their entries shared."""

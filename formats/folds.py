@@ -7,7 +7,7 @@ Folds are derived: a damaged one costs time, not data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ckptstore.formats import jsontext
@@ -18,7 +18,7 @@ from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, na
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
 from ckptstore.formats.texts import KNOWN_FEATURES
 
-__all__ = ["FOLD_LIMIT", "decode_fold", "encode_fold"]
+__all__ = ["FOLD_LIMIT", "decode_fold", "encode_fold", "intact"]
 
 FOLD_LIMIT: Final = 1024 * 1024 * 1024
 """Longest fold, in bytes of JSON."""
@@ -29,17 +29,17 @@ _LEVEL: Final = 3
 _T = TypeVar("_T")
 
 
-def encode_fold(catalog: Catalog, *, run: str, manifests_after: int = -1) -> tuple[bytes, str]:
+def encode_fold(catalog: Catalog, *, run: str, forget: Collection[str] = ()) -> tuple[bytes, str]:
     """The fold of `catalog` through its last slot -> (bytes, their hash, which names the fold's key).
 
     Args:
         catalog: not empty.
         run: the store's run.
-        manifests_after: manifests of slots up to this one are left out: nobody reads those slots any more.
+        forget: manifests to leave out, because their slots are gone.
     """
     import zstandard  # only those who fold or read a fold need it
 
-    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(jsontext.dumps(_document(catalog, run, manifests_after)))
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(jsontext.dumps(_document(catalog, run, forget)))
     digest = xxh3_128(frame)
     return _MAGIC + digest.encode("ascii") + b"\n" + frame, digest
 
@@ -56,10 +56,9 @@ def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) ->
         FormatError: damaged, hostile, or another store's.
         IncompatibleFormatError: it needs a feature this version does not know.
     """
-    frame = memoryview(data)[_HEAD:]
-    digest = xxh3_128(frame)
-    if data[:_HEAD] != _MAGIC + digest.encode("ascii") + b"\n" or digest[:16] != digest16:
+    if not intact(data, digest16):
         raise FormatError(f"{what}: checksum mismatch in {len(data)} bytes")
+    frame = memoryview(data)[_HEAD:]
     found = Members(jsontext.loads(_decompressed(frame, what), what=what, max_bytes=FOLD_LIMIT), what)
     if (kind := found.text("ckptstore")) != "fold":
         raise FormatError(f"{what}: a text of kind {kind!r}")
@@ -68,6 +67,12 @@ def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) ->
     if found.digest("run") != run or found.number("seq") != seq:
         raise FormatError(f"{what}: belongs to another run or slot")
     return _catalog(found, seq, what)
+
+
+def intact(data: bytes, digest16: str) -> bool:
+    """Whether every byte of a fold is as it was written, and its hash begins with `digest16`, as its key says."""
+    digest = xxh3_128(memoryview(data)[_HEAD:])
+    return data[:_HEAD] == _MAGIC + digest.encode("ascii") + b"\n" and digest[:16] == digest16
 
 
 def _decompressed(frame: memoryview, what: str) -> bytes:
@@ -86,7 +91,7 @@ def _decompressed(frame: memoryview, what: str) -> bytes:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def _document(catalog: Catalog, run: str, manifests_after: int) -> dict[str, Any]:
+def _document(catalog: Catalog, run: str, forget: Collection[str]) -> dict[str, Any]:
     rows = [catalog.checkpoints[node] for node in catalog.checkpoints]
     known: dict[str, Any] = {"ckptstore": "fold", "run": run, "seq": catalog.next_seq - 1, "term": catalog.term}
     columns: dict[str, Any] = {
@@ -96,13 +101,13 @@ def _document(catalog: Catalog, run: str, manifests_after: int) -> dict[str, Any
         "segments": _segment_columns(list(catalog.segments.values())),
         "encodings": _encoding_columns(catalog),
     }
-    manifests = [(name, *place) for name, place in catalog.manifests.items() if place[1] > manifests_after]
+    manifests = [[name, *place] for name, place in catalog.manifests.items() if name not in forget]
     rest: dict[str, Any] = {
         "dropped": "".join(sorted(catalog.dropped)),
         "spent": sorted(catalog.spent),
         "tags": {tag: list(node) for tag, node in catalog.tags.items()},
         "requests": catalog.requests,
-        "manifests": [list(entry) for entry in manifests],
+        "manifests": manifests,
         "damage": list(catalog.damage),
         "ro_compat": sorted(catalog.ro_compat),
         "unknown": [[seq, dict(members)] for seq, members in catalog.unknown],
@@ -292,18 +297,12 @@ def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
 
 
 def _read_checkpoints(columns: _Columns) -> dict[Node, CheckpointEntry]:
-    nodes = list(zip(columns.numbers("term"), columns.numbers("step"), strict=True))
-    table = zip(
-        columns.digests("state"),
-        columns.times("time"),
-        columns.numbers("tensors"),
-        columns.numbers("bytes"),
-        strict=True,
-    )
+    nodes = zip(columns.numbers("term"), columns.numbers("step"), columns.digests("state"), strict=True)
+    sizes = zip(columns.times("time"), columns.numbers("tensors"), columns.numbers("bytes"), strict=True)
     extra = columns.extras()
     return {
-        node: CheckpointEntry(*node, *row, extra(index))
-        for index, (node, row) in enumerate(zip(nodes, table, strict=True))
+        (term, step): CheckpointEntry(term, step, state, seconds, tensors, nbytes, extra(row))
+        for row, ((term, step, state), (seconds, tensors, nbytes)) in enumerate(zip(nodes, sizes, strict=True))
     }
 
 

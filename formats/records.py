@@ -27,8 +27,10 @@ __all__ = [
     "Request",
     "SegmentEntry",
     "fold_key",
+    "fold_of",
     "manifest_key",
     "pin_key",
+    "request_of",
     "segment_key",
     "slot_key",
     "slot_of",
@@ -290,6 +292,14 @@ def fold_key(seq: int, digest: str) -> str:
     return f"fold/{seq:020d}-{digest[:16]}"
 
 
+def fold_of(key: str) -> tuple[int, str] | None:
+    """(seq, first 16 digits of the hash) of a fold's key; None if `key` is not one."""
+    digits, _, digest16 = key.removeprefix("fold/").partition("-")
+    if key.startswith("fold/") and len(digits) == 20 and digits.isdecimal() and len(digest16) == 16:
+        return int(digits), digest16
+    return None
+
+
 def segment_key(term: int, segment: str) -> str:
     """Key of a segment."""
     return f"seg/{term:010d}/{segment}.safetensors"
@@ -298,6 +308,14 @@ def segment_key(term: int, segment: str) -> str:
 def manifest_key(term: int, manifest: str) -> str:
     """Key of a manifest object."""
     return f"seg/{term:010d}/{manifest}.json"
+
+
+def request_of(key: str) -> tuple[int, str] | None:
+    """(term, uuid) of a request's key; None if `key` is not one."""
+    term, _, identity = key.removeprefix("req/").partition("-")
+    if key.startswith("req/") and len(term) == 10 and term.isdecimal() and len(identity) == 32:
+        return int(term), identity
+    return None
 
 
 def pin_key(pin: str) -> str:

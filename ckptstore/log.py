@@ -1,0 +1,261 @@
+"""WRITER OPEN and COMMIT, step by step as the design page numbers them. READ is in `ckptstore.view`.
+
+- A slot is created if absent; who created it owns it. An opener then asks for the anchor above: if there is none, the
+  slot was never deleted before, so this was the head of the log and the term stands.
+- A term sends one byte string per slot, ever. So bytes that are found equal are one's own, whoever delivered them.
+- Only an OPEN can come between two commits of a term, and OPENs are never deleted: a fenced writer always finds out.
+
+``tools/protocol`` explores these rules; change them only together.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ckptstore.backends.base import Backend
+from ckptstore.crashpoints import crash_point
+from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.errors import (
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    FencedError,
+    FormatError,
+    KeyExistsError,
+    KeyNotFoundError,
+    ReadOnlyError,
+    StorageError,
+    WriterError,
+)
+from ckptstore.formats.records import (
+    CheckpointId,
+    CommitRecord,
+    FormatFile,
+    OpenRecord,
+    manifest_key,
+    slot_key,
+)
+from ckptstore.formats.retention import check_commit
+from ckptstore.formats.texts import KNOWN_FEATURES, decode_record, encode_commit, encode_open
+from ckptstore.view import PATIENT, Patience, View, never_deleted, read
+
+__all__ = ["Parent", "Patience", "Term", "View", "open_term", "read"]
+
+Parent = CheckpointId | None | Callable[[Catalog], CheckpointId | None]
+"""What a new term continues from, or how to find it in the view that its OPEN is built on."""
+
+_R = TypeVar("_R", OpenRecord, CommitRecord)
+
+
+# ------------------------------------------------------------------------------------------------ creating a slot
+
+
+def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
+    """Create-if-absent until it is certain who owns `key` -> whether it holds `data`.
+
+    A refusal or an error says little: the answer to a create that took effect may be lost, and a store that repeats a
+    request refuses its own success. So the object is read back, and what it holds decides.
+
+    Raises:
+        StorageError: still unknown after every try. The create may land at any later time.
+    """
+    for done in range(patience.tries + 1):
+        try:
+            backend.create(key, data)
+        except StorageError as error:  # KeyExistsError (412, 409), a timeout, EIO ...: GET the slot
+            doubt = error
+        else:
+            return True
+        try:
+            return backend.get(key) == data
+        except KeyNotFoundError:
+            pass  # absent: resend identical bytes
+        except StorageError as error:
+            doubt = error
+        if done < patience.tries:
+            patience.pause(done)
+    if isinstance(doubt, KeyExistsError):
+        raise StorageError(f"{backend.url}: {key} exists and does not, by turns") from doubt
+    raise doubt
+
+
+# ------------------------------------------------------------------------------------------------ WRITER OPEN
+
+
+def open_term(
+    backend: Backend,
+    fmt: FormatFile,
+    parent: Parent,
+    info: Mapping[str, Any] | None = None,
+    patience: Patience = PATIENT,
+) -> Term:
+    """WRITER OPEN: begin a new term, which fences every earlier one.
+
+    Args:
+        parent: the checkpoint to continue from, None for none, or a function that chooses it in the view that the OPEN
+            is built on (it may be called several times).
+        info: who opens, for people.
+
+    Raises:
+        CheckpointNotFoundError: the parent is not promised or cannot be restored.
+        ReadOnlyError: the backend is read-only, or the store has a feature that this version must not write.
+        FencedError: other writers opened first, every time.
+        CorruptLogError: from READ, or from `parent` (``latest`` behind a damaged slot).
+        StorageError: the medium failed; nothing was opened, or a term that nobody owns.
+    """
+    if backend.read_only:
+        raise ReadOnlyError(f"{backend.url}: read-only, a term cannot be opened")
+    view: View | None = None
+    for done in range(patience.tries + 1):
+        # 1. READ; t = max term + 1; the parent must be live in this view.
+        view = read(backend, fmt, view, patience)
+        catalog = view.catalog
+        _check_writable(backend, fmt, catalog)
+        chosen = parent(catalog) if callable(parent) else parent
+        if chosen is not None and not (chosen.node in catalog.checkpoints and catalog.restorable(chosen)):
+            raise CheckpointNotFoundError(
+                f"{backend.url}: parent {chosen.ref} is not in the store, or cannot be restored"
+            )
+        crash_point("open.read")
+        # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
+        record = OpenRecord(catalog.term + 1, chosen, secrets.token_hex(16), time.time(), dict(info or {}))
+        data = encode_open(record, seq=view.end, run=fmt.run)
+        record = _understood(data, view.end, fmt, OpenRecord)
+        mine = _send(backend, slot_key(view.end), data, patience)
+        crash_point("open.created")
+        # 3. Unless e is an anchor, GET the anchor above e: present: void, start over with a new nonce.
+        if mine and never_deleted(backend, fmt, view.end):
+            crash_point("open.verified")
+            return Term(backend, fmt, view, record, patience)
+        if mine:
+            view = None  # it was built on a stale view, which must not be built on again
+        patience.pause(done)
+    raise FencedError(f"{backend.url}: other writers opened a term first, {patience.tries + 1} times in a row")
+
+
+def _check_writable(backend: Backend, fmt: FormatFile, catalog: Catalog) -> None:
+    needs = catalog.ro_compat.union(fmt.features.get("write", ())) - KNOWN_FEATURES
+    if needs:
+        raise ReadOnlyError(
+            f"{backend.url}: writing needs {', '.join(sorted(needs))}, which this version does not know; "
+            "it can be read, not written"
+        )
+
+
+def _understood(data: bytes, seq: int, fmt: FormatFile, kind: type[_R], manifest: bytes | None = None) -> _R:
+    """What every reader will make of these bytes: checked before they are sent."""
+    record = decode_record(data, seq=seq, run=fmt.run, what=slot_key(seq), fetch=lambda _key, _size: manifest or b"")
+    assert isinstance(record, kind)
+    return record
+
+
+# ------------------------------------------------------------------------------------------------ COMMIT
+
+
+class Term:
+    """A term that this process owns. One thread commits at a time; the others wait.
+
+    Attributes:
+        number: the term.
+        parent: the checkpoint it continues from.
+        dead: what ended this term for good (`FencedError`, `CommitUnknownError`), or None while it may commit.
+        fold_seq: the slot through which the newest fold that this term knows of goes; -1: none.
+        backend: the store's medium.
+        fmt: the store's FORMAT file.
+        patience: how long a doubtful create is tried again.
+    """
+
+    def __init__(self, backend: Backend, fmt: FormatFile, view: View, record: OpenRecord, patience: Patience) -> None:
+        """Use `open_term`."""
+        self.backend = backend
+        self.fmt = fmt
+        self.number = record.term
+        self.parent = record.parent
+        self.patience = patience
+        self.fold_seq = view.fold_seq
+        self.dead: WriterError | None = None
+        self._builder = CatalogBuilder(view.catalog)
+        self._builder.apply(record, view.end)
+        self._next_seq = view.end + 1
+        self._lock = threading.Lock()
+
+    @property
+    def catalog(self) -> Catalog:
+        """What this term has acknowledged. It changes with every commit: `view` gives a copy for another thread."""
+        return self._builder.catalog
+
+    @property
+    def next_seq(self) -> int:
+        """The slot of the next commit."""
+        return self._next_seq
+
+    def view(self) -> View:
+        """What this term has acknowledged, as a view that stays as it is."""
+        with self._lock:
+            return View(self._builder.snapshot(), self._next_seq, self.fold_seq)
+
+    def commit(self, record: CommitRecord) -> int:
+        """COMMIT, steps 2 to 4, of segments that are durable already -> the slot. On return the record is history.
+
+        Args:
+            record: of this term, with a fresh nonce. A record too long for a slot goes into a manifest by itself.
+
+        Raises:
+            FencedError: a newer term exists. This term is dead.
+            CommitUnknownError: the record may or may not have landed, now or later. This term is dead: it must not
+                delete anything, and only a new term finds out.
+            StepOrderError, CheckpointNotFoundError, UsageError, FormatError: the record breaks a rule
+                (`ckptstore.formats.retention`). Nothing was sent; the term goes on.
+            StorageError: the manifest could not be written. No slot was sent; the term goes on.
+        """
+        with self._lock:
+            if self.dead is not None:
+                raise self.dead
+            check_commit(self.catalog, record)
+            seq = self._next_seq
+            data, manifest = encode_commit(record, seq=seq, run=self.fmt.run, manifest=secrets.token_hex(16))
+            record = _understood(data, seq, self.fmt, CommitRecord, manifest)
+            if manifest is not None and record.manifest is not None:
+                # 1. (the last of it) What the slot points to is durable before the slot is sent.
+                key = manifest_key(self.number, record.manifest)
+                if not _send(self.backend, key, manifest, self.patience):
+                    raise StorageError(f"{self.backend.url}: {key} exists already")
+            self._create_slot(seq, data)
+            # 4. Acknowledge.
+            self._builder.apply(record, seq)
+            self._next_seq = seq + 1
+            crash_point("commit.acknowledged")
+            return seq
+
+    def _create_slot(self, seq: int, data: bytes) -> None:
+        # The term is in doubt from before the slot is sent until its fate is known, so that whatever interrupts this
+        # (Ctrl-C, out of memory) leaves a term that never sends other bytes to the same slot.
+        self.dead = doubt = CommitUnknownError(
+            f"{self.backend.url}: slot {seq} was sent and may or may not be committed; open the store again to find out"
+        )
+        crash_point("commit.before-create")
+        try:
+            # 2. Create the next slot if absent.
+            # 3. On 412, 409, timeout, EIO: GET the slot; absent: resend identical bytes, bounded.
+            mine = _send(self.backend, slot_key(seq), data, self.patience)
+        except StorageError as error:
+            raise doubt from error
+        crash_point("commit.created")
+        if not mine:
+            # 3. Other bytes: a newer term owns the slot. Stop for good.
+            self.dead = FencedError(f"{self.backend.url}: term {self.number} is over: {self._winner(seq)}")
+            raise self.dead
+        self.dead = None
+
+    def _winner(self, seq: int) -> str:
+        """Who took the slot, as far as that can be read."""
+        try:
+            record = decode_record(self.backend.get(slot_key(seq)), seq=seq, run=self.fmt.run, what=slot_key(seq))
+        except (FormatError, KeyNotFoundError, StorageError):
+            return f"slot {seq} holds what this writer did not send"
+        writer: Mapping[str, Any] = record.writer if isinstance(record, OpenRecord) else {}
+        about = ", ".join(f"{name} {writer[name]}" for name in ("host", "pid") if name in writer)
+        return f"term {record.term} was opened after it" + (f" ({about})" if about else "")

@@ -1,0 +1,193 @@
+"""Pins: a reader's claim on segments while it restores, so that gc leaves them alone (design: PINS, GC).
+
+A pin carries a nonce that the reader renews. A collector takes it for dead only when the nonce has not changed for a
+time on the collector's own monotonic clock; the two clocks are never compared. A reader that was taken for dead finds a
+segment gone or a checksum wrong, and starts over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+from ckptstore.backends.base import Backend
+from ckptstore.crashpoints import crash_point
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.errors import FormatError, KeyNotFoundError, ReadOnlyError, StorageError
+from ckptstore.formats.records import FormatFile, PinRecord, pin_key
+from ckptstore.formats.texts import decode_pin, encode_pin
+from ckptstore.view import View, read
+
+__all__ = ["DEAD_AFTER", "REFRESH_EVERY", "Pin", "PinWatch", "Survey", "UnpinnedWarning", "claim"]
+
+REFRESH_EVERY: Final = 30.0
+"""Seconds between two renewals of a pin."""
+DEAD_AFTER: Final = 600.0
+"""Seconds without renewal after which a collector takes a pin for dead: 20 renewals missed."""
+
+_P = TypeVar("_P")
+
+
+class UnpinnedWarning(UserWarning):
+    """A reader without write access cannot claim what it reads: gc may delete it meanwhile, which it then reports."""
+
+
+class Pin:
+    """A claim on segments for the length of a ``with``. Renewed by a thread of its own.
+
+    On a read-only medium nothing is claimed, and an `UnpinnedWarning` says so.
+    """
+
+    def __init__(self, backend: Backend, segments: Iterable[str], refresh_every: float = REFRESH_EVERY) -> None:
+        """Claim nothing yet; entering does.
+
+        Args:
+            segments: their ids.
+            refresh_every: seconds between renewals.
+        """
+        self.key = pin_key(uuid.uuid4().hex)
+        self._backend = backend
+        self._segments = tuple(segments)
+        self._refresh_every = refresh_every
+        self._released = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        """Claim. Raises `StorageError` if that fails for another reason than missing write access."""
+        try:
+            if self._backend.read_only:
+                raise ReadOnlyError(f"{self._backend.url} is read-only")
+            self._renew()
+        except ReadOnlyError as error:
+            warnings.warn(
+                f"reading unpinned: {error}. If a collector deletes what is read meanwhile, start over",
+                UnpinnedWarning,
+                stacklevel=3,
+            )
+            return self
+        crash_point("pin.created")
+        self._thread = threading.Thread(target=self._keep_alive, name="ckptstore-pin", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        self._released.set()
+        self._thread.join()
+        with contextlib.suppress(StorageError):  # what stays is taken for dead in time; the restore is done
+            self._backend.delete(self.key)
+
+    def _renew(self) -> None:
+        reader = {"host": platform.node(), "pid": os.getpid()}
+        self._backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self._segments, reader)))
+
+    def _keep_alive(self) -> None:
+        while not self._released.wait(self._refresh_every):
+            with contextlib.suppress(StorageError):  # the next renewal is in time: a collector waits for many
+                self._renew()
+
+
+@contextlib.contextmanager
+def claim(
+    backend: Backend,
+    fmt: FormatFile,
+    plan: Callable[[Catalog], _P],
+    segments: Callable[[_P], Sequence[str]],
+    refresh_every: float = REFRESH_EVERY,
+) -> Iterator[tuple[View, _P]]:
+    """PINS: READ, plan, pin, READ again; any planned segment dropped: plan anew.
+
+    Args:
+        plan: chooses what to restore from the catalog; whatever it raises goes to the caller.
+        segments: ids of the segments that a plan reads.
+
+    Yields:
+        the second view and the plan, whose segments no collector deletes until the ``with`` ends.
+    """
+    # 1. READ.
+    view = read(backend, fmt)
+    while True:
+        # 2. Plan.
+        chosen = plan(view.catalog)
+        ids = tuple(segments(chosen))
+        # 3. Pin.
+        with Pin(backend, ids, refresh_every):
+            # 4. READ again. A collector that read the log before our pin was there may delete what was dropped by
+            # then; what is still live now was live then.
+            view = read(backend, fmt, view)
+            if all(segment in view.catalog.segments for segment in ids):
+                yield view, chosen
+                return
+        # 5. Any planned segment dropped: plan anew.
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the pins claim.
+
+    Attributes:
+        segments: ids of the segments claimed by living pins.
+        alive: keys of living pins.
+        dead: keys of pins not renewed for too long.
+        unreadable: keys of living pins that are damaged. Nobody knows what they claim: collect nothing.
+    """
+
+    segments: frozenset[str]
+    alive: tuple[str, ...]
+    dead: tuple[str, ...]
+    unreadable: tuple[str, ...]
+
+
+class PinWatch:
+    """The collector's side. It has to watch for `dead_after` seconds before it may take any pin for dead."""
+
+    def __init__(
+        self, backend: Backend, dead_after: float = DEAD_AFTER, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Watch the pins of a store.
+
+        Args:
+            dead_after: seconds without renewal.
+            clock: this process's own monotonic clock.
+        """
+        self._backend = backend
+        self._dead_after = dead_after
+        self._clock = clock
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def survey(self) -> Survey:
+        """List and read the pins. Call it after READ, never before. Raises `StorageError`."""
+        segments: set[str] = set()
+        alive, dead, unreadable = [], [], []
+        seen: dict[str, tuple[bytes, float]] = {}
+        for key in self._backend.list("pins/"):
+            try:
+                data = self._backend.get(key)
+            except KeyNotFoundError:  # released since the listing
+                continue
+            now = self._clock()
+            before = self._seen.get(key)
+            seen[key] = before if before is not None and before[0] == data else (data, now)
+            if now - seen[key][1] >= self._dead_after:
+                dead.append(key)
+                continue
+            try:
+                segments.update(decode_pin(data, what=key).segments)
+                alive.append(key)
+            except FormatError:
+                unreadable.append(key)
+        self._seen = seen
+        return Survey(frozenset(segments), tuple(alive), tuple(dead), tuple(unreadable))

@@ -1,0 +1,83 @@
+"""REF: how people name a checkpoint, on the command line and in the API.
+
+``latest`` is the highest step of the newest term (of an empty term, its parent). ``STEP`` is that step in the newest
+term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is what the tag names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.errors import CheckpointNotFoundError, UsageError
+from ckptstore.formats.records import CheckpointEntry, valid_tag
+
+__all__ = ["resolve"]
+
+_STEP: Final = re.compile(r"(\d{1,16})(?:@(\d{1,10}))?\Z", re.ASCII)
+_NEAREST: Final = 4
+
+
+def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
+    """The checkpoint that `ref` names.
+
+    Args:
+        catalog: the folded log.
+        ref: ``latest``, ``STEP``, ``STEP@TERM`` or ``tag:NAME``; a number is a STEP.
+
+    Raises:
+        UsageError: `ref` is none of these.
+        CheckpointNotFoundError: nothing answers to it; the message lists the nearest steps, or the tags.
+        CorruptLogError: ``latest`` behind a damaged slot; names the slot and the last intact checkpoint.
+    """
+    text = str(ref).strip()
+    if text == "latest":
+        newest = catalog.latest()
+        if newest is None:
+            raise CheckpointNotFoundError("the store holds no checkpoint yet")
+        return newest
+    if text.startswith("tag:"):
+        return _tagged(catalog, text.removeprefix("tag:"))
+    match = _STEP.match(text)
+    if match is None:
+        raise UsageError(f"{text!r} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
+    step, term = int(match[1]), None if match[2] is None else int(match[2])
+    return _numbered(catalog, step, term)
+
+
+def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
+    terms = [term] if term is not None else sorted(catalog.terms, reverse=True)
+    for number in terms:
+        if entry := catalog.checkpoints.get((number, step)):
+            return entry
+    if not catalog.checkpoints:
+        raise CheckpointNotFoundError(f"no checkpoint of step {step}: the store holds no checkpoint yet")
+    if term is None:
+        raise CheckpointNotFoundError(f"no checkpoint of step {step}; {_nearest(catalog.checkpoints.values(), step)}")
+    if term not in catalog.terms:
+        known = ", ".join(map(str, sorted(catalog.terms)[-_NEAREST:]))
+        raise CheckpointNotFoundError(f"no checkpoint {step}@{term}: there is no term {term}; the newest are {known}")
+    raise CheckpointNotFoundError(
+        f"no checkpoint {step}@{term}; "
+        + _nearest([entry for entry in catalog.checkpoints.values() if entry.term == term], step, f"term {term}")
+    )
+
+
+def _nearest(entries: Iterable[CheckpointEntry], step: int, where: str = "the store") -> str:
+    close = sorted(entries, key=lambda entry: (abs(entry.step - step), -entry.term))[:_NEAREST]
+    if not close:
+        return f"{where} holds none"
+    return "the nearest are " + ", ".join(entry.ref for entry in sorted(close, key=lambda entry: entry.id))
+
+
+def _tagged(catalog: Catalog, name: str) -> CheckpointEntry:
+    if not valid_tag(name):
+        raise UsageError(f"{name!r} is no tag name: 1-128 letters, digits and _.+/-")
+    node = catalog.tags.get(name)
+    entry = None if node is None else catalog.checkpoints.get(node)
+    if entry is None:
+        there = f"the tags are {', '.join(sorted(catalog.tags)[:20])}" if catalog.tags else "there are no tags"
+        raise CheckpointNotFoundError(f"no tag {name!r}; {there}")
+    return entry
