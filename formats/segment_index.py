@@ -1,0 +1,243 @@
+"""The index of a packed segment: entries of several steps, as columns.
+
+Consecutive steps hold the same tensors, encoded in the same ways. So each distinct tensor description and each distinct
+(codec, parameters) is written once and an entry is a pair of rows of those tables; chunks are columns of numbers and of
+hashes. What follows from the rest is left out: the length of a chunk's decoded bytes, the offset of a chunk that lies
+where the one before ends, the hash of no bytes, the decoded hash of raw bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, islice
+from typing import Any, Final, TypeVar
+
+from ckptstore.formats import jsontext
+from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats.hashing import chunk_hash
+from ckptstore.formats.layout import TensorSpec, chunk_count, chunk_extents
+from ckptstore.formats.members import Members, natural
+from ckptstore.formats.segment_columns import (
+    digest_column,
+    hash_column,
+    numbers,
+    read_digests,
+    read_hashes,
+    read_known_hashes,
+)
+from ckptstore.formats.segment_doc import RAW, Chunk, SegmentDoc, TensorEntry, read_trees, with_extra
+
+__all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "index_members", "read_index"]
+
+MAX_ENTRIES: Final = 1 << 20
+MAX_CHUNKS: Final = 1 << 20
+"""Entries and chunks of one packed segment: bounds what a hostile index can make a reader allocate."""
+
+_Row = TypeVar("_Row")
+_HASH_OF_NOTHING: Final = chunk_hash(b"")
+
+
+def index_members(doc: SegmentDoc, payload: int, header_size: int) -> dict[str, Any]:
+    """The index of `doc` as a JSON object.
+
+    Args:
+        doc: the document, its tensors with their chunks.
+        payload: bytes of encoded chunks.
+        header_size: where they begin in the file.
+
+    Raises:
+        FormatError: the index could not be read back.
+        CorruptSegmentError: the chunks do not fill the payload without holes and overlaps.
+    """
+    entries = [entry for step in doc.steps for entry in doc.tensors.get(step, {}).values()]
+    chunks = [chunk for entry in entries for chunk in entry.chunks]
+    if len(entries) > MAX_ENTRIES or len(chunks) > MAX_CHUNKS:
+        raise FormatError(f"segment {doc.segment}: {len(entries)} entries, {len(chunks)} chunks are too many")
+    tensors, codecs, params = _Table(), _Table(), _Table()
+    params.row(b"{}", {})
+    columns: dict[str, Any] = {
+        "counts": [len(doc.tensors.get(step, {})) for step in doc.steps],
+        "tensor": [_described(tensors, entry) for entry in entries],
+        "codec": [_encoded(codecs, entry) for entry in entries],
+        "length": [chunk.length for chunk in chunks],
+    }
+    offsets = [chunk.offset - header_size for chunk in chunks]
+    _check_tiling(offsets, columns["length"], payload, f"segment {doc.segment}")
+    if offsets != _running(columns["length"]):
+        columns["offset"] = offsets
+    noted = [params.row(jsontext.dumps(dict(chunk.params)), dict(chunk.params)) for chunk in chunks]
+    if any(noted):
+        columns |= {"params": params.rows, "chunk_params": noted}
+    columns["stored"] = hash_column(chunk.stored_hash for chunk in chunks if chunk.length)
+    columns["decoded"] = hash_column(
+        chunk.decoded_hash for entry in entries if entry.codec != RAW for chunk in entry.chunks
+    )
+    if any(entry.digest is not None for entry in entries):
+        columns["digests"] = digest_column(entry.digest for entry in entries)
+    trees = {str(step): tree for step, tree in doc.trees.items()}
+    return with_extra({"trees": trees, "tensors": tensors.rows, "codecs": codecs.rows} | columns, doc)
+
+
+def read_index(doc: SegmentDoc, index: Members, payload: int, header_size: int, where: str) -> SegmentDoc:
+    """`doc` with the trees, tensors and unknown members of its index.
+
+    Args:
+        doc: what the header said.
+        index: the members of the parsed index.
+        payload: bytes of encoded chunks.
+        header_size: where they begin in the file.
+        where: names the index in errors.
+
+    Raises:
+        FormatError: not an index of this version.
+        CorruptSegmentError: the chunks do not fill the payload without holes and overlaps.
+    """
+    trees = read_trees(index, doc.steps)
+    columns = index.rest()
+    counts = numbers(columns.pop("counts", None), f"{where}: counts", len(doc.steps))
+    if sum(counts) > MAX_ENTRIES:
+        raise FormatError(f"{where}: {sum(counts)} entries, at most {MAX_ENTRIES} are allowed")
+    specs = _picked(columns, "tensors", "tensor", sum(counts), _read_spec, where)
+    codecs = _picked(columns, "codecs", "codec", sum(counts), _read_codec, where)
+    chunks = _read_chunks(columns, specs, codecs, (header_size, payload), where)
+    digests = read_digests(columns.pop("digests", None), sum(counts), f"{where}: digests")
+    entries = (
+        TensorEntry(spec.name, spec.dtype, spec.shape, own, codec, params, spec.global_shape, spec.offset, digest)
+        for spec, (codec, params), own, digest in zip(specs, codecs, chunks, digests, strict=True)
+    )
+    tensors: dict[int, dict[str, TensorEntry]] = {}
+    for step, count in zip(doc.steps, counts, strict=True):
+        tensors[step] = {entry.name: entry for entry in islice(entries, count)}
+        if len(tensors[step]) != count:
+            raise FormatError(f"{where}: a tensor twice in step {step}")
+    twice = sorted(columns.keys() & doc.extra.keys())
+    if twice:
+        raise FormatError(f"{where}: a member that the header has, too: {twice[0]!r:.80}")
+    return replace(doc, trees=trees, tensors=tensors, extra={**doc.extra, **columns})
+
+
+class _Table:
+    """Distinct rows in order of first use."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._places: dict[Any, int] = {}
+
+    def row(self, key: Any, value: Any) -> int:
+        """Place of the row that `key` identifies; it is added as `value` if it is new."""
+        place = self._places.setdefault(key, len(self.rows))
+        if place == len(self.rows):
+            self.rows.append(value)
+        return place
+
+
+def _described(tensors: _Table, entry: TensorEntry) -> int:
+    what = f"tensor {entry.name!r}"
+    spec = TensorSpec(entry.name, entry.dtype, entry.shape, entry.global_shape, entry.offset)
+    if [chunk.logical for chunk in entry.chunks] != [length for _, length in chunk_extents(spec.nbytes)]:
+        raise FormatError(f"{what}: its chunks are not those of {spec.nbytes} bytes")
+    for chunk in entry.chunks:
+        if not natural(chunk.length):
+            raise FormatError(f"{what}: a chunk of {chunk.length} bytes")
+        if chunk.length == 0 and chunk.stored_hash != _HASH_OF_NOTHING:
+            raise FormatError(f"{what}: a chunk without bytes has another hash than that of no bytes")
+        if entry.codec == RAW and (chunk.length != chunk.logical or chunk.stored_hash != chunk.decoded_hash):
+            raise FormatError(f"{what}: a raw chunk whose stored and decoded bytes differ")
+    row: list[Any] = [spec.name, spec.dtype, spec.shape]
+    if spec.offset is not None:
+        row += [spec.global_shape, spec.offset]
+    return tensors.row(spec, row)
+
+
+def _encoded(codecs: _Table, entry: TensorEntry) -> int:
+    # The key is text, because True == 1 == 1.0 in Python and are three things in JSON.
+    row = [entry.codec, dict(entry.params)]
+    return codecs.row(jsontext.dumps(row), row)
+
+
+def _running(lengths: Sequence[int]) -> list[int]:
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
+def _check_tiling(offsets: Sequence[int], lengths: Sequence[int], payload: int, where: str) -> None:
+    """Every byte of the payload belongs to exactly one chunk: so every byte has a hash, and none has two meanings."""
+    position = 0
+    for offset, length in sorted(pair for pair in zip(offsets, lengths, strict=True) if pair[1]):
+        if offset != position:
+            raise CorruptSegmentError(f"{where}: a chunk at byte {offset} of the payload, expected at {position}")
+        position += length
+    if position != payload:
+        raise CorruptSegmentError(f"{where}: the chunks end at byte {position} of a payload of {payload}")
+
+
+def _picked(
+    columns: dict[str, Any], table: str, column: str, count: int, read: Callable[[Any, str], _Row], where: str
+) -> list[_Row]:
+    """Take `table` and `column`: the row of the table that each of the `count` cells names."""
+    found = columns.pop(table, None)
+    if type(found) is not list:
+        raise FormatError(f"{where}: {table} is not an array")
+    rows = [read(row, f"{where}: {table}") for row in found]
+    return [rows[place] for place in numbers(columns.pop(column, None), f"{where}: {column}", count, len(rows) - 1)]
+
+
+def _read_spec(row: Any, what: str) -> TensorSpec:
+    if type(row) is not list or len(row) not in (3, 5) or type(row[0]) is not str:
+        raise FormatError(f"{what}: not [name, dtype, shape] or [name, dtype, shape, global shape, offset]")
+    try:
+        return TensorSpec(row[0], row[1], *(numbers(part, "shape or offset") for part in row[2:]))
+    except FormatError as error:
+        raise FormatError(f"{what}: tensor {row[0]!r:.200}: {error}") from error
+
+
+def _read_codec(row: Any, what: str) -> tuple[str, dict[str, Any]]:
+    if type(row) is not list or len(row) != 2 or type(row[0]) is not str:
+        raise FormatError(f"{what}: not [codec, parameters]")
+    return row[0], _read_params(row[1], what)
+
+
+def _read_params(value: Any, what: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise FormatError(f"{what}: parameters are not an object")
+    return value
+
+
+def _read_chunks(
+    columns: dict[str, Any],
+    specs: Sequence[TensorSpec],
+    codecs: Sequence[tuple[str, dict[str, Any]]],
+    extent: tuple[int, int],
+    where: str,
+) -> list[tuple[Chunk, ...]]:
+    """Take the chunks of each entry; `extent` is the payload's (offset, length) in the file."""
+    # Counted before anything is made of it: a shape is a number that anyone can write.
+    counts = [chunk_count(spec.nbytes) for spec in specs]
+    total = sum(counts)
+    if total > MAX_CHUNKS:
+        raise FormatError(f"{where}: {total} chunks, at most {MAX_CHUNKS} are allowed")
+    lengths = numbers(columns.pop("length", None), f"{where}: length", total)
+    offsets: Sequence[int] = _running(lengths)
+    if "offset" in columns:
+        offsets = numbers(columns.pop("offset"), f"{where}: offset", total)
+    _check_tiling(offsets, lengths, extent[1], where)
+    params: list[dict[str, Any]] = [{}] * total
+    if "chunk_params" in columns:
+        params = _picked(columns, "params", "chunk_params", total, _read_params, where)
+    filled = sum(1 for length in lengths if length)
+    stored = iter(read_known_hashes(columns.pop("stored", None), filled, f"{where}: stored"))
+    encoded = sum(count for count, (codec, _) in zip(counts, codecs, strict=True) if codec != RAW)
+    decoded = iter(read_hashes(columns.pop("decoded", None), encoded, f"{where}: decoded"))
+    rows = zip(offsets, lengths, params, strict=True)
+
+    def chunk(codec: str, logical: int, name: str) -> Chunk:
+        offset, length, own = next(rows)
+        hashed = next(stored) if length else _HASH_OF_NOTHING
+        if codec == RAW and length != logical:
+            raise CorruptSegmentError(f"{where}: tensor {name!r:.200}: {length} raw bytes of a chunk of {logical}")
+        return Chunk(extent[0] + offset, length, logical, hashed, hashed if codec == RAW else next(decoded), own)
+
+    return [
+        tuple(chunk(codec, logical, spec.name) for _, logical in chunk_extents(spec.nbytes))
+        for spec, (codec, _) in zip(specs, codecs, strict=True)
+    ]

@@ -1,0 +1,165 @@
+"""The packed form of a segment: encoded chunks in one tensor, ``ckptstore/payload``, and their index in another.
+
+Nothing of it pretends to be a user's tensor, and a sparse diff is not outweighed by its header: the index is columns
+(`segment_index`), compressed, and lies *behind* the payload, because it is known last. The header only says who the
+segment is and where its index lies, so that its size is bounded before encoding starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import zstandard
+
+from ckptstore.formats import jsontext
+from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.layout import HEADER_LIMIT, MAX_SIZE, RESERVED_PREFIX, padded
+from ckptstore.formats.members import MAX_INT, Members
+from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.segment_columns import numbers
+from ckptstore.formats.segment_doc import (
+    LENGTH,
+    MAX_DOC_DEPTH,
+    SegmentDoc,
+    frame,
+    identity_members,
+    read_identity,
+)
+from ckptstore.formats.segment_index import index_members, read_index
+
+__all__ = ["INDEX", "INDEX_LIMIT", "PACKED", "PAYLOAD", "encode_packed", "plan_packed", "read_packed"]
+
+PACKED: Final = "packed"
+PAYLOAD: Final = RESERVED_PREFIX + "payload"
+INDEX: Final = RESERVED_PREFIX + "index"
+INDEX_LIMIT: Final = HEADER_LIMIT
+"""Largest index in bytes, stored and decompressed."""
+
+_LEVEL = 3
+
+
+def plan_packed(draft: SegmentDoc, *, steps: int = 0, bases: int = 0) -> int:
+    """Bytes to leave for the header, a multiple of `ALIGN`, whatever the payload and the index become.
+
+    Args:
+        draft: the document as far as it is known.
+        steps: how many steps it may have in the end (at least those of `draft`).
+        bases: how many bases it may have in the end.
+
+    Raises:
+        FormatError: a document that is not well-formed, or a header beyond `HEADER_LIMIT`.
+    """
+    identity_members(draft, PACKED)  # or it could not be read back
+    count = max(steps, len(draft.steps))
+    longest = replace(
+        draft,
+        steps=tuple(range(MAX_INT - count + 1, MAX_INT + 1)),
+        bases=(CheckpointId(MAX_INT, MAX_INT, "0" * 32),) * max(bases, len(draft.bases)),
+        generation=MAX_INT,
+        trees={},
+        tensors={},
+        lossy=False,  # the longer word
+    )
+    size = padded(LENGTH.size + len(_header_text(longest, MAX_SIZE, INDEX_LIMIT, INDEX_LIMIT, "0" * 32)))
+    if size > HEADER_LIMIT:
+        raise FormatError(f"segment {draft.segment}: a header of {size} bytes; at most {HEADER_LIMIT} are allowed")
+    return size
+
+
+def encode_packed(doc: SegmentDoc, payload: int, header_size: int) -> tuple[bytes, bytes]:
+    """Header and stored index of a packed segment; the index follows the payload, and ends the file.
+
+    Args:
+        doc: the document, with tensors whose chunks lie in the payload; `doc.extra` goes into the index.
+        payload: bytes of encoded chunks.
+        header_size: what `plan_packed` gave; the payload begins there.
+
+    Raises:
+        FormatError: the document could not be read back, or outgrew what was planned.
+        CorruptSegmentError: the chunks do not fill the payload without holes and overlaps.
+    """
+    index = jsontext.dumps(index_members(doc, payload, header_size))
+    stored = zstandard.ZstdCompressor(level=_LEVEL).compress(index)
+    if max(len(index), len(stored)) > INDEX_LIMIT:
+        raise FormatError(f"segment {doc.segment}: an index of {len(index)} bytes; at most {INDEX_LIMIT} are allowed")
+    header = _header_text(doc, payload, len(stored), len(index), xxh3_128(stored))
+    return frame(header, header_size), stored
+
+
+def read_packed(
+    members: Mapping[str, Any],
+    document: Members,
+    header_size: int,
+    size: int,
+    read: Callable[[int, int], bytes],
+    where: str,
+) -> SegmentDoc:
+    """The document of a packed segment.
+
+    Args:
+        members: the parsed safetensors header, ``__metadata__`` left out.
+        document: the members of ``__metadata__["ckptstore"]``.
+        header_size: length of the header in bytes.
+        size: length of the file in bytes.
+        read: gives `length` bytes of the file from `offset`; called once, as ``read(offset, length)``.
+        where: names the file in errors.
+
+    Raises:
+        FormatError: not a document or index of this version.
+        CorruptSegmentError: the index's hash is wrong, or payload, index and chunks do not fill the file.
+    """
+    doc = read_identity(document, where)
+    pointer = Members(document.mapping("index"), f"{where}: index")
+    doc = replace(doc, extra=document.rest())
+    if members.keys() != {PAYLOAD, INDEX}:
+        raise FormatError(f"{where}: a packed segment has the tensors {PAYLOAD} and {INDEX} only")
+    payload = _read_extent(members[PAYLOAD], 0, f"{where}: {PAYLOAD}")
+    length = _read_extent(members[INDEX], payload, f"{where}: {INDEX}")
+    if length > INDEX_LIMIT:
+        raise FormatError(f"{where}: an index of {length} bytes; at most {INDEX_LIMIT} are allowed")
+    if header_size + payload + length != size:
+        raise CorruptSegmentError(f"{where}: ends at byte {header_size + payload + length}, has {size} bytes")
+    where = f"{where}: index at byte {header_size + payload}"
+    index = _decompressed(pointer, read(header_size + payload, length), length, where)
+    return read_index(doc, Members(index, where), payload, header_size, where)
+
+
+def _header_text(doc: SegmentDoc, payload: int, stored: int, length: int, digest: str) -> bytes:
+    document = identity_members(doc, PACKED) | {"index": {"codec": "zstd", "length": length, "hash": digest}}
+    return jsontext.dumps(
+        {
+            "__metadata__": {"format": "pt", "ckptstore": jsontext.dumps(document).decode("ascii")},
+            PAYLOAD: {"dtype": "U8", "shape": [payload], "data_offsets": [0, payload]},
+            INDEX: {"dtype": "U8", "shape": [stored], "data_offsets": [payload, payload + stored]},
+        }
+    )
+
+
+def _read_extent(info: Any, start: int, what: str) -> int:
+    """Length of the U8 tensor `info`, which must begin at `start`."""
+    if not isinstance(info, dict) or info.keys() != {"dtype", "shape", "data_offsets"} or info["dtype"] != "U8":
+        raise FormatError(f"{what}: not described as bytes")
+    (length,) = numbers(info["shape"], f"{what}: shape", 1)
+    if numbers(info["data_offsets"], f"{what}: data_offsets", 2) != (start, start + length):
+        raise CorruptSegmentError(f"{what}: {length} bytes belong at {start}, not at {info['data_offsets']}")
+    return length
+
+
+def _decompressed(pointer: Members, stored: bytes, length: int, where: str) -> Any:
+    """The parsed index. Checked before decompression: its hash, and the size that it will have."""
+    digest, decoded = pointer.digest("hash"), pointer.number("length")
+    if len(stored) != length or xxh3_128(stored) != digest:
+        raise CorruptSegmentError(f"{where}: {len(stored)} bytes whose hash is not {digest}")
+    if pointer.text("codec") != "zstd" or decoded > INDEX_LIMIT:
+        raise FormatError(f"{where}: not compressed with zstd, or {decoded} bytes, more than {INDEX_LIMIT}")
+    try:
+        if zstandard.get_frame_parameters(stored).content_size != decoded:
+            raise FormatError(f"{where}: its frame does not hold {decoded} bytes")
+        # One frame whose size is known: zstandard allocates that size and nothing more.
+        found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=decoded, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{where}: {error}") from error
+    return jsontext.loads(found, what=where, max_bytes=INDEX_LIMIT, max_depth=MAX_DOC_DEPTH)

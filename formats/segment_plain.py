@@ -1,0 +1,226 @@
+"""The plain form of a segment: an ordinary ``.safetensors`` file with the tensors under their own names.
+
+Everything about it is known before the data is read except hashes and digests, and those have a fixed width: so the
+header's size is exact before the first byte is written, and the header is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from ckptstore.formats import dtypes, jsontext
+from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats.layout import (
+    HEADER_LIMIT,
+    Layout,
+    TensorSpec,
+    chunk_count,
+    chunk_extents,
+    order,
+    padded,
+    place,
+)
+from ckptstore.formats.members import Members, natural
+from ckptstore.formats.segment_columns import (
+    WIDTH,
+    digest_column,
+    hash_column,
+    numbers,
+    read_digests,
+    read_known_hashes,
+)
+from ckptstore.formats.segment_doc import (
+    LENGTH,
+    Chunk,
+    SegmentDoc,
+    TensorEntry,
+    frame,
+    identity_members,
+    read_identity,
+    read_trees,
+    with_extra,
+)
+
+__all__ = ["PLAIN", "encode_plain", "plan_plain", "raw_entry", "read_plain"]
+
+PLAIN: Final = "plain"
+
+
+def plan_plain(specs: Iterable[TensorSpec], draft: SegmentDoc, *, digests: bool = True) -> Layout:
+    """Order and place tensors, and size the header, before any of their bytes are read.
+
+    Args:
+        specs: the tensors, in access order.
+        draft: the document as it will be, its `tensors` aside; one step.
+        digests: whether a state digest of each tensor may be recorded (16 bytes of header each).
+
+    Raises:
+        FormatError: two tensors of one name, a document that is not well-formed, a header beyond `HEADER_LIMIT`
+            (`layout.split` keeps tensors below it; what is left is the state's tree).
+    """
+    ordered = order(specs)
+    cells = sum(chunk_count(spec.nbytes) for spec in ordered)
+    blank = "0" * WIDTH
+    header = _header_text(ordered, draft, blank * cells, blank * len(ordered) if digests else None)
+    return place(ordered, padded(LENGTH.size + len(header)))
+
+
+def raw_entry(layout: Layout, spec: TensorSpec, hashes: Sequence[str], digest: int | None = None) -> TensorEntry:
+    """The entry of a tensor stored as it is, at its place in `layout`.
+
+    Args:
+        hashes: `chunk_hash` of each of its chunks.
+        digest: its state digest, if one was computed.
+
+    Raises:
+        FormatError: there are not as many hashes as chunks.
+    """
+    if len(hashes) != chunk_count(spec.nbytes):
+        raise FormatError(f"tensor {spec.name!r}: {len(hashes)} hashes for {chunk_count(spec.nbytes)} chunks")
+    return _entry(spec, layout.offsets[spec.name], hashes, digest)
+
+
+def encode_plain(layout: Layout, doc: SegmentDoc) -> bytes:
+    """The header of a plain segment, exactly `layout.header_size` bytes.
+
+    Args:
+        layout: what `plan_plain` gave for the same document.
+        doc: the document with the tensors of `layout` (see `raw_entry`).
+
+    Raises:
+        FormatError: the document is not the one that was planned, or a tensor is not stored raw at its place.
+    """
+    entries = doc.tensors.get(doc.steps[0], {})
+    if len(entries) != len(layout.specs):
+        raise FormatError(f"segment {doc.segment}: {len(entries)} tensors, planned were {len(layout.specs)}")
+    hashes: list[str] = []
+    for spec in layout.specs:
+        entry = entries.get(spec.name)
+        if entry is None:
+            raise FormatError(f"segment {doc.segment}: tensor {spec.name!r} was planned and is missing")
+        stored = [chunk.stored_hash for chunk in entry.chunks]
+        if entry != raw_entry(layout, spec, stored, entry.digest):
+            raise FormatError(f"segment {doc.segment}: tensor {spec.name!r} is not as it was planned")
+        hashes += stored
+    digests = [entries[spec.name].digest for spec in layout.specs]
+    column = None if all(digest is None for digest in digests) else digest_column(digests)
+    return frame(_header_text(layout.specs, doc, hash_column(hashes), column), layout.header_size)
+
+
+def read_plain(members: Mapping[str, Any], document: Members, header_size: int, size: int, where: str) -> SegmentDoc:
+    """The document of a plain segment.
+
+    Args:
+        members: the parsed safetensors header, ``__metadata__`` left out.
+        document: the members of ``__metadata__["ckptstore"]``.
+        header_size: length of the header in bytes.
+        size: length of the file in bytes.
+        where: names the file in errors.
+
+    Raises:
+        FormatError: not a document of this version.
+        CorruptSegmentError: the tensors do not fill the file.
+    """
+    doc = read_identity(document, where)
+    if len(doc.steps) != 1:
+        raise FormatError(f"{where}: a plain segment holds one step, not {len(doc.steps)}")
+    specs = _specs(members, document, size - header_size, where)
+    counts = [chunk_count(spec.nbytes) for spec in specs]  # bounded: the tensors fill the file, which has `size` bytes
+    hashes = read_known_hashes(document.text("hashes"), sum(counts), f"{where}: hashes")
+    digests = read_digests(document.rest().pop("digests", None), len(specs), f"{where}: digests")
+    tensors: dict[str, TensorEntry] = {}
+    position, cell = header_size, 0
+    for spec, count, digest in zip(specs, counts, digests, strict=True):
+        tensors[spec.name] = _entry(spec, position, hashes[cell : cell + count], digest)
+        position += spec.nbytes
+        cell += count
+    trees = read_trees(document, doc.steps)
+    return replace(doc, trees=trees, tensors={doc.steps[0]: tensors}, extra=document.rest())
+
+
+def _header_text(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str | None) -> bytes:
+    document = _document(specs, doc, hashes, digests)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "ckptstore": jsontext.dumps(document).decode("ascii")}}
+    end = 0
+    for spec in specs:
+        dtype = dtypes.get(spec.dtype)
+        start, end = end, end + spec.nbytes
+        shape = list(dtypes.storage_shape(dtype, spec.shape))
+        header[spec.name] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
+    text = jsontext.dumps(header)
+    if padded(LENGTH.size + len(text)) > HEADER_LIMIT:
+        raise FormatError(f"segment {doc.segment}: a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed")
+    return text
+
+
+def _document(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str | None) -> dict[str, Any]:
+    if len(doc.steps) != 1:
+        raise FormatError(f"segment {doc.segment}: a plain segment holds one step, not {len(doc.steps)}")
+    document = identity_members(doc, PLAIN)
+    logical = [[row, spec.dtype] for row, spec in enumerate(specs) if dtypes.get(spec.dtype).storage != spec.dtype]
+    if logical:
+        document["dtypes"] = logical
+    shards = [[row, spec.global_shape, spec.offset] for row, spec in enumerate(specs) if spec.offset is not None]
+    if shards:
+        document["shards"] = shards
+    document["trees"] = {str(step): tree for step, tree in doc.trees.items()}
+    document["hashes"] = hashes
+    if digests is not None:
+        document["digests"] = digests
+    return with_extra(document, doc)
+
+
+def _entry(spec: TensorSpec, position: int, hashes: Sequence[str], digest: int | None) -> TensorEntry:
+    chunks = tuple(
+        Chunk(position + start, length, length, cell, cell)
+        for (start, length), cell in zip(chunk_extents(spec.nbytes), hashes, strict=True)
+    )
+    return TensorEntry(
+        spec.name, spec.dtype, spec.shape, chunks, global_shape=spec.global_shape, offset=spec.offset, digest=digest
+    )
+
+
+def _specs(members: Mapping[str, Any], document: Members, data: int, where: str) -> list[TensorSpec]:
+    """The tensors in file order. Each begins where the one before ends, and together they are `data` bytes."""
+    logical = dict(document.items("dtypes", lambda row: _row(row, 2, len(members)), "[place, dtype]"))
+    shards = dict(document.items("shards", lambda row: _row(row, 3, len(members)), "[place, global shape, offset]"))
+    specs: list[TensorSpec] = []
+    position = 0
+    for row, (name, info) in enumerate(members.items()):
+        what = f"{where}: tensor {name!r:.200}"
+        if type(info) is not dict or info.keys() != {"dtype", "shape", "data_offsets"}:
+            raise FormatError(f"{what}: not described by dtype, shape and data_offsets alone")
+        start, end = numbers(info["data_offsets"], f"{what}: data_offsets", 2)
+        shard = [numbers(part, f"{what}: shard") for part in shards.get(row, [])]
+        try:
+            dtype = dtypes.get(logical.get(row, [info["dtype"]])[0])
+            shape = _logical_shape(dtype, info)
+            spec = TensorSpec(name, dtype.name, shape, *shard)
+        except FormatError as error:
+            raise FormatError(f"{what}: {error}") from error
+        if start != position or end - start != spec.nbytes or end > data:
+            raise CorruptSegmentError(
+                f"{what}: has {spec.nbytes} bytes and belongs at {position}, but is at [{start}, {end}) of {data}"
+            )
+        position = end
+        specs.append(spec)
+    if position != data:
+        raise CorruptSegmentError(f"{where}: the tensors end at byte {position} of a data region of {data}")
+    return specs
+
+
+def _logical_shape(dtype: dtypes.DType, info: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = numbers(info["shape"], "shape")
+    kept = len(shape) - len(dtype.trailing)
+    if info["dtype"] != dtype.storage or kept < 0 or shape[kept:] != dtype.trailing:
+        raise FormatError(f"{dtype.name} is not stored as {info['dtype']!r:.20} {shape!r:.80}")
+    return shape[:kept]
+
+
+def _row(row: Any, width: int, count: int) -> tuple[int, list[Any]] | None:
+    """``[place, ...]`` as (place, [...]), if the place is one of `count` tensors."""
+    if type(row) is not list or len(row) != width or not natural(row[0]) or row[0] >= count:
+        return None
+    return row[0], row[1:]

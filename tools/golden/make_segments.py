@@ -1,0 +1,198 @@
+"""Make the golden segments: ``python -m tools.golden.make_segments FOLDER``.
+
+Run once per format version, and the result is committed under ``formats/golden``; a later version adds files and never
+remakes old ones. Everything is derived from fixed numbers, so a second run writes the same bytes (the compressed index
+of packed segments depends on the zstd library; its version is noted).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from ckptstore.formats.digest import digest
+from ckptstore.formats.dtypes import DTYPES
+from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.layout import TensorSpec, chunk_extents
+from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.segment import (
+    Chunk,
+    SegmentDoc,
+    TensorEntry,
+    encode_packed,
+    encode_plain,
+    plan_packed,
+    plan_plain,
+    raw_entry,
+)
+
+RUN = "00112233445566778899aabbccddeeff"
+
+
+def data_of(spec: TensorSpec) -> bytes:
+    """The bytes of a golden tensor: a fixed pattern; only 0 and 1 for booleans."""
+    seed = len(spec.name)
+    values = ((37 * place + 11 * seed) % 256 for place in range(spec.nbytes))
+    return bytes(value & 1 for value in values) if spec.dtype == "BOOL" else bytes(values)
+
+
+def plain(doc: SegmentDoc, specs: Sequence[TensorSpec], *, digests: bool) -> tuple[bytes, SegmentDoc]:
+    """A plain segment of `specs` and its document."""
+    layout = plan_plain(specs, doc, digests=digests)
+    tensors = {}
+    for spec in layout.specs:
+        data = data_of(spec)
+        hashes = [chunk_hash(data[start : start + length]) for start, length in chunk_extents(spec.nbytes)]
+        tensors[spec.name] = raw_entry(layout, spec, hashes, digest(data) if digests else None)
+    doc = replace(doc, tensors={doc.steps[0]: tensors})
+    return encode_plain(layout, doc) + b"".join(map(data_of, layout.specs)), doc
+
+
+def packed(doc: SegmentDoc, steps: Mapping[int, Sequence[tuple[TensorEntry, bytes]]]) -> tuple[bytes, SegmentDoc]:
+    """A packed segment. Entries come with the stored bytes of their chunks, whose offsets count from the payload."""
+    header_size = plan_packed(doc)
+    payload = bytearray(sum(chunk.length for pairs in steps.values() for entry, _ in pairs for chunk in entry.chunks))
+    tensors: dict[int, dict[str, TensorEntry]] = {step: {} for step in doc.steps}
+    for step, pairs in steps.items():
+        for entry, stored in pairs:
+            taken = 0
+            for chunk in entry.chunks:
+                payload[chunk.offset : chunk.offset + chunk.length] = stored[taken : taken + chunk.length]
+                taken += chunk.length
+            chunks = tuple(replace(chunk, offset=chunk.offset + header_size) for chunk in entry.chunks)
+            tensors[step][entry.name] = replace(entry, chunks=chunks)
+    doc = replace(doc, tensors=tensors)
+    header, index = encode_packed(doc, len(payload), header_size)
+    return header + bytes(payload) + index, doc
+
+
+def every_dtype() -> tuple[bytes, SegmentDoc]:
+    """Every dtype; 0-d and empty tensors; names that JSON has to escape; a tree with tags."""
+    specs = [TensorSpec(f"all.{name}", name, (2, 3)) for name in DTYPES]
+    specs += [
+        TensorSpec("aligned", "BF16", (8, 16)),
+        TensorSpec("scalar", "F32", ()),
+        TensorSpec("empty", "F64", (0, 5)),
+        TensorSpec('näme "quoted" \\ \U0001f600\n', "U8", (7,)),
+        TensorSpec("scalar.complex", "C128", ()),
+    ]
+    tree = {
+        "model": {spec.name: {"$t": spec.name} for spec in specs},
+        "step": 100,
+        "lr": 0.001,
+        "betas": {"$tuple": [0.9, 0.95]},
+        "odd": {"$float": "nan"},
+    }
+    doc = SegmentDoc(RUN, 3, "a" * 32, "full", (100,), trees={100: tree})
+    return plain(doc, specs, digests=True)
+
+
+def shards() -> tuple[bytes, SegmentDoc]:
+    """A further segment of a sharded checkpoint, in a recycled file, written by something newer."""
+    specs = [
+        TensorSpec("w", "F32", (2, 8), (16, 8), (4, 0)),
+        TensorSpec("z", "C64", (3,), (9,), (6,)),
+        TensorSpec("replicated", "I64", (2,)),
+    ]
+    doc = SegmentDoc(
+        RUN, 3, "b" * 32, "full", (101,), generation=7, ro_compat=("later",), extra={"rank": 3, "new": {"a": [1, None]}}
+    )
+    return plain(doc, specs, digests=False)
+
+
+def no_tensors() -> tuple[bytes, SegmentDoc]:
+    """A state without tensors."""
+    return plain(SegmentDoc(RUN, 3, "c" * 32, "full", (102,), trees={102: {"epoch": 1}}), [], digests=True)
+
+
+def batch() -> tuple[bytes, SegmentDoc]:
+    """Three steps of gradient diffs: everything that an index can say. The codecs are invented."""
+    nothing = chunk_hash(b"")
+
+    def entry(name: str, step: int, at: int, **more: Any) -> tuple[TensorEntry, bytes]:
+        spec = TensorSpec(name, more.pop("dtype", "F32"), (10,))
+        stored = bytes((step * place) % 256 for place in range(len(name)))
+        chunk = Chunk(at, len(stored), spec.nbytes, chunk_hash(stored), more.pop("decoded", None), more.pop("own", {}))
+        return TensorEntry(spec.name, spec.dtype, spec.shape, (chunk,), **more), stored
+
+    def predicted(name: str, step: int) -> tuple[TensorEntry, bytes]:
+        spec = TensorSpec(name, "F32", (3, 4 << 20), (6, 4 << 20), (3, 0))  # three chunks that cost nothing
+        chunks = tuple(
+            Chunk(0, 0, length, nothing, f"{step * start:016x}") for start, length in chunk_extents(spec.nbytes)
+        )
+        whole = {"global_shape": spec.global_shape, "offset": spec.offset}
+        params = {"gradient": f"ckptstore/gradient/{name}", "lr": 0.001, "fma": True, "step": step}
+        return TensorEntry(name, spec.dtype, spec.shape, chunks, "replay", params, digest=step << 40, **whole), b""
+
+    raw = bytes(range(24))
+    verbatim = TensorEntry(
+        "raw", "I64", (3,), (Chunk(0, 24, 24, chunk_hash(raw), chunk_hash(raw)),), digest=(1 << 64) - 1
+    )
+    steps = {
+        200: [
+            entry("ckptstore/gradient/w", 200, 66, dtype="BF16", codec="sparse", params={"k": 0.01}, own={"n": 1}),
+            predicted("w", 200),
+            (verbatim, raw),
+        ],
+        201: [
+            entry("ckptstore/gradient/w", 201, 24, dtype="BF16", codec="sparse", params={"k": 1}, own={"n": True}),
+            predicted("w", 201),
+            entry("m", 201, 86, codec="diff", params={"base": 0}, decoded="0123456789abcdef"),
+        ],
+        205: [entry("ckptstore/gradient/w", 205, 44, dtype="BF16", codec="sparse", params={"k": True})],
+    }
+    steps[205].append(entry("v2", 205, 64, codec="diff"))
+    trees = {step: {"step": step, "w": {"$t": "w"}} for step in steps}
+    bases = (CheckpointId(3, 199, "1" * 32), CheckpointId(2, 40, "2" * 32))
+    doc = SegmentDoc(RUN, 3, "d" * 32, "gradient", tuple(steps), 0, bases, trees, lossy=True, extra={"later": [1.5]})
+    return packed(doc, steps)
+
+
+def nothing_packed() -> tuple[bytes, SegmentDoc]:
+    """A packed segment with a tree and no payload."""
+    return packed(SegmentDoc(RUN, 3, "e" * 32, "delta", (300,), trees={300: [1, 2, 3]}), {300: []})
+
+
+GOLDEN: Mapping[str, Callable[[], tuple[bytes, SegmentDoc]]] = {
+    "segment-1-plain-every-dtype.safetensors": every_dtype,
+    "segment-1-plain-shards.safetensors": shards,
+    "segment-1-plain-no-tensors.safetensors": no_tensors,
+    "segment-1-packed-batch.safetensors": batch,
+    "segment-1-packed-no-payload.safetensors": nothing_packed,
+}
+
+
+def describe(data: bytes, doc: SegmentDoc) -> dict[str, Any]:
+    """What has to be read from a golden segment."""
+    header = int.from_bytes(data[:8], "little") + 8
+    doc_json = asdict(doc)
+    doc_json["bases"] = [list(base) for base in doc.bases]
+    return {
+        "size": len(data),
+        "header": header,
+        "header_hash": header_hash(data[:header]),
+        "hash": xxh3_128(data),
+        "doc": doc_json,
+    }
+
+
+def main(folder: Path) -> None:
+    """Write every golden segment, and ``segments-1.json`` with what they hold, to `folder`."""
+    described = {}
+    for name, make in GOLDEN.items():
+        data, doc = make()
+        (folder / name).write_bytes(data)
+        described[name] = describe(data, doc)
+    zstd = list(zstandard.ZSTD_VERSION)
+    text = json.dumps({"zstd": zstd, "segments": described}, indent=1)
+    (folder / "segments-1.json").write_text(text + "\n", encoding="ascii")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
