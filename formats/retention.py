@@ -173,7 +173,7 @@ def _check_tags(after: _After) -> None:
 def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = ()) -> tuple[str, ...]:
     """Ids of the segments that no promised checkpoint needs once `retires` are retired.
 
-    Looks only at the retired and at the bases below them that are not promised either.
+    Looks only at the retired, and at what is not promised and connected to them.
 
     Args:
         catalog: the catalog the record will be applied to.
@@ -181,36 +181,33 @@ def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = 
         keep: (term, step) of bases that encodings about to be committed build on.
     """
     retired = set(retires)
-    index = catalog.edges()
-
-    def below(nodes: Iterable[Node], within: set[Node] | None) -> set[Node]:
-        """The nodes and every base below them: those inside `within`; without it, those not promised."""
-        found: set[Node] = set()
-        stack = list(nodes)
-        while stack:
-            node = stack.pop()
-            inside = node in within if within is not None else node in retired or node not in catalog.checkpoints
-            if node in found or not inside:
-                continue
-            found.add(node)
-            stack += [edge.base.node for edge in catalog.encodings.get(node, ()) if edge.base is not None]
-        return found
-
-    def builds_on(dependent: Node, node: Node) -> bool:
-        edges = catalog.encodings.get(dependent, ())
-        return any(edge.base is not None and edge.base.node == node for edge in edges)
-
-    candidates = below(retired, None)
-    held = {
-        node
-        for node in candidates
-        if any(other not in candidates and builds_on(other, node) for other in index.dependents.get(node, ()))
-    }
-    garbage = candidates - below(held.union(keep), candidates)
+    unpromised: set[Node] = set()
+    needed_by_others = set(keep)
+    stack = list(retired)
+    while stack:
+        node = stack.pop()
+        if node in unpromised:
+            continue
+        unpromised.add(node)
+        for other in (*_bases(catalog, node), *_dependents(catalog, node)):
+            if other in retired or other not in catalog.checkpoints:
+                stack.append(other)
+            elif node in _bases(catalog, other):
+                needed_by_others.add(node)
+    garbage = unpromised - needed(catalog, needed_by_others)
     segments = dict.fromkeys(
         segment for node in sorted(garbage) for edge in catalog.encodings.get(node, ()) for segment in edge.segments
     )
     return tuple(segment for segment in segments if garbage.issuperset(_readers(catalog, segment)))
+
+
+def _bases(catalog: Catalog, node: Node) -> set[Node]:
+    return {edge.base.node for edge in catalog.encodings.get(node, ()) if edge.base is not None}
+
+
+def _dependents(catalog: Catalog, node: Node) -> list[Node]:
+    """The checkpoints with a live encoding against `node`."""
+    return [other for other in catalog.edges().dependents.get(node, ()) if node in _bases(catalog, other)]
 
 
 def _readers(catalog: Catalog, segment: str) -> Iterable[Node]:
@@ -228,7 +225,7 @@ def needed(catalog: Catalog, promised: Iterable[Node] | None = None) -> set[Node
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += [edge.base.node for edge in catalog.encodings.get(node, ()) if edge.base is not None]
+            stack += _bases(catalog, node)
     return found
 
 
