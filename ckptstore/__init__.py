@@ -1,1 +1,109 @@
-"""placeholder"""
+"""ckptstore: every step of a PyTorch run a durable, verified checkpoint, restored bit for bit.
+
+    store = ckptstore.open("runs/gpt")
+    with store.writer(parent="latest") as writer:
+        if writer.parent:
+            state = store.load(writer.parent.ref)
+        ...
+        writer.save(state, step=100)
+
+Importing this package imports nothing else: neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ckptstore._version import __version__
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint import CheckpointInfo, TermInfo
+    from ckptstore.formats.errors import (
+        CheckpointNotFoundError,
+        CkptError,
+        CommitUnknownError,
+        CorruptionError,
+        CorruptLogError,
+        CorruptSegmentError,
+        FencedError,
+        FormatError,
+        IncompatibleFormatError,
+        MissingDependencyError,
+        NotFoundError,
+        ReadOnlyError,
+        StepOrderError,
+        StorageError,
+        StoreNotFoundError,
+        TensorNotFoundError,
+        UnsupportedBackendError,
+        UnsupportedStateError,
+        UsageError,
+        WriterClosedError,
+        WriterError,
+    )
+    from ckptstore.store import DeterminismWarning, Store
+    from ckptstore.store import open_store as open
+    from ckptstore.verification import Damage, VerificationReport, verify
+    from ckptstore.writer import PendingSave, Writer
+
+_HOMES = {
+    "checkpoint": "CheckpointInfo TermInfo",
+    "formats.errors": (
+        "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError CorruptSegmentError"
+        " FencedError FormatError IncompatibleFormatError MissingDependencyError NotFoundError ReadOnlyError"
+        " StepOrderError StorageError StoreNotFoundError TensorNotFoundError UnsupportedBackendError"
+        " UnsupportedStateError UsageError WriterClosedError WriterError"
+    ),
+    "store": "DeterminismWarning Store open",
+    "verification": "Damage VerificationReport verify",
+    "writer": "PendingSave Writer",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "CheckpointInfo",
+    "CheckpointNotFoundError",
+    "CkptError",
+    "CommitUnknownError",
+    "CorruptLogError",
+    "CorruptSegmentError",
+    "CorruptionError",
+    "Damage",
+    "DeterminismWarning",
+    "FencedError",
+    "FormatError",
+    "IncompatibleFormatError",
+    "MissingDependencyError",
+    "NotFoundError",
+    "PendingSave",
+    "ReadOnlyError",
+    "StepOrderError",
+    "StorageError",
+    "Store",
+    "StoreNotFoundError",
+    "TensorNotFoundError",
+    "TermInfo",
+    "UnsupportedBackendError",
+    "UnsupportedStateError",
+    "UsageError",
+    "VerificationReport",
+    "Writer",
+    "WriterClosedError",
+    "WriterError",
+    "__version__",
+    "open",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ckptstore' has no attribute {name!r}")
+    value = getattr(import_module(f"ckptstore.{_HOME[name]}"), "open_store" if name == "open" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,99 @@
+"""What the store tells about checkpoints and terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointEntry, CheckpointId
+
+__all__ = ["CheckpointInfo", "TermInfo", "describe_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    Attributes:
+        step: optimizer steps done; a resumed run continues with iteration `step`.
+        term: the term that committed it.
+        state: hash of the whole state (32 hex digits).
+        kind: ``full``, ``delta`` or ``gradient``; how the cheapest stored form is encoded.
+        time: seconds since the Unix epoch when it was committed; information only.
+        nbytes: logical bytes of all tensors.
+        stored: bytes on the medium of the encodings of this checkpoint, bases not counted.
+        tensors: number of distinct tensors.
+        segments: ids of the segments of those encodings.
+        base: REF of the checkpoint that the cheapest form builds on, or None.
+        lossy: the stored form does not give the saved bits back.
+        tags: names given to it.
+        extra: what else the writer recorded.
+    """
+
+    step: int
+    term: int
+    state: str
+    kind: str
+    time: float
+    nbytes: int
+    stored: int
+    tensors: int
+    segments: tuple[str, ...]
+    base: str | None = None
+    lossy: bool = False
+    tags: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> str:
+        """``STEP@TERM``, the name that every command takes."""
+        return f"{self.step}@{self.term}"
+
+    @property
+    def id(self) -> CheckpointId:
+        """Identity by which deltas name their base."""
+        return CheckpointId(self.term, self.step, self.state)
+
+
+@dataclass(frozen=True, slots=True)
+class TermInfo:
+    """One writer's tenure.
+
+    Attributes:
+        term: its number; higher is newer.
+        parent: REF of the checkpoint it continued from, or None.
+        time: seconds since the Unix epoch when it was opened; information only.
+        checkpoints: number of checkpoints it holds.
+        extra: what the writer recorded about itself (environment).
+    """
+
+    term: int
+    parent: str | None
+    time: float
+    checkpoints: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def describe_checkpoint(catalog: Catalog, entry: CheckpointEntry) -> CheckpointInfo:
+    """The public view of a catalog entry."""
+    node = (entry.term, entry.step)
+    encodings = catalog.encodings.get(node, ())
+    cheapest = min(encodings, key=lambda encoding: encoding.bytes, default=None)
+    base = None if cheapest is None or cheapest.base is None else f"{cheapest.base.step}@{cheapest.base.term}"
+    return CheckpointInfo(
+        step=entry.step,
+        term=entry.term,
+        state=entry.state,
+        kind="lost" if cheapest is None else cheapest.kind,
+        time=entry.time,
+        nbytes=entry.nbytes,
+        stored=sum(encoding.bytes for encoding in encodings),
+        tensors=entry.tensors,
+        segments=tuple(dict.fromkeys(segment for encoding in encodings for segment in encoding.segments)),
+        base=base,
+        lossy=all(encoding.lossy for encoding in encodings) if encodings else False,
+        tags=tuple(sorted(tag for tag, target in catalog.tags.items() if target == node)),
+        extra=entry.extra,
+    )

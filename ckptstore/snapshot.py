@@ -1,0 +1,103 @@
+"""A copy of state in memory, so that training may go on while the copy is made durable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Literal
+
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.reading import run_all
+from ckptstore.staging import Bytes, aligned
+
+__all__ = ["HostTensor", "SnapshotPool"]
+
+_PIECE: Final = 8 << 20
+_ALIGN: Final = 64
+
+
+class HostTensor:
+    """A tensor's bytes in host memory that nobody else changes (a `TensorSource`)."""
+
+    __slots__ = ("_data", "dtype", "identity", "nbytes", "origin", "shape")
+
+    def __init__(self, source: TensorSource, data: Bytes) -> None:
+        self.dtype: str = source.dtype
+        self.shape: tuple[int, ...] = source.shape
+        self.nbytes: int = source.nbytes
+        self.origin: Literal["torch", "numpy"] = source.origin
+        self.identity: Hashable = id(self)
+        self._data = data
+
+    def view(self) -> Bytes:
+        """The bytes themselves."""
+        return self._data
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """Copy bytes from `offset` on into `out`."""
+        out[:] = self._data[offset : offset + len(out)]
+
+
+class SnapshotPool:
+    """Memory for at most `limit` snapshots at once, kept and reused: touching fresh memory costs more than the copy.
+
+    `take` waits while `limit` snapshots are in flight, which bounds host memory to `limit` times the state.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._slots = threading.BoundedSemaphore(limit)
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+
+    def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> tuple[FlatState, Callable[[], None]]:
+        """Copy every tensor of `flat`; returns the copied state and the function that gives its memory back."""
+        offsets: dict[str, int] = {}
+        total = 0
+        for name, source in flat.tensors.items():
+            offsets[name] = total
+            total += -(-source.nbytes // _ALIGN) * _ALIGN
+        self._slots.acquire()
+        try:
+            memory = self._memory(total)
+            regions = {
+                name: memory[offsets[name] : offsets[name] + source.nbytes] for name, source in flat.tensors.items()
+            }
+            run_all(pool, [job for name, source in flat.tensors.items() for job in _copies(source, regions[name])])
+        except BaseException:
+            self._slots.release()
+            raise
+        tensors: dict[str, TensorSource] = {
+            name: HostTensor(source, regions[name]) for name, source in flat.tensors.items()
+        }
+
+        def give() -> None:
+            with self._lock:
+                self._free.append(memory)
+            self._slots.release()
+
+        return FlatState(flat.tree, tensors), give
+
+    def _memory(self, nbytes: int) -> Bytes:
+        with self._lock:
+            while self._free:
+                memory = self._free.pop()
+                if nbytes <= len(memory) <= 2 * nbytes + (1 << 20):
+                    return memory  # any other one is of a state that has changed its size: let it go
+        return aligned(nbytes)
+
+
+def _copies(source: TensorSource, out: Bytes) -> list[Callable[[], None]]:
+    view = source.view()
+
+    def copy(start: int) -> Callable[[], None]:
+        def work() -> None:
+            part = out[start : start + _PIECE]
+            if view is None:
+                source.read(start, part)
+            else:
+                part[:] = view[start : start + len(part)]
+
+        return work
+
+    return [copy(start) for start in range(0, source.nbytes, _PIECE)]

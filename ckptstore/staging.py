@@ -1,0 +1,85 @@
+"""Host memory between a state and the disk: aligned blocks under a byte budget.
+
+O_DIRECT wants memory on 4096-byte boundaries; anonymous mappings give it, and huge pages make their first touch cheap.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.backends.base import BLOCK
+from ckptstore.formats.errors import UsageError
+
+__all__ = ["BLOCK_BYTES", "DEFAULT_BUDGET", "SLACK", "Bytes", "Staging", "aligned"]
+
+Bytes = npt.NDArray[np.uint8]
+"""One-dimensional bytes."""
+
+BLOCK_BYTES: Final = 16 << 20
+"""Bytes of one block: below it disks lose throughput (measured: 16 MiB 1.9 GB/s, 4 MiB 1.5)."""
+
+SLACK: Final = 2 * BLOCK
+"""Extra bytes of every block: a 16 MiB chunk that begins and ends inside a page is read with both whole pages."""
+
+DEFAULT_BUDGET: Final = 64 << 20
+
+
+def aligned(nbytes: int) -> Bytes:
+    """`nbytes` writable bytes whose address is a multiple of 4096, not yet touched; freed with their last view."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    region = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= 4 << 20:
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(region, np.uint8)[:nbytes]
+
+
+class Staging:
+    """A pool of aligned blocks; `take` waits when the budget is spent. Blocks stay warm for reuse.
+
+    Args:
+        budget: bytes of host memory at most; two blocks at least.
+
+    Raises:
+        UsageError: the budget is below two blocks.
+    """
+
+    def __init__(self, budget: int = DEFAULT_BUDGET) -> None:
+        if budget < 2 * BLOCK_BYTES:
+            raise UsageError(f"staging budget {budget} bytes: at least {2 * BLOCK_BYTES} are needed")
+        self.blocks = budget // BLOCK_BYTES
+        self._made = 0
+        self._free: list[Bytes] = []
+        self._condition = threading.Condition()
+
+    def take(self) -> Bytes:
+        """A block of `BLOCK_BYTES + SLACK` bytes with arbitrary contents; waits until one is free."""
+        with self._condition:
+            while not self._free:
+                if self._made < self.blocks:
+                    self._made += 1
+                    return aligned(BLOCK_BYTES + SLACK)
+                self._condition.wait()
+            return self._free.pop()
+
+    def give(self, block: Bytes) -> None:
+        """Return a block that `take` gave."""
+        with self._condition:
+            self._free.append(block)
+            self._condition.notify()
+
+    @contextmanager
+    def block(self) -> Iterator[Bytes]:
+        """A block for the length of a ``with``."""
+        block = self.take()
+        try:
+            yield block
+        finally:
+            self.give(block)

@@ -1,0 +1,39 @@
+"""The engine's only way to torch: through `ckptstore.training`, and only when the caller already uses torch.
+
+A state that holds a torch tensor proves that torch is imported; a machine without torch never pays for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from ckptstore.formats.errors import MissingDependencyError
+
+__all__ = ["environment", "tensors", "torch_in_use"]
+
+
+def torch_in_use() -> bool:
+    """Whether this process has imported torch."""
+    return "torch" in sys.modules
+
+
+def tensors() -> ModuleType:
+    """`ckptstore.training.tensors`. Raises `MissingDependencyError` when torch is not installed."""
+    try:
+        from ckptstore.training import tensors as module  # torch costs seconds: only on demand
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "this needs torch, which is not installed: pip install 'ckptstore[torch]', or load with framework='numpy'"
+        ) from error
+    return module
+
+
+def environment() -> dict[str, Any]:
+    """What decides this process's bits; empty when it does not use torch."""
+    if not torch_in_use():
+        return {}
+    from ckptstore.training.environment import describe_environment  # see above
+
+    return dict(describe_environment())

@@ -1,0 +1,347 @@
+"""The writer: one term, one thread that persists, every commit acknowledged only when it is durable."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from ckptstore import folding, requests, torch_seam
+from ckptstore.backends.base import Backend
+from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
+from ckptstore.formats.errors import (
+    CommitUnknownError,
+    FencedError,
+    StepOrderError,
+    StorageError,
+    UsageError,
+    WriterClosedError,
+    WriterError,
+)
+from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, FormatFile
+from ckptstore.formats.state import FlatState, flatten
+from ckptstore.log import Term
+from ckptstore.reading import Progress
+from ckptstore.segments import WrittenState, write_full
+from ckptstore.snapshot import SnapshotPool
+from ckptstore.staging import DEFAULT_BUDGET, Staging
+
+__all__ = ["PendingSave", "Writer", "WriterOptions"]
+
+_MAX_STEP: Final = 2**53 - 1
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOptions:
+    """What a writer may use.
+
+    Attributes:
+        staging_bytes: host memory between state and medium; at least 32 MiB.
+        threads: threads that write blocks; one or two saturate a local disk.
+        max_in_flight: snapshots that `Writer.save_async` may hold; each is a copy of the whole state.
+        poll_seconds: how often to look for requests of other processes while idle; None: only at commits.
+    """
+
+    staging_bytes: int = DEFAULT_BUDGET
+    threads: int = 2
+    max_in_flight: int = 1
+    poll_seconds: float | None = 5.0
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise UsageError(f"threads: {self.threads}, at least 1 is needed")
+        if self.max_in_flight < 1:
+            raise UsageError(f"max_in_flight: {self.max_in_flight}, at least 1 is needed")
+
+
+class PendingSave:
+    """A checkpoint on its way to the medium, as `Writer.save_async` returns it."""
+
+    def __init__(self, step: int, future: Future[CheckpointInfo], seen: Callable[[], None]) -> None:
+        self.step = step
+        self._future = future
+        self._seen = seen
+
+    def done(self) -> bool:
+        """Whether it is durable or has failed."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> CheckpointInfo:
+        """Wait until it is durable.
+
+        Raises:
+            TimeoutError: not within `timeout` seconds; the save goes on.
+            StorageError, FencedError, CommitUnknownError: what stopped it.
+        """
+        try:
+            info = self._future.result(timeout)
+        except CancelledError as error:
+            raise WriterClosedError(f"step {self.step} was not saved: the writer stopped before") from error
+        except BaseException:
+            if self._future.done():
+                self._seen()
+            raise
+        return info
+
+
+class Writer:
+    """One term of a store, as ``store.writer()`` opens it. Use it in a ``with``; leaving waits for every save.
+
+    Attributes:
+        term: the number of this term.
+        parent: the checkpoint this term continues from: load it before training; None for a new run.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        format_file: FormatFile,
+        term: Term,
+        parent: CheckpointInfo | None,
+        options: WriterOptions,
+    ) -> None:
+        self.term = term.number
+        self.parent = parent
+        self._backend = backend
+        self._format = format_file
+        self._log = term
+        self._staging = Staging(options.staging_bytes)
+        self._snapshots = SnapshotPool(options.max_in_flight)
+        self._blocks = ThreadPoolExecutor(options.threads, thread_name_prefix="ckptstore-write")
+        # One thread persists and commits: the log of a term has one author, and order needs no lock.
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="ckptstore-commit")
+        self._steps: set[int] = set()
+        self._abandoned: list[str] = []
+        self._failure: BaseException | None = None
+        self._ended: WriterError | None = None  # set by the committer's thread alone, like everything of the log
+        self._closed = False
+        self._lock = threading.Lock()
+        self._stop_polling = threading.Event()
+        if options.poll_seconds is not None:
+            threading.Thread(
+                target=self._poll, args=(options.poll_seconds,), name="ckptstore-requests", daemon=True
+            ).start()
+
+    def save(self, state: Any, step: int, *, progress: Progress | None = None) -> CheckpointInfo:
+        """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
+
+        Args:
+            state: nested dict of tensors, numbers, strings, lists, RNG states ...; must not change meanwhile.
+            step: optimizer steps done, above every step that this term continues from.
+            progress: called with the number of bytes just copied, from another thread.
+
+        Raises:
+            UnsupportedStateError: something in `state` cannot be stored; names its key path. Nothing was written.
+            StepOrderError: the step exists, or is not above the parent's. Nothing was written.
+            StorageError: the medium failed. The checkpoint does not exist; the writer may go on.
+            FencedError: a newer term exists. This writer is finished.
+            CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
+        """
+        flat = self._admit(state, step)
+        interrupted = threading.Event()
+        future = self._submit(lambda: self._persist(flat, step, progress, interrupted))
+        self._submit(self._housekeeping)
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C while the other thread still reads the caller's tensors: the caller will change them, so the commit
+            # must not happen any more. Wait until the thread has let go of them.
+            if not future.done():
+                interrupted.set()
+                future.exception()
+            if future.exception() is not None:
+                self._release_step(step, future.exception())
+            raise
+
+    def save_async(self, state: Any, step: int) -> PendingSave:
+        """Copy `state` to host memory and make it durable in the background; the state may change when this returns.
+
+        Waits while `max_in_flight` earlier snapshots are not durable yet. An error that nobody asked for with `result`
+        is raised by the next call, or on leaving the ``with``.
+
+        Raises:
+            as `save`; what concerns the medium comes from `PendingSave.result`.
+        """
+        flat = self._admit(state, step)
+        try:
+            snapshot, give_back = self._snapshots.take(flat, self._blocks)
+        except BaseException as error:
+            self._release_step(step, error)
+            raise
+
+        def work() -> CheckpointInfo:
+            try:
+                return self._persist(snapshot, step, None, None)
+            except BaseException as error:
+                self._release_step(step, error)
+                raise
+            finally:
+                give_back()
+
+        future = self._submit(work)
+        self._submit(self._housekeeping)
+        future.add_done_callback(self._remember_failure)
+        return PendingSave(step, future, self._forget_failure)
+
+    def tag(self, name: str, ref_step: int) -> None:
+        """Name the checkpoint of `ref_step` of this term; an existing tag moves.
+
+        Raises:
+            as `save`.
+        """
+        self._check_open()
+        self._submit(lambda: self._commit(tags={name: (self.term, ref_step)})).result()
+
+    def drain(self) -> None:
+        """Wait until every `save_async` so far is durable; raises what one of them raised and nobody has seen."""
+        self._submit(lambda: None).result()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._stop_polling.set()
+        self._committer.shutdown()
+        self._blocks.shutdown()
+        self._raise_failure()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except BaseException:
+            if error is None:
+                raise
+            # The body's own error is on its way; a lost save must not hide it.
+
+    # -- the caller's thread
+
+    def _admit(self, state: Any, step: int) -> FlatState:
+        """Everything that can be refused is refused here, before a byte is written."""
+        self._check_open()
+        self._raise_failure()
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
+            raise StepOrderError(f"step {step!r}: a whole number from 0 to 2^53 - 1 is needed")
+        if self.parent is not None and step <= self.parent.step:
+            raise StepOrderError(
+                f"step {step} is not above step {self.parent.step}, from which term {self.term} continues "
+                f"({self.parent.ref}); to go back further open a writer with parent=<an earlier checkpoint>"
+            )
+        flat = flatten(state, torch_seam.tensors().recognise if torch_seam.torch_in_use() else None)
+        with self._lock:
+            if step in self._steps:
+                raise StepOrderError(f"step {step} exists already in term {self.term}")
+            self._steps.add(step)
+        return flat
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if self._closed:
+            raise WriterClosedError(f"the writer of term {self.term} is closed")
+
+    def _submit(self, work: Callable[[], _T]) -> Future[_T]:
+        with self._lock:
+            if self._closed:
+                raise WriterClosedError(f"the writer of term {self.term} is closed")
+            return self._committer.submit(work)
+
+    def _release_step(self, step: int, error: BaseException | None) -> None:
+        """A step that failed for good may be tried again; one that may have been committed may not."""
+        if not isinstance(error, CommitUnknownError):
+            with self._lock:
+                self._steps.discard(step)
+
+    def _remember_failure(self, future: Future[CheckpointInfo]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._failure = self._failure or error
+
+    def _forget_failure(self) -> None:
+        self._failure = None
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    # -- the committer's thread
+
+    def _persist(
+        self, flat: FlatState, step: int, progress: Progress | None, interrupted: threading.Event | None
+    ) -> CheckpointInfo:
+        if self._ended is not None:
+            raise self._ended
+        begun: list[str] = []
+        try:
+            written = write_full(
+                self._backend,
+                flat,
+                run=self._format.run,
+                term=self.term,
+                step=step,
+                staging=self._staging,
+                pool=self._blocks,
+                begun=begun.append,
+                progress=progress,
+            )
+            if interrupted is not None and interrupted.is_set():
+                raise WriterClosedError(f"step {step} was not saved: interrupted")
+        except BaseException:
+            self._abandoned += begun  # the next commit names them in a drop, so that gc may remove what is left
+            raise
+        return self._commit_full(written, step)
+
+    def _commit_full(self, written: WrittenState, step: int) -> CheckpointInfo:
+        entry = CheckpointEntry(self.term, step, written.state, time.time(), written.tensors, written.nbytes)
+        encoding = Encoding(
+            checkpoint=entry.node,
+            kind="full",
+            base=None,
+            segments=tuple(segment.id for segment in written.segments),
+            lossy=False,
+            bytes=written.stored,
+        )
+        self._commit(segments=written.segments, checkpoints=(entry,), encodings=(encoding,))
+        return describe_checkpoint(self._log.catalog, entry)
+
+    def _commit(self, **changes: Any) -> None:
+        drops = tuple(self._abandoned)
+        try:
+            self._log.commit(CommitRecord(self.term, nonce=secrets.token_hex(16), drops=drops, **changes))
+        except (FencedError, CommitUnknownError) as error:
+            self._ended = error
+            raise
+        del self._abandoned[: len(drops)]
+
+    def _housekeeping(self) -> None:
+        """Answer requests and fold, after the save was acknowledged. Neither may fail a save."""
+        if self._ended is not None:
+            return
+        try:
+            requests.handle(self._log)
+            folding.maintain(self._log)
+        except (FencedError, CommitUnknownError) as error:
+            self._ended = error  # the next save says so
+        except StorageError as error:
+            warnings.warn(f"{self._backend.url}: folding the log failed, saves go on: {error}", stacklevel=1)
+
+    def _poll(self, seconds: float) -> None:
+        while not self._stop_polling.wait(seconds):
+            try:
+                self._submit(self._housekeeping).result()
+            except WriterError:  # closed meanwhile, or fenced: the next save says so
+                return

@@ -1,0 +1,140 @@
+"""One flipped byte anywhere: `verify` reports it, and a load raises or returns the right bits."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import folding
+from ckptstore.pins import Pin
+from tests.engine.states import files, same
+
+STATES: dict[str, dict[str, Any]] = {}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with three terms, a fork, a tag, two folds, a pin and segments with padding and odd sizes."""
+    root = tmp_path_factory.mktemp("damage") / "store"
+    store = ckptstore.open(root)
+    rng = np.random.default_rng(0)
+    for parent, steps in (("latest", (1, 2)), ("1", (2, 3)), ("latest", (4,))):
+        with store.writer(parent=parent) as writer:
+            for step in steps:
+                state = {"w": rng.integers(0, 255, 5000 + step, dtype=np.uint8), "b": rng.standard_normal(7), "s": step}
+                STATES[writer.save(state, step=step).ref] = state
+            writer.tag("best", steps[0])
+        folding.fold(store.backend, store.format, store.view())
+    with Pin(store.backend, ["0" * 32]):
+        shutil.copytree(root, root.with_name("copy"))
+    return root.with_name("copy")
+
+
+def offsets(file: Path) -> list[int]:
+    """Every byte of small files; of segments the first and last bytes of every region, and a seeded sample."""
+    size = file.stat().st_size
+    if file.suffix != ".safetensors":
+        return [*range(0, size, 1 if file.name == "FORMAT" else 7), size - 1]
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    edges = {0, 1, 7, 8, 9, header - 1, header - 2, header, header + 1, size - 1, size // 2}
+    return sorted(edges | set(random.Random(file.name).sample(range(size), 40)))
+
+
+def test_pristine_is_intact(pristine: Path) -> None:
+    report = ckptstore.verify(pristine)
+    assert report.ok
+    assert set(report.restorable) == set(STATES)
+    assert len([file for file in files(pristine) if file.parent.name == "fold"]) >= 2
+    assert report.nbytes == sum(file.stat().st_size for file in files(pristine))  # no byte is unchecked
+
+
+@pytest.mark.slow
+def test_every_flipped_byte_is_reported_and_never_returned(pristine: Path) -> None:
+    flips = 0
+    for file in files(pristine):
+        original = file.read_bytes()
+        for offset in offsets(file):
+            damaged = bytearray(original)
+            damaged[offset] ^= 1 << (offset % 8)
+            file.write_bytes(damaged)
+            where = f"{file.relative_to(pristine)} byte {offset}"
+            report = ckptstore.verify(pristine)
+            assert [d for d in report.damage if d.key == str(file.relative_to(pristine))], where
+            # A segment's damage meets the checkpoints that need it; elsewhere they take turns.
+            everyone = list(STATES)
+            for ref in everyone if file.suffix == ".safetensors" else [everyone[flips % len(everyone)]]:
+                state = STATES[ref]
+                try:
+                    loaded = ckptstore.open(pristine).load(ref, framework="numpy")
+                except ckptstore.CkptError:
+                    continue
+                same(state, loaded, f"{where}: {ref}")
+            flips += 1
+        file.write_bytes(original)
+    assert flips > 800
+    assert ckptstore.verify(pristine).ok
+
+
+def test_damage_is_named_with_what_it_costs(pristine: Path, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(pristine, root)
+    store = ckptstore.open(root)
+    key = store.describe("3@2")[0][0].key
+    file = root / key
+    data = bytearray(file.read_bytes())
+    data[-10] ^= 1
+    file.write_bytes(data)
+    report = ckptstore.verify(root)
+    (damage,) = report.damage
+    assert damage.key == key
+    assert "'w'" in damage.what
+    assert damage.checkpoints == ("3@2",)
+    assert report.lost == ("3@2",)
+    assert report.latest is not None
+    assert report.latest.ref == "4@3"
+    with pytest.raises(ckptstore.CorruptSegmentError, match=f"{file.name}.*'w'.*checksum"):
+        store.load("3@2")
+    same(STATES["4@3"], store.load("4@3", framework="numpy"))
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "longer"])
+def test_a_segment_that_is_not_whole(pristine: Path, tmp_path: Path, how: str) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(pristine, root)
+    store = ckptstore.open(root)
+    file = root / store.describe("4@3")[0][0].key
+    data = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data[:-1] if how == "truncated" else data + b"\0")
+    with pytest.raises(ckptstore.CorruptSegmentError, match=file.name):
+        store.load("4@3")
+    assert ckptstore.verify(store).lost == ("4@3",)
+    assert store.load("3@2")["s"] == 3
+
+
+def test_a_damaged_newest_slot_hides_nothing(tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer() as writer:
+        for step in (1, 2, 3):
+            writer.save({"step": step}, step=step)
+    newest = sorted((tmp_path / "store" / "log").iterdir())[-1]
+    data = bytearray(newest.read_bytes())
+    data[20] ^= 4
+    newest.write_bytes(data)
+    with pytest.raises(ckptstore.CorruptLogError, match=r"last intact checkpoint is 2@1"):
+        store.load("latest")
+    assert store.load(2) == {"step": 2}
+    with pytest.raises(ckptstore.CorruptLogError):
+        store.writer()
+    with store.writer(parent="2") as writer:  # an explicit parent says that you know
+        writer.save({"step": 3, "again": True}, step=3)
+    assert store.load("latest")["again"]
+    assert not ckptstore.verify(store).ok  # the old damage stays reported
