@@ -1,0 +1,44 @@
+"""What to store in place of an object that cannot be stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import defaultdict, deque
+from enum import Enum
+from typing import Final
+
+import numpy as np
+
+__all__ = ["advice"]
+
+_BUILTINS: Final = (dict, list, tuple, str, int, float, bytes, set, frozenset)
+
+
+def advice(value: object) -> str:
+    """One clause that says what to do about `value`, for an error message. Never runs code of `value`'s class."""
+    kind = type(value)
+    if callable(getattr(kind, "state_dict", None)):
+        return "store its state_dict()"
+    if isinstance(value, Enum):
+        return "store its value"
+    if isinstance(value, os.PathLike):
+        return "store str() of it"
+    if isinstance(value, np.ndarray):
+        return "store a plain array, np.asarray() of it"
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return "store its _asdict(), or tuple() of it"
+    if isinstance(value, defaultdict):
+        return "store dict() of it"
+    for builtin in _BUILTINS:
+        if isinstance(value, builtin):
+            return f"store {builtin.__name__}() of it"
+    if isinstance(value, deque | range | memoryview):
+        return "store list() or bytes() of it"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "store dataclasses.asdict() of it"
+    if kind.__module__.partition(".")[0] == "torch":
+        return "store tensors and plain values (of a generator, its get_state())"
+    if isinstance(value, type) or callable(value):
+        return "code is not state; leave it out and build it again when resuming"
+    return "store the numbers, strings, lists, dicts and tensors that it is made of"

@@ -1,0 +1,64 @@
+"""Flat, readable tensor names from key paths.
+
+The tree is what says which tensor stands where; names only have to be distinct, stable while the structure of the
+state is, and familiar: ``("model", "encoder.weight")`` is ``model.encoder.weight``, as people know it from
+safetensors files. State-dict keys contain dots, so two paths can ask for one name: all of those are escaped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ckptstore.formats.values import is_plain_text
+
+__all__ = ["flat_names"]
+
+_RESERVED = "ckptstore/"
+
+
+def flat_names(paths: Sequence[tuple[object, ...]]) -> list[str]:
+    """One name per path, distinct, none empty, ``__metadata__`` or below ``ckptstore/``.
+
+    A path's plain name is its keys' `str` joined by dots. If two paths share it, or it is not allowed, each of them
+    takes its escaped name; should that be taken too, ``~2``, ``~3`` ... follows.
+
+    Args:
+        paths: distinct key paths; each key is a dict key or a position in a list.
+    """
+    plain = [".".join(map(str, path)) for path in paths]
+    uses = Counter(plain)
+    names: list[str] = []
+    unique = {name for name, count in uses.items() if count == 1 and _allowed(name)}
+    taken = set(unique)
+    for path, name in zip(paths, plain, strict=True):
+        if name in unique:
+            names.append(name)
+            continue
+        escaped = candidate = _escaped(path)
+        suffix = 2
+        while candidate in taken:
+            candidate = f"{escaped}~{suffix}"
+            suffix += 1
+        taken.add(candidate)
+        names.append(candidate)
+    return names
+
+
+def _allowed(name: str) -> bool:
+    return bool(name) and name != "__metadata__" and not name.startswith(_RESERVED) and is_plain_text(name)
+
+
+def _escaped(path: tuple[object, ...]) -> str:
+    """Percent-escape ``%``, ``.``, ``/``, a leading ``#`` or ``_``, lone surrogates; ``#`` marks a non-string key."""
+    return ".".join(map(_component, path)) or "#"  # "#": the state is itself a tensor
+
+
+def _component(key: object) -> str:
+    text = str(key)
+    parts = []
+    for position, letter in enumerate(text):
+        special = letter in "%./" or (position == 0 and letter in "#_") or not is_plain_text(letter)
+        escape = letter.encode("utf-8", "surrogatepass") if special else b""
+        parts.append("".join(f"%{byte:02X}" for byte in escape) or letter)
+    return ("" if isinstance(key, str) else "#") + ("".join(parts) or "%")  # "%": an empty key

@@ -1,0 +1,172 @@
+"""Where a tensor's bytes come from, and go to: the C-contiguous, little-endian image of an array of any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.formats import dtypes
+
+__all__ = ["Bytes", "NumpySource", "Origin", "TensorSource", "blocks", "write_into"]
+
+Bytes = npt.NDArray[np.uint8]
+"""One-dimensional uint8 array."""
+
+Origin = Literal["torch", "numpy"]
+"""Which framework a tensor came from, and goes back to."""
+
+
+class TensorSource(Protocol):
+    """What the writer reads a tensor from. Reading never changes it; every method may run in any thread.
+
+    Attributes:
+        dtype: logical dtype (`dtypes.DTYPES`).
+        shape: logical shape; ``()`` for 0-d.
+        nbytes: bytes of the image.
+        origin: ``"torch"`` or ``"numpy"``.
+        identity: equal for two sources that show the same memory with the same dtype, shape and strides; such a
+            tensor is stored once, and is one object again on load. Valid while the source is alive.
+    """
+
+    @property
+    def dtype(self) -> str: ...  # noqa: D102 - described above
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
+    @property
+    def origin(self) -> Origin: ...  # noqa: D102
+    @property
+    def identity(self) -> Hashable: ...  # noqa: D102
+
+    def view(self) -> Bytes | None:
+        """The image without a copy, 1-D uint8, if host memory holds it in this form; otherwise None."""
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """Copy bytes [`offset`, `offset` + `out.size`) of the image into `out` (1-D uint8, any alignment).
+
+        Raises:
+            ValueError: the range leaves the image.
+        """
+
+
+class NumpySource:
+    """A numpy array of any strides and byte order, 0-d and empty ones too. Implements `TensorSource`."""
+
+    __slots__ = ("array", "dtype", "identity", "nbytes", "shape")
+
+    origin: Origin = "numpy"
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        """Wrap `array` without copying it.
+
+        Raises:
+            UnsupportedStateError: its dtype cannot be stored.
+        """
+        dtype = dtypes.from_numpy(array.dtype)
+        self.array = array
+        self.dtype = dtype.name
+        self.shape = array.shape
+        self.nbytes = array.size * dtype.itemsize
+        # Empty arrays share addresses without sharing anything: only the object itself tells them apart.
+        address = array.__array_interface__["data"][0] if self.nbytes else -id(array)
+        self.identity: Hashable = ("numpy", address, array.dtype, array.shape, array.strides)
+
+    def view(self) -> Bytes | None:
+        """The image without a copy, or None if the array is strided or big-endian."""
+        array = self.array
+        if not array.flags.c_contiguous or array.dtype != dtypes.DTYPES[self.dtype].numpy:
+            return None
+        return array.reshape(-1).view(np.uint8)
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """Copy a range of the image; touches only the rows in that range."""
+        _check_range(offset, out.size, self.nbytes)
+        flat = self.view()
+        if flat is not None:
+            np.copyto(out, flat[offset : offset + out.size])
+            return
+        dtype = dtypes.DTYPES[self.dtype].numpy
+        first, skip = divmod(offset, dtype.itemsize)
+        last = -(-(offset + out.size) // dtype.itemsize)
+        aligned = not skip and last * dtype.itemsize == offset + out.size
+        elements = out.view(dtype) if aligned else np.empty(last - first, dtype)
+        done = 0
+        for index, count in blocks(self.shape, first, last):
+            block = self.array[(*index, ...)]
+            np.copyto(elements[done : done + count].reshape(block.shape), block)
+            done += count
+        if not aligned:
+            np.copyto(out, elements.view(np.uint8)[skip : skip + out.size])
+
+
+def write_into(array: npt.NDArray[Any], data: Bytes, offset: int) -> None:
+    """The inverse of `NumpySource.read`: write `data` at byte `offset` of the image of an existing array.
+
+    Args:
+        array: writable, of any strides and byte order.
+        data: 1-D uint8.
+        offset: bytes; neither it nor `data.size` need be a multiple of the element size.
+
+    Raises:
+        ValueError: the range leaves the image, or the array is read-only.
+        UnsupportedStateError: the array's dtype cannot be stored.
+    """
+    _check_range(offset, data.size, array.nbytes)
+    dtype = dtypes.from_numpy(array.dtype).numpy
+    if array.flags.c_contiguous and dtype == array.dtype:
+        np.copyto(array.reshape(-1).view(np.uint8)[offset : offset + data.size], data)
+        return
+    first, skip = divmod(offset, dtype.itemsize)
+    last = -(-(offset + data.size) // dtype.itemsize)
+    if skip or last * dtype.itemsize != offset + data.size:  # part of an element changes: take the rest from the array
+        whole = np.empty((last - first) * dtype.itemsize, np.uint8)
+        NumpySource(array).read(first * dtype.itemsize, whole)
+        whole[skip : skip + data.size] = data
+        data = whole
+    elements = data.view(dtype)
+    done = 0
+    for index, count in blocks(array.shape, first, last):
+        block = array[(*index, ...)]
+        np.copyto(block, elements[done : done + count].reshape(block.shape))
+        done += count
+
+
+def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int | slice, ...], int]]:
+    """Cut elements [`start`, `stop`) of an array of `shape`, counted in C order, into rectangular blocks.
+
+    Yields, in order, the index of a block and its number of elements: at most two per dimension, so that a range of a
+    strided array is copied by few strided copies, without a contiguous copy of the whole.
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (slice(start, stop),) if shape else (), stop - start
+        return
+    row = math.prod(shape[1:])
+    first, skip = divmod(start, row)
+    last, rest = divmod(stop, row)
+    if first == last:
+        yield from _inside(first, shape, skip, rest)
+        return
+    if skip:
+        yield from _inside(first, shape, skip, row)
+        first += 1
+    if first < last:
+        yield (slice(first, last),), (last - first) * row
+    if rest:
+        yield from _inside(last, shape, 0, rest)
+
+
+def _inside(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int | slice, ...], int]]:
+    for index, count in blocks(shape[1:], start, stop):
+        yield (row, *index), count
+
+
+def _check_range(offset: int, length: int, size: int) -> None:
+    if offset < 0 or offset + length > size:
+        raise ValueError(f"bytes {offset} to {offset + length} of a tensor of {size} bytes")

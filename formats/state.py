@@ -1,0 +1,216 @@
+"""Nested training state <-> typed JSON tree + named tensors.
+
+The tree is normative: it says which values, containers and tensors stand where, and in which order. Values have the
+forms of `values`; containers and tensors have these:
+
+=============================  ============================================================================
+``[...]``                      list
+``{"key": ...}``               dict whose keys are all strings, none beginning with ``$``; order kept
+``{"$dict": [[k, v], ...]}``   any other dict; keys are values (bytearray excepted) or tuples of such
+``{"$odict": ...}``            `OrderedDict`; its members in whichever of the two forms above fits
+``{"$counter": ...}``          `Counter`, likewise
+``{"$tuple": [...]}``          tuple
+``{"$set": [...]}``            set of values, tuples and frozensets, sorted by their JSON text; ``$frozenset`` likewise
+``{"$t": name}``               torch tensor; ``{"$a": name}``: numpy array
+``{"$size": [...]}``           `torch.Size`; ``{"$dtype": "float32"}``; ``{"$device": "cuda:0"}``
+=============================  ============================================================================
+
+Types are exact: a subclass (namedtuple, IntEnum, defaultdict) is refused rather than restored as something else.
+Tensors that are tied (equal `TensorSource.identity`) have one name. Containers that stand at two places become two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ckptstore.formats import jsontext, values
+from ckptstore.formats.advice import advice
+from ckptstore.formats.errors import UnsupportedStateError
+from ckptstore.formats.names import flat_names
+from ckptstore.formats.sources import NumpySource, Origin, TensorSource
+from ckptstore.formats.tree import MAX_DEPTH, Resolve, select, tensor_names, unflatten
+
+__all__ = [
+    "MAX_DEPTH",
+    "FlatState",
+    "NumpySource",
+    "Origin",
+    "Recognise",
+    "Resolve",
+    "Tagged",
+    "TensorSource",
+    "flatten",
+    "select",
+    "tensor_names",
+    "unflatten",
+]
+
+_DEEPEST: Final = MAX_DEPTH - 3  # a container's members stand at most three levels below it
+_MAPPINGS: Final[dict[type, str]] = {OrderedDict: "$odict", Counter: "$counter"}
+_SETS: Final[dict[type, str]] = {set: "$set", frozenset: "$frozenset"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """What `recognise` returns for a value with a tag of its own: ``$size``, ``$dtype`` or ``$device``."""
+
+    tag: str
+    value: list[int] | str
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A state taken apart.
+
+    Attributes:
+        tree: typed JSON.
+        tensors: name -> source, in the order of the tree (access order); tied tensors once.
+    """
+
+    tree: Any
+    tensors: dict[str, TensorSource]
+
+
+Recognise = Callable[[object], "TensorSource | Tagged | None"]
+
+
+def flatten(state: Any, recognise: Recognise | None = None) -> FlatState:
+    """Take a state apart. Copies no tensor.
+
+    Args:
+        state: nested dicts, lists, tuples, sets, tensors and values.
+        recognise: asked about every object that is not of a built-in type, before numpy: its source, its tagged
+            form, or None.
+
+    Raises:
+        UnsupportedStateError: an object that is neither; a tensor that cannot be stored; a state nested too deep or
+            containing itself. Names the key path and says what to store in its place.
+    """
+    walk = _Flattener(recognise)
+    try:
+        tree = walk.node(state, 0)
+    except (UnsupportedStateError, RecursionError) as error:
+        where = "state" + "".join(f"[{key!r:.80}]" for key in walk.path)
+        what = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise UnsupportedStateError(f"{where:.1000}: {what}") from error
+    tensors: dict[str, TensorSource] = {}
+    for name, source, nodes in zip(flat_names(walk.paths), walk.sources, walk.nodes, strict=True):
+        tensors[name] = source
+        for node in nodes:
+            node["$t" if source.origin == "torch" else "$a"] = name
+    return FlatState(tree, tensors)
+
+
+class _Flattener:
+    """One walk over a state. `path` is where it is; after an error, where it stopped."""
+
+    def __init__(self, recognise: Recognise | None) -> None:
+        self.recognise = recognise
+        self.path: list[object] = []
+        self.seen: dict[Any, int] = {}  # identity -> index into the three lists below
+        self.sources: list[TensorSource] = []
+        self.paths: list[tuple[object, ...]] = []
+        self.nodes: list[list[dict[str, str]]] = []  # every node of a tensor; names are known only at the end
+
+    def node(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _CONTAINERS:
+            _check_depth(depth)
+            return self.container(value, kind, depth)
+        encoded = values.encode(value)
+        if encoded is not NotImplemented:
+            return encoded
+        found = self.recognise(value) if self.recognise else None
+        if isinstance(found, Tagged):
+            return {found.tag: found.value}
+        if found is None and kind is np.ndarray:
+            found = NumpySource(value)
+        if found is None:
+            raise UnsupportedStateError(f"{kind.__module__}.{kind.__qualname__} cannot be stored: {advice(value)}")
+        return self.tensor(found)
+
+    def tensor(self, source: TensorSource) -> dict[str, str]:
+        node: dict[str, str] = {}
+        index = self.seen.setdefault(source.identity, len(self.sources))
+        if index == len(self.sources):
+            self.sources.append(source)
+            self.paths.append(tuple(self.path))
+            self.nodes.append([])
+        self.nodes[index].append(node)
+        return node
+
+    def container(self, value: Any, kind: type, depth: int) -> Any:
+        if kind is dict:
+            if _is_plain(value):
+                return self.members(value, depth + 1)
+            return {"$dict": self.pairs(value, depth + 3)}
+        if kind is list:
+            return values.pack_integers(value) or self.elements(value, depth + 1)
+        if kind is tuple:
+            return values.pack_integers(value) or {"$tuple": self.elements(value, depth + 2)}
+        if kind in _SETS:
+            return _element(value, depth)
+        body = self.members(value, depth + 2) if _is_plain(value) else self.pairs(value, depth + 3)
+        return {_MAPPINGS[kind]: body}
+
+    def elements(self, value: Iterable[Any], depth: int) -> list[Any]:
+        found = []
+        for index, element in enumerate(value):
+            self.path.append(index)
+            found.append(self.node(element, depth))
+            self.path.pop()
+        return found
+
+    def members(self, value: dict[str, Any], depth: int) -> dict[str, Any]:
+        found = {}
+        for key, member in value.items():
+            self.path.append(key)
+            found[key] = self.node(member, depth)
+            self.path.pop()
+        return found
+
+    def pairs(self, value: dict[Any, Any], depth: int) -> list[list[Any]]:
+        found = []
+        for key, member in value.items():
+            self.path.append(key)
+            found.append([_key(key, depth), self.node(member, depth)])
+            self.path.pop()
+        return found
+
+
+_CONTAINERS: Final = frozenset({dict, list, tuple, *_MAPPINGS, *_SETS})
+
+
+def _is_plain(mapping: dict[Any, Any]) -> bool:
+    """Whether a JSON object can hold it: string keys, none that looks like a tag."""
+    return all(type(key) is str and key[:1] != "$" and values.is_plain_text(key) for key in mapping)
+
+
+def _check_depth(depth: int) -> None:
+    if depth > _DEEPEST:
+        raise UnsupportedStateError(f"nested deeper than {_DEEPEST}, or a container that contains itself")
+
+
+def _key(key: Any, depth: int) -> Any:
+    if type(key) is tuple:
+        _check_depth(depth)
+        return {"$tuple": [_key(part, depth + 2) for part in key]}
+    encoded = NotImplemented if type(key) is bytearray else values.encode(key)
+    if encoded is NotImplemented:
+        raise UnsupportedStateError(f"a {type(key).__qualname__} as key or set element cannot be stored: {advice(key)}")
+    return encoded
+
+
+def _element(value: Any, depth: int) -> Any:
+    if type(value) in _SETS:
+        _check_depth(depth)
+        return {_SETS[type(value)]: sorted((_element(part, depth + 2) for part in value), key=jsontext.dumps)}
+    if type(value) is tuple:
+        _check_depth(depth)
+        return {"$tuple": [_element(part, depth + 2) for part in value]}
+    return _key(value, depth)

@@ -1,0 +1,240 @@
+"""Reading the typed tree of a state: back to objects, its tensors' names, and parts of it.
+
+The forms are in `state`. Nothing here trusts its input: a tree comes from a segment that anyone may have written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from ckptstore.formats import values
+from ckptstore.formats.errors import FormatError
+from ckptstore.formats.sources import Origin
+
+__all__ = ["MAX_DEPTH", "Resolve", "select", "tensor_names", "unflatten"]
+
+MAX_DEPTH: Final = 200
+"""Nesting of the tree's JSON; below `jsontext.MAX_DEPTH`, so that what was written can be read inside a document."""
+
+_ORIGINS: Final[dict[str, Origin]] = {"$t": "torch", "$a": "numpy"}
+_REVIVED: Final = ("$size", "$dtype", "$device")
+_GONE: Final = object()
+
+Resolve = Callable[[str, Origin], Any]
+
+
+def unflatten(tree: Any, resolve: Resolve, revive: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+    """Put a state together again.
+
+    Args:
+        tree: typed JSON from an untrusted source.
+        resolve: gives the tensor of a name; called once per name, in tree order. Every place of a tied tensor gets
+            the object that it returned.
+        revive: tag -> function of its checked body, for ``$size`` (list of ints), ``$dtype`` and ``$device`` (str).
+            Without one they come back as tuple and str.
+
+    Raises:
+        FormatError: the tree is not what `flatten` writes.
+    """
+    try:
+        return _Unflattener(resolve, revive or {}).node(tree, 0)
+    except RecursionError as error:  # within MAX_DEPTH, but called from a stack that was deep already
+        raise FormatError("state tree nested too deep for the calling stack") from error
+
+
+class _Unflattener:
+    def __init__(self, resolve: Resolve, revive: Mapping[str, Callable[[Any], Any]]) -> None:
+        self.resolve = resolve
+        self.revive = revive
+        self.found: dict[str, tuple[Origin, Any]] = {}
+
+    def node(self, node: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
+        if isinstance(node, list):
+            return [self.node(element, depth + 1) for element in node]
+        if not isinstance(node, dict):
+            return _plain(node)
+        tag = _tag(node)
+        if tag is None:
+            return {key: self.node(member, depth + 1) for key, member in node.items()}
+        body = node[tag]
+        if tag in _ORIGINS:
+            return self.tensor(_ORIGINS[tag], body)
+        if tag in _REVIVED:
+            return self.revived(tag, body)
+        if tag == "$tuple":
+            return tuple([self.node(element, depth + 2) for element in _list(tag, body)])
+        if tag in ("$dict", "$odict", "$counter"):
+            return self.mapping(tag, body, depth)
+        if tag in ("$set", "$frozenset"):
+            return _decode_element(node, depth)
+        return _value(tag, body)
+
+    def tensor(self, origin: Origin, name: Any) -> Any:
+        if _name(name) not in self.found:
+            self.found[name] = (origin, self.resolve(name, origin))
+        known, tensor = self.found[name]
+        if known != origin:
+            raise FormatError(f"tensor {name!r:.80} is both a torch and a numpy tensor")
+        return tensor
+
+    def revived(self, tag: str, body: Any) -> Any:
+        if tag == "$size":
+            sizes = _list(tag, body)
+            if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
+                raise FormatError(f"$size is {body!r:.80}")
+            return self.revive.get(tag, tuple)(sizes)
+        if not isinstance(body, str):
+            raise FormatError(f"{tag} is {body!r:.80}")
+        return self.revive.get(tag, str)(body)
+
+    def mapping(self, tag: str, body: Any, depth: int) -> Any:
+        if isinstance(body, dict) and tag != "$dict" and _tag(body) is None:
+            found = {key: self.node(member, depth + 2) for key, member in body.items()}
+        else:
+            pairs = _list(tag, body)
+            if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                raise FormatError(f"{tag} holds something that is no pair")
+            found = {_decode_key(key, depth): self.node(member, depth + 3) for key, member in pairs}
+            if len(found) != len(pairs):
+                raise FormatError(f"{tag} holds a key twice")
+        if tag == "$odict":
+            return OrderedDict(found)
+        if tag == "$counter":
+            counter: Counter[Any] = Counter()
+            dict.update(counter, found)  # Counter's own update would add, and fail on counts that are no numbers
+            return counter
+        return found
+
+
+def _tag(node: dict[str, Any]) -> str | None:
+    """The tag of a tagged node, None for a plain dict."""
+    if len(node) == 1:
+        (key,) = node
+        return key if key[:1] == "$" else None
+    if any(key[:1] == "$" for key in node):
+        raise FormatError(f"state tree: {next(key for key in node if key[:1] == '$')!r:.80} is not alone")
+    return None
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise FormatError(f"state tree: a tensor's name is {name!r:.80}")
+    return name
+
+
+def _plain(node: Any) -> Any:
+    if type(node) is int and not -values.MAX_PLAIN_INT <= node <= values.MAX_PLAIN_INT:
+        raise FormatError("state tree: an integer beyond 2^53 without a tag")
+    if type(node) is float and node - node != 0.0:  # JSON text such as 1e999 reads as infinity
+        raise FormatError("state tree: a number beyond the range of floats")
+    return node
+
+
+def _value(tag: str, body: Any) -> Any:
+    try:
+        return values.decode(tag, body)
+    except KeyError:
+        raise FormatError(f"state tree: unknown tag {tag!r:.80}") from None
+
+
+def _list(tag: str, body: Any) -> list[Any]:
+    if not isinstance(body, list):
+        raise FormatError(f"state tree: {tag} holds no list")
+    return body
+
+
+def _decode_key(node: Any, depth: int) -> Any:
+    """A dict key: a value that hashes, or a tuple of such."""
+    if depth > MAX_DEPTH:
+        raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
+    if not isinstance(node, dict | list):
+        return _plain(node)
+    tag = _tag(node) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or tag is None or tag in ("$bytearray", "$ints"):
+        raise FormatError(f"state tree: {node!r:.80} cannot be a key")
+    if tag == "$tuple":
+        return tuple([_decode_key(part, depth + 2) for part in _list(tag, node[tag])])
+    return _value(tag, node[tag])
+
+
+def _decode_element(node: Any, depth: int) -> Any:
+    """An element of a set: what a key may be, or a frozenset; the outermost one may be a set."""
+    if depth > MAX_DEPTH:
+        raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
+    tag = _tag(node) if isinstance(node, dict) else None
+    if tag not in ("$set", "$frozenset", "$tuple"):
+        return _decode_key(node, depth)
+    parts = [_decode_element(part, depth + 2) for part in _list(tag, node[tag])]
+    if tag == "$tuple":
+        return tuple(parts)
+    try:
+        found = set(parts)
+    except TypeError as error:
+        raise FormatError(f"state tree: {tag}: {error}") from error
+    if len(found) != len(parts):
+        raise FormatError(f"state tree: {tag} holds an element twice")
+    return found if tag == "$set" else frozenset(found)
+
+
+def tensor_names(tree: Any) -> list[str]:
+    """Names of the tensors in a tree, in tree order, each once.
+
+    Raises:
+        FormatError: a name is no string.
+    """
+    found: dict[str, None] = {}
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend(reversed(node))
+        elif isinstance(node, dict):
+            tag = next(iter(node)) if len(node) == 1 else None
+            if tag in _ORIGINS:
+                found[_name(node[tag])] = None
+            else:
+                waiting.extend(reversed(node.values()))
+    return list(found)
+
+
+def select(tree: Any, names: set[str]) -> Any:
+    """The tree without the tensors that are not in `names`.
+
+    Their key or list position goes; containers, even empty ones, and values stay. A tree that is one tensor, not
+    selected, becomes null.
+
+    Raises:
+        FormatError: the tree is not what `flatten` writes.
+    """
+    try:
+        kept = _select(tree, names, 0)
+    except RecursionError as error:
+        raise FormatError("state tree nested too deep for the calling stack") from error
+    return None if kept is _GONE else kept
+
+
+def _select(node: Any, names: set[str], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
+    if isinstance(node, list):
+        return [kept for element in node if (kept := _select(element, names, depth + 1)) is not _GONE]
+    if not isinstance(node, dict):
+        return node
+    tag = _tag(node)
+    if tag in _ORIGINS:
+        return node if _name(node[tag]) in names else _GONE
+    if tag in ("$dict", "$odict", "$counter") and isinstance(node[tag], list):
+        pairs = []
+        for pair in node[tag]:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise FormatError(f"{tag} holds something that is no pair")
+            if (kept := _select(pair[1], names, depth + 3)) is not _GONE:
+                pairs.append([pair[0], kept])
+        return {tag: pairs}
+    if tag not in (None, "$tuple", "$odict", "$counter"):
+        return node
+    return {key: kept for key, member in node.items() if (kept := _select(member, names, depth + 1)) is not _GONE}

@@ -1,0 +1,507 @@
+"""State to tree and back: types, bits, order and ties; refusals; hostile trees."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import random
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ckptstore.formats import jsontext, values
+from ckptstore.formats.errors import FormatError, UnsupportedStateError
+from ckptstore.formats.sources import NumpySource
+from ckptstore.formats.state import Tagged, flatten, select, tensor_names, unflatten
+
+
+def there_and_back(state: Any) -> Any:
+    """Through the JSON text, as a segment stores it; arrays are rebuilt from their bytes."""
+    flat = flatten(state)
+    tree = jsontext.loads(jsontext.dumps(flat.tree), what="tree", max_bytes=1 << 30)
+    assert tensor_names(tree) == list(flat.tensors)
+
+    def resolve(name: str, origin: str) -> np.ndarray:
+        assert origin == "numpy"
+        source = flat.tensors[name]
+        assert isinstance(source, NumpySource)
+        image = np.empty(source.nbytes, np.uint8)
+        source.read(0, image)
+        return image.view(source.array.dtype.newbyteorder("<")).reshape(source.shape)
+
+    return unflatten(tree, resolve)
+
+
+def bits(value: float) -> bytes:
+    return struct.pack(">d", value)
+
+
+def assert_same(one: Any, two: Any) -> None:
+    """Equal types, bits and order."""
+    assert type(one) is type(two)
+    if isinstance(one, np.ndarray):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype)
+        assert one.tobytes() == two.tobytes()
+    elif isinstance(one, np.generic):
+        assert one.dtype == two.dtype
+        assert one.tobytes() == two.tobytes()
+    elif isinstance(one, dict):
+        assert len(one) == len(two)
+        for (key, member), (other_key, other) in zip(one.items(), two.items(), strict=True):
+            assert_same(key, other_key)
+            assert_same(member, other)
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(two)
+        for element, other in zip(one, two, strict=True):
+            assert_same(element, other)
+    elif isinstance(one, float):
+        assert bits(one) == bits(two)
+    elif isinstance(one, complex):
+        assert bits(one.real) + bits(one.imag) == bits(two.real) + bits(two.imag)
+    elif isinstance(one, set | frozenset):  # by text, because a NaN in it never equals itself
+        assert jsontext.dumps(flatten(one).tree) == jsontext.dumps(flatten(two).tree)
+    else:
+        assert one == two
+
+
+floats = st.one_of(st.floats(), st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("<d", struct.pack("<Q", n))[0]))
+texts = st.text(st.characters(), max_size=8) | st.sampled_from(
+    ["$", "$t", "$tuple", "", "a.b", "\ud83d\ude00", "\udc80"]
+)
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**70), 2**70),
+    floats,
+    texts,
+    st.binary(max_size=9),
+    st.builds(complex, floats, floats),
+    floats.map(np.float64),
+    st.integers(0, 255).map(np.uint8),
+    st.booleans().map(np.bool_),
+    floats.map(ml_dtypes.bfloat16),
+)
+hashable = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
+leaves = st.one_of(
+    scalars,
+    st.binary(max_size=9).map(bytearray),
+    st.lists(st.integers(-(2**63), 2**64 - 1), min_size=30, max_size=40),
+    st.lists(st.integers(-200, 200), min_size=30, max_size=40).map(tuple),
+    st.sets(hashable, max_size=4),
+    st.frozensets(hashable, max_size=4),
+    st.integers(0, 3).map(lambda n: np.arange(n, dtype="<f4")),
+    st.just(np.array(2.5)),
+    st.just(np.arange(6, dtype=">i2").reshape(2, 3).T).map(lambda a: a.astype("<i2", order="K")),
+)
+states = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(texts, inner, max_size=4),
+        st.dictionaries(hashable, inner, max_size=4),
+        st.dictionaries(hashable, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(texts, st.integers(), max_size=4).map(Counter),
+    ),
+    max_leaves=15,
+)
+
+
+@given(states)
+@settings(max_examples=200, deadline=None)
+@example({"$t": "looks like a tensor"})
+@example([{"$a": 1, "b": 2}, {"$dict": []}, OrderedDict({"$x": 1})])
+@example({1.0: 1, "1": 2, None: 3, (1, (None, "a")): 4, b"x": 5, -0.0: 6})
+@example([0.0, -0.0, 1e300, 5e-324, math.inf, -math.inf, math.nan, 2**53, 2**53 + 1, -(2**53) - 1, 10**4299])
+@example(["\ud83d\ude00", "\U0001f600", {"\ud83d\ude00": 1}])
+@example([list(range(31)), list(range(32)), [*range(32), True], [*range(32), 2**64], [*range(32), -1, 2**63]])
+def test_every_state_comes_back_identical(state: Any) -> None:
+    assert_same(there_and_back(state), state)
+
+
+@given(states)
+@settings(max_examples=60, deadline=None)
+def test_equal_states_have_equal_text(state: Any) -> None:
+    tree = flatten(state).tree
+    assert jsontext.dumps(flatten(there_and_back(state)).tree) == jsontext.dumps(tree)
+
+
+def test_a_training_state() -> None:
+    generator = np.random.default_rng(3)
+    np.random.seed(7)  # the legacy state is what scripts save
+    state = {
+        "model": OrderedDict({"wte.weight": np.ones((4, 2), "<f4"), "steps": np.array(3)}),
+        "optimizer": {
+            "state": {0: {"step": np.float32(3), "exp_avg": np.zeros((4, 2), "<f4")}},
+            "param_groups": [
+                {"lr": 1e-3, "betas": (0.9, 0.95), "amsgrad": False, "foreach": None, "params": [*range(99)]}
+            ],
+        },
+        "scheduler": {"milestones": Counter({30: 1, 80: 2}), "best": math.inf, "last_epoch": 12},
+        "rng": {
+            "python": random.Random(1).getstate(),
+            "numpy": np.random.get_state(),
+            "generator": generator.bit_generator.state,
+        },
+    }
+    back = there_and_back(state)
+    assert_same(back, state)
+    restored = random.Random()
+    restored.setstate(back["rng"]["python"])
+    assert restored.random() == random.Random(1).random()
+    assert len(jsontext.dumps(flatten(state).tree)) < 6000  # 624 words of a Mersenne twister, packed
+
+
+def test_tied_tensors_are_stored_once_and_come_back_as_one_object() -> None:
+    weight = np.arange(6, dtype="<f4").reshape(2, 3)
+    state = {"embed": weight, "head": weight.view(), "transposed": weight.T, "copy": weight.copy()}
+    flat = flatten(state)
+    assert list(flat.tensors) == ["embed", "transposed", "copy"]
+    back = there_and_back(state)
+    assert back["embed"] is back["head"]
+    assert back["copy"] is not back["embed"]
+
+
+def test_resolve_is_called_once_per_name_in_tree_order() -> None:
+    array = np.zeros(1)
+    calls: list[str] = []
+    tree = flatten({"b": array, "a": [np.ones(1), array]}).tree
+    unflatten(tree, lambda name, origin: calls.append(name))
+    assert calls == ["b", "a.0"]
+
+
+def test_sets_are_sorted_because_their_own_order_is_chance() -> None:
+    words = [f"word {number}" for number in range(50)]
+    assert flatten(set(words)).tree == {"$set": sorted(words)}
+
+
+def test_the_text_of_ordinary_states_is_ordinary_json() -> None:
+    flat = flatten({"lr": 0.1, "on": True, "w": np.zeros(1), "t": (1, "x"), "o": OrderedDict(a=None), 3: {3: b"\0"}})
+    assert jsontext.dumps(flat.tree) == (
+        b'{"$dict":[["lr",0.1],["on",true],["w",{"$a":"w"}],["t",{"$tuple":[1,"x"]}],["o",{"$odict":{"a":null}}],'
+        b'[3,{"$dict":[[3,{"$bytes":"AA=="}]]}]]}'
+    )
+
+
+# what flatten refuses
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+
+
+class Model:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (Point(1, 2), "_asdict"),
+        (Colour.RED, "its value"),
+        (Path("/x"), "str()"),
+        (defaultdict(int), "dict()"),
+        (deque([1]), "list()"),
+        (Config(), "asdict"),
+        (Model(), "state_dict()"),
+        (print, "code is not state"),
+        (Config, "code is not state"),
+        (lambda: 0, "code is not state"),
+        (np.ma.array([1]), "plain array"),
+        (np.array([None]), "dtype object"),
+        (np.array(["a"]), "dtype <U1"),
+        (np.str_("a"), "item()"),
+        (np.datetime64("2026-01-01"), "datetime64"),
+        (np.longdouble(1), "longdouble|float128"),
+        (object(), "made of"),
+        (type("Version", (str,), {})("2.1"), "str()"),
+    ],
+)
+def test_refused_objects_name_their_path_and_what_to_do(value: object, advice: str) -> None:
+    with pytest.raises(UnsupportedStateError, match=advice) as caught:
+        flatten({"model": [1, {7: value}]})
+    assert str(caught.value).startswith("state['model'][1][7]: ")
+
+
+def test_integers_that_no_reader_takes() -> None:
+    with pytest.raises(UnsupportedStateError, match="4300 digits"):
+        flatten([-(10**4300)])
+
+
+@pytest.mark.parametrize("key", [Colour.RED, Point(1, 2), frozenset([1]), Config, np.str_("a"), (1, Colour.RED)])
+def test_refused_keys(key: Any) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"^state\['a'\]\["):
+        flatten({"a": {key: 1}})
+
+
+def test_tensors_in_sets_and_keys_do_not_exist() -> None:
+    with pytest.raises(UnsupportedStateError, match="as key or set element"):
+        flatten({"a": {Path("x")}})
+
+
+def test_a_state_that_contains_itself() -> None:
+    state: dict[str, Any] = {}
+    state["self"] = [state]
+    with pytest.raises(UnsupportedStateError, match="contains itself"):
+        flatten(state)
+
+
+WRAPPERS = {
+    "list": lambda inner: [inner],
+    "tuple": lambda inner: (inner,),
+    "dict": lambda inner: {"k": inner},
+    "pairs": lambda inner: {0: inner},
+    "odict": lambda inner: OrderedDict(k=inner),
+    "odict of pairs": lambda inner: OrderedDict({0: inner}),
+    "frozenset": lambda inner: frozenset([inner]),
+}
+
+
+def deepest(wrap: Callable[[Any], Any], outermost: Callable[[Any], Any]) -> Any:
+    """The last state of growing depth that `flatten` takes."""
+    state: Any = "x"
+    while True:
+        try:
+            flatten(outermost(wrap(state)))
+        except UnsupportedStateError as error:
+            message = str(error)
+            break
+        state = wrap(state)
+    assert "nested" in message
+    assert len(message) < 1500
+    return outermost(state)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_deepest_state_that_is_written_can_be_read(wrap: Callable[[Any], Any]) -> None:
+    state = deepest(wrap, lambda inner: inner)
+    assert there_and_back(state) == state
+
+
+def test_the_deepest_key_that_is_written_can_be_read() -> None:
+    state = deepest(lambda key: (key,), lambda key: {key: 1})
+    assert there_and_back(state) == state
+
+
+# recognise and revive
+
+
+class Special:
+    pass
+
+
+def test_recognise_and_revive() -> None:
+    source = NumpySource(np.arange(3, dtype="<f4"))
+    special = Special()
+
+    def recognise(value: object) -> Any:
+        if isinstance(value, Special):
+            return Tagged("$size", [2, 3])
+        return source if isinstance(value, memoryview) else None
+
+    flat = flatten({"s": special, "w": memoryview(b""), "a": np.zeros(1)}, recognise)
+    assert flat.tree == {"s": {"$size": [2, 3]}, "w": {"$a": "w"}, "a": {"$a": "a"}}
+    assert flat.tensors["w"] is source
+    resolved = unflatten(flat.tree, lambda name, origin: name)
+    assert resolved == {"s": (2, 3), "w": "w", "a": "a"}
+    assert unflatten(flat.tree, lambda name, origin: name, {"$size": max})["s"] == 3
+    tree = {"d": {"$dtype": "float32"}, "v": {"$device": "cuda:0"}}
+    assert unflatten(tree, lambda name, origin: name) == {"d": "float32", "v": "cuda:0"}
+
+
+def test_errors_of_recognise_get_the_path() -> None:
+    def recognise(value: object) -> Any:
+        raise UnsupportedStateError("no such thing")
+
+    with pytest.raises(UnsupportedStateError, match=r"^state\['a'\]\[0\]: no such thing$"):
+        flatten({"a": [Special()]}, recognise)
+
+
+# parts
+
+
+def test_select_leaves_out_tensors_and_keeps_the_rest() -> None:
+    state = {
+        "model": OrderedDict(a=np.zeros(1), b=np.ones(1)),
+        "optimizer": {"state": {0: {"step": np.array(1), "m": np.ones(1)}}, "lr": 0.1, "steps": (np.zeros(2), 5)},
+        "none": [np.zeros(3)],
+    }
+    flat = flatten(state)
+    tree = select(flat.tree, {"model.b", "optimizer.state.0.m"})
+    assert tensor_names(tree) == ["model.b", "optimizer.state.0.m"]
+    assert unflatten(tree, lambda name, origin: name) == {
+        "model": OrderedDict(b="model.b"),
+        "optimizer": {"state": {0: {"m": "optimizer.state.0.m"}}, "lr": 0.1, "steps": (5,)},
+        "none": [],
+    }
+    assert flat.tree == flatten(state).tree  # select changes nothing
+    assert select(flat.tree, set(flat.tensors)) == flat.tree
+
+
+def test_a_state_that_is_one_tensor() -> None:
+    flat = flatten(np.zeros(2))
+    assert list(flat.tensors) == ["#"]
+    assert select(flat.tree, set()) is None
+    assert_same(there_and_back(np.zeros(2)), np.zeros(2))
+
+
+# hostile trees
+
+HOSTILE: list[Any] = [
+    {"$t": 1},
+    {"$t": None},
+    {"$a": ["x"]},
+    [{"$t": "x"}, {"$a": "x"}],
+    {"$t": "x", "more": 1},
+    {"$nonsense": 1},
+    {"$": 1},
+    {"$tuple": {}},
+    {"$tuple": None},
+    {"$dict": {"a": 1}},
+    {"$dict": [[1]]},
+    {"$dict": [[1, 2, 3]]},
+    {"$dict": ["ab"]},
+    {"$dict": [[[1], 2]]},
+    {"$dict": [[{"a": 1}, 2]]},
+    {"$dict": [[{"$t": "x"}, 2]]},
+    {"$dict": [[{"$bytearray": "AA=="}, 2]]},
+    {"$dict": [[{"$set": []}, 2]]},
+    {"$dict": [[{"$np": ["C32", "00000000"]}, 2]]},
+    {"$dict": [[1, 2], [1, 3]]},
+    {"$dict": [[1, 2], [True, 3]]},
+    {"$odict": 5},
+    {"$odict": {"$x": 1}},
+    {"$counter": [1]},
+    {"$set": [[1]]},
+    {"$set": [{"$set": []}]},
+    {"$set": [1, 1]},
+    {"$set": "abc"},
+    {"$frozenset": [{"$tuple": [{"$set": []}]}]},
+    {"$bytes": 1},
+    {"$bytes": "A"},
+    {"$bytes": "****"},
+    {"$bytes": "\u20ac"},
+    {"$int": "1"},
+    {"$int": "0x10"},
+    {"$int": "1_000_000_000_000_000_000_000"},
+    {"$int": "9" * 5000},
+    {"$int": 10**30},
+    {"$float": "1.0"},
+    {"$float": "3ff0000000000000"},
+    {"$float": "7ff8000000000000"},
+    {"$float": "NAN"},
+    {"$float": None},
+    {"$complex": [1.0]},
+    {"$complex": [1, 2.0]},
+    {"$complex": [1.0, {"$float": "x"}]},
+    {"$str": "YQ=="},
+    {"$str": "/w=="},
+    {"$np": ["F32"]},
+    {"$np": ["F32", "00"]},
+    {"$np": ["F32", "0000 000"]},
+    {"$np": ["F33", "00000000"]},
+    {"$np": [["F32"], "00000000"]},
+    {"$np": ["F32", 0]},
+    {"$ints": []},
+    {"$ints": ["set", "u1", "AA=="]},
+    {"$ints": ["list", "u1", "AA=="]},
+    {"$ints": ["list", "u3", "AA=="]},
+    {"$ints": ["list", "u2", "AAAA"]},
+    {"$ints": ["list", "u8", "AAAA" * 128]},
+    {"$size": [-1]},
+    {"$size": [2**63]},
+    {"$size": [True]},
+    {"$size": 5},
+    {"$dtype": 1},
+    {"$device": ["cpu"]},
+    2**53 + 1,
+    math.inf,
+]
+
+
+@pytest.mark.parametrize("tree", HOSTILE, ids=lambda tree: ascii(tree)[:40])
+def test_hostile_trees(tree: Any) -> None:
+    for wrapped in (tree, {"a": [tree]}):
+        with pytest.raises(FormatError):
+            unflatten(wrapped, lambda name, origin: name)
+
+
+HOSTILE_WRAPPERS = {
+    "list": lambda tree: [tree],
+    "dict": lambda tree: {"k": tree},
+    "tuple": lambda tree: {"$tuple": [tree]},
+    "set": lambda tree: {"$frozenset": [tree]},
+}
+
+
+@pytest.mark.parametrize("wrap", HOSTILE_WRAPPERS.values(), ids=HOSTILE_WRAPPERS)
+def test_hostile_depth(wrap: Callable[[Any], Any]) -> None:
+    tree: Any = 1
+    for _ in range(100_000):
+        tree = wrap(tree)
+    for form in (tree, {"$dict": [[tree, 1]]}, {"$set": [tree]}):
+        with pytest.raises(FormatError):
+            unflatten(form, lambda name, origin: name)
+    with pytest.raises(FormatError, match="deep"):
+        unflatten(tree, lambda name, origin: name)
+    assert tensor_names(tree) == []
+    while isinstance(tree, list | dict):  # taken apart here: the interpreter would recurse to free it
+        tree = tree[0] if isinstance(tree, list) else next(iter(tree.values()))
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=3), st.just("u1")),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["$t", "$a", "$tuple", "$dict", "$odict", "$counter", "$set", "$frozenset", "$np", "$ints",
+                             "$bytes", "$float", "$complex", "$size", "$dtype", "$device", "$str", "$int", "a", "b"]),
+            inner, max_size=2,
+        ),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(json_values)
+@settings(max_examples=500, deadline=None)
+def test_any_json_is_read_or_refused(tree: Any) -> None:
+    for read in (
+        lambda: unflatten(tree, lambda name, origin: name),
+        lambda: tensor_names(tree),
+        lambda: select(tree, {"a"}),
+    ):
+        try:
+            read()
+        except FormatError:
+            continue
+
+
+def test_packed_integers_take_the_narrowest_type() -> None:
+    for low, high, code in [
+        (0, 255, "u1"), (-128, 127, "i1"), (0, 256, "u2"), (-129, 0, "i2"), (0, 2**32 - 1, "u4"), (-(2**31), 0, "i4"),
+        (0, 2**64 - 1, "u8"), (-1, 2**63 - 1, "i8"),
+    ]:  # fmt: skip
+        packed = values.pack_integers([low, high] * 16)
+        assert packed is not None
+        assert packed["$ints"][:2] == ["list", code]
+        assert values.decode("$ints", packed["$ints"]) == [low, high] * 16
