@@ -2,7 +2,7 @@
 
 ``CKPTSTORE_CRASH_AT=name[:n]`` kills this process with SIGKILL the n-th time (default first) `crash_point` passes
 `name`. Without the variable a call is one dictionary look-up. Every name is registered in `CRASH_POINTS`, so that a
-test can visit them all and an unregistered name fails at once.
+test can visit them all and an unregistered name fails at once. A harness that forks uses `arm` instead.
 """
 
 from __future__ import annotations
@@ -34,14 +34,24 @@ CRASH_POINTS: Final = (
     "pin.created",
 )
 _ENVIRONMENT: Final = "CKPTSTORE_CRASH_AT"
-_name, _, _count = os.environ.get(_ENVIRONMENT, "").partition(":")
-_left = int(_count or 1)
-if _name and _name not in CRASH_POINTS:
-    raise ValueError(f"{_ENVIRONMENT}: no crash point named {_name!r}; known: {', '.join(CRASH_POINTS)}")
+_name = ""
+_left = 0
+
+
+def arm(name: str, count: int = 1) -> None:
+    """Kill this process the `count`-th time it passes `name`; an empty name disarms.
+
+    Raises:
+        ValueError: no crash point has this name.
+    """
+    global _name, _left
+    if name and name not in CRASH_POINTS:
+        raise ValueError(f"{_ENVIRONMENT}: no crash point named {name!r}; known: {', '.join(CRASH_POINTS)}")
+    _name, _left = name, count
 
 
 def crash_point(name: str) -> None:
-    """Kill this process here if the environment says so."""
+    """Kill this process here if it was armed so."""
     global _left
     if not _name:
         return
@@ -50,3 +60,7 @@ def crash_point(name: str) -> None:
         _left -= 1
         if _left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+_place, _, _count = os.environ.get(_ENVIRONMENT, "").partition(":")
+arm(_place, int(_count or 1))

@@ -1,0 +1,149 @@
+"""Every kind of fault at every place of a store's life: the error surfaces, nothing acknowledged is lost.
+
+    python -m tools.crash.faultsweep --every 5
+
+For a fault at place n the store lives until the fault ends it (or not), then a healthy process checks what is there.
+faults of the disk itself (a sync that fails, a full disk) the crash states that the fault leaves are checked as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptstore.backends.local import LocalBackend
+from ckptstore.formats.errors import CkptError
+from tools.crash import faults
+from tools.crash.enumerate import crash_states
+from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.recording import RecordingPosix
+from tools.crash.scenario import Violation, check, live
+
+__all__ = ["KINDS", "Sweep", "inject", "sweep"]
+
+KINDS: dict[str, tuple[str, Callable[[int], tuple[Fault, ...]]]] = {
+    "EIO on fsync": ("sync", lambda nth: (faults.sync_fails(nth),)),
+    "every fsync fails from here": ("sync", lambda nth: (faults.sync_fails(nth, None),)),
+    "disk full": ("pwrite", faults.disk_full),
+    "short writes": ("pwrite", lambda nth: (faults.short_writes(nth),)),
+    "short reads": ("read", lambda nth: (faults.short_reads(nth),)),
+    "EIO on read": ("read", lambda nth: (faults.read_fails(nth),)),
+    "EINTR": ("transfer", lambda nth: (faults.interrupted(nth),)),
+    "link done, acknowledgement lost": ("link", lambda nth: (faults.acknowledgement_lost(nth),)),
+}
+"""Name -> (what its places are counted in, fault at the n-th place)."""
+
+_COUNTED = {
+    "sync": faults.SYNCS,
+    "pwrite": frozenset({"pwrite"}),
+    "read": faults.READS,
+    "transfer": faults.READS | {"pwrite"},
+    "link": frozenset({"link", "rename_exclusive"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What was injected.
+
+    Attributes:
+        injected: kind of fault -> places.
+        surfaced: error class -> how often a life ended with it.
+        survived: lives that went on to their end despite the fault.
+        states: post-crash states checked after faults.
+        restored: checkpoints restored and compared.
+    """
+
+    injected: dict[str, int]
+    surfaced: dict[str, int]
+    survived: int
+    states: int
+    restored: int
+
+
+def inject(*chosen: Fault, cuts: int = 0, seed: int = 0) -> tuple[str | None, int, int]:
+    """One life with faults, then a check by a healthy process, and of up to `cuts` states of a crash at its end.
+
+    Returns:
+        the class of the error that surfaced, or None; crash states checked; checkpoints restored.
+
+    Raises:
+        Violation: a promise is broken, or an error surfaced that is not one of ours.
+    """
+    disk = RecordingPosix()
+    promised: list[str] = []
+
+    def acknowledge(ref: str) -> None:
+        promised.append(ref)
+        disk.acknowledge(ref)
+
+    surfaced = None
+    try:
+        live(LocalBackend("/store", FaultyPosix(disk, *chosen)), acknowledge)
+    except CkptError as error:
+        surfaced = type(error).__name__
+    # What is seen without a power cut is judged first, on a copy, because the check writes.
+    states = restored = 0
+    for state in itertools.islice(crash_states(disk, limit=max(1, cuts), seed=seed), cuts):
+        restored += check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
+        states += 1
+    restored += check(LocalBackend("/store", disk), promised)
+    return surfaced, states, restored
+
+
+def places(kind: str) -> int:
+    """How many places a healthy life has for a kind of fault."""
+    healthy = FaultyPosix(RecordingPosix())
+    live(LocalBackend("/store", healthy), lambda _: None)
+    return sum(healthy.calls[name] for name in _COUNTED[KINDS[kind][0]])
+
+
+def sweep(every: int = 1, *, cuts: int = 0, seed: int = 0, start: int = 0) -> Sweep:
+    """Inject every kind of fault at every `every`-th place.
+
+    Raises:
+        Violation: names the kind, the place and the seed.
+    """
+    injected: Counter[str] = Counter()
+    surfaced: Counter[str] = Counter()
+    survived = states = restored = 0
+    for kind, (_, make) in KINDS.items():
+        for nth in range(1 + start % every, places(kind) + 1, every):
+            try:
+                error, cut, found = inject(*make(nth), cuts=cuts if kind.startswith(("EIO on f", "disk")) else 0)
+            except Exception as broken:
+                raise Violation(f"{kind} at place {nth} (seed {seed}): {broken}") from broken
+            injected[kind] += 1
+            if error is None:
+                survived += 1
+            else:
+                surfaced[error] += 1
+            states += cut
+            restored += found
+    return Sweep(dict(injected), dict(surfaced), survived, states, restored)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1, help="inject at every N-th place only")
+    parser.add_argument("--cuts", type=int, default=20, help="crash states to check after each fault of the disk")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    begin = time.monotonic()
+    done = sweep(options.every, cuts=options.cuts, seed=options.seed)
+    for kind, count in done.injected.items():
+        print(f"{count:6} {kind}")
+    print(f"surfaced: {done.surfaced}; survived: {done.survived}")
+    print(
+        f"{sum(done.injected.values())} faults, {done.states} crash states, {done.restored} checkpoints restored, "
+        f"0 violations, {time.monotonic() - begin:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

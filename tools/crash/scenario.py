@@ -1,0 +1,137 @@
+"""What the crash tests run and check: a store's life in small, whose every state can be computed again.
+
+`live` saves, tags, folds, trims, resumes, forks and restores on any backend, and reports each acknowledgement. `check`
+looks at what a crash left: every acknowledged checkpoint, and every other one that is visible, restores bit for bit; no
+byte is damaged; and the next writer goes on.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from ckptstore import folding
+from ckptstore.backends.base import Backend
+from ckptstore.formats.errors import CheckpointNotFoundError, StoreNotFoundError
+from ckptstore.formats.records import FORMAT_KEY, FormatFile
+from ckptstore.formats.texts import encode_format
+from ckptstore.store import Store
+from ckptstore.verification import verify
+
+__all__ = ["Violation", "check", "live", "state_of"]
+
+ANCHOR_EVERY = 4
+"""Instead of 1024: slots become deletable within a short life."""
+
+
+class Violation(AssertionError):  # noqa: N818  # the word of the trade
+    """The store broke a promise."""
+
+
+def state_of(term: int, step: int) -> dict[str, Any]:
+    """The state that the writer of `term` saves at `step`."""
+    rng = np.random.default_rng([term, step])
+    return {
+        "weight": rng.integers(0, 256, 6000 + 37 * step, dtype=np.uint8),
+        "moment": rng.standard_normal((5, 7)),
+        "step": step,
+        "term": term,
+    }
+
+
+def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 1) -> None:
+    """One store's life: creation, then `rounds` times three terms with folds, a fork and a restore.
+
+    Args:
+        acknowledge: called with a REF as soon as the store has promised that checkpoint.
+    """
+    store = Store(backend)
+    try:
+        store.format  # noqa: B018  # the property reads the file
+    except StoreNotFoundError:
+        backend.create(FORMAT_KEY, encode_format(FormatFile(uuid.uuid4().hex, anchor_every=ANCHOR_EVERY)))
+    for _ in range(rounds):
+        first = _term(store, acknowledge, parent="latest", saves=4)
+        _maintain(store)
+        _term(store, acknowledge, parent="latest", saves=3)
+        _maintain(store)
+        store.load(first, framework="numpy")
+        _term(store, acknowledge, parent=first, saves=2)  # goes back: a fork
+        _maintain(store)
+
+
+def _term(store: Store, acknowledge: Callable[[str], None], *, parent: str, saves: int) -> str:
+    """One term; returns the REF of its first checkpoint."""
+    with store.writer(parent=parent, threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        begin = 1 + (0 if writer.parent is None else writer.parent.step)
+        refs = []
+        for step in range(begin, begin + saves):
+            if step % 2:
+                info = writer.save(state_of(writer.term, step), step=step)
+            else:
+                info = writer.save_async(state_of(writer.term, step), step=step).result()
+            acknowledge(info.ref)
+            refs.append(info.ref)
+        writer.tag("newest", step)
+    return refs[0]
+
+
+def _maintain(store: Store) -> None:
+    view = store.view()
+    folding.fold(store.backend, store.format, view)
+    folding.trim(store.backend, store.format, store.view())
+
+
+def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) -> int:
+    """Check what a crash left; returns the number of checkpoints restored.
+
+    Args:
+        acknowledged: REFs that were promised before the crash.
+        write: also go on writing, and check again.
+
+    Raises:
+        Violation: a promise is broken.
+    """
+    promised = set(acknowledged)
+    store = Store(backend)
+    try:
+        store.format  # noqa: B018
+    except StoreNotFoundError:
+        if promised:
+            raise Violation(f"the store is gone, and with it {sorted(promised)}") from None
+        return 0
+    report = verify(store, threads=1)
+    if not report.ok:
+        raise Violation(f"damage after a crash: {report.damage}")
+    visible = {info.ref for info in store.checkpoints()}
+    if missing := promised - visible:
+        raise Violation(f"acknowledged and gone: {sorted(missing)}")
+    for ref in sorted(visible):  # a checkpoint that nobody promised may be there, but then it is whole
+        _compare(store, ref)
+    restored = len(visible)
+    if write:
+        with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+            step = 1 + (0 if writer.parent is None else writer.parent.step)
+            new = writer.save(state_of(writer.term, step), step=step).ref
+        restored += check(backend, promised | {new}, write=False)
+    return restored
+
+
+def _compare(store: Store, ref: str) -> None:
+    step, _, term = ref.partition("@")
+    wanted = state_of(int(term), int(step))
+    try:
+        found = store.load(ref, framework="numpy")
+    except CheckpointNotFoundError as error:
+        raise Violation(f"{ref} is listed and cannot be found") from error
+    if list(found) != list(wanted) or any(not _same(found[name], wanted[name]) for name in wanted):
+        raise Violation(f"{ref} was restored with other bits")
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes())
+    return type(one) is type(two) and bool(one == two)
