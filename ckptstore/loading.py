@@ -24,7 +24,7 @@ from ckptstore.formats.errors import CorruptSegmentError, FormatError, TensorNot
 from ckptstore.formats.records import CheckpointEntry, SegmentEntry
 from ckptstore.formats.segment import RAW, SegmentDoc, TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
-from ckptstore.formats.state import Origin, flatten, select, tensor_names, unflatten
+from ckptstore.formats.state import Origin, select, tensor_names, unflatten
 from ckptstore.pins import claim
 from ckptstore.planner import Plan, plan
 from ckptstore.reading import Progress, SegmentReader, copy_tensors, iterate_tensor, load_tensors, map_tensors
@@ -205,7 +205,7 @@ def _restore_into(
     options: LoadOptions,
 ) -> Callable[[str, Origin], Any]:
     """Overwrite the tensors of `options.into`, through staging memory, with verified bytes."""
-    targets = flatten(options.into, torch_seam.tensors().recognise if torch_seam.torch_in_use() else None).tensors
+    targets = torch_seam.flattened(options.into).tensors
     if options.select is not None:
         targets = {name: target for name, target in targets.items() if name in wanted}
     _check_targets({name: tensor for name, (tensor, _) in wanted.items()}, targets)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.formats.errors import MissingDependencyError
 
-__all__ = ["environment", "tensors", "torch_in_use"]
+if TYPE_CHECKING:
+    from ckptstore.formats.state import FlatState
+
+__all__ = ["environment", "flattened", "tensors", "torch_in_use"]
 
 
 def torch_in_use() -> bool:
@@ -28,6 +31,13 @@ def tensors() -> ModuleType:
             "this needs torch, which is not installed: pip install 'ckptstore[torch]', or load with framework='numpy'"
         ) from error
     return module
+
+
+def flattened(state: Any) -> FlatState:
+    """Take a state apart, torch tensors included. Raises `UnsupportedStateError` naming the key path."""
+    from ckptstore.formats.state import flatten  # noqa: PLC0415  # numpy: not for those who only read the log
+
+    return flatten(state, tensors().recognise if torch_in_use() else None)
 
 
 def environment() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ckptstore.formats.errors import (
     WriterError,
 )
 from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, FormatFile
-from ckptstore.formats.state import FlatState, flatten
+from ckptstore.formats.state import FlatState
 from ckptstore.log import Term
 from ckptstore.reading import Progress
 from ckptstore.segments import WrittenState, write_full
@@ -133,7 +133,8 @@ class Writer:
         """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
 
         Args:
-            state: nested dict of tensors, numbers, strings, lists, RNG states ...; must not change meanwhile.
+            state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` that was taken apart
+                already; must not change meanwhile.
             step: optimizer steps done, above every step that this term continues from.
             progress: called with the number of bytes just copied, from another thread.
 
@@ -241,7 +242,7 @@ class Writer:
                 f"step {step} is not above step {self.parent.step}, from which term {self.term} continues "
                 f"({self.parent.ref}); to go back further open a writer with parent=<an earlier checkpoint>"
             )
-        flat = flatten(state, torch_seam.tensors().recognise if torch_seam.torch_in_use() else None)
+        flat = state if isinstance(state, FlatState) else torch_seam.flattened(state)
         with self._lock:
             if step in self._steps:
                 raise StepOrderError(f"step {step} exists already in term {self.term}")

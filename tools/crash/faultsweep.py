@@ -3,7 +3,7 @@
     python -m tools.crash.faultsweep --every 5
 
 For a fault at place n the store lives until the fault ends it (or not), then a healthy process checks what is there.
-faults of the disk itself (a sync that fails, a full disk) the crash states that the fault leaves are checked as well.
+For faults of the disk itself (a sync that fails, a full disk) the crash states they leave are checked as well.
 """
 
 from __future__ import annotations

@@ -1,0 +1,220 @@
+"""What a file system is made of, and the operations that change it: the vocabulary of the crash tools.
+
+Folders and files are numbered *nodes*; node 0 is ``/``. A name in a folder points to a node, several names may point to
+one file. `Tree` is a file system being used, `Image` a frozen one, an `Operation` what happens to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """`data` at `offset` of a file."""
+
+    node: int
+    offset: int
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """A file's size set to `size`, zeros where it grows."""
+
+    node: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """A file grown to at least `size` with zeros (``fallocate``)."""
+
+    node: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name made for a new file, a new folder, or (``link``) a file that has one already."""
+
+    folder: int
+    name: str
+    node: int
+    kind: Literal["file", "folder", "link"] = "link"
+
+
+@dataclass(frozen=True, slots=True)
+class Unname:
+    """A name removed (``unlink``)."""
+
+    folder: int
+    name: str
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """A name replaced by another in the same folder, in one step."""
+
+    folder: int
+    name: str
+    target: str
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """fsync or fdatasync of a file (contents and size), or fsync of a folder (its names)."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFailed:
+    """A sync that reported an error. What it should have saved may be lost, whatever a later sync says."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Not an operation: the harness notes that from here on `label` was promised to survive."""
+
+    label: Hashable
+
+
+ContentOperation = Write | Truncate | Allocate
+NameOperation = Name | Unname | Rename
+Operation = ContentOperation | NameOperation | Sync | SyncFailed | Acknowledge
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A file's bytes, hashed once."""
+
+    data: bytes = field(repr=False)
+    digest: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", hashlib.blake2b(self.data, digest_size=16).digest())
+
+
+EMPTY_FILE = Blob(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A file system at rest. Nodes without a name are not part of it.
+
+    Attributes:
+        folders: names and nodes in each folder.
+        files: contents of each file.
+    """
+
+    folders: Mapping[int, Mapping[str, int]] = field(default_factory=lambda: {ROOT: {}})
+    files: Mapping[int, Blob] = field(default_factory=dict)
+
+    def walk(self, folder: int = ROOT, path: str = "") -> Iterator[tuple[str, Blob | None]]:
+        """Every absolute path with the file's contents, or None for a folder; sorted, a folder before what it holds."""
+        for name, node in sorted(self.folders[folder].items()):
+            if node in self.folders:
+                yield f"{path}/{name}", None
+                yield from self.walk(node, f"{path}/{name}")
+            else:
+                yield f"{path}/{name}", self.files[node]
+
+    def digest(self) -> bytes:
+        """Equal for images with the same paths and contents, whatever the nodes' numbers."""
+        state = hashlib.blake2b(digest_size=16)
+        for path, blob in self.walk():
+            state.update(f"{path}\0{'/' if blob is None else len(blob.data)}\0".encode())
+            state.update(b"" if blob is None else blob.digest)
+        return state.digest()
+
+    def materialize(self, target: Path) -> None:
+        """Write everything below the existing folder `target` of a real file system."""
+        for path, blob in self.walk():
+            place = target / path[1:]
+            if blob is None:
+                place.mkdir()
+            else:
+                place.write_bytes(blob.data)
+
+
+class Tree:
+    """A file system being used. Starts as `image`, whose contents are shared until written to."""
+
+    def __init__(self, image: Image) -> None:
+        self.folders = {node: dict(names) for node, names in image.folders.items()}
+        self.files: dict[int, Blob | bytearray] = dict(image.files)
+
+    def contents(self, node: int) -> bytes | bytearray:
+        """The file's bytes; not to be changed."""
+        held = self.files[node]
+        return held.data if isinstance(held, Blob) else held
+
+    def _writable(self, node: int) -> bytearray:
+        held = self.files[node]
+        if isinstance(held, Blob):
+            self.files[node] = held = bytearray(held.data)
+        return held
+
+    def apply(self, operation: Operation) -> None:
+        """Carry out one operation."""
+        match operation:
+            case Write(node, offset, data):
+                held = self._writable(node)
+                grow(held, offset)
+                held[offset : offset + len(data)] = data
+            case Truncate(node, size):
+                held = self._writable(node)
+                del held[size:]
+                grow(held, size)
+            case Allocate(node, size):
+                grow(self._writable(node), size)
+            case Name() | Unname() | Rename():
+                if isinstance(operation, Name):
+                    give_birth(operation, self.folders, self.files)
+                rename(self.folders[operation.folder], operation)
+            case Sync() | SyncFailed() | Acknowledge():
+                pass
+
+    def freeze(self) -> Image:
+        """An image of the present state."""
+        files = {node: held if isinstance(held, Blob) else Blob(bytes(held)) for node, held in self.files.items()}
+        return Image({node: dict(names) for node, names in self.folders.items()}, files)
+
+
+def grow(data: bytearray, size: int) -> None:
+    """Extend `data` to at least `size` bytes with zeros."""
+    if len(data) < size:
+        data.extend(bytes(size - len(data)))
+
+
+def give_birth(operation: Name, folders: dict[int, dict[str, int]], files: dict[int, Any]) -> None:
+    """Put the new, empty file or folder among the nodes, if the operation makes one."""
+    if operation.kind == "file":
+        files[operation.node] = EMPTY_FILE
+    elif operation.kind == "folder":
+        folders[operation.node] = {}
+
+
+def rename(names: dict[str, int], operation: NameOperation) -> None:
+    """Carry out one operation on a folder's names. One whose name went missing in a crash does nothing."""
+    match operation:
+        case Name(_, name, node, _):
+            names[name] = node
+        case Unname(_, name, node):
+            if names.get(name) == node:
+                del names[name]
+        case Rename(_, name, target, node):
+            if names.get(name) == node:
+                del names[name]
+                names[target] = node

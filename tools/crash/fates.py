@@ -1,0 +1,88 @@
+"""What a crash may make of one operation that was not synced, and of a file with several."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tools.crash.disk import Allocate, Blob, ContentOperation, NameOperation, Truncate, Write, grow
+from tools.crash.ramfs import SECTOR
+
+STALE = b"\xa5"
+"""What a block holds that was given to the file but never written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What a crash made of one operation.
+
+    Attributes:
+        what: for messages.
+        sectors: bit i: whether the i-th sector of a write is on disk. For other operations 1 (kept) or 0 (lost).
+        grows: whether a write's new length is on disk.
+        stale: what the sectors that are not on disk hold where the file grew: stale bytes instead of zeros.
+    """
+
+    what: str
+    sectors: int
+    grows: bool = False
+    stale: bool = False
+
+
+KEPT = Fate("kept", 1)
+LOST = Fate("lost", 0)
+
+
+def contents(before: Blob, history: Sequence[tuple[ContentOperation, Fate]]) -> Blob:
+    """The file's bytes after these operations met these fates, in order."""
+    data = bytearray(before.data)
+    for operation, fate in history:
+        if fate is LOST:
+            continue
+        match operation:
+            case Truncate(_, size):
+                del data[size:]
+                grow(data, size)
+            case Allocate(_, size):
+                grow(data, size)
+            case Write():
+                _tear(data, operation, fate)
+    return Blob(bytes(data))
+
+
+def _tear(data: bytearray, write: Write, fate: Fate) -> None:
+    end = write.offset + len(write.data)
+    if fate.grows and fate.stale:
+        data.extend(STALE * (end - len(data)))
+    elif fate.grows or fate is KEPT:
+        grow(data, end)
+    if fate is KEPT:
+        data[write.offset : end] = write.data
+        return
+    for index, sector in enumerate(_sectors(write)):
+        begin, stop = max(sector, write.offset), min(sector + SECTOR, end, len(data))
+        if fate.sectors >> index & 1 and begin < stop:
+            data[begin:stop] = write.data[begin - write.offset : stop - write.offset]
+
+
+def _sectors(write: Write) -> range:
+    return range(write.offset // SECTOR * SECTOR, write.offset + len(write.data), SECTOR)
+
+
+def possible_fates(
+    operation: ContentOperation | NameOperation, length: int, torn: int, source: random.Random
+) -> tuple[Fate, ...]:
+    """What may become of `operation` on a file of `length` bytes; `torn` random patterns beside the regular ones."""
+    if not isinstance(operation, Write):
+        return KEPT, LOST
+    extends = operation.offset + len(operation.data) > length
+    count = len(_sectors(operation))
+    fates = [KEPT, LOST]
+    if extends:
+        fates += [Fate("only the length kept", 0, True), Fate("only the length kept, stale bytes", 0, True, True)]
+    if count > 1:
+        half = (1 << count // 2) - 1
+        fates += [Fate("torn, first half kept", half, extends), Fate("torn, last half kept", ~half, extends)]
+        fates += [Fate("torn", source.getrandbits(count), extends, source.random() < 0.5) for _ in range(torn)]
+    return tuple(fates)
