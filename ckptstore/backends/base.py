@@ -87,9 +87,10 @@ class SegmentSource(ABC):
         """
 
     def map(self) -> memoryview | None:
-        """The whole segment as a private, read-only mapping, or None if the medium has none.
+        """The whole segment as private, copy-on-write memory, or None if the medium has none.
 
-        It outlives this object and lives as long as the memoryview. Raises `StorageError`.
+        What is written to it stays there (torch has no read-only tensors). It outlives this object and lives as long
+        as the memoryview. Raises `StorageError`.
         """
         return None
 

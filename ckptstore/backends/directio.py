@@ -17,7 +17,7 @@ from typing import Final
 
 from ckptstore.backends.base import BLOCK, SegmentSink, SegmentSource
 from ckptstore.backends.folders import Folders
-from ckptstore.backends.posix import Posix
+from ckptstore.backends.posix import Posix, write_some
 from ckptstore.backends.system_errors import reading, writing
 from ckptstore.formats.errors import CorruptSegmentError, KeyExistsError, StorageError
 
@@ -81,16 +81,13 @@ class FileSink(SegmentSink):
         buffered, direct = self._buffered, self._direct
         if buffered is None:
             raise StorageError(errno.EBADF, "the segment is sealed or given up", self._path)
-        try:
-            if direct is not None:
-                try:
-                    return _progress(self._posix.pwrite(direct, view, offset))
-                except OSError as error:
-                    if error.errno != errno.EINVAL:  # else: not aligned to this device's liking
-                        raise
-            return _progress(self._posix.pwrite(buffered, view, offset))
-        except InterruptedError:
-            return 0
+        if direct is not None:
+            try:
+                return write_some(self._posix, direct, view, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # else: not aligned to this device's liking
+                    raise
+        return write_some(self._posix, buffered, view, offset)
 
     def seal(self, size: int) -> None:
         """See `SegmentSink.seal`."""
@@ -125,13 +122,6 @@ class FileSink(SegmentSink):
         for descriptor in descriptors:
             if descriptor is not None:
                 self._posix.close(descriptor)
-
-
-def _progress(count: int) -> int:
-    """Refuse to write nothing for ever."""
-    if count == 0:
-        raise OSError(errno.EIO, "the system wrote nothing")
-    return count
 
 
 class FileSource(SegmentSource):
@@ -218,7 +208,7 @@ class FileSource(SegmentSource):
         if self._buffered is None:
             raise StorageError(errno.EBADF, "the segment is closed", self._path)
         with reading(self._path):
-            return self._posix.map(self._buffered, self.size) if self.size else memoryview(b"")
+            return self._posix.map(self._buffered, self.size) if self.size else memoryview(bytearray())
 
     def close(self) -> None:
         """See `SegmentSource.close`; a second time is harmless."""

@@ -24,7 +24,7 @@ from typing import Final
 from ckptstore.backends.base import Backend, SegmentSink, SegmentSource, checked_folder, checked_key
 from ckptstore.backends.directio import FileSink, FileSource
 from ckptstore.backends.folders import Folders
-from ckptstore.backends.posix import SYSTEM, Posix
+from ckptstore.backends.posix import SYSTEM, Posix, write_some
 from ckptstore.backends.system_errors import ABSENCES, reading, writing
 from ckptstore.crashpoints import crash_point
 from ckptstore.formats.errors import KeyExistsError, KeyNotFoundError, UnsupportedBackendError
@@ -109,8 +109,7 @@ class LocalBackend(Backend):
         try:
             done, view = 0, memoryview(data)
             while done < len(view):
-                with suppress(InterruptedError):
-                    done += self._posix.pwrite(descriptor, view[done:], done)
+                done += write_some(self._posix, descriptor, view[done:], done)
             crash_point("create.temp-written")
             if durable:
                 # Prevents: the name on disk before its bytes, an empty or torn slot that no one may ever replace.

@@ -147,7 +147,7 @@ class _MemorySource(SegmentSource):
         view[:] = memoryview(data)[offset : offset + len(view)]
 
     def map(self) -> memoryview:
-        return memoryview(self._open_data())
+        return memoryview(bytearray(self._open_data()))
 
     def close(self) -> None:
         self._data = None

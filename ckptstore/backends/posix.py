@@ -73,8 +73,8 @@ class Posix:
         return os.preadv(fd, [out], offset, os.RWF_NOWAIT)
 
     def map(self, fd: int, size: int) -> memoryview:
-        """``mmap(2)`` of the first `size` > 0 bytes, private and read-only; it lives as long as the memoryview."""
-        return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ))
+        """``mmap(2)`` of the first `size` > 0 bytes, copy on write; it lives as long as the memoryview."""
+        return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
 
     def ftruncate(self, fd: int, size: int) -> None:
         """``ftruncate(2)``."""
@@ -119,6 +119,17 @@ class Posix:
         """``readdir(3)``: the folder's names in no order, each with whether it is a folder."""
         with os.scandir(path) as entries:
             return [(entry.name, entry.is_dir()) for entry in entries]
+
+
+def write_some(posix: Posix, fd: int, data: memoryview, offset: int) -> int:
+    """`Posix.pwrite` for a loop: 0 when interrupted, an error instead of writing nothing for ever."""
+    try:
+        count = posix.pwrite(fd, data, offset)
+    except InterruptedError:
+        return 0
+    if count == 0:
+        raise OSError(errno.EIO, "the system wrote nothing")
+    return count
 
 
 SYSTEM: Final = Posix()
