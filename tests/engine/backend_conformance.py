@@ -1,0 +1,427 @@
+"""What every backend must do, as one suite: subclass `BackendConformance` and say how to open the store.
+
+::
+
+    class TestS3(BackendConformance):
+        @pytest.fixture
+        def opener(self, bucket):
+            return functools.partial(S3Backend, bucket)   # picklable if `processes`
+
+The suite checks what the commit protocol rests on (one winner per create, also among processes), and what readers and
+writers of segments expect. Durability is not visible to it: see ``tests/tools/test_crash_toolbox.py`` for POSIX.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from ckptstore.backends.base import BLOCK, Backend
+from ckptstore.formats.errors import (
+    CorruptSegmentError,
+    KeyExistsError,
+    KeyNotFoundError,
+    StorageError,
+    UsageError,
+)
+
+Opener = Callable[[], Backend]
+
+SEGMENT = "seg/0000000001/0123456789abcdef.safetensors"
+RACERS = 4
+
+
+def aligned(size: int) -> memoryview:
+    """Zeroed memory on a page boundary."""
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+
+
+def filled(size: int, seed: int = 0) -> memoryview:
+    """Aligned memory with reproducible random bytes."""
+    memory = aligned(size)
+    memory[:] = random.Random(seed).randbytes(size)
+    return memory
+
+
+def write_segment(backend: Backend, data: memoryview, key: str = SEGMENT, block: int = 16 * BLOCK) -> None:
+    """Write `data` in blocks, from the last to the first, the last one padded, and seal."""
+    sink = backend.open_sink(key, len(data))
+    for offset in reversed(range(0, len(data), block)):
+        part = data[offset : offset + block]
+        padded = aligned(-(-len(part) // BLOCK) * BLOCK)
+        padded[: len(part)] = part
+        padded[len(part) :] = b"\xff" * (len(padded) - len(part))
+        sink.write(offset, padded)
+    sink.seal(len(data))
+
+
+def read_segment(backend: Backend, key: str = SEGMENT) -> bytes:
+    with backend.open_source(key) as source:
+        out = aligned(source.size)
+        source.read_into(0, out)
+        return bytes(out)
+
+
+_barrier: Any = None  # a worker process gets its barrier when it starts: barriers cannot be sent later
+
+
+def _keep_barrier(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def race(opener: Opener, name: str, rounds: int, barrier: Any = None) -> list[int]:
+    """Create one key after another at the same time as the other racers; returns the rounds won."""
+    backend, start = opener(), barrier or _barrier
+    won = []
+    for number in range(rounds):
+        start.wait(60)
+        try:
+            backend.create(f"race/{number}", f"{name} {number} ".encode() * 100)
+        except KeyExistsError:
+            continue
+        won.append(number)
+    return won
+
+
+def check_race(backend: Backend, won: dict[str, list[int]], rounds: int) -> None:
+    for number in range(rounds):
+        winners = [name for name, numbers in won.items() if number in numbers]
+        assert len(winners) == 1, f"round {number} was won by {winners}"
+        assert backend.get(f"race/{number}") == f"{winners[0]} {number} ".encode() * 100
+    assert backend.list("race/") == sorted(f"race/{number}" for number in range(rounds))
+
+
+class BackendConformance:
+    """Subclass, and override the fixture `opener`."""
+
+    processes = False
+    """Whether `opener` can be pickled and opens the same store in another process."""
+    rounds = 100
+    """Rounds of each race."""
+
+    @pytest.fixture
+    def opener(self, tmp_path: Any) -> Opener:
+        """Opens the store, empty at first; every call gives another handle on the same one."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def backend(self, opener: Opener) -> Backend:
+        return opener()
+
+    # Small objects
+
+    @pytest.mark.parametrize("size", [0, 1, 4096, 300_000])
+    def test_what_was_created_is_read_back(self, backend: Backend, opener: Opener, size: int) -> None:
+        data = bytes(filled(size))
+        backend.create("log/00000000000000000000", data)
+        for handle in (backend, opener()):
+            assert handle.get("log/00000000000000000000") == data
+            assert handle.size("log/00000000000000000000") == size
+
+    def test_a_second_create_fails_and_changes_nothing(self, backend: Backend, opener: Opener) -> None:
+        backend.create("FORMAT", b"first")
+        for handle in (backend, opener()):
+            for data in (b"second", b"first", b""):
+                with pytest.raises(KeyExistsError):
+                    handle.create("FORMAT", data)
+        assert backend.get("FORMAT") == b"first"
+        assert backend.list("") == ["FORMAT"]
+
+    def test_a_deleted_key_can_be_created_again(self, backend: Backend) -> None:
+        backend.create("pins/a", b"1")
+        backend.delete("pins/a")
+        assert backend.list("pins/") == []
+        backend.create("pins/a", b"2")
+        assert backend.get("pins/a") == b"2"
+
+    def test_absence_has_its_own_error(self, backend: Backend) -> None:
+        backend.create("log/1", b"")
+        for key in ("log/2", "nowhere/at/all", "log", "log/1/below"):
+            for ask in (backend.get, backend.size, backend.open_source):
+                with pytest.raises(KeyNotFoundError, match=key):
+                    ask(key)
+        with pytest.raises(FileNotFoundError):
+            backend.get("log/2")
+
+    def test_deleting_what_is_absent_is_no_error(self, backend: Backend) -> None:
+        backend.delete("log/2")
+        backend.create("log/1", b"")
+        backend.delete("log/2")
+        backend.delete("log/1")
+        backend.delete("log/1")
+
+    def test_replace_creates_and_overwrites(self, backend: Backend, opener: Opener) -> None:
+        for data in (b"first", b"a longer second", b"", b"4"):
+            backend.replace("pins/a", data)
+            assert opener().get("pins/a") == data
+        assert backend.list("pins/") == ["pins/a"]
+
+    def test_replace_is_atomic(self, backend: Backend, opener: Opener) -> None:
+        values = [bytes([number]) * (1000 + 7000 * number) for number in range(4)]
+        backend.replace("pins/a", values[0])
+        done = threading.Event()
+        seen: set[bytes] = set()
+
+        def watch() -> None:
+            reader = opener()
+            while not done.is_set():
+                seen.add(reader.get("pins/a"))
+
+        with ThreadPoolExecutor(2) as pool:
+            watchers = [pool.submit(watch) for _ in range(2)]
+            for number in range(200):
+                backend.replace("pins/a", values[number % 4])
+            done.set()
+            for watcher in watchers:
+                watcher.result()
+        assert seen <= set(values)
+
+    def test_list_is_sorted_recursive_and_by_folder(self, backend: Backend, opener: Opener) -> None:
+        keys = ["FORMAT", "log/9", "log/10", "logs/1", "seg/2/b.safetensors", "seg/10/a.json", "seg/10/a-b"]
+        for key in keys:
+            backend.create(key, b"x")
+        assert backend.list("") == sorted(keys)
+        assert opener().list("log/") == ["log/10", "log/9"]
+        assert backend.list("seg/") == ["seg/10/a-b", "seg/10/a.json", "seg/2/b.safetensors"]
+        assert backend.list("seg/10/") == ["seg/10/a-b", "seg/10/a.json"]
+        assert backend.list("nowhere/") == []
+
+    @pytest.mark.parametrize(
+        "key", ["", "/etc/passwd", "../x", "log/../../x", "a//b", "log/", ".hidden", "a/.b", "ä", "a b"]
+    )
+    def test_keys_cannot_lead_out_of_the_store(self, backend: Backend, key: str) -> None:
+        for ask in (backend.get, backend.size, backend.delete, backend.open_source):
+            with pytest.raises(UsageError):
+                ask(key)
+        with pytest.raises(UsageError):
+            backend.create(key, b"")
+        with pytest.raises(UsageError):
+            backend.replace(key, b"")
+        with pytest.raises(UsageError):
+            backend.open_sink(key, 0)
+
+    @pytest.mark.parametrize("prefix", ["log", "/", "../", "lo*/", "log//"])
+    def test_only_folders_are_listed_and_settled(self, backend: Backend, prefix: str) -> None:
+        with pytest.raises(UsageError):
+            backend.list(prefix)
+        with pytest.raises(UsageError):
+            backend.settle(prefix)
+
+    def test_settle_changes_nothing(self, backend: Backend) -> None:
+        for prefix in ("", "log/", "seg/"):
+            backend.settle(prefix)
+        assert backend.list("") == []
+        backend.create("log/0", b"0")
+        backend.create("seg/1/a", b"0")
+        for prefix in ("", "log/", "seg/"):
+            backend.settle(prefix)
+        assert backend.list("") == ["log/0", "seg/1/a"]
+
+    def test_probe_accepts_the_medium_and_leaves_nothing(self, backend: Backend) -> None:
+        backend.probe()
+        backend.probe()
+        assert backend.list("") == []
+
+    # Races
+
+    def test_threads_race_for_a_key(self, opener: Opener) -> None:
+        barrier = Barrier(RACERS)
+        with ThreadPoolExecutor(RACERS) as pool:
+            racers = {str(n): pool.submit(race, opener, str(n), self.rounds, barrier) for n in range(RACERS)}
+            won = {name: racer.result() for name, racer in racers.items()}
+        check_race(opener(), won, self.rounds)
+
+    def test_threads_race_on_one_handle(self, backend: Backend) -> None:
+        barrier = Barrier(RACERS)
+        with ThreadPoolExecutor(RACERS) as pool:
+            racers = {str(n): pool.submit(race, lambda: backend, str(n), self.rounds, barrier) for n in range(RACERS)}
+            won = {name: racer.result() for name, racer in racers.items()}
+        check_race(backend, won, self.rounds)
+
+    def test_processes_race_for_a_key(self, opener: Opener) -> None:
+        if not self.processes:
+            pytest.skip("this store lives in one process")
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            RACERS, mp_context=context, initializer=_keep_barrier, initargs=(context.Barrier(RACERS),)
+        ) as pool:
+            racers = {str(n): pool.submit(race, opener, str(n), self.rounds) for n in range(RACERS)}
+            won = {name: racer.result() for name, racer in racers.items()}
+        check_race(opener(), won, self.rounds)
+
+    # Segments
+
+    @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * 16 * BLOCK - 3, (3 << 20) + 128])
+    def test_a_segment_has_exactly_its_bytes(self, backend: Backend, opener: Opener, size: int) -> None:
+        data = filled(size)
+        write_segment(backend, data)
+        for handle in (backend, opener()):
+            assert read_segment(handle) == data
+            assert handle.size(SEGMENT) == size
+            assert handle.get(SEGMENT) == data
+
+    @pytest.mark.parametrize("hint", [0, 1, 20 << 20])
+    def test_the_size_hint_may_be_wrong(self, backend: Backend, hint: int) -> None:
+        data = filled(3 * BLOCK)
+        sink = backend.open_sink(SEGMENT, hint)
+        sink.write(0, data)
+        sink.seal(2 * BLOCK + 5)
+        assert read_segment(backend) == data[: 2 * BLOCK + 5]
+
+    def test_threads_write_one_segment(self, backend: Backend) -> None:
+        data, block = filled(4 << 20), 16 * BLOCK
+        sink = backend.open_sink(SEGMENT, len(data))
+        offsets = list(range(0, len(data), block))
+        random.Random(1).shuffle(offsets)
+        with ThreadPoolExecutor(RACERS) as pool:
+            for written in [pool.submit(sink.write, at, data[at : at + block]) for at in offsets]:
+                written.result()
+        sink.seal(len(data) - 1000)
+        assert read_segment(backend) == data[:-1000]
+
+    def test_written_memory_may_be_used_again_at_once(self, backend: Backend) -> None:
+        block = aligned(BLOCK)
+        sink = backend.open_sink(SEGMENT, 8 * BLOCK)
+        for number in range(8):
+            block[:] = bytes([number]) * BLOCK
+            sink.write(number * BLOCK, block)
+        block[:] = bytes(BLOCK)
+        sink.seal(8 * BLOCK)
+        assert read_segment(backend) == b"".join(bytes([number]) * BLOCK for number in range(8))
+
+    def test_a_segment_name_is_taken_once(self, backend: Backend) -> None:
+        first = backend.open_sink(SEGMENT, BLOCK)
+        with pytest.raises(KeyExistsError):
+            backend.open_sink(SEGMENT, BLOCK)
+        first.write(0, filled(BLOCK))
+        first.seal(BLOCK)
+        with pytest.raises(KeyExistsError):
+            backend.open_sink(SEGMENT, BLOCK)
+        assert read_segment(backend) == filled(BLOCK)
+
+    def test_an_aborted_segment_leaves_nothing(self, backend: Backend) -> None:
+        for written in (False, True):
+            sink = backend.open_sink(SEGMENT, BLOCK)
+            if written:
+                sink.write(0, filled(BLOCK))
+            sink.abort()
+            sink.abort()
+            assert backend.list("") == []
+            with pytest.raises(KeyNotFoundError):
+                backend.size(SEGMENT)
+        write_segment(backend, filled(BLOCK))
+        assert read_segment(backend) == filled(BLOCK)
+
+    def test_abort_after_seal_is_harmless(self, backend: Backend) -> None:
+        sink = backend.open_sink(SEGMENT, BLOCK)
+        sink.write(0, filled(BLOCK))
+        sink.seal(BLOCK)
+        sink.abort()
+        assert read_segment(backend) == filled(BLOCK)
+
+    def test_a_finished_sink_takes_nothing_more(self, backend: Backend) -> None:
+        sealed, aborted = backend.open_sink(SEGMENT, BLOCK), backend.open_sink(SEGMENT + "2", BLOCK)
+        sealed.seal(0)
+        aborted.abort()
+        for sink in (sealed, aborted):
+            with pytest.raises(StorageError):
+                sink.write(0, filled(BLOCK))
+            with pytest.raises(StorageError):
+                sink.seal(BLOCK)
+        assert backend.size(SEGMENT) == 0
+
+    def test_many_segments_at_once(self, backend: Backend) -> None:
+        def one(number: int) -> None:
+            write_segment(backend, filled(100_000, number), f"seg/{number % 3}/{number}")
+
+        with ThreadPoolExecutor(RACERS) as pool:
+            list(pool.map(one, range(12)))
+        assert len(backend.list("seg/")) == 12
+        for number in range(12):
+            assert read_segment(backend, f"seg/{number % 3}/{number}") == filled(100_000, number)
+
+    # Reading by position
+
+    @pytest.mark.parametrize(
+        ("offset", "length", "misaligned"),
+        [
+            (0, 3 << 20, 0),  # everything, aligned
+            (BLOCK, 2 << 20, 0),
+            (100, (2 << 20) + 17, 100),  # memory and offset off by the same: only the ends are unaligned
+            (100, 2 << 20, 0),
+            (0, 2 << 20, 1),
+            ((3 << 20) + 7, 10, 3),  # inside the last, short block
+            (BLOCK - 1, 2, 0),
+            ((3 << 20) + 17, 0, 0),  # nothing, at the very end
+        ],
+    )
+    def test_any_part_can_be_read_into_any_memory(
+        self, backend: Backend, offset: int, length: int, misaligned: int
+    ) -> None:
+        data = filled((3 << 20) + 17)
+        write_segment(backend, data)
+        memory = aligned(length + misaligned + 5)
+        with backend.open_source(SEGMENT) as source:
+            assert source.size == len(data)
+            source.read_into(offset, memory[misaligned : misaligned + length])
+        assert memory[misaligned : misaligned + length] == data[offset : offset + length]
+        assert memory[:misaligned] == bytes(misaligned)
+        assert memory[misaligned + length :] == bytes(5)
+
+    def test_threads_read_one_source(self, backend: Backend) -> None:
+        data = filled((6 << 20) + 5)
+        write_segment(backend, data)
+        source = backend.open_source(SEGMENT)
+
+        def read(seed: int) -> bool:
+            numbers = random.Random(seed)
+            length = numbers.choice([1, 5000, 2 << 20])
+            offset = numbers.choice([0, BLOCK, numbers.randrange(len(data) - length)])
+            out = aligned(length)
+            source.read_into(offset, out)
+            return out == data[offset : offset + length]
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(read, range(40)))
+        source.close()
+
+    def test_reading_past_the_end_is_corruption(self, backend: Backend) -> None:
+        write_segment(backend, filled(BLOCK + 1))
+        with backend.open_source(SEGMENT) as source:
+            for offset, length in ((0, BLOCK + 2), (BLOCK + 1, 1), (1 << 60, 1), (-1, 1), (0, 4 << 20)):
+                with pytest.raises(CorruptSegmentError, match="0123456789abcdef"):
+                    source.read_into(offset, aligned(length))
+
+    def test_a_closed_source_gives_nothing(self, backend: Backend) -> None:
+        write_segment(backend, filled(BLOCK))
+        source = backend.open_source(SEGMENT)
+        source.close()
+        source.close()
+        with pytest.raises(StorageError):
+            source.read_into(0, aligned(BLOCK))
+        with pytest.raises(StorageError):
+            source.map()
+
+    @pytest.mark.parametrize("size", [0, 1, 100_000])
+    def test_a_mapping_is_private_and_outlives_its_source(self, backend: Backend, size: int) -> None:
+        data = filled(size)
+        write_segment(backend, data)
+        with backend.open_source(SEGMENT) as source:
+            mapped = source.map()
+        if mapped is None:
+            pytest.skip("this medium maps nothing")
+        assert mapped == data
+        assert not mapped.readonly
+        mapped[:1] = data[:1].tobytes().translate(bytes(range(255, -1, -1)))
+        assert read_segment(backend) == data
+        backend.delete(SEGMENT)
+        assert mapped[1:] == data[1:]
