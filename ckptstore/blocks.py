@@ -88,7 +88,7 @@ class BlockStream:
 
     def _write(self, offset: int, block: Bytes, count: int) -> None:
         try:
-            self._sink.write(offset, memoryview(block)[:count])
+            self._sink.write(offset, block[:count].data)
             crash_point("save.first-block")
         finally:
             self._staging.give(block)

@@ -210,7 +210,7 @@ def iterate_tensor(reader: SegmentReader, tensor: TensorEntry, *, verify: bool =
 
 def check_chunk(where: str, piece: Piece, data: Bytes) -> None:
     """Compare stored bytes with their hash. Raises `CorruptSegmentError` naming tensor and offset."""
-    if hashing.chunk_hash(data) != piece.chunk.stored_hash:
+    if hashing.chunk_hash(data.data) != piece.chunk.stored_hash:
         raise CorruptSegmentError(
             f"{where}: tensor {piece.tensor.name!r}: checksum mismatch in bytes "
             f"{piece.chunk.offset}..{_end(piece)} of the file"
@@ -245,7 +245,7 @@ def _read_job(
 
     def work() -> None:
         begin, end = extent[0].chunk.offset, _end(extent[-1])
-        reader.source.read_into(begin, memoryview(memory)[begin - first : end - first])
+        reader.source.read_into(begin, memory[begin - first : end - first].data)
         for piece in extent:
             at = piece.chunk.offset - first
             if verify:

@@ -116,7 +116,7 @@ def _write_plain(
         # The header goes out last: a file without one is recognisably unfinished.
         memory = aligned(len(header))
         memory[:] = np.frombuffer(header, np.uint8)
-        sink.write(0, memoryview(memory))
+        sink.write(0, memory.data)
         crash_point("save.before-seal")
         sink.seal(layout.size)
         crash_point("save.sealed")
@@ -144,7 +144,7 @@ def _stream_tensor(
         while done < length:
             piece = stream.space(min(_PIECE, length - done))
             _copy(source, view, start + done, piece)
-            hasher.update(memoryview(piece))
+            hasher.update(piece.data)
             stream.advance(len(piece))
             if progress is not None:
                 progress(len(piece))

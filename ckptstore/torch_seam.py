@@ -35,7 +35,7 @@ def tensors() -> ModuleType:
 
 def flattened(state: Any) -> FlatState:
     """Take a state apart, torch tensors included. Raises `UnsupportedStateError` naming the key path."""
-    from ckptstore.formats.state import flatten  # noqa: PLC0415  # numpy: not for those who only read the log
+    from ckptstore.formats.state import flatten  # numpy: not for those who only read the log
 
     return flatten(state, tensors().recognise if torch_in_use() else None)
 

@@ -212,7 +212,7 @@ def _check_segment(
             with staging.block() as block:
                 data = block[begin % 4096 : begin % 4096 + end - begin]
                 try:
-                    reader.source.read_into(begin, memoryview(data))
+                    reader.source.read_into(begin, data.data)
                 except (CorruptionError, StorageError) as error:
                     found.add(entry.key, error, entry.id)
                     return

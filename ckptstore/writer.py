@@ -133,8 +133,8 @@ class Writer:
         """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
 
         Args:
-            state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` that was taken apart
-                already; must not change meanwhile.
+            state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (one that was taken
+                apart already); must not change meanwhile.
             step: optimizer steps done, above every step that this term continues from.
             progress: called with the number of bytes just copied, from another thread.
 

@@ -21,7 +21,7 @@ def describe_environment() -> dict[str, str]:
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "mkldnn": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        "mkldnn": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),  # type: ignore[no-untyped-call]
         "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul_precision": torch.get_float32_matmul_precision(),
@@ -29,7 +29,7 @@ def describe_environment() -> dict[str, str]:
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
         found["gpu"] = torch.cuda.get_device_name()
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         found["cudnn_deterministic"] = str(torch.backends.cudnn.deterministic)
     return found
 
