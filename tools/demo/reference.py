@@ -1,0 +1,56 @@
+"""The uninterrupted run that the store's run is held against. It never sees the store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tools.demo.fingerprint import Leaf, leaves, part_hashes, read_leaves, write_leaves
+
+_HASHES = "hashes.jsonl"
+_FINAL = "final.leaves"
+
+
+class ReferenceRecorder:
+    """Takes the store's place in the training loop: notes the hashes of every state, and the last one whole."""
+
+    def __init__(self, folder: Path, last_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._last_step = last_step
+        self._hashes = (folder / _HASHES).open("w")
+
+    def last_state(self) -> None:
+        """A reference run always begins at the beginning."""
+        return
+
+    def keep(self, state: dict[str, Any], step: int) -> None:
+        """Record `state` as the one after `step` steps."""
+        self._hashes.write(json.dumps({"step": step, "parts": part_hashes(state)}) + "\n")
+        if step == self._last_step:
+            write_leaves(self._folder / _FINAL, list(leaves(state)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hashes.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a finished reference run left: hashes per step and part, and the leaves of its last state."""
+
+    hashes: dict[int, dict[str, str]]
+    final: list[Leaf]
+
+    @classmethod
+    def read(cls, folder: Path) -> Reference:
+        """Raises `FileNotFoundError` if the run did not finish."""
+        lines = [json.loads(line) for line in (folder / _HASHES).read_text().splitlines()]
+        return cls({line["step"]: line["parts"] for line in lines}, read_leaves(folder / _FINAL))
