@@ -1,0 +1,100 @@
+"""What `import ckptstore` promises: a curated list of names, found lazily, and nothing imported before it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ckptstore
+
+EXPECTED = [
+    "CheckpointInfo",
+    "CheckpointNotFoundError",
+    "CkptError",
+    "CommitUnknownError",
+    "CorruptLogError",
+    "CorruptSegmentError",
+    "CorruptionError",
+    "Damage",
+    "DeterminismWarning",
+    "FencedError",
+    "FormatError",
+    "IncompatibleFormatError",
+    "MissingDependencyError",
+    "NotFoundError",
+    "PendingSave",
+    "ReadOnlyError",
+    "StepOrderError",
+    "StorageError",
+    "Store",
+    "StoreNotFoundError",
+    "TensorNotFoundError",
+    "TermInfo",
+    "UnsupportedBackendError",
+    "UnsupportedStateError",
+    "UsageError",
+    "VerificationReport",
+    "Writer",
+    "WriterClosedError",
+    "WriterError",
+    "__version__",
+    "open",
+    "verify",
+]
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_list_is_the_list() -> None:
+    assert sorted(ckptstore.__all__) == sorted(EXPECTED)
+    assert dir(ckptstore) == sorted(EXPECTED)
+    for name in EXPECTED:
+        assert getattr(ckptstore, name) is not None, name
+
+
+def test_star_import_gives_it_all() -> None:
+    run(f"from ckptstore import *\nfor name in {[n for n in EXPECTED if n != '__version__']!r}: eval(name)")
+
+
+def test_unknown_names_say_so() -> None:
+    out = run("import ckptstore\ntry: ckptstore.opne\nexcept AttributeError as error: print(error)")
+    assert out.strip() == "module 'ckptstore' has no attribute 'opne'"
+
+
+def test_importing_imports_nothing_heavy() -> None:
+    heavy = "{'numpy', 'torch', 'fsspec', 'zstandard', 'safetensors', 'rich', 'click'} & set(sys.modules)"
+    assert run(f"import sys, ckptstore; print({heavy})").strip() == "set()"
+    # opening and listing a store needs no numpy either: the command must start fast on any machine
+    assert "numpy" not in run(
+        f"import sys, ckptstore; ckptstore.open('memory://x', create=True).checkpoints(); print({heavy})"
+    )
+
+
+def test_nothing_of_the_engine_imports_torch() -> None:
+    code = "import sys, pkgutil, importlib, ckptstore, ckptstore.formats, ckptstore.cli\n"
+    code += "for package in (ckptstore, ckptstore.formats, ckptstore.cli):\n"
+    code += "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+    code += "        if not module.name.startswith(('ckptstore.training', 'ckptstore.integrations')):\n"
+    code += "            importlib.import_module(module.name)\n"
+    code += "print('torch' in sys.modules)"
+    assert run(code).strip() == "False"
+
+
+def test_the_packages_list_is_the_tree() -> None:
+    import tomllib
+
+    root = Path(__file__).parents[2]
+    config = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    rooms = {"ckptstore": "ckptstore", "ckptstore.formats": "formats", "ckptstore.cli": "cli"}
+    assert config["package-dir"] == rooms
+    found = {
+        ".".join([package, *init.parent.relative_to(root / folder).parts])
+        for package, folder in rooms.items()
+        for init in (root / folder).rglob("__init__.py")
+    }
+    assert set(config["packages"]) == found

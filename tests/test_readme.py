@@ -1,0 +1,58 @@
+"""Every example of the README runs: the Python blocks one after the other, the commands against what they made."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("readme")
+
+
+def test_python_examples(folder: Path) -> None:
+    code = "\n".join(text for language, text in BLOCKS if language == "python")
+    assert code.count("store.") > 5
+    for attempt in range(2):  # the second run resumes
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (attempt, done.stderr)
+    assert "20@1" in done.stdout
+
+
+def test_commands(folder: Path) -> None:
+    lines = [
+        line for language, text in BLOCKS if language == "sh" for line in text.splitlines() if line.startswith("ckpt ")
+    ]
+    assert len(lines) >= 6
+    for line in lines:
+        arguments = shlex.split(line, comments=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptstore.cli.main", *arguments[1:]],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make (\w[\w-]*)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
