@@ -25,7 +25,17 @@ from tools.demo.output import OutputFolder
 from tools.demo.supervisor import Attempt, DemoError, Strike, strikes
 
 TINY = DemoConfig(
-    steps=16, kills=2, kills_in_commit=1, samples=3, corpus_bytes=4096, batch=4, context=32, width=16, layers=1, heads=2
+    steps=16,
+    kills=2,
+    kills_in_commit=1,
+    samples=3,
+    side_by_side=True,
+    corpus_bytes=4096,
+    batch=4,
+    context=32,
+    width=16,
+    layers=1,
+    heads=2,
 )
 
 

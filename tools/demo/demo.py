@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -39,8 +40,7 @@ class Demo:
         report.introduce(self._console, self._config, read_corpus(self._config.corpus_bytes), self._out.store)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console) as progress:
-            reference = self._run_reference(progress)
-            attempts = self._run_through_store(progress)
+            reference, attempts = self._run_both(progress)
             checks = self._check(progress)
         outcome = self._judge(reference, attempts, checks)
         from tools.demo import plotting  # matplotlib takes a second to import: after the work, not before
@@ -48,6 +48,14 @@ class Demo:
         plotting.draw(self._out.plot, reference, attempts, outcome.strikes, not outcome.failures())
         self._out.summary.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
         return outcome
+
+    def _run_both(self, progress: Progress) -> tuple[Attempt, list[Attempt]]:
+        if not self._config.side_by_side:
+            return self._run_reference(progress), self._run_through_store(progress)
+        with ThreadPoolExecutor(1) as beside:
+            reference = beside.submit(self._run_reference, progress)
+            attempts = self._run_through_store(progress)
+            return reference.result(), attempts
 
     def _run_reference(self, progress: Progress) -> Attempt:
         task = progress.add_task("uninterrupted run, no store", total=self._config.steps)
