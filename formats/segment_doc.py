@@ -203,7 +203,7 @@ def read_identity(members: Members, where: str) -> SegmentDoc:
         members.refuse("steps", "a list of ascending steps")
     return SegmentDoc(
         run=members.digest("run"),
-        term=members.number("term"),
+        term=members.term(),
         segment=members.digest("segment"),
         kind=members.text("kind"),
         steps=steps,
@@ -247,4 +247,4 @@ def frame(header: bytes, header_size: int) -> bytes:
 def _base(value: Any) -> CheckpointId | None:
     if type(value) is not list or len(value) != 3 or not hexadecimal(value[2]):
         return None
-    return CheckpointId(*value) if natural(value[0]) and natural(value[1]) else None
+    return CheckpointId(*value) if natural(value[0]) and natural(value[1]) and value[0] else None

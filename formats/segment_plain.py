@@ -200,7 +200,7 @@ def _specs(members: Mapping[str, Any], document: Members, data: int, where: str)
             spec = TensorSpec(name, dtype.name, shape, *shard)
         except FormatError as error:
             raise FormatError(f"{what}: {error}") from error
-        if start != position or end - start != spec.nbytes or end > data:
+        if start != position or end - start != spec.nbytes:
             raise CorruptSegmentError(
                 f"{what}: has {spec.nbytes} bytes and belongs at {position}, but is at [{start}, {end}) of {data}"
             )
