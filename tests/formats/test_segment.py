@@ -14,7 +14,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 import zstandard
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptstore.formats
@@ -125,6 +125,7 @@ states = st.dictionaries(names, st.tuples(st.sampled_from(sorted(DTYPES)), shape
 
 
 @given(states, st.booleans())
+@settings(deadline=None)
 def test_any_state_is_a_valid_safetensors_file(state: dict[str, tuple[str, tuple[int, ...]]], shard: bool) -> None:
     specs = [
         TensorSpec(name, dtype, shape, *([tuple(n + 2 for n in shape), (1,) * len(shape)] if shard else []))
@@ -346,6 +347,7 @@ def batches(draw: st.DrawFn) -> tuple[SegmentDoc, dict[int, list[TensorEntry]]]:
 
 
 @given(batches())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_batch_comes_back(batch: tuple[SegmentDoc, dict[int, list[TensorEntry]]]) -> None:
     data, doc = write_packed(*batch)
     found = read(data)
