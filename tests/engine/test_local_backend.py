@@ -290,12 +290,15 @@ def test_a_segment_whose_sync_failed_is_never_sealed(nth: int) -> None:
     assert disk.open_descriptors == 0
 
 
-def test_interrupted_calls_are_repeated() -> None:
-    backend = LocalBackend("/store", FaultyPosix(RamPosix(), interrupted(1, 2), interrupted(5, 3)))
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_interrupted_calls_are_repeated(nth: int) -> None:
+    posix = FaultyPosix(RamPosix(), interrupted(nth, 2))
+    backend = LocalBackend("/store", posix)
     backend.create("log/0", b"x" * 1000)
-    write_segment(backend, filled(40 * BLOCK))
+    write_segment(backend, filled(300 * BLOCK), block=150 * BLOCK)
     assert backend.get("log/0") == b"x" * 1000
-    assert read_segment(backend) == filled(40 * BLOCK)
+    assert read_segment(backend) == filled(300 * BLOCK)
+    assert sum(posix.calls[name] for name in ("pwrite", "preadv", "preadv_cached")) > 6, "one of them was repeated"
 
 
 def test_a_failing_read_is_a_storage_error() -> None:
