@@ -1,0 +1,77 @@
+"""The typed JSON tree of a state, walked for people: children by name, leaves as Python would print them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ckptstore.formats.state import unflatten
+
+__all__ = ["children", "is_tensor", "leaves", "text"]
+
+_SEQUENCES: Final = ("$tuple",)
+_MAPPINGS: Final = ("$dict", "$odict", "$counter")
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node of the tree stands for a tensor."""
+    return isinstance(node, dict) and len(node) == 1 and ("$t" in node or "$a" in node)
+
+
+def children(node: Any) -> list[tuple[str, Any]] | None:
+    """(key or position, child) of a container, in order; None for a leaf."""
+    if isinstance(node, list):
+        return [(str(index), child) for index, child in enumerate(node)]
+    if not isinstance(node, dict):
+        return None
+    tag = next(iter(node)) if len(node) == 1 else ""
+    if tag in _SEQUENCES:
+        return children(node[tag])
+    if tag in _MAPPINGS:
+        body = node[tag]
+        if isinstance(body, dict):
+            return list(body.items())
+        return [(key if isinstance(key, str) else text(key), child) for key, child in body]
+    return None if tag.startswith("$") else list(node.items())
+
+
+def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """(path, node) of every leaf that is no tensor, in order; keys joined by dots. An empty container is a leaf.
+
+    Raises:
+        FormatError: the tree is malformed.
+    """
+    stack: list[tuple[str, Any]] = [("", tree)]
+    while stack:
+        path, node = stack.pop()
+        members = children(node)
+        if not members:
+            if not is_tensor(node):
+                yield path, node
+            continue
+        stack.extend((f"{path}.{key}" if path else key, child) for key, child in reversed(members))
+
+
+class _Name(str):
+    """Prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def text(node: Any, width: int = 72) -> str:
+    """A leaf as Python prints the value, shortened to `width` characters."""
+    value = unflatten(
+        node,
+        lambda name, _origin: _Name(f"<tensor {name}>"),
+        {
+            "$size": lambda sizes: _Name(f"torch.Size({sizes})"),
+            "$dtype": lambda name: _Name(f"torch.{name}"),
+            "$device": lambda name: _Name(f"device({name!r})"),
+        },
+    )
+    shown = repr(value)
+    if len(shown) <= width:
+        return shown
+    many = f" ({len(value)} in all)" if isinstance(value, list | tuple | bytes | bytearray | set | frozenset) else ""
+    return f"{shown[: width - 1 - len(many)]}…{many}"
