@@ -1,0 +1,356 @@
+"""A checkpoint as ordinary files: ``.safetensors`` (one, or shards with an index as Hugging Face has) or ``.pt``.
+
+The files appear under their names complete and durable, or not at all. Memory in use is a few chunks.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import struct
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ckptstore.formats import dtypes, jsontext
+from ckptstore.formats.errors import CkptError, FormatError, StorageError, UsageError
+from ckptstore.formats.layout import TensorSpec, order
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.state import select as select_tree
+from ckptstore.formats.state import unflatten
+from ckptstore.loading import Opened, choose, opened
+from ckptstore.reading import run_all
+from ckptstore.streaming import Progress, streams
+from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
+from ckptstore.weightfiles import CHECKPOINT_MEMBER, DTYPES_MEMBER, STATE_MEMBER
+
+if TYPE_CHECKING:
+    from ckptstore.store import Store
+
+__all__ = ["ExportResult", "export"]
+
+_THREADS: Final = 2
+_HEADER_ALIGN: Final = 128
+_TREE_LIMIT: Final = 32 << 20  # safetensors refuses headers above 100 MB
+
+Chunks = Callable[[str], Iterator[memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        ref: the checkpoint.
+        format: ``safetensors`` or ``pt``.
+        paths: the files that hold tensors, in order.
+        index: the ``.index.json`` of a sharded export, or None.
+        nbytes: bytes of tensors.
+        tensors: number of distinct tensors.
+        converted: what could not be written as it was, because a ``.pt`` that needs no trust has no form for it: numpy
+            arrays became tensors, numpy scalars Python numbers, frozensets sets.
+    """
+
+    ref: str
+    format: str
+    paths: tuple[Path, ...]
+    index: Path | None
+    nbytes: int
+    tensors: int
+    converted: tuple[str, ...] = ()
+
+
+def export(
+    store: Store,
+    ref: str | int,
+    out: str | Path,
+    format: Literal["safetensors", "pt"] = "safetensors",
+    select: str | Sequence[str] | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> ExportResult:
+    """Write a checkpoint to `out`, verifying every byte that is read.
+
+    A safetensors file carries the rest of the state in its metadata (`STATE_MEMBER`). A ``.pt`` file loads with
+    ``torch.load(weights_only=True)`` as the nested state that was saved; torch is not needed to write it.
+
+    Args:
+        store: the store.
+        ref: the checkpoint.
+        out: the file; with shards, the name they and the index are derived from.
+        format: the file format.
+        select: only tensors that match one of these patterns (globs, as in `Store.load`).
+        overwrite: replace files that exist.
+        max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
+        progress: told (bytes done, bytes in all).
+
+    Raises:
+        UsageError: `out` exists, or shards of a ``.pt`` file are asked for.
+        StorageError: the output cannot be written. Nothing is left behind then.
+        CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
+    """
+    out = Path(out)
+    if format == "pt" and max_shard_bytes is not None:
+        raise UsageError("a .pt file has no shards; --max-shard-size is for safetensors")
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder: name the file to write")
+    with opened(store, ref) as found, _outputs(overwrite) as outputs:
+        entries = {name: tensor for name, (tensor, _) in found.tensors.items()}
+        names = choose(entries, select or None, found.entry.ref)
+        chosen = {name: entries[name] for name in names}
+        tree = found.tree if len(names) == len(entries) else select_tree(found.tree, set(names))
+        total = sum(entry.nbytes for entry in chosen.values())
+        chunks = _counted(found, total, progress)
+        ref = found.entry.ref
+        if format == "pt":
+            converted = _write_pt(outputs.create(out), tree, chosen, chunks)
+            result = ExportResult(ref, format, (out,), None, total, len(chosen), tuple(converted))
+        else:
+            paths, index = _write_shards(outputs, out, ref, tree, chosen, max_shard_bytes, chunks)
+            result = ExportResult(ref, format, paths, index, total, len(chosen))
+        outputs.publish()
+        return result
+
+
+def _counted(found: Opened, total: int, progress: Progress | None) -> Chunks:
+    """The bytes of a tensor, chunk by chunk; tells `progress`. Called from several threads."""
+    stream = streams(found)
+    done, lock = 0, threading.Lock()
+
+    def chunks(name: str) -> Iterator[memoryview]:
+        nonlocal done
+        for data in stream(name):
+            yield data.data
+            with lock:
+                done += len(data)
+                if progress is not None:
+                    progress(done, total)
+
+    return chunks
+
+
+# safetensors
+
+
+def _write_shards(
+    outputs: _Outputs,
+    out: Path,
+    ref: str,
+    tree: Any,
+    entries: Mapping[str, TensorEntry],
+    limit: int | None,
+    chunks: Chunks,
+) -> tuple[tuple[Path, ...], Path | None]:
+    shards = _split(entries, limit)
+    if len(shards) == 1:
+        paths = [out]
+    else:
+        count = len(shards)
+        paths = [out.with_name(f"{out.stem}-{n:05d}-of-{count:05d}{out.suffix}") for n in range(1, count + 1)]
+    index = out.with_name(f"{out.name}.index.json") if len(shards) > 1 else None
+    if index is not None:
+        outputs.refuse_existing(index)
+    for number, (path, names) in enumerate(zip(paths, shards, strict=True)):
+        metadata = _metadata(ref, tree if number == 0 else None, [entries[name] for name in names])
+        _write_safetensors(outputs.create(path), [entries[name] for name in names], metadata, chunks)
+    if index is not None:
+        where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
+        size = sum(entry.nbytes for entry in entries.values())
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n"
+        outputs.create(index).write(text.encode())  # created last, published last: it makes the shards a model
+    return tuple(paths), index
+
+
+def _split(entries: Mapping[str, TensorEntry], limit: int | None) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, entry in entries.items():
+        if limit is not None and shards[-1] and size + entry.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += entry.nbytes
+    return shards
+
+
+def _metadata(ref: str, tree: Any, entries: Sequence[TensorEntry]) -> dict[str, str]:
+    metadata = {"format": "pt", CHECKPOINT_MEMBER: ref}  # transformers refuses a file that does not say "pt"
+    foreign = {entry.name: entry.dtype for entry in entries if dtypes.get(entry.dtype).storage != entry.dtype}
+    if foreign:
+        metadata[DTYPES_MEMBER] = json.dumps(foreign)
+    if tree is not None and len(text := jsontext.dumps(tree)) <= _TREE_LIMIT:
+        metadata[STATE_MEMBER] = text.decode()
+    return metadata
+
+
+def _write_safetensors(
+    file: io.FileIO, entries: Sequence[TensorEntry], metadata: Mapping[str, str], chunks: Chunks
+) -> None:
+    """Header, then every tensor at its place, several at a time."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    starts: dict[str, int] = {}
+    end = 0
+    for spec in order([TensorSpec(entry.name, entry.dtype, tuple(entry.shape)) for entry in entries]):
+        dtype = dtypes.get(spec.dtype)
+        header[spec.name] = {
+            "dtype": dtype.storage,
+            "shape": list(dtypes.storage_shape(dtype, spec.shape)),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        starts[spec.name] = end
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGN)
+    base = 8 + len(text)
+    _write_at(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text), 0)
+
+    def job(name: str, at: int) -> Callable[[], None]:
+        def work() -> None:
+            position = at
+            for part in chunks(name):
+                _write_at(file.fileno(), part, position)
+                position += len(part)
+
+        return work
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        run_all(pool, [job(name, base + start) for name, start in starts.items()])
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+# .pt
+
+
+def _write_pt(file: io.FileIO, tree: Any, entries: Mapping[str, TensorEntry], chunks: Chunks) -> list[str]:
+    arrays: list[str] = []
+
+    def reference(name: str, origin: Literal["torch", "numpy"]) -> TensorReference:
+        if origin == "numpy":
+            arrays.append(name)
+        entry = entries[name]
+        return TensorReference(name, entry.dtype, tuple(entry.shape), entry.nbytes)
+
+    state = unflatten(tree, reference, _REVIVE)
+    buffered = io.BufferedWriter(file, 1 << 20)
+    converted = write_archive(buffered, state, chunks)
+    buffered.flush()
+    buffered.detach()
+    return arrays + converted
+
+
+def _dtype(name: str) -> TorchObject:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise FormatError(f"torch has no dtype {name!r:.80}")  # and it would end up in a pickle
+    return TorchObject(name)
+
+
+_REVIVE: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "$size": lambda sizes: TorchObject("Size", (tuple(sizes),)),
+    "$dtype": _dtype,
+    "$device": lambda value: TorchObject("device", (value,)),
+}
+
+
+# Files that appear together or not at all
+
+
+class _Outputs:
+    """Temporary files beside their final names."""
+
+    def __init__(self, overwrite: bool) -> None:
+        self._overwrite = overwrite
+        self._files: list[tuple[io.FileIO, Path, Path]] = []
+
+    def refuse_existing(self, path: Path) -> None:
+        """Raise `UsageError` if `path` exists and is not to be overwritten."""
+        if not self._overwrite and os.path.lexists(path):
+            raise _exists(path)
+
+    def create(self, path: Path) -> io.FileIO:
+        """An empty file that `publish` will name `path`."""
+        self.refuse_existing(path)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            file = io.FileIO(temporary, "x+")
+        except OSError as error:
+            raise StorageError(error.errno, error.strerror, str(path)) from error  # not the temporary name
+        self._files.append((file, temporary, path))
+        return file
+
+    def publish(self) -> None:
+        """Make all contents durable, then all names, in the order of creation."""
+        for file, _, _ in self._files:
+            os.fsync(file.fileno())  # before the name: a power cut must not leave the name on an empty file
+        published: list[Path] = []
+        try:
+            for _, temporary, path in self._files:
+                self._name(temporary, path)
+                published.append(path)
+            for folder in {path.parent for path in published}:
+                _sync_folder(folder)  # without it a power cut may take the name back
+        except BaseException:
+            if not self._overwrite:
+                for path in published:
+                    path.unlink(missing_ok=True)
+            raise
+
+    def discard(self) -> None:
+        """Close the files and remove what still has its temporary name."""
+        for file, temporary, _ in self._files:
+            file.close()
+            temporary.unlink(missing_ok=True)
+
+    def _name(self, temporary: Path, path: Path) -> None:
+        if self._overwrite:
+            temporary.replace(path)
+            return
+        try:
+            os.link(temporary, path)  # rename() would replace a file that appeared meanwhile; link() refuses
+        except FileExistsError:
+            raise _exists(path) from None
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            self.refuse_existing(path)  # no hard links here
+            temporary.rename(path)
+
+
+def _exists(path: Path) -> UsageError:
+    error = UsageError(f"{path} exists")
+    error.add_note("--force replaces it")
+    return error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _outputs(overwrite: bool) -> Iterator[_Outputs]:
+    outputs = _Outputs(overwrite)
+    try:
+        yield outputs
+    except OSError as error:
+        if isinstance(error, CkptError):
+            raise
+        raise StorageError(error.errno, error.strerror, error.filename) from error
+    finally:
+        outputs.discard()

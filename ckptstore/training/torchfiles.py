@@ -1,0 +1,49 @@
+"""Loading files that ``torch.save`` wrote: restricted unpickling only, tensors mapped rather than read."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptstore.formats.errors import FormatError, StorageError, UnsupportedStateError
+
+__all__ = ["load"]
+
+
+def load(path: Path) -> Any:
+    """The object in a ``.pt`` file, its tensors on the CPU and, in a zip archive, mapped from the file.
+
+    Raises:
+        UnsupportedStateError: loading it would run pickled code.
+        FormatError: it is no torch file, or damaged.
+        StorageError: it cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks on its own storage classes and file versions
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise _refused(path, error) from error
+    except OSError as error:
+        raise StorageError(error.errno, error.strerror, str(path)) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        # torch reports damage in many ways; its first line says what, the rest is advice for programmers.
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FormatError(f"{path}: torch cannot load it: {first:.200}") from error
+
+
+def _refused(path: Path, error: pickle.UnpicklingError) -> UnsupportedStateError | FormatError:
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named is None and "Unsupported class" not in str(error):
+        detail = str(error).strip().splitlines()[-1]
+        return FormatError(f"{path}: not a file of torch.save, or a damaged one: {detail:.200}")
+    what = f" (it refers to {named[1]})" if named else ""
+    refused = UnsupportedStateError(f"{path}: loading it would run pickled code{what}, which is never done here")
+    refused.add_note("save it again with only tensors, dicts, lists and numbers in it, for instance a state_dict()")
+    return refused

@@ -1,0 +1,269 @@
+"""Files of other tools: every dtype, every layout, and files that lie."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptstore.formats.errors import CkptError, FormatError, StorageError, UnsupportedStateError, UsageError
+from ckptstore.formats.state import unflatten
+from ckptstore.weightfiles import FileTensor, locate, open_file
+from tests.engine.states import every_dtype, same, tensor_bytes, training_state
+
+
+def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """name -> dtype, shape, bytes of every tensor, read in odd pieces."""
+    found = {}
+    with open_file(path) as opened:
+        for name, source in opened.flat.tensors.items():
+            image = np.empty(source.nbytes, np.uint8)
+            for start in range(0, source.nbytes, 7):
+                source.read(start, image[start : start + 7])
+            found[name] = (source.dtype, source.shape, image.tobytes())
+        assert opened.nbytes == sum(len(image) for _, _, image in found.values())
+    return found
+
+
+def raw(path: Path, header: Any, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_every_dtype_that_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {
+        name: tensor.contiguous().clone()
+        for name, tensor in every_dtype().items()
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.complex128
+    }
+    tensors["e8m0"] = torch.arange(9, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+    found = contents(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name][1:] == (tuple(tensor.shape), tensor_bytes(tensor)), name
+    assert found["bfloat16"][0] == "BF16"
+    assert found["e8m0"][0] == "F8_E8M0"
+    assert found["complex64"][0] == "C64"
+
+
+def test_half_bytes_are_counted_as_torch_does(tmp_path: Path) -> None:
+    path = raw(tmp_path / "x", {"t": entry("F4", [3, 4], 0, 6)}, b"abcdef")
+    assert contents(path) == {"t": ("F4_E2M1_X2", (3, 2), b"abcdef")}
+
+
+def test_a_flat_dict_under_the_files_names(tmp_path: Path) -> None:
+    path = raw(
+        tmp_path / "x",
+        {"a.b": entry("U8", [1], 0, 1), "a": entry("U8", [1], 1, 2), "": entry("U8", [0], 2, 2)},
+        b"12",
+    )
+    with open_file(path) as opened:
+        assert unflatten(opened.flat.tree, lambda name, origin: (name, origin)) == {
+            "a.b": ("a.b", "torch"),
+            "a": ("a", "torch"),
+            "": ("%", "torch"),
+        }
+
+
+def test_a_source_reads_only_while_the_file_is_open_and_whole(tmp_path: Path) -> None:
+    path = raw(tmp_path / "x", {"t": entry("U8", [4], 0, 4)}, b"1234")
+    with open_file(path) as opened:
+        source = opened.flat.tensors["t"]
+        assert isinstance(source, FileTensor)
+        assert source.view() is None
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(StorageError, match="became shorter"):
+            source.read(0, np.empty(4, np.uint8))
+    with pytest.raises(StorageError):
+        source.read(0, np.empty(1, np.uint8))
+
+
+GOOD = {"t": entry("F32", [2, 3], 0, 24)}
+
+
+@pytest.mark.parametrize(
+    ("header", "error", "message"),
+    [
+        ({"t": entry("F32", [2, 3], 0, 20)}, FormatError, "20 bytes, which is not F32"),
+        ({"t": entry("F32", [2, 3], 8, 32)}, FormatError, "outside the file"),
+        ({"t": entry("F32", [2, 3], 24, 0)}, FormatError, "outside the file"),
+        ({"t": entry("F32", [2, 3], -24, 0)}, FormatError, "outside the file"),
+        ({"t": entry("F32", [2, -3], 0, 24)}, FormatError, "shape"),
+        ({"t": entry("F32", [True, 6], 0, 24)}, FormatError, "shape"),
+        ({"t": entry("F32", [2**40, 2**40], 0, 24)}, FormatError, "which is not F32"),
+        ({"t": entry("F6_E3M2", [32], 0, 24)}, UnsupportedStateError, "F6_E3M2"),
+        ({"t": {"dtype": "F32", "shape": [2, 3]}}, FormatError, "data_offsets"),
+        ({"t": {**GOOD["t"], "data_offsets": [0, 24.0]}}, FormatError, "data_offsets"),
+        ({"t": {**GOOD["t"], "dtype": ["F32"]}}, UnsupportedStateError, "dtype"),
+        ({"t": [0, 24]}, FormatError, "data_offsets"),
+        ({"__metadata__": {"a": 1}, **GOOD}, FormatError, "__metadata__"),
+        ({"__metadata__": [], **GOOD}, None, ""),
+        ({"__metadata__": {"ckptstore": "{}"}, **GOOD}, UsageError, "segment of a checkpoint store"),
+        ({"__metadata__": {"ckptstore.dtypes": "[]"}, **GOOD}, FormatError, "ckptstore.dtypes"),
+        ({"__metadata__": {"ckptstore.dtypes": '{"t": "C64"}'}, **GOOD}, FormatError, "not how C64 is stored"),
+        ({"__metadata__": {"ckptstore.dtypes": '{"t": "C65"}'}, **GOOD}, FormatError, "C65"),
+        ({"__metadata__": {"ckptstore.state": "{"}, **GOOD}, FormatError, "ckptstore.state"),
+        ({"__metadata__": {"ckptstore.state": '{"$t": 5}'}, **GOOD}, FormatError, "tensor's name"),
+        ({"__metadata__": {"ckptstore.state": '{"$t": "u"}'}, **GOOD}, None, ""),
+        (b'{"t": 1, "t": 2}', FormatError, "duplicate"),
+        (b"[]", FormatError, "no JSON object"),
+        (b"{nonsense", FormatError, "not JSON"),
+        (b"[" * 10_000 + b"]" * 10_000, FormatError, "deeper"),
+    ],
+)
+def test_a_header_that_lies(tmp_path: Path, header: Any, error: type[CkptError] | None, message: str) -> None:
+    path = raw(tmp_path / "x", header, b"x" * 24)
+    if error is None:
+        assert contents(path).keys() == {"t"}
+        return
+    with pytest.raises(error, match=message) as raised:
+        open_file(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"short", b"\xff" * 100, struct.pack("<Q", 90) + b"{}", b"PK\x03\x04 no zip", b"\x80\x02."]
+)
+def test_not_a_checkpoint(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(FormatError):
+        open_file(tmp_path / "x")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_header_never_does_worse_than_an_error(tmp_path: Path, data: st.DataObject) -> None:
+    good = json.dumps({"__metadata__": {"ckptstore.dtypes": '{"c": "C64"}'}, **GOOD, "c": entry("F32", [1, 2], 24, 32)})
+    text = bytearray(good.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    path = raw(tmp_path / "x", bytes(text), b"y" * 32)
+    try:
+        found = contents(path)
+    except CkptError:
+        return
+    assert all(len(image) <= 32 for _, _, image in found.values())
+
+
+# torch files
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_training_state(tmp_path: Path, legacy: bool) -> None:
+    state = training_state()
+    state.pop(3)
+    state["rng"].pop("numpy")  # a numpy array needs pickled code
+    state["loader"].pop("order")
+    state["model"] = OrderedDict(state["model"])
+    torch.save(state, tmp_path / "x", _use_new_zipfile_serialization=not legacy)
+    with open_file(tmp_path / "x") as opened:
+        sources: Any = opened.flat.tensors
+        from ckptstore.training.tensors import revive
+
+        same(unflatten(opened.flat.tree, lambda name, _: sources[name].tensor, revive), state)
+
+
+def test_a_torch_file_that_needs_code(tmp_path: Path) -> None:
+    torch.save({"args": Path("x")}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedStateError, match="refers to pathlib") as raised:
+        open_file(tmp_path / "x.pt")
+    assert "save it again" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("keep", [0.2, 0.6, 0.99])
+def test_a_torn_torch_file(tmp_path: Path, keep: float) -> None:
+    torch.save({"w": torch.ones(1000)}, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises((FormatError, StorageError)):
+        open_file(tmp_path / "x.pt")
+
+
+# shards and folders
+
+
+def shards(folder: Path, kind: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    parts = [{"a": torch.ones(2), "b": torch.zeros(3)}, {"c": torch.full((1,), 7.0)}]
+    where: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05d}-of-00002.{kind}"
+        if kind == "bin":
+            torch.save(part, folder / name)
+        else:
+            safetensors.torch.save_file(part, folder / name)
+        where |= dict.fromkeys(part, name)
+    index = folder / f"model.{kind}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 24}, "weight_map": where}))
+    return index
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_shards_with_an_index(tmp_path: Path, kind: str) -> None:
+    index = shards(tmp_path, kind)
+    assert locate(tmp_path) == index
+    found = contents(index)
+    assert list(found) == ["a", "b", "c"]
+    assert found["c"] == ("F32", (1,), np.float32(7).tobytes())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_an_index_that_lies(tmp_path: Path, kind: str) -> None:
+    index = shards(tmp_path, kind)
+    good = json.loads(index.read_text())["weight_map"]
+    for weight_map, message in [
+        ({**good, "d": good["c"]}, "has no tensor 'd'"),
+        ({**good, "d": "model-3.safetensors"}, "is missing"),
+        ({**good, "d": "../../etc/passwd"}, "not a file beside the index"),
+        ({}, "no weight_map"),
+        ({"a": 5}, "no weight_map"),
+    ]:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(FormatError, match=message):
+            open_file(index)
+    index.write_text("{}")
+    with pytest.raises(FormatError):
+        open_file(index)
+
+
+def test_folders(tmp_path: Path) -> None:
+    for names, chosen in [
+        (["model.safetensors", "optimizer.pt", "training_args.bin"], "model.safetensors"),
+        (["pytorch_model.bin", "optimizer.pt"], "pytorch_model.bin"),
+        (["state.pt"], "state.pt"),
+    ]:
+        folder = tmp_path / chosen
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(b"")
+        assert locate(folder) == folder / chosen
+    for names, message in [
+        ([], "holds no"),
+        (["a.pt", "b.pt"], "holds 2 files"),
+        ([".metadata", "__0_0.distcp"], "torch.distributed.checkpoint"),
+        (["FORMAT"], "is a checkpoint store"),
+    ]:
+        folder = tmp_path / message
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(b"")
+        with pytest.raises(UsageError, match=message):
+            locate(folder)
+    with pytest.raises(UsageError, match="does not exist"):
+        locate(tmp_path / "none")
