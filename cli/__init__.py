@@ -1,1 +1,1 @@
-"""placeholder"""
+"""The ``ckpt`` command: arguments in, text or JSON out. What it shows is computed by libraries of the engine."""

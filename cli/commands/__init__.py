@@ -1,1 +1,1 @@
-"""placeholder"""
+"""One module per command, each imported only when its command runs; the list is `ckptstore.cli.main.COMMANDS`."""

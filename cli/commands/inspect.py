@@ -1,0 +1,215 @@
+"""``ckpt inspect``: what a checkpoint consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import emit, moment, number, progress, ratio, shape, size, table
+
+if TYPE_CHECKING:
+    from ckptstore.inspection import CheckpointDescription, TensorStatistics
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@make_command(
+    "inspect",
+    examples=[
+        "ckpt inspect runs/gpt",
+        "ckpt inspect runs/gpt 1000@2 --select 'optimizer.*.exp_avg'",
+        "ckpt inspect runs/gpt --tensor model.wte.weight",
+        "ckpt inspect runs/gpt latest --state",
+    ],
+)
+@STORE
+@click.argument("ref", type=REF, default="latest", metavar="[REF]")
+@select_option("Only tensors that match; may be repeated.")
+@click.option("--tensor", type=TENSOR, help="Read this tensor and show statistics of its values.")
+@click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
+def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, state: bool, as_json: bool) -> None:
+    """Show the tensors, the chain and the state of a checkpoint."""
+    from ckptstore.inspection import inspect, statistics
+
+    if tensor is not None:
+        if select or state:
+            raise click.UsageError("--tensor shows one tensor; it goes with neither --select nor --state")
+        with progress("reading") as advance:
+            numbers = statistics(opened(store), ref, tensor, advance)
+        if as_json:
+            emit(_statistics_json(numbers))
+        else:
+            click.echo("\n".join(_statistics_text(numbers)))
+        return
+    found = inspect(opened(store), ref, select)
+    if as_json:
+        emit(_json(found, state))
+    elif state:
+        click.echo("\n".join(["state", *_tree(found.tree)]))
+    else:
+        click.echo("\n".join(_text(found)))
+
+
+def _json(found: CheckpointDescription, state: bool) -> dict[str, Any]:
+    info = found.info
+    document: dict[str, Any] = {
+        "ref": info.ref,
+        "step": info.step,
+        "term": info.term,
+        "state": info.state,
+        "kind": info.kind,
+        "lossy": info.lossy,
+        "time": info.time,
+        "bytes": info.nbytes,
+        "stored_bytes": info.stored,
+        "tags": list(info.tags),
+        "chain": [
+            {
+                "ref": link.ref,
+                "kind": link.kind,
+                "base": link.base,
+                "lossy": link.lossy,
+                "stored_bytes": link.stored,
+                "segments": list(link.segments),
+            }
+            for link in found.chain
+        ],
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                "stored_bytes": tensor.stored,
+                "codec": tensor.codec,
+                "kind": tensor.kind,
+                "hash": tensor.hash,
+                "segment": tensor.segment,
+            }
+            for tensor in found.tensors
+        ],
+    }
+    return document | ({"tree": found.tree} if state else {})
+
+
+def _text(found: CheckpointDescription) -> Iterator[str]:
+    info = found.info
+    tags = "".join(f"  tag:{tag}" for tag in info.tags)
+    yield click.style(f"checkpoint {info.ref}", bold=True) + tags
+    yield f"saved {moment(info.time)}   state {info.state}" + ("   LOSSY" if info.lossy else "")
+    smaller = ratio(info.nbytes, info.stored)
+    yield f"{info.tensors:,} tensors, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
+    yield ""
+    read = sum(link.stored for link in found.chain)
+    yield table(
+        ["CHAIN", "KIND", ">STORED", "SEGMENT"],
+        [
+            [link.ref if n == 0 else "", link.kind if n == 0 else "", size(link.stored) if n == 0 else "", segment]
+            for link in found.chain
+            for n, segment in enumerate(link.segments)
+        ],
+    )
+    if len(found.chain) > 1:
+        yield f"restoring it reads {size(read)} in {len(found.chain)} links"
+    yield ""
+    yield table(
+        ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"],
+        [[t.name, t.dtype, shape(t.shape), size(t.nbytes), size(t.stored), t.codec] for t in found.tensors],
+    )
+    yield ""
+    yield table(["DTYPE", "CODEC", ">TENSORS", ">SIZE", ">STORED"], _summary(found))
+
+
+def _summary(found: CheckpointDescription) -> list[list[str]]:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for tensor in found.tensors:
+        sums = groups.setdefault((tensor.dtype, tensor.codec), [0, 0, 0])
+        for index, amount in enumerate((1, tensor.nbytes, tensor.stored)):
+            sums[index] += amount
+    largest = sorted(groups.items(), key=lambda item: -item[1][1])
+    return [[*kind, number(count), size(nbytes), size(stored)] for kind, (count, nbytes, stored) in largest]
+
+
+def _tree(node: Any, indent: str = "") -> Iterator[str]:
+    """Lines of the state's tree; tensors are counted, not listed."""
+    from ckptstore.statetree import children, is_tensor
+
+    members = children(node) or []
+    tensors = sum(is_tensor(child) for _, child in members)
+    rest = [(key, child) for key, child in members if not is_tensor(child)]
+    if tensors:
+        rest.append((_tensors(tensors), None))
+    for index, (key, child) in enumerate(rest):
+        last = index == len(rest) - 1
+        value = "" if tensors and last else _value(child)
+        yield f"{indent}{'└── ' if last else '├── '}{key}{value}"
+        if not value and child is not None:
+            yield from _tree(child, indent + ("    " if last else "│   "))
+
+
+def _value(node: Any) -> str:
+    """What stands behind the key of a node that fits its line, or nothing."""
+    from ckptstore.statetree import children, is_tensor, text
+
+    members = [child for _, child in children(node) or []]
+    if members and all(is_tensor(child) for child in members):
+        return f": {_tensors(len(members))}"
+    sequence = isinstance(node, list) or (isinstance(node, dict) and "$tuple" in node)
+    flat = all(children(child) is None and not is_tensor(child) and not _is_long(child) for child in members)
+    return f": {text(node)}" if not members or (sequence and flat) else ""
+
+
+def _is_long(node: Any) -> bool:
+    return isinstance(node, dict) and "$ints" in node
+
+
+def _tensors(count: int) -> str:
+    return click.style(f"({count} tensor{'s' if count > 1 else ''})", dim=True)
+
+
+def _statistics_json(found: TensorStatistics) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "dtype": found.dtype,
+        "shape": list(found.shape),
+        "bytes": found.nbytes,
+        "values": found.values,
+        "nans": found.nans,
+        "infinities": found.infinities,
+        "zeros": found.zeros,
+        "min": found.minimum,
+        "max": found.maximum,
+        "mean": found.mean,
+        "std": found.std,
+        "norm": found.norm,
+        "exponents": {str(exponent): count for exponent, count in found.exponents.items()},
+    }
+
+
+def _statistics_text(found: TensorStatistics) -> Iterator[str]:
+    yield click.style(found.name, bold=True)
+    yield f"{found.dtype} {shape(found.shape)}, {size(found.nbytes)}"
+    yield ""
+    rows = [
+        ("values", found.values),
+        ("zeros", found.zeros),
+        ("NaN", found.nans),
+        ("infinite", found.infinities),
+        ("min", found.minimum),
+        ("max", found.maximum),
+        ("mean", found.mean),
+        ("std", found.std),
+        ("norm", found.norm),
+    ]
+    yield table(["", ">"], [[name, number(value)] for name, value in rows])
+    if found.exponents:
+        low, high = min(found.exponents), max(found.exponents)
+        top = max(found.exponents.values())
+        counts = [found.exponents.get(exponent, 0) for exponent in range(low, high + 1)]
+        yield ""
+        yield "magnitudes, one bar per power of two:"
+        yield f"2^{low} {''.join(_BARS[-(-8 * count // top)] for count in counts)} 2^{high + 1}"

@@ -1,0 +1,100 @@
+"""``ckpt log``: the checkpoints of a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import STORE, opened
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import emit, moment, note, size, table
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint import CheckpointInfo, TermInfo
+    from ckptstore.lineage import Lineage
+
+
+@make_command("log", examples=["ckpt log runs/gpt", "ckpt log runs/gpt -n 20", "ckpt log runs/gpt --term 3 --json"])
+@STORE
+@click.option("-n", "--limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest.")
+@click.option("--term", type=click.IntRange(min=1), metavar="TERM", help="Only the checkpoints of this term.")
+def command(store: str, limit: int | None, term: int | None, as_json: bool) -> None:
+    """List checkpoints, newest first, with forks as a graph.
+
+    A branch begins where a writer went back and continued from an earlier checkpoint.
+    """
+    from ckptstore.lineage import lineage
+
+    target = opened(store)
+    found = lineage(target)
+    shown = [info for info in found.checkpoints if term in (None, info.term)][:limit]
+    for damage in found.damage:
+        note(damage)
+    if as_json:
+        emit(
+            {
+                "store": store,
+                "run": target.run,
+                "latest": found.latest,
+                "checkpoints": [_checkpoint(info, found) for info in shown],
+                "terms": [_term(info) for info in found.terms if term in (None, info.term)],
+                "damage": list(found.damage),
+            }
+        )
+    elif shown:
+        click.echo(_text(found, shown))
+        _closing(found, shown, term)
+    else:
+        note("no checkpoint yet" if term is None else f"no checkpoint in term {term}")
+
+
+def _checkpoint(info: CheckpointInfo, found: Lineage) -> dict[str, Any]:
+    return {
+        "ref": info.ref,
+        "step": info.step,
+        "term": info.term,
+        "parent": found.parents[info.ref],
+        "kind": info.kind,
+        "base": info.base,
+        "lossy": info.lossy,
+        "time": info.time,
+        "bytes": info.nbytes,
+        "stored_bytes": info.stored,
+        "tensors": info.tensors,
+        "tags": list(info.tags),
+        "state": info.state,
+    }
+
+
+def _term(info: TermInfo) -> dict[str, Any]:
+    return {"term": info.term, "parent": info.parent, "time": info.time, "checkpoints": info.checkpoints}
+
+
+def _text(found: Lineage, shown: list[CheckpointInfo]) -> str:
+    from ckptstore.cli.graph import draw
+
+    infos = {info.ref: info for info in shown}
+    rows: list[list[str]] = []
+    # The whole graph is drawn, so that a branch whose root is not shown still looks like a branch.
+    listed = [info.ref for info in found.checkpoints]
+    for columns, ref in draw(listed, found.parents):
+        if ref in infos:
+            info = infos[ref]
+            names = (["latest"] if ref == found.latest else []) + [f"tag:{tag}" for tag in info.tags]
+            kind = info.kind + (f" of {info.base}" if info.base else "") + (", lossy" if info.lossy else "")
+            rows.append([columns, ref, kind, size(info.stored), moment(info.time), " ".join(names)])
+        elif ref is None and rows and len(infos) == len(listed):
+            rows.append([columns, "", "", "", "", ""])
+        if ref == shown[-1].ref:
+            break
+    return table(["", "CHECKPOINT", "KIND", ">STORED", "TIME", ""], rows)
+
+
+def _closing(found: Lineage, shown: list[CheckpointInfo], term: int | None) -> None:
+    if len(shown) < len(found.checkpoints) and term is None:
+        click.echo(f"... and {len(found.checkpoints) - len(shown):,} more")
+    newest = found.terms[0]
+    if newest.checkpoints == 0 and term is None:
+        since = f"from {newest.parent}" if newest.parent else "from nothing"
+        click.echo(f"term {newest.term} was opened {moment(newest.time)} {since}; nothing saved in it yet")

@@ -1,0 +1,89 @@
+"""``ckpt restore``: a checkpoint as ordinary files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from ckptstore.cli.arguments import REF, SIZE, STORE, opened, select_option
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import duration, emit, note, progress, size
+
+_FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt"}
+
+
+@make_command(
+    "restore",
+    examples=[
+        "ckpt restore runs/gpt --out model.safetensors",
+        "ckpt restore runs/gpt --step 1000@2 --out step1000.pt",
+        "ckpt restore runs/gpt --step tag:best --select 'model.*' --out best.safetensors --force",
+        "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
+    ],
+)
+@STORE
+@click.option("--step", "ref", type=REF, default="latest", metavar="S[@TERM]", help="The checkpoint, or any REF.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="PATH", help="The file to write.")
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["safetensors", "pt"]),
+    help="Default: what the name of PATH says, else safetensors.",
+)
+@select_option("Only tensors that match; may be repeated.")
+@click.option("--max-shard-size", type=SIZE, help="Split into files of at most this size, with an index.")
+@click.option("--force", is_flag=True, help="Replace PATH if it exists.")
+def command(
+    store: str,
+    ref: str,
+    out: Path,
+    file_format: str | None,
+    select: tuple[str, ...],
+    max_shard_size: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint to a .safetensors or .pt file.
+
+    The file appears when it is complete and durable, or not at all. A .pt file loads with
+    torch.load(weights_only=True). A .safetensors file carries the rest of the state in its
+    metadata, where `ckpt import` finds it.
+    """
+    from ckptstore.exporting import export
+
+    chosen = file_format or _FORMATS.get(out.suffix.lower(), "safetensors")
+    began = time.perf_counter()
+    with progress("restoring") as advance:
+        result = export(
+            opened(store),
+            ref,
+            out,
+            format="pt" if chosen == "pt" else "safetensors",
+            select=select or None,
+            overwrite=force,
+            max_shard_bytes=max_shard_size,
+            progress=advance,
+        )
+    seconds = time.perf_counter() - began
+    if result.converted:
+        some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
+        note(f"{len(result.converted)} values are of another type in a .pt file (numpy, frozenset): {some}")
+    if as_json:
+        emit(
+            {
+                "ref": result.ref,
+                "format": result.format,
+                "paths": [str(path) for path in result.paths],
+                "index": None if result.index is None else str(result.index),
+                "tensors": result.tensors,
+                "bytes": result.nbytes,
+                "converted": list(result.converted),
+                "seconds": round(seconds, 3),
+            }
+        )
+        return
+    where = str(result.paths[0]) if result.index is None else f"{len(result.paths)} files and {result.index}"
+    click.echo(f"wrote {where}: checkpoint {result.ref}, {result.tensors:,} tensors, {size(result.nbytes)} ", nl=False)
+    click.echo(f"in {duration(seconds)} ({size(int(result.nbytes / max(seconds, 1e-9)))}/s)")

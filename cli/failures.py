@@ -1,0 +1,91 @@
+"""Errors as a person or a script sees them: one line and a hint on stderr, an exit code, a JSON document on request."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ckptstore.cli.main import ClosedPipeError
+from ckptstore.formats import errors
+
+INTERNAL = 70
+"""Exit code of an error that is not one of ours: a bug (``EX_SOFTWARE`` of sysexits.h)."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
+CLOSED_PIPE = 141
+"""Exit code when the reader of stdout went away (``| head``): 128 + SIGPIPE."""
+
+_HINTS: tuple[tuple[type[Exception], str], ...] = (
+    (errors.StoreNotFoundError, "`ckpt import STORE FILE...` creates one; so does ckptstore.open(path, create=True)"),
+    (errors.CheckpointNotFoundError, "`ckpt log STORE` lists the checkpoints"),
+    (errors.TensorNotFoundError, "`ckpt inspect STORE REF` lists the tensors"),
+    (errors.CorruptionError, "`ckpt verify STORE` names what is damaged and what is still restorable"),
+    (errors.KeyNotFoundError, "`ckpt verify STORE` names what is damaged and what is still restorable"),
+    (errors.IncompatibleFormatError, "a newer version of ckptstore wrote this; upgrade"),
+    (errors.CommitUnknownError, "`ckpt log STORE` shows whether the checkpoint is there"),
+    (errors.FencedError, "another writer took the store over; `ckpt log STORE` shows its term"),
+)
+
+
+def report(error: BaseException, arguments: Sequence[str]) -> int:
+    """Print `error` the way this command line asks for, and return the exit code.
+
+    With ``--debug`` among `arguments` every exception is raised again. Under ``--json`` stdout still gets one
+    document: ``{"error": {...}}``.
+    """
+    if isinstance(error, SystemExit):
+        raise error
+    if isinstance(error, ClosedPipeError):
+        # Nobody reads stdout any more. Point it elsewhere, or the interpreter complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    if "--debug" in arguments and not isinstance(error, click.exceptions.Abort | click.ClickException):
+        raise error
+    code, message, hint = describe(error)
+    color = False if "NO_COLOR" in os.environ else None
+    if message:
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True, color=color)
+    if hint:
+        click.echo(f"{click.style('hint:', bold=True)} {hint}", err=True, color=color)
+    if "--json" in arguments and message:
+        from ckptstore.cli.output import emit
+
+        emit({"error": {"type": _name(error), "message": message, "hint": hint, "exit_code": code}})
+    return code
+
+
+def describe(error: BaseException) -> tuple[int, str, str | None]:
+    """Exit code, one-line message and hint for any exception."""
+    if isinstance(error, click.exceptions.Abort | KeyboardInterrupt | EOFError):
+        return INTERRUPTED, "interrupted", None
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click >= 8.2
+        click.echo(str(error), err=True)  # a bare `ckpt` or `ckpt log`: the help is the message
+        return errors.UsageError.exit_code, "", None
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        return error.exit_code, error.format_message(), f"`{context.command_path} --help`" if context else None
+    notes = getattr(error, "__notes__", None)
+    hint = notes[-1] if notes else next((text for kind, text in _HINTS if isinstance(error, kind)), None)
+    if isinstance(error, errors.CkptError):
+        return error.exit_code, _one_line(error), hint
+    if isinstance(error, OSError):
+        return errors.StorageError.exit_code, _one_line(error), hint
+    if isinstance(error, MemoryError):
+        return INTERNAL, "out of memory", None
+    return INTERNAL, f"unexpected {type(error).__name__}: {error}", "run again with --debug and report the traceback"
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    text = str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
+    return text or type(error).__name__
+
+
+def _name(error: BaseException) -> str:
+    if isinstance(error, click.exceptions.Abort | KeyboardInterrupt | EOFError):
+        return "Interrupted"
+    return "UsageError" if isinstance(error, click.UsageError) else type(error).__name__

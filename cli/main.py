@@ -1,0 +1,155 @@
+"""The ``ckpt`` command group. It imports click and nothing else, so that ``ckpt --help`` costs what click costs."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "log": ("log", "List checkpoints, newest first, with forks as a graph."),
+    "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
+    "verify": ("verify", "Check every byte and hash of a store."),
+    "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
+    "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
+    "diff": ("diff", "Compare two checkpoints tensor by tensor."),
+    "completion": ("completion", "Print the completion script of a shell."),
+}
+"""Command -> (module under ``commands/``, first line of its help), in the order ``ckpt --help`` lists them.
+
+The line stands here too because the listing must not import the modules; a test compares the two.
+"""
+
+EPILOG = """\b
+REF names a checkpoint: latest | STEP | STEP@TERM | tag:NAME
+STORE is a path or a URL.
+
+\b
+Exit codes: 0 success, 1 damage found or another error, 2 usage, 3 not found,
+4 corrupt data, 5 not our format, 6 state that cannot be stored, 7 writer
+fenced, 8 storage failed, 9 missing package, 70 a bug, 130 interrupted.
+"""
+
+
+class ClosedPipeError(Exception):
+    """Whoever read our stdout has gone, as with ``| head``."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when that command is invoked, and turns errors into exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
+        """Names, in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  # click's signature
+        """Import and return the command; None if there is none of this name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"ckptstore.cli.commands.{COMMANDS[cmd_name][0]}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, but suggest from `COMMANDS` (click would look among registered commands: there are none)."""
+        name = args[0]
+        if name in COMMANDS or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, COMMANDS, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise click.UsageError(f"there is no command {name!r}{meant}", ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  # click's signature
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Complete command names without importing them."""
+        from click.shell_completion import CompletionItem
+
+        names = [CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a closed stdout becomes an error of our own, before click turns it into exit code 1."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ClosedPipeError from error
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line; in standalone mode report errors as ``error: message`` and exit with their code."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, **extra)
+        arguments = list(sys.argv[1:] if args is None else args)
+        if "NO_COLOR" in os.environ:
+            extra.setdefault("color", False)
+        try:
+            result = super().main(arguments, prog_name, complete_var, False, **extra)
+        except BaseException as error:  # noqa: BLE001  # the boundary: every error becomes a line and an exit code
+            from ckptstore.cli.failures import report
+
+            # Nothing is swallowed: report() raises SystemExit again, and with --debug every error.
+            sys.exit(report(error, arguments))
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"ckpt {version('ckptstore')}")
+        ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup,
+    name="ckpt",
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option(
+    "--version", is_flag=True, callback=_version, expose_value=False, is_eager=True, help="Print the version and exit."
+)
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def cli() -> None:
+    """Look into, check, restore and fill checkpoint stores.
+
+    \b
+    ckpt log runs/gpt                          what is there
+    ckpt restore runs/gpt --out model.safetensors
+    """
+
+
+def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+    # SystemExit unwinds the stack, so that temporary files are removed; 128 + 15 is what a shell reports.
+    sys.exit(128 + signal.SIGTERM)
+
+
+def main() -> NoReturn:
+    """Entry point of the ``ckpt`` script."""
+    signal.signal(signal.SIGTERM, _terminated)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name or a sign that the terminal cannot show is no error
+    cli.main(prog_name="ckpt")
+    raise AssertionError("cli.main exits")

@@ -1,0 +1,137 @@
+"""What the commands print: JSON, aligned tables, sizes, progress bars. rich is imported only to draw a bar."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+__all__ = ["duration", "emit", "moment", "note", "number", "progress", "ratio", "shape", "size", "table"]
+
+Progress = Callable[[int, int], None]
+"""Told (bytes done, bytes in all) as work goes on."""
+
+
+def emit(document: dict[str, Any]) -> None:
+    """Print one JSON document to stdout: a member per line, and within a list of objects an object per line.
+
+    Numbers that JSON cannot hold (NaN, infinities) become null.
+    """
+    import json
+
+    def text(value: Any) -> str:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+    def member(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n    " + ",\n    ".join(map(text, value)) + "\n  ]"
+        return text(value)
+
+    members = ",\n".join(f"  {text(key)}: {member(value)}" for key, value in document.items())
+    click.echo(f"{{\n{members}\n}}")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def note(message: str) -> None:
+    """Print a remark to stderr: it must not end up in a pipe."""
+    click.echo(f"{click.style('note:', bold=True)} {message}", err=True)
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people, in binary units with three digits: ``512 B``, ``1.46 GiB``."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value, units = nbytes / 1024, ["PiB", "TiB", "GiB", "MiB", "KiB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1024
+        units.pop()
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {units[-1]}"
+
+
+def number(value: float | None) -> str:
+    """A measured number in four digits, an integer in full, ``-`` for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}"
+
+
+def ratio(before: int, after: int) -> str:
+    """How many times smaller `after` is: ``1.00x``."""
+    return f"{before / after:.2f}x" if after else "-"
+
+
+def shape(dimensions: Sequence[int]) -> str:
+    """``50257x768``; a 0-d tensor is a ``scalar``."""
+    return "x".join(map(str, dimensions)) if dimensions else "scalar"
+
+
+def moment(seconds: float) -> str:
+    """Local date and time of a unix time stamp; information only, so an absurd one is printed as it stands."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g} s"
+
+
+def duration(seconds: float) -> str:
+    """``0.41 s``, ``3 min 20 s``."""
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Aligned columns, two spaces apart, nothing cut off, so that it can be searched. ``>HEADING`` aligns right.
+
+    Without any non-empty heading the heading line is left out.
+    """
+    right = [heading.startswith(">") for heading in headings]
+    names = [heading.removeprefix(">") for heading in headings]
+    body = [list(row) for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in body)]) for i, name in enumerate(names)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, widths, right, strict=True)
+        return "  ".join(text.rjust(width) if flush else text.ljust(width) for text, width, flush in cells).rstrip()
+
+    heading = [click.style(line(names), bold=True)] if any(names) else []
+    return "\n".join([*heading, *map(line, body)])
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Progress]:
+    """A progress bar on stderr while the block runs, if stderr is a terminal; silence otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,65 @@
+"""`ckpt diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.conftest import Run, assert_documented, documented
+
+
+def test_text(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("diff", pristine, "2@1", "4@1")
+    assert outcome.code == 0
+    lines = outcome.out.splitlines()
+    assert lines[0] == "2@1 -> 4@1  tensors: 2 changed, 3 same"
+    weight = next(line for line in lines if line.startswith("model.embedding.weight")).split()
+    assert weight[1:4] == ["changed", "F32", "100x30"]
+    assert weight[-2:] == ["1", "2"]  # doubled: the difference is as large as A; at most 2
+    assert "model.frozen" not in outcome.out
+    assert "~ step: 2 -> 4" in lines
+    assert "~ lr: 0.05 -> 0.025" in lines
+    assert any(line.startswith("~ python.1: (") for line in lines)
+
+
+def test_json(ckpt: Run, pristine: Path) -> None:
+    found = ckpt("diff", pristine, "2", "4@1", "--json").json
+    assert_documented(found, documented("ckpt diff")[0])
+    assert found["counts"] == {"same": 3, "changed": 2, "added": 0, "removed": 0, "replaced": 0}
+    assert [tensor["name"] for tensor in found["tensors"]] == ["model.embedding.weight", "odd.half"]
+    assert {"path": "step", "status": "changed", "before": 2, "after": 4} in found["state"]
+
+
+def test_all_sort_and_select(ckpt: Run, pristine: Path) -> None:
+    def names(*options: str) -> list[str]:
+        found = ckpt("diff", pristine, "2", "4@1", "--json", *options).json
+        return [tensor["name"] for tensor in found["tensors"]]
+
+    assert names("--all") == [*["model.embedding.weight", "model.frozen", "odd.half", "odd.empty", "odd.z"]]
+    assert names("--all", "--sort", "name") == sorted(names("--all"))
+    assert names("--sort", "bits")[0] == "odd.half"
+    assert names("--sort", "norm")[0] == "model.embedding.weight"
+    assert names("--select", "odd.*") == ["odd.half"]
+    assert ckpt("diff", pristine, "2", "5", "--select", "odd.*", "--json").json["state"] == []
+
+
+def test_added_and_removed(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("diff", pristine, "1", "2")
+    assert "1 removed" in outcome.out
+    assert next(line for line in outcome.out.splitlines() if line.startswith("extra")).split()[1:4] == [
+        "removed",
+        "F64",
+        "3",
+    ]
+    assert ckpt("diff", pristine, "2", "1", "--json").json["counts"]["added"] == 1
+
+
+def test_a_checkpoint_and_itself(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("diff", pristine, "5", "latest")
+    assert outcome.out == "5@3 -> 5@3  tensors: 5 same\n"
+    assert ckpt("diff", pristine, "5", "tag:best", "--json").json["identical"] is True
+
+
+def test_errors(ckpt: Run, pristine: Path) -> None:
+    assert ckpt("diff", pristine, "5").code == 2
+    assert ckpt("diff", pristine, "5", "6").code == 3
+    assert ckpt("diff", pristine, "5", "4", "--select", "nothing").code == 3

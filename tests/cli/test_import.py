@@ -1,0 +1,103 @@
+"""`ckpt import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import ckptstore
+from tests.cli.conftest import Run, assert_documented, documented, state
+from tests.engine.states import same
+
+
+def write(path: Path, value: float) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    save_file({"layer.weight": np.full((3, 4), value, np.float32), "bias": np.zeros(3, np.float16)}, path)
+    return path
+
+
+def test_one_file_into_a_new_store(ckpt: Run, tmp_path: Path) -> None:
+    outcome = ckpt("import", tmp_path / "run", write(tmp_path / "model.safetensors", 1), "--step", "1000")
+    assert outcome.code == 0
+    assert outcome.out.splitlines()[1].split()[1:3] == ["1000@1", "2"]
+    loaded = ckptstore.open(tmp_path / "run").load(1000, framework="torch")
+    assert torch.equal(loaded["layer.weight"], torch.ones(3, 4))
+    assert loaded["bias"].dtype == torch.float16
+
+
+def test_a_series_in_any_order(ckpt: Run, tmp_path: Path) -> None:
+    files = [write(tmp_path / f"checkpoint-{step}" / "model.safetensors", step) for step in (30, 5, 100)]
+    outcome = ckpt("import", tmp_path / "run", *files, "--json")
+    assert_documented(outcome.json, documented("ckpt import")[0])
+    assert [one["ref"] for one in outcome.json["checkpoints"]] == ["5@1", "30@1", "100@1"]
+    assert outcome.json["checkpoints"][0]["file"] == str(files[1])
+    folders = ckpt("import", tmp_path / "again", *(file.parent for file in files), "--json")
+    assert [one["step"] for one in folders.json["checkpoints"]] == [5, 30, 100]
+
+
+def test_the_step_after_the_parents(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "model.safetensors", 1)
+    assert ckpt("import", run, file, "--json").json["checkpoints"][0]["ref"] == "6@4"
+    forked = ckpt("import", run, file, "--parent", "2@1", "--json")
+    assert forked.json["checkpoints"][0]["ref"] == "3@5"
+    assert ckpt("log", run, "--json").json["checkpoints"][0]["parent"] == "2@1"
+
+
+def test_steps_at_or_below_the_parent(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "step_4.safetensors", 1)
+    outcome = ckpt("import", run, file)
+    assert outcome.code == 2
+    assert "step 4 is not above step 5 of 5@3" in outcome.err
+    assert "--parent none" in outcome.err
+    assert ckpt("log", run, "--json").json["terms"][0]["term"] == 3, "no term was opened for nothing"
+    alone = ckpt("import", run, file, "--parent", "none", "--json")
+    assert alone.json["checkpoints"][0]["ref"] == "4@4"
+
+
+def test_a_torch_file(ckpt: Run, tmp_path: Path) -> None:
+    saved = {"model": {"w": torch.arange(6.0).reshape(2, 3).t()}, "lr": 0.1, "steps": (1, 2), "none": None}
+    torch.save(saved, tmp_path / "step_7.pt")
+    assert ckpt("import", tmp_path / "run", tmp_path / "step_7.pt").code == 0
+    same(ckptstore.open(tmp_path / "run").load(7, framework="torch"), saved)
+
+
+def test_a_torch_file_with_code_in_it_is_refused(ckpt: Run, tmp_path: Path) -> None:
+    torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "step_7.pt")
+    outcome = ckpt("import", tmp_path / "run", tmp_path / "step_7.pt")
+    assert outcome.code == 6
+    assert "refers to torch.nn.modules.linear.Linear" in outcome.err
+    assert "hint: save it again with only tensors" in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+def test_what_was_restored_can_be_imported(ckpt: Run, pristine: Path, tmp_path: Path, name: str) -> None:
+    ckpt("restore", pristine, "--out", tmp_path / name)
+    assert ckpt("import", tmp_path / "copy", tmp_path / name, "--step", "5").code == 0
+    copy = ckptstore.open(tmp_path / "copy")
+    if name == "x.safetensors":  # all of the state, down to its hash
+        same(copy.load("latest", framework="numpy"), state(5))
+        assert copy.checkpoint("latest").state == ckptstore.open(pristine).checkpoint("latest").state
+    else:
+        assert torch.equal(copy.load("latest", framework="torch")["odd"]["z"], torch.tensor(1 + 2j))
+
+
+def test_usage(ckpt: Run, tmp_path: Path) -> None:
+    one, two = write(tmp_path / "a" / "step_1.safetensors", 1), write(tmp_path / "b" / "step_1.safetensors", 2)
+    store = tmp_path / "run"
+    both = ckpt("import", store, one, two)
+    assert both.code == 2
+    assert "both seem to be step 1" in both.err
+    assert ckpt("import", store, one, two, "--step", "3").code == 2
+    assert ckpt("import", store, tmp_path / "nothing.pt").code == 2
+    assert ckpt("import", store, tmp_path).code == 2
+    (tmp_path / "junk.pt").write_bytes(b"this is no checkpoint at all")
+    assert ckpt("import", store, tmp_path / "junk.pt").code == 5
+    nameless = ckpt("import", store, one, write(tmp_path / "c" / "final.safetensors", 3))
+    assert nameless.code == 2
+    assert "its name tells no step" in nameless.err
+    assert not store.exists()

@@ -1,0 +1,95 @@
+"""`ckpt inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.conftest import Run, assert_documented, documented
+
+
+def test_text(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("inspect", pristine)
+    assert outcome.code == 0
+    lines = outcome.out.splitlines()
+    assert lines[0] == "checkpoint 5@3  tag:best"
+    assert lines[2].startswith("5 tensors, 11.8 KiB; stored in")
+    assert any(line.startswith("5@3    full") and line.endswith(".safetensors") for line in lines)
+    assert next(line for line in lines if line.startswith("model.embedding.weight")).split() == [
+        *["model.embedding.weight", "F32", "100x30", "11.7", "KiB", "11.7", "KiB", "raw"]
+    ]
+    assert next(line for line in lines if line.startswith("odd.z")).split()[1:3] == ["C128", "scalar"]
+
+
+def test_json(ckpt: Run, pristine: Path) -> None:
+    found = ckpt("inspect", pristine, "3@1", "--json").json
+    assert_documented(found, documented("ckpt inspect")[0])
+    assert found["ref"] == "3@1"
+    assert [tensor["name"] for tensor in found["tensors"]] == [
+        *["model.embedding.weight", "model.frozen", "odd.half", "odd.empty", "odd.z"]
+    ]
+    assert sum(tensor["bytes"] for tensor in found["tensors"]) == found["bytes"]
+    assert len(found["chain"]) == 1
+
+
+def test_select(ckpt: Run, pristine: Path) -> None:
+    found = ckpt("inspect", pristine, "--select", "model.*", "--select", "odd.z", "--json").json
+    assert [tensor["name"] for tensor in found["tensors"]] == ["model.embedding.weight", "model.frozen", "odd.z"]
+    missing = ckpt("inspect", pristine, "--select", "nothing*")
+    assert missing.code == 3
+    assert "no tensor matches 'nothing*'" in missing.err
+
+
+def test_the_rest_of_the_state(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("inspect", pristine, "--state")
+    assert outcome.out.splitlines()[:5] == [
+        "state",
+        "├── model: (2 tensors)",
+        "├── odd: (3 tensors)",
+        "├── python",
+        "│   ├── 0: 3",
+    ]
+    assert "├── step: 5" in outcome.out
+    assert "└── 3: ('tuple', None, nan, b'bytes')" in outcome.out
+    assert "(625 in all)" in outcome.out
+    tree = ckpt("inspect", pristine, "--state", "--json").json["tree"]
+    assert ["step", 5] in tree["$dict"]
+
+
+def test_statistics_of_a_tensor(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("inspect", pristine, "2", "--tensor", "model.embedding.weight")
+    assert outcome.code == 0
+    assert outcome.out.splitlines()[:2] == ["model.embedding.weight", "F32 100x30, 11.7 KiB"]
+    assert "\nmax           2\n" in outcome.out
+    assert "one bar per power of two" in outcome.out
+    found = ckpt("inspect", pristine, "2", "--tensor", "model.embedding.weight", "--json").json
+    assert_documented(found, documented("ckpt inspect")[1])
+    assert (found["min"], found["max"], found["values"]) == (-2.0, 2.0, 3000)
+    assert sum(found["exponents"].values()) == 3000 - found["zeros"]
+
+
+def test_statistics_of_awkward_tensors(ckpt: Run, pristine: Path) -> None:
+    assert ckpt("inspect", pristine, "--tensor", "odd.empty", "--json").json["mean"] is None
+    assert ckpt("inspect", pristine, "--tensor", "odd.empty").code == 0
+    assert ckpt("inspect", pristine, "--tensor", "odd.z", "--json").json["values"] == 2
+    assert ckpt("inspect", pristine, "--tensor", "model.frozen", "--json").json["max"] == 11
+
+
+def test_errors(ckpt: Run, pristine: Path) -> None:
+    unknown = ckpt("inspect", pristine, "--tensor", "model.frozn")
+    assert unknown.code == 3
+    assert "close: model.frozen" in unknown.err
+    assert ckpt("inspect", pristine, "77").code == 3
+    assert ckpt("inspect", pristine, "7@seven").code == 2
+    assert ckpt("inspect", pristine, "tag:worst").code == 3
+    assert ckpt("inspect", pristine, "--tensor", "x", "--state").code == 2
+
+
+def test_a_damaged_segment(ckpt: Run, run: Path) -> None:
+    segment = next((run / "seg" / "0000000003").iterdir())
+    data = bytearray(segment.read_bytes())
+    data[100] ^= 1
+    segment.write_bytes(data)
+    outcome = ckpt("inspect", run)
+    assert outcome.code == 4
+    assert segment.name in outcome.err
+    assert "hint: `ckpt verify STORE`" in outcome.err

@@ -1,0 +1,265 @@
+"""The group: what it lists, what it imports, how errors come out."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from ckptstore.cli import failures, main
+from ckptstore.formats import errors
+from tests.cli.conftest import DOCS, Run, documented
+
+COMMAND = [sys.executable, "-c", "from ckptstore.cli.main import main; main()"]
+
+
+def test_help_lists_every_command_without_importing_it(ckpt: Run) -> None:
+    outcome = ckpt("--help")
+    assert outcome.code == 0
+    assert re.findall(r"^  (\w+) +[A-Z]", outcome.out.split("Commands:")[1], re.M)[: len(main.COMMANDS)] == list(
+        main.COMMANDS
+    )
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_every_command_has_a_summary_and_an_example(ckpt: Run, name: str) -> None:
+    command = main.cli.get_command(click.Context(main.cli), name)
+    assert command is not None
+    assert (command.help or "").split("\n")[0] == main.COMMANDS[name][1]
+    outcome = ckpt(name, "--help")
+    assert outcome.code == 0
+    assert f"ckpt {name} " in outcome.out.split("Examples:")[1]
+    assert "--json" in outcome.out
+    assert f"\n## ckpt {name}\n" in DOCS.read_text()
+
+
+def test_version(ckpt: Run) -> None:
+    assert re.fullmatch(r"ckpt \d+\.\d+\.\d+\S*\n", ckpt("--version").out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "forbidden"),
+    [
+        (["--help"], "numpy fsspec torch rich ml_dtypes json ckptstore.store"),
+        (["restore", "--help"], "numpy fsspec torch rich ml_dtypes ckptstore.store"),
+        (["log"], "numpy fsspec torch rich ml_dtypes"),
+        (["completion", "bash"], "numpy fsspec torch rich ml_dtypes"),
+        (["verify"], "fsspec torch rich"),
+        (["restore", "--out"], "fsspec torch rich"),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(
+    pristine: Path, tmp_path: Path, arguments: list[str], forbidden: str
+) -> None:
+    full = {"log": ["log", pristine], "verify": ["verify", pristine]}.get(arguments[0], arguments)
+    if "--out" in arguments:
+        full = ["restore", pristine, "--out", tmp_path / "out.pt"]
+    script = f"""
+import sys
+from ckptstore.cli.main import cli
+try:
+    cli.main({[str(word) for word in full]!r}, prog_name="ckpt")
+except SystemExit as error:
+    assert error.code == 0, error.code
+loaded = set({forbidden.split()!r}) & sys.modules.keys()
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def error_classes() -> list[type[errors.CkptError]]:
+    found: list[type[errors.CkptError]] = []
+    waiting = [errors.CkptError]
+    while waiting:
+        kind = waiting.pop()
+        found.append(kind)
+        waiting.extend(kind.__subclasses__())
+    return found
+
+
+@pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
+def test_every_error_is_one_line_and_its_exit_code(
+    ckpt: Run, monkeypatch: pytest.MonkeyPatch, kind: type[errors.CkptError]
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise kind("what went wrong: runs/gpt")
+
+    monkeypatch.setattr("ckptstore.cli.commands.log.opened", fail)
+    outcome = ckpt("log", "runs/gpt")
+    assert outcome.code == kind.exit_code
+    assert outcome.out == ""
+    assert outcome.err.splitlines()[0] == "error: what went wrong: runs/gpt"
+    assert all(line.startswith("hint: ") for line in outcome.err.splitlines()[1:])
+
+    as_json = ckpt("log", "runs/gpt", "--json")
+    assert as_json.code == kind.exit_code
+    assert as_json.json["error"] | {"hint": None} == {
+        "type": kind.__name__,
+        "message": "what went wrong: runs/gpt",
+        "hint": None,
+        "exit_code": kind.exit_code,
+    }
+
+
+def test_the_error_document_is_the_documented_one(ckpt: Run, pristine: Path) -> None:
+    (shown,) = documented("What all commands share")
+    outcome = ckpt("inspect", pristine, "99", "--json")
+    assert outcome.json["error"].keys() == shown["error"].keys()
+    assert outcome.json["error"]["exit_code"] == outcome.code == 3
+
+
+def test_documented_exit_codes_are_the_real_ones() -> None:
+    table = DOCS.read_text().split("**Exit codes** are stable:")[1].split("\n## ")[0]
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)}
+    known = {kind.exit_code for kind in error_classes()}
+    assert codes == known | {0, failures.INTERNAL, failures.INTERRUPTED, failures.CLOSED_PIPE}
+
+
+def test_a_note_on_an_error_is_its_hint(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        error = errors.StorageError(28, "No space left on device", "/data/run")
+        error.add_note("free some")
+        raise error
+
+    monkeypatch.setattr("ckptstore.cli.commands.log.opened", fail)
+    assert ckpt("log", "x").err == "error: /data/run: No space left on device\nhint: free some\n"
+
+
+def test_a_bug_is_no_traceback_unless_asked_for(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("ckptstore.cli.commands.log.opened", fail)
+    outcome = ckpt("log", "x")
+    assert outcome.code == 70
+    assert outcome.err.startswith("error: unexpected ZeroDivisionError: oops\nhint: run again with --debug")
+    for arguments in (["log", "x", "--debug"], ["--debug", "log", "x"]):
+        with pytest.raises(ZeroDivisionError):
+            ckpt(*arguments)
+
+
+def test_other_errors_of_the_system_are_storage_errors(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise PermissionError(13, "Permission denied", "/root/x")
+
+    monkeypatch.setattr("ckptstore.cli.commands.log.opened", fail)
+    outcome = ckpt("log", "x")
+    assert (outcome.code, outcome.err) == (8, "error: /root/x: Permission denied\n")
+
+
+def test_interruption(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptstore.cli.commands.log.opened", interrupt)
+    outcome = ckpt("log", "x")
+    assert outcome.code == 130
+    assert outcome.err.strip() == "error: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lgo"], "there is no command 'lgo'; did you mean 'log'?"),
+        (["frobnicate"], "there is no command 'frobnicate'"),
+        (["log", "x", "--bogus"], "No such option"),
+        (["log", "x", "y"], "unexpected extra argument"),
+        (["restore", "x"], "Missing option '--out'"),
+        (["import", "x"], "Missing argument 'FILE...'"),
+        (["import", "x", "y", "--step", "soon"], "'soon' is neither a step nor 'auto'"),
+        (["restore", "x", "--out", "y", "--max-shard-size", "5 parsecs"], "is no size"),
+        (["log", "x", "-n", "-1"], "-1"),
+    ],
+)
+def test_usage_errors(ckpt: Run, arguments: list[str], message: str) -> None:
+    outcome = ckpt(*arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: ")
+    assert message in outcome.err
+    assert "--help`" in outcome.err.splitlines()[-1]
+
+
+def test_without_arguments_the_help_is_the_message(ckpt: Run) -> None:
+    for arguments in ([], ["log"]):
+        outcome = ckpt(*arguments)
+        assert outcome.code == 2
+        assert "Usage: ckpt" in outcome.err
+
+
+# Real processes
+
+
+def test_exit_codes_reach_the_shell(pristine: Path, tmp_path: Path) -> None:
+    def code(*arguments: object) -> int:
+        return subprocess.run(
+            [*COMMAND, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+        ).returncode
+
+    assert code("log", pristine) == 0
+    assert code("log", tmp_path / "nothing") == 3
+    assert code("log", pristine, "--bogus") == 2
+
+
+def test_a_closed_pipe_is_quiet(pristine: Path) -> None:
+    process = subprocess.Popen([*COMMAND, "log", pristine], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()  # before anything is written: the first write meets a closed pipe
+    complaint = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == failures.CLOSED_PIPE
+    assert complaint == b""
+
+
+def test_a_terminal_without_unicode(pristine: Path) -> None:
+    arguments = ["inspect", pristine, "--tensor", "model.embedding.weight"]
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        check=True,
+    )
+    assert b"one bar per power of two" in done.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_leave_no_temporary_file(pristine: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    # Stop inside the export, deterministically: the first chunk of a tensor waits.
+    script = """
+import sys, time
+import ckptstore.torcharchive as archive
+write = archive.write_archive
+def slow(*arguments):
+    print("inside", flush=True)
+    time.sleep(60)
+    return write(*arguments)
+import ckptstore.exporting as exporting
+exporting.write_archive = slow
+from ckptstore.cli.main import main
+main()
+"""
+    out = tmp_path / "out.pt"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "restore", pristine, "--out", out],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "inside\n"
+    assert list(tmp_path.iterdir()), "a temporary file while it works"
+    process.send_signal(number)
+    began = time.monotonic()
+    _, complaint = process.communicate(timeout=30)
+    assert time.monotonic() - began < 20
+    assert process.returncode == code
+    assert "Traceback" not in complaint
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,119 @@
+"""`ckpt restore`: files that are complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from tests.cli.conftest import Run, assert_documented, documented, state
+
+
+def test_safetensors(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    outcome = ckpt("restore", pristine, "--step", "3@1", "--out", out)
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"wrote {out}: checkpoint 3@1, 5 tensors, 11.8 KiB in ")
+    assert list(tmp_path.iterdir()) == [out]
+    tensors = load_file(out)
+    assert tensors["model.embedding.weight"].tobytes() == state(3)["model"]["embedding.weight"].tobytes()
+    assert tensors["odd.z"].tolist() == [1.0, 2.0]  # complex: reals with a trailing dimension of 2
+    with safe_open(out, "numpy") as file:
+        assert file.metadata()["format"] == "pt"
+        assert file.metadata()["ckptstore.checkpoint"] == "3@1"
+
+
+def test_the_newest_checkpoint_is_the_default(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    found = ckpt("restore", pristine, "--out", tmp_path / "x.safetensors", "--json").json
+    assert_documented(found, documented("ckpt restore")[0])
+    assert (found["ref"], found["tensors"], found["index"]) == ("5@3", 5, None)
+    assert found["paths"] == [str(tmp_path / "x.safetensors")]
+
+
+def test_select(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.safetensors"
+    ckpt("restore", pristine, "--out", out, "--select", "model.*", "--select", "odd.half")
+    assert set(load_file(out)) == {"model.embedding.weight", "model.frozen", "odd.half"}
+    missing = ckpt("restore", pristine, "--out", tmp_path / "y", "--select", "nothing")
+    assert missing.code == 3
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_shards_with_an_index(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    outcome = ckpt("restore", pristine, "--out", out, "--max-shard-size", "100B", "--json")
+    found = outcome.json
+    assert_documented(found, documented("ckpt restore")[0])
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert found["index"] == str(tmp_path / "model.safetensors.index.json")
+    assert index["metadata"]["total_size"] == found["bytes"]
+    assert sorted(set(index["weight_map"].values())) == [Path(path).name for path in found["paths"]]
+    assert len(found["paths"]) == 3
+    merged = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
+    assert np.array_equal(merged["model.embedding.weight"], state(5)["model"]["embedding.weight"])
+    assert "3 files and" in ckpt("restore", pristine, "--out", out, "--max-shard-size", "100", "--force").out
+
+
+def test_an_existing_file_is_kept_unless_forced(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.safetensors"
+    out.write_text("precious")
+    outcome = ckpt("restore", pristine, "--out", out)
+    assert outcome.code == 2
+    assert outcome.err == f"error: {out} exists\nhint: --force replaces it\n"
+    assert out.read_text() == "precious"
+    assert ckpt("restore", pristine, "--out", out, "--force").code == 0
+    assert "odd.z" in load_file(out)
+
+
+def test_damage_leaves_nothing_behind(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    segment = next((run / "seg" / "0000000003").iterdir())
+    data = bytearray(segment.read_bytes())
+    data[-1] ^= 1
+    segment.write_bytes(data)
+    for name in ("x.safetensors", "x.pt"):
+        outcome = ckpt("restore", run, "--out", tmp_path / name)
+        assert outcome.code == 4
+        assert segment.name in outcome.err
+        assert "checksum" in outcome.err
+    assert list(tmp_path.iterdir()) == [run]
+    assert ckpt("restore", run, "--step", "4@2", "--out", tmp_path / "x.pt").code == 0
+
+
+def test_bad_places(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    missing = ckpt("restore", pristine, "--out", tmp_path / "no" / "x.pt")
+    assert missing.code == 8
+    assert missing.err == f"error: {tmp_path / 'no' / 'x.pt'}: No such file or directory\n"
+    assert ckpt("restore", pristine, "--out", tmp_path).code == 2
+    assert ckpt("restore", pristine, "--out", tmp_path / "x.pt", "--max-shard-size", "1GB").code == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.pth", "x.bin", "x.ckpt", "x.safetensors", "x"])
+def test_the_name_decides_the_format(ckpt: Run, pristine: Path, tmp_path: Path, name: str) -> None:
+    found = ckpt("restore", pristine, "--out", tmp_path / name, "--json").json
+    assert found["format"] == ("safetensors" if name in ("x.safetensors", "x") else "pt")
+    assert (tmp_path / name).read_bytes()[:2] == (
+        b"PK" if found["format"] == "pt" else (tmp_path / name).read_bytes()[:2]
+    )
+    forced = ckpt("restore", pristine, "--out", tmp_path / "y.dat", "--format", "pt", "--json").json
+    assert forced["format"] == "pt"
+
+
+def test_what_a_pt_file_cannot_hold_is_noted(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    outcome = ckpt("restore", pristine, "--out", tmp_path / "x.pt")
+    assert outcome.code == 0
+    assert "5 values are of another type" in outcome.err  # numpy arrays are tensors in a .pt file
+
+
+def test_the_mode_is_the_users(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        ckpt("restore", pristine, "--out", tmp_path / "x.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o640

@@ -1,0 +1,64 @@
+"""`ckpt verify`: exit 1 on damage, and what remains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.conftest import Run, assert_documented, documented
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_intact_store(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("verify", pristine)
+    assert outcome.code == 0
+    assert outcome.out.splitlines()[-1] == "intact"
+    assert "7 checkpoints" in outcome.out
+    found = ckpt("verify", pristine, "--json").json
+    assert_documented(found, documented("ckpt verify")[0])
+    assert found["ok"] is True
+    assert found["bytes"] == sum(path.stat().st_size for path in pristine.rglob("*") if path.is_file())
+
+
+def test_a_damaged_segment_is_named_with_what_it_costs(ckpt: Run, run: Path) -> None:
+    segment = next((run / "seg" / "0000000003").iterdir())
+    flip(segment, segment.stat().st_size - 1)
+    outcome = ckpt("verify", run)
+    assert outcome.code == 1
+    assert f"damaged  seg/0000000003/{segment.name}: tensor " in outcome.out
+    assert "lost     5@3" in outcome.out
+    assert "intact   1@1, 2@1, 3@1, 4@1, 3@2, 4@2" in outcome.out
+    assert "newest checkpoint that can be restored: 4@2" in outcome.out
+    found = ckpt("verify", run, "--json")
+    assert found.code == 1
+    assert_documented(found.json, documented("ckpt verify")[0])
+    assert found.json["lost"] == ["5@3"]
+    assert found.json["latest"] == "4@2"
+    assert found.json["damage"][0]["checkpoints"] == ["5@3"]
+
+
+def test_damage_of_format_and_log_is_a_finding_not_an_error(ckpt: Run, run: Path) -> None:
+    flip(run / "FORMAT", 20)
+    flip(sorted((run / "log").iterdir())[2], 30)
+    outcome = ckpt("verify", run)
+    assert outcome.code == 1
+    assert "damaged  FORMAT" in outcome.out
+    assert "damaged  log/00000000000000000002" in outcome.out
+
+
+def test_strangers_and_orphans_are_no_damage(ckpt: Run, run: Path) -> None:
+    (run / "notes.txt").write_text("mine")
+    (run / "seg" / "0000000001" / ("0" * 32 + ".safetensors")).write_bytes(b"torn")
+    outcome = ckpt("verify", run)
+    assert outcome.code == 0
+    assert "notes.txt" in outcome.out
+    assert "1 segments belong to no checkpoint" in outcome.out
+
+
+def test_no_store(ckpt: Run, tmp_path: Path) -> None:
+    assert ckpt("verify", tmp_path / "nothing").code == 3
+    assert not (tmp_path / "nothing").exists()
