@@ -106,12 +106,10 @@ def compare(
     Raises:
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
     """
+    ref_a, ref_b = store.checkpoint(ref_a).ref, store.checkpoint(ref_b).ref
+    in_a, in_b = store.tensors(ref_a), store.tensors(ref_b)
     with opened(store, ref_a) as found_a, opened(store, ref_b) as found_b:
-        in_a = {name: tensor for name, (tensor, _) in found_a.tensors.items()}
-        in_b = {name: tensor for name, (tensor, _) in found_b.tensors.items()}
-        names = choose(
-            list(dict.fromkeys([*in_b, *in_a])), select or None, f"{found_a.entry.ref} or {found_b.entry.ref}"
-        )
+        names = choose(list(dict.fromkeys([*in_b, *in_a])), select or None, f"{ref_a} or {ref_b}")
         found = {name: _by_metadata(in_a.get(name), in_b.get(name)) for name in names}
         changed = [name for name in names if found[name].status == "changed"]
         total = sum(2 * in_b[name].nbytes for name in changed)

@@ -103,14 +103,14 @@ def export(
         raise UsageError("a .pt file has no shards; --max-shard-size is for safetensors")
     if out.is_dir():
         raise UsageError(f"{out} is a folder: name the file to write")
+    ref = store.checkpoint(ref).ref
+    entries = store.tensors(ref)
+    names = choose(entries, select or None, ref)
     with opened(store, ref) as found, _outputs(overwrite) as outputs:
-        entries = {name: tensor for name, (tensor, _) in found.tensors.items()}
-        names = choose(entries, select or None, found.entry.ref)
         chosen = {name: entries[name] for name in names}
         tree = found.tree if len(names) == len(entries) else select_tree(found.tree, set(names))
         total = sum(entry.nbytes for entry in chosen.values())
         chunks = _counted(found, total, progress)
-        ref = found.entry.ref
         if format == "pt":
             converted = _write_pt(outputs.create(out), tree, chosen, chunks)
             result = ExportResult(ref, format, (out,), None, total, len(chosen), tuple(converted))

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.formats import dtypes
-from ckptstore.formats.records import Encoding
+from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.loading import Opened, choose, opened
+from ckptstore.formats.state import tensor_names
+from ckptstore.loading import choose, opened
 from ckptstore.numerics import blocks, doubles, is_integer, scalars
 from ckptstore.reading import SegmentReader
 from ckptstore.streaming import Progress, streams
@@ -145,11 +146,19 @@ def inspect(
     """
     info = store.checkpoint(ref)
     with opened(store, info.ref) as found:
-        available = found.tensors
-        names = choose(available, select or None, info.ref)
-        tensors = tuple(_describe(*available[name]) for name in names)
-        chain = tuple(_link(encoding, found) for encoding in found.plan.encodings)
-        return CheckpointDescription(info, tensors, chain, found.tree)
+        chain = found.plan.encodings
+        held = {
+            name: (tensor, found.readers[segment])
+            for segment in chain[-1].segments
+            for name, tensor in found.readers[segment].doc.tensors.get(info.step, {}).items()
+        }
+        names = choose(tensor_names(found.tree), select or None, info.ref)
+        return CheckpointDescription(
+            info,
+            tuple(_describe(*held[name]) for name in names),
+            tuple(_link(link, [found.readers[segment].entry for segment in link.segments]) for link in chain),
+            found.tree,
+        )
 
 
 def _describe(tensor: TensorEntry, reader: SegmentReader) -> TensorDescription:
@@ -166,15 +175,14 @@ def _describe(tensor: TensorEntry, reader: SegmentReader) -> TensorDescription:
     )
 
 
-def _link(encoding: Encoding, found: Opened) -> ChainLink:
+def _link(encoding: Encoding, segments: Sequence[SegmentEntry]) -> ChainLink:
     term, step = encoding.checkpoint
-    entries = [found.readers[segment].entry for segment in encoding.segments]
     return ChainLink(
         ref=f"{step}@{term}",
         kind=encoding.kind,
         base=None if encoding.base is None else encoding.base.ref,
-        segments=tuple(entry.key for entry in entries),
-        stored=sum(entry.size for entry in entries),
+        segments=tuple(entry.key for entry in segments),
+        stored=sum(entry.size for entry in segments),
         lossy=encoding.lossy,
     )
 
@@ -186,10 +194,12 @@ def statistics(store: Store, ref: str | int, name: str, progress: Progress | Non
         TensorNotFoundError: the checkpoint has no such tensor.
         CorruptionError: its bytes are damaged.
     """
+    ref = store.checkpoint(ref).ref
+    tensors = store.tensors(ref)
+    if name not in tensors:
+        choose(tensors, glob.escape(name), ref)  # raises, with names that are close
+    tensor = tensors[name]
     with opened(store, ref) as found:
-        if name not in found.tensors:
-            choose(found.tensors, glob.escape(name), found.entry.ref)  # raises, with names that are close
-        tensor, _ = found.tensors[name]
         dtype = dtypes.get(tensor.dtype)
         moments = _Moments()
         done = 0
