@@ -393,6 +393,18 @@ def test_a_sample_is_bounded_reproducible_and_holds_the_telling_states() -> None
     assert bytes(3 * SECTOR) + whole[3 * SECTOR :] in held, "all but the first"
 
 
+def test_a_sample_too_keeps_what_is_certain_beside_what_is_in_doubt() -> None:
+    posix, (fd,) = recorded("/x")
+    for number in range(20):
+        posix.pwrite(fd, memoryview(b"d"), number)
+    posix.fail_sync(fd)
+    posix.pwrite(fd, memoryview(b"certain"), 20)
+    posix.fsync(fd)
+    found = endings(posix, limit=300)
+    assert len(found) > 100
+    assert all(state["/x"].endswith(b"certain") for state in found)
+
+
 def test_a_state_explains_itself() -> None:
     posix, (fd,) = recorded("/x", data=b"..")
     posix.pwrite(fd, memoryview(b"a"), 0)

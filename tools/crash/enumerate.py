@@ -117,20 +117,21 @@ class _Disk:
         self.pending.append(_Pending(operation, fates))
 
     def sync(self, node: int) -> None:
-        doubtful = any(pending.doubtful for pending in self.pending if pending.owner == node)
-        rest = []
-        for pending in self.pending:
-            if pending.owner != node:
-                rest.append(pending)
-            elif doubtful:
+        mine = [pending for pending in self.pending if pending.owner == node]
+        if any(pending.doubtful for pending in mine):
+            for pending in mine:
                 pending.certain = not pending.doubtful
-                rest.append(pending)
-            elif isinstance(pending.operation, Name | Unname | Rename):
+            return
+        self.pending = [pending for pending in self.pending if pending.owner != node]
+        writes: list[tuple[ContentOperation, Fate]] = []
+        for pending in mine:
+            if isinstance(pending.operation, Name | Unname | Rename):
                 self.folders[node] = dict(self.folders[node])  # images of earlier cuts share the old one
                 rename(self.folders[node], pending.operation)
             else:
-                self.files[node] = contents(self.files[node], [(pending.operation, KEPT)])
-        self.pending = rest
+                writes.append((pending.operation, KEPT))
+        if writes:
+            self.files[node] = contents(self.files[node], writes)
 
     def fail_sync(self, node: int) -> None:
         for pending in self.pending:
@@ -157,7 +158,8 @@ class _Disk:
 
 
 def _telling(choices: Sequence[tuple[Fate, ...]]) -> Iterator[tuple[Fate, ...]]:
-    everything, nothing = [KEPT] * len(choices), [LOST] * len(choices)
+    everything = [KEPT] * len(choices)
+    nothing = [LOST if LOST in fates else KEPT for fates in choices]  # some are certain
     for count in range(len(choices) + 1):
         yield (*everything[:count], *nothing[count:])
     for index, fates in enumerate(choices):
@@ -174,7 +176,9 @@ def _combinations(choices: Sequence[tuple[Fate, ...]], limit: int, source: rando
     return itertools.islice(itertools.chain(_telling(choices), at_random), limit)
 
 
-def crash_states(recording: RecordingPosix, *, limit: int = 4096, seed: int = 0, torn: int = 2) -> Iterator[CrashState]:
+def crash_states(
+    recording: RecordingPosix, *, limit: int = 4096, seed: int = 0, torn: int = 2, begin: int = 0
+) -> Iterator[CrashState]:
     """Every state that a power cut during the recording may leave: see the module.
 
     Args:
@@ -182,6 +186,7 @@ def crash_states(recording: RecordingPosix, *, limit: int = 4096, seed: int = 0,
         limit: at most so many combinations are visited at each cut.
         seed: decides torn patterns and, beyond `limit`, the sample.
         torn: random torn patterns for each write of several sectors.
+        begin: cuts before this position of the history are passed over.
     """
     disk = _Disk(recording.base)
     lengths = {node: len(blob.data) for node, blob in recording.base.files.items()}
@@ -189,7 +194,8 @@ def crash_states(recording: RecordingPosix, *, limit: int = 4096, seed: int = 0,
     seen: set[tuple[bytes, int]] = set()
     source = random.Random(seed)
     for position, operation in enumerate([*recording.history, None]):
-        if operation is None or isinstance(operation, Sync | SyncFailed | Acknowledge):
+        cut = operation is None or isinstance(operation, Sync | SyncFailed | Acknowledge)
+        if cut and position >= begin:
             for state in _cut(disk, position, tuple(acknowledged), limit, source):
                 key = state.image.digest(), len(acknowledged)
                 if key not in seen:
