@@ -8,27 +8,28 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from ckptstore import refs, torch_seam
+from ckptstore.chains import Chain, Layer, fold_tensors, iterate_chain, master_of
+from ckptstore.deltas import StoredBase
 from ckptstore.formats import dtypes, hashing, jsontext
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CorruptSegmentError, FormatError, TensorNotFoundError, UsageError
-from ckptstore.formats.records import CheckpointEntry, SegmentEntry
-from ckptstore.formats.segment import RAW, SegmentDoc, TensorEntry
+from ckptstore.formats.errors import CorruptSegmentError, TensorNotFoundError, UsageError
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
 from ckptstore.formats.state import Origin, select, tensor_names, unflatten
 from ckptstore.pins import claim
 from ckptstore.planner import Plan, plan
-from ckptstore.reading import Progress, SegmentReader, copy_tensors, iterate_tensor, load_tensors, map_tensors
-from ckptstore.staging import Bytes, Staging
+from ckptstore.reading import Progress, SegmentReader, copy_tensors, load_tensors, map_tensors
+from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
 from ckptstore.store import Store
 
 __all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "opened", "read_tensor", "tensors", "tree"]
@@ -79,23 +80,73 @@ class Opened:
         raise CorruptSegmentError(f"checkpoint {self.entry.ref}: none of its segments holds the state's tree")
 
     @property
+    def chains(self) -> dict[str, Chain]:
+        """name -> what restores it, for every tensor of the state, in the order of the tree.
+
+        Raises:
+            CorruptSegmentError: a layer is missing, or does not fit the one below it.
+        """
+        held = [self._held(encoding) for encoding in self.plan.encodings]
+        names = tensor_names(self.tree)
+        if missing := [name for name in names if name not in held[-1]]:
+            raise CorruptSegmentError(f"checkpoint {self.entry.ref}: its segments lack tensor {missing[0]!r}")
+        return {name: _chain(held, len(held) - 1, name) for name in names}
+
+    @property
     def tensors(self) -> dict[str, tuple[TensorEntry, SegmentReader]]:
         """name -> its entry in the last encoding, and the segment that holds it, in the order of the tree."""
-        found: dict[str, tuple[TensorEntry, SegmentReader]] = {}
-        for segment in self.plan.encodings[-1].segments:
+        return {name: (chain.tensor, chain.layers[-1].reader) for name, chain in self.chains.items()}
+
+    def _held(self, encoding: Encoding) -> dict[str, Layer]:
+        """The tensors of one encoding, which builds on what the plan says."""
+        found: dict[str, Layer] = {}
+        for segment in encoding.segments:
             reader = self.readers[segment]
-            for name, tensor in reader.doc.tensors.get(self.entry.step, {}).items():
-                found[name] = (tensor, reader)
-        names = tensor_names(self.tree)
-        if missing := [name for name in names if name not in found]:
-            raise CorruptSegmentError(f"checkpoint {self.entry.ref}: its segments lack tensor {missing[0]!r}")
-        return {name: found[name] for name in names}
+            if encoding.base is not None and encoding.base not in reader.doc.bases:
+                raise CorruptSegmentError(f"{reader.entry.key}: does not build on {encoding.base.ref}, as the log says")
+            for name, tensor in reader.doc.tensors.get(encoding.checkpoint[1], {}).items():
+                found[name] = Layer(tensor, reader)
+        return found
 
     def check_identity(self) -> None:
         """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
-        parts = [(name, tensor.dtype, tensor.shape, tensor.hash) for name, (tensor, _) in self.tensors.items()]
+        parts = [
+            (name, chain.tensor.dtype, chain.tensor.shape, chain.tensor.hash) for name, chain in self.chains.items()
+        ]
         if hashing.state_hash(jsontext.dumps(self.tree), parts) != self.entry.state:
             raise CorruptSegmentError(f"checkpoint {self.entry.ref}: its segments describe another state than the log")
+
+
+def _chain(held: Sequence[dict[str, Layer]], last: int, name: str) -> Chain:
+    """The layers of one tensor: from encoding `last` down to the newest one that needs no base."""
+    layers: list[Layer] = []
+    for number in range(last, -1, -1):
+        layer = held[number].get(name)
+        if layer is None:
+            raise CorruptSegmentError(f"{layers[0].reader.entry.key}: tensor {name!r}: its base has no such tensor")
+        if layers and (layer.tensor.dtype, layer.tensor.shape) != (layers[0].tensor.dtype, layers[0].tensor.shape):
+            raise CorruptSegmentError(
+                f"{layers[0].reader.entry.key}: tensor {name!r}: its base has another shape or dtype"
+            )
+        layers.insert(0, layer)
+        ratio = layer.codec.base_ratio
+        if ratio == 0:
+            return Chain(tuple(layers))
+        if ratio == 2:  # the rounded copy of another tensor of the same step
+            return _with_master(held, number, tuple(layers))
+    raise CorruptSegmentError(f"{layers[0].reader.entry.key}: tensor {name!r}: its chain begins with a delta")
+
+
+def _with_master(held: Sequence[dict[str, Layer]], number: int, layers: tuple[Layer, ...]) -> Chain:
+    copy = layers[0]
+    name = master_of(copy.tensor)
+    where = f"{copy.reader.entry.key}: tensor {copy.tensor.name!r}"
+    if name is None or name not in held[number] or held[number][name].tensor.codec == "derive":
+        raise CorruptSegmentError(f"{where}: derived from {name!r}, which is not there")
+    master = _chain(held, number, name)
+    if master.tensor.nbytes != 2 * copy.tensor.nbytes:
+        raise CorruptSegmentError(f"{where}: derived from {name!r}, which has another size")
+    return Chain(layers, master)
 
 
 @contextmanager
@@ -130,21 +181,13 @@ def _open(store: Store, entry: SegmentEntry) -> SegmentReader:
 def load(store: Store, ref: str | int, options: LoadOptions) -> Any:
     """See `Store.load`."""
     with opened(store, ref) as found:
-        available = found.tensors
+        available = found.chains
         names = choose(available, options.select, found.entry.ref)
         wanted = {name: available[name] for name in names}
-        for tensor, reader in wanted.values():
-            _require_raw(tensor, reader)
         threads = options.threads or min(4, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-read") as pool:
-            if options.into is not None:
-                resolve = _restore_into(wanted, pool, threads, options)
-            else:
-                data: dict[str, Bytes] = {}
-                for reader, members in _by_segment(wanted):
-                    fetch = map_tensors if options.mmap else load_tensors
-                    data |= fetch(reader, members, pool, verify=options.verify, progress=options.progress)
-                resolve = _builder(wanted, data, options)
+            fetch = _into if options.into is not None else _mapped if options.mmap else _fresh
+            resolve = fetch(wanted, pool, threads, options)
         whole = found.tree if len(names) == len(available) else select(found.tree, set(names))
         return unflatten(whole, resolve, torch_seam.tensors().revive if options.to_torch else None)
 
@@ -169,27 +212,58 @@ def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str
     return [name for name in names if name in picked]
 
 
-def _by_segment(
-    wanted: dict[str, tuple[TensorEntry, SegmentReader]],
-) -> list[tuple[SegmentReader, list[TensorEntry]]]:
+def _by_segment(chains: Iterable[Chain]) -> list[tuple[SegmentReader, list[TensorEntry]]]:
     groups: dict[int, tuple[SegmentReader, list[TensorEntry]]] = {}
-    for tensor, reader in wanted.values():
-        groups.setdefault(id(reader), (reader, []))[1].append(tensor)
+    for chain in chains:
+        reader = chain.layers[-1].reader
+        groups.setdefault(id(reader), (reader, []))[1].append(chain.tensor)
     return list(groups.values())
 
 
-def _require_raw(tensor: TensorEntry, reader: SegmentReader) -> None:
-    if tensor.codec != RAW:
-        raise FormatError(f"{reader.entry.key}: tensor {tensor.name!r}: codec {tensor.codec!r} is not known")
+def _in_place(chain: Chain) -> bool:
+    """Whether the stored bytes are the tensor's, where its numbers may lie."""
+    if not chain.raw:
+        return False
+    chunks = chain.tensor.chunks
+    return not chunks or chunks[0].offset % dtypes.get(chain.tensor.dtype).itemsize == 0
 
 
-def _builder(
-    wanted: dict[str, tuple[TensorEntry, SegmentReader]], data: dict[str, Bytes], options: LoadOptions
+def _fresh(
+    wanted: dict[str, Chain], pool: ThreadPoolExecutor, threads: int, options: LoadOptions
 ) -> Callable[[str, Origin], Any]:
+    """Restore into new memory: raw tensors are read straight into it, chains are folded in it."""
+    data: dict[str, Bytes] = {}
+    for reader, members in _by_segment(chain for chain in wanted.values() if _in_place(chain)):
+        data |= load_tensors(reader, members, pool, verify=options.verify, progress=options.progress)
+    folded = {name: chain for name, chain in wanted.items() if name not in data}
+    data |= {name: aligned(chain.tensor.nbytes) for name, chain in folded.items()}
+    if folded:
+        targets = {name: (chain, data[name]) for name, chain in folded.items()}
+        fold_tensors(targets, pool, _staging(threads), verify=options.verify, progress=options.progress)
+    return _builder(wanted, data, options)
+
+
+def _mapped(
+    wanted: dict[str, Chain], pool: ThreadPoolExecutor, _threads: int, options: LoadOptions
+) -> Callable[[str, Origin], Any]:
+    if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
+        raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
+    data: dict[str, Bytes] = {}
+    for reader, members in _by_segment(wanted.values()):
+        data |= map_tensors(reader, members, pool, verify=options.verify, progress=options.progress)
+    return _builder(wanted, data, options)
+
+
+def _staging(threads: int) -> Staging:
+    """Two blocks for each thread: a payload, and what it becomes."""
+    return Staging(2 * threads * BLOCK_BYTES)
+
+
+def _builder(wanted: dict[str, Chain], data: dict[str, Bytes], options: LoadOptions) -> Callable[[str, Origin], Any]:
     """Makes tensors of bytes: views, no copies."""
 
     def resolve(name: str, origin: Origin) -> Any:
-        tensor = wanted[name][0]
+        tensor = wanted[name].tensor
         if origin == "torch" and options.to_torch:
             made = torch_seam.tensors().from_buffer(tensor.dtype, tensor.shape, data[name])
             return made if options.device is None else made.to(options.device)
@@ -198,17 +272,14 @@ def _builder(
     return resolve
 
 
-def _restore_into(
-    wanted: dict[str, tuple[TensorEntry, SegmentReader]],
-    pool: ThreadPoolExecutor,
-    threads: int,
-    options: LoadOptions,
+def _into(
+    wanted: dict[str, Chain], pool: ThreadPoolExecutor, threads: int, options: LoadOptions
 ) -> Callable[[str, Origin], Any]:
     """Overwrite the tensors of `options.into`, through staging memory, with verified bytes."""
     targets = torch_seam.flattened(options.into).tensors
     if options.select is not None:
         targets = {name: target for name, target in targets.items() if name in wanted}
-    _check_targets({name: tensor for name, (tensor, _) in wanted.items()}, targets)
+    _check_targets({name: chain.tensor for name, chain in wanted.items()}, targets)
 
     def deliver(tensor: TensorEntry, offset: int, data: Bytes) -> None:
         target: Any = targets[tensor.name]
@@ -217,9 +288,14 @@ def _restore_into(
         else:
             torch_seam.tensors().copy_into(target.tensor, data, offset)
 
-    staging = Staging(max(2, threads) * (16 << 20))
-    for reader, members in _by_segment(wanted):
+    def deliver_to(chain: Chain) -> Callable[[int, Bytes], None]:
+        return lambda offset, data: deliver(chain.tensor, offset, data)
+
+    staging = _staging(threads)
+    for reader, members in _by_segment(chain for chain in wanted.values() if chain.raw):
         copy_tensors(reader, members, pool, staging, deliver, verify=options.verify, progress=options.progress)
+    folded = {name: (chain, deliver_to(chain)) for name, chain in wanted.items() if not chain.raw}
+    fold_tensors(folded, pool, staging, verify=options.verify, progress=options.progress)
 
     def resolve(name: str, origin: Origin) -> Any:  # noqa: ARG001  # the target says what it is
         target: Any = targets[name]
@@ -252,7 +328,7 @@ def describe(store: Store, ref: str | int) -> list[tuple[SegmentEntry, SegmentDo
 def tensors(store: Store, ref: str | int) -> dict[str, TensorEntry]:
     """See `Store.tensors`."""
     with opened(store, ref) as found:
-        return {name: tensor for name, (tensor, _) in found.tensors.items()}
+        return {name: chain.tensor for name, chain in found.chains.items()}
 
 
 def tree(store: Store, ref: str | int) -> Any:
@@ -264,21 +340,36 @@ def tree(store: Store, ref: str | int) -> Any:
 def chunks(store: Store, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """See `Store.chunks`."""
     with opened(store, ref) as found:
-        tensor, reader = _tensor(found, name)
-        _require_raw(tensor, reader)
-        yield from iterate_tensor(reader, tensor, verify=verify)
+        yield from iterate_chain(_chain_of(found, name), verify=verify)
 
 
 def read_tensor(store: Store, ref: str | int, name: str, verify: bool) -> npt.NDArray[Any]:
     """See `Store.read_tensor`."""
-    with opened(store, ref) as found, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        tensor, reader = _tensor(found, name)
-        _require_raw(tensor, reader)
-        return load_tensors(reader, [tensor], pool, verify=verify)[name].view(np.uint8)
+    threads = min(4, os.cpu_count() or 1)
+    with opened(store, ref) as found, ThreadPoolExecutor(threads) as pool:
+        chain = _chain_of(found, name)
+        if _in_place(chain):
+            return load_tensors(chain.layers[-1].reader, [chain.tensor], pool, verify=verify)[name]
+        data = aligned(chain.tensor.nbytes)
+        fold_tensors({name: (chain, data)}, pool, _staging(threads), verify=verify)
+        return data
 
 
-def _tensor(found: Opened, name: str) -> tuple[TensorEntry, SegmentReader]:
-    available = found.tensors
+def open_base(store: Store, identity: CheckpointId) -> StoredBase:
+    """Open a committed checkpoint as the base of deltas. Close it with `StoredBase.forget`."""
+    stack = ExitStack()
+    try:
+        found = stack.enter_context(opened(store, identity.ref))
+        if found.entry.id != identity:
+            raise CorruptSegmentError(f"checkpoint {identity.ref}: is another one now")
+        return StoredBase(identity, found.chains, stack.close)
+    except BaseException:
+        stack.close()
+        raise
+
+
+def _chain_of(found: Opened, name: str) -> Chain:
+    available = found.chains
     if name not in available:
         choose(available, name.replace("[", "[[]"), found.entry.ref)  # raises, with suggestions
     return available[name]

@@ -11,7 +11,7 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.reading import run_all
 from ckptstore.staging import Bytes, aligned
 
-__all__ = ["HostTensor", "SnapshotPool"]
+__all__ = ["HostTensor", "Snapshot", "SnapshotPool"]
 
 _PIECE: Final = 8 << 20
 _ALIGN: Final = 64
@@ -39,6 +39,27 @@ class HostTensor:
         out[:] = self._data[offset : offset + len(out)]
 
 
+class Snapshot:
+    """A copied state. `land` it when it is durable or lost, `free` its memory when nobody needs it; each works once."""
+
+    def __init__(self, flat: FlatState, landed: Callable[[], None], free: Callable[[], None]) -> None:
+        self.flat = flat
+        self._landed: Callable[[], None] | None = landed
+        self._free: Callable[[], None] | None = free
+
+    def land(self) -> None:
+        """It is no longer in flight: another snapshot may be taken."""
+        landed, self._landed = self._landed, None
+        if landed is not None:
+            landed()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        free, self._free = self._free, None
+        if free is not None:
+            free()
+
+
 class SnapshotPool:
     """Memory for at most `limit` snapshots at once, kept and reused: touching fresh memory costs more than the copy.
 
@@ -50,33 +71,33 @@ class SnapshotPool:
         self._free: list[Bytes] = []
         self._lock = threading.Lock()
 
-    def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> tuple[FlatState, Callable[[], None]]:
-        """Copy every tensor of `flat`; returns the copied state and the function that gives its memory back."""
+    def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> Snapshot:
+        """Copy every tensor of `flat`, once fewer than `limit` snapshots are in flight."""
+        self._slots.acquire()
+        try:
+            return self.copy(flat, pool, self._slots.release)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def copy(self, flat: FlatState, pool: ThreadPoolExecutor, landed: Callable[[], None] = lambda: None) -> Snapshot:
+        """Copy every tensor of `flat` at once, whatever is in flight. `landed` is called by `Snapshot.land`."""
         offsets: dict[str, int] = {}
         total = 0
         for name, source in flat.tensors.items():
             offsets[name] = total
             total += -(-source.nbytes // _ALIGN) * _ALIGN
-        self._slots.acquire()
-        try:
-            memory = self._memory(total)
-            regions = {
-                name: memory[offsets[name] : offsets[name] + source.nbytes] for name, source in flat.tensors.items()
-            }
-            run_all(pool, [job for name, source in flat.tensors.items() for job in _copies(source, regions[name])])
-        except BaseException:
-            self._slots.release()
-            raise
+        memory = self._memory(total)
+        regions = {name: memory[offsets[name] : offsets[name] + source.nbytes] for name, source in flat.tensors.items()}
+        run_all(pool, [job for name, source in flat.tensors.items() for job in _copies(source, regions[name])])
         tensors: dict[str, TensorSource] = {
             name: HostTensor(source, regions[name]) for name, source in flat.tensors.items()
         }
+        return Snapshot(FlatState(flat.tree, tensors), landed, lambda: self._give(memory))
 
-        def give() -> None:
-            with self._lock:
-                self._free.append(memory)
-            self._slots.release()
-
-        return FlatState(flat.tree, tensors), give
+    def _give(self, memory: Bytes) -> None:
+        with self._lock:
+            self._free.append(memory)
 
     def _memory(self, nbytes: int) -> Bytes:
         with self._lock:

@@ -33,6 +33,7 @@ from ckptstore.view import View, read
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from ckptstore.deltas import DeltaOptions
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
     from ckptstore.reading import Progress
@@ -183,6 +184,7 @@ class Store:
         threads: int = 2,
         max_in_flight: int = 1,
         poll_seconds: float | None = 5.0,
+        deltas: DeltaOptions | Literal["auto"] | int | None = None,
     ) -> Writer:
         """Open the store for writing: begins a new term, which fences every earlier writer.
 
@@ -193,16 +195,22 @@ class Store:
             threads: threads that write blocks.
             max_in_flight: snapshots that `Writer.save_async` may hold at once, each as large as the state.
             poll_seconds: how often to look for requests of other processes; None: only after saves.
+            deltas: store checkpoints as deltas against earlier ones: ``auto`` (the interval follows what is measured,
+                and a restore reads at most four times a full), a fixed interval, or `DeltaOptions`. None: fulls only.
 
         Raises:
             CheckpointNotFoundError: no such parent.
             CorruptLogError: the log is damaged; name an explicit parent to write on.
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
+        from ckptstore.deltas import DeltaOptions
+        from ckptstore.loading import open_base
         from ckptstore.staging import DEFAULT_BUDGET  # numpy: only those who save need it
         from ckptstore.writer import Writer, WriterOptions
 
-        options = WriterOptions(staging_bytes or DEFAULT_BUDGET, threads, max_in_flight, poll_seconds)
+        if deltas is not None and not isinstance(deltas, DeltaOptions):
+            deltas = DeltaOptions(interval=deltas)
+        options = WriterOptions(staging_bytes or DEFAULT_BUDGET, threads, max_in_flight, poll_seconds, deltas)
         self.create()
         if self.backend.read_only:
             raise ReadOnlyError(f"{self.url}: read-only, cannot open it for writing")
@@ -212,7 +220,7 @@ class Store:
         if term.parent is not None:
             info = describe_checkpoint(term.catalog, term.catalog.checkpoints[term.parent.node])
             _warn_of_other_environment(term.catalog, term.parent, term.number)
-        return Writer(self.backend, self.format, term, info, options)
+        return Writer(self.backend, self.format, term, info, options, lambda identity: open_base(self, identity))
 
     def load(
         self,

@@ -15,6 +15,7 @@ from typing import Any, Final, Self, TypeVar
 from ckptstore import folding, requests, torch_seam
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
+from ckptstore.deltas import DeltaOptions, Deltas, StoredBase
 from ckptstore.formats.errors import (
     CommitUnknownError,
     FencedError,
@@ -24,12 +25,11 @@ from ckptstore.formats.errors import (
     WriterClosedError,
     WriterError,
 )
-from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, FormatFile
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, FormatFile
 from ckptstore.formats.state import FlatState
 from ckptstore.log import Term
 from ckptstore.reading import Progress
-from ckptstore.segments import WrittenState, write_full
-from ckptstore.snapshot import SnapshotPool
+from ckptstore.snapshot import Snapshot, SnapshotPool
 from ckptstore.staging import DEFAULT_BUDGET, Staging
 
 __all__ = ["PendingSave", "Writer", "WriterOptions"]
@@ -47,12 +47,14 @@ class WriterOptions:
         threads: threads that write blocks; one or two saturate a local disk.
         max_in_flight: snapshots that `Writer.save_async` may hold; each is a copy of the whole state.
         poll_seconds: how often to look for requests of other processes while idle; None: only at commits.
+        deltas: how checkpoints are stored as deltas against earlier ones; None: every one is a full.
     """
 
     staging_bytes: int = DEFAULT_BUDGET
     threads: int = 2
     max_in_flight: int = 1
     poll_seconds: float | None = 5.0
+    deltas: DeltaOptions | None = None
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -106,6 +108,7 @@ class Writer:
         term: Term,
         parent: CheckpointInfo | None,
         options: WriterOptions,
+        reopen: Callable[[CheckpointId], StoredBase],
     ) -> None:
         self.term = term.number
         self.parent = parent
@@ -114,6 +117,7 @@ class Writer:
         self._log = term
         self._staging = Staging(options.staging_bytes)
         self._snapshots = SnapshotPool(options.max_in_flight)
+        self._deltas = Deltas(options.deltas, backend, format_file, term.number, self._snapshots, reopen)
         self._blocks = ThreadPoolExecutor(options.threads, thread_name_prefix="ckptstore-write")
         # One thread persists and commits: the log of a term has one author, and order needs no lock.
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="ckptstore-commit")
@@ -147,7 +151,7 @@ class Writer:
         """
         flat = self._admit(state, step)
         interrupted = threading.Event()
-        future = self._submit(lambda: self._persist(flat, step, progress, interrupted))
+        future = self._submit(lambda: self._persist(flat, step, progress=progress, interrupted=interrupted)[0])
         self._submit(self._housekeeping)
         try:
             return future.result()
@@ -172,19 +176,24 @@ class Writer:
         """
         flat = self._admit(state, step)
         try:
-            snapshot, give_back = self._snapshots.take(flat, self._blocks)
+            snapshot = self._snapshots.take(flat, self._blocks)
         except BaseException as error:
             self._release_step(step, error)
             raise
 
         def work() -> CheckpointInfo:
+            kept = False
             try:
-                return self._persist(snapshot, step, None, None)
+                info, kept = self._persist(snapshot.flat, step, snapshot=snapshot)
             except BaseException as error:
                 self._release_step(step, error)
                 raise
+            else:
+                return info
             finally:
-                give_back()
+                snapshot.land()
+                if not kept:
+                    snapshot.free()
 
         future = self._submit(work)
         self._submit(self._housekeeping)
@@ -214,6 +223,7 @@ class Writer:
         self._stop_polling.set()
         self._committer.shutdown()
         self._blocks.shutdown()
+        self._deltas.close()
         self._raise_failure()
 
     def __enter__(self) -> Self:
@@ -282,42 +292,32 @@ class Writer:
     # -- the committer's thread
 
     def _persist(
-        self, flat: FlatState, step: int, progress: Progress | None, interrupted: threading.Event | None
-    ) -> CheckpointInfo:
+        self,
+        flat: FlatState,
+        step: int,
+        *,
+        progress: Progress | None = None,
+        interrupted: threading.Event | None = None,
+        snapshot: Snapshot | None = None,
+    ) -> tuple[CheckpointInfo, bool]:
+        """Write, commit -> what was committed, and whether `snapshot` stays in memory as a base of deltas."""
         if self._ended is not None:
             raise self._ended
         begun: list[str] = []
         try:
-            written = write_full(
-                self._backend,
-                flat,
-                run=self._format.run,
-                term=self.term,
-                step=step,
-                staging=self._staging,
-                pool=self._blocks,
-                begun=begun.append,
-                progress=progress,
+            written, decision, base = self._deltas.write(
+                flat, step, staging=self._staging, pool=self._blocks, begun=begun.append, progress=progress
             )
             if interrupted is not None and interrupted.is_set():
                 raise WriterClosedError(f"step {step} was not saved: interrupted")
         except BaseException:
             self._abandoned += begun  # the next commit names them in a drop, so that gc may remove what is left
             raise
-        return self._commit_full(written, step)
-
-    def _commit_full(self, written: WrittenState, step: int) -> CheckpointInfo:
         entry = CheckpointEntry(self.term, step, written.state, time.time(), written.tensors, written.nbytes)
-        encoding = Encoding(
-            checkpoint=entry.node,
-            kind="full",
-            base=None,
-            segments=tuple(segment.id for segment in written.segments),
-            lossy=False,
-            bytes=written.stored,
-        )
+        encoding = self._deltas.encoding(written, entry.node, base)
         self._commit(segments=written.segments, checkpoints=(entry,), encodings=(encoding,))
-        return describe_checkpoint(self._log.catalog, entry)
+        kept = self._deltas.committed(decision, entry.id, flat, snapshot, written.stored)
+        return describe_checkpoint(self._log.catalog, entry), kept
 
     def _commit(self, **changes: Any) -> None:
         drops = tuple(self._abandoned)

@@ -78,7 +78,7 @@ def loads(data: bytes | memoryview, *, what: str, max_bytes: int, max_depth: int
         raise FormatError(f"{what}: not JSON: {error}") from error
 
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 

@@ -84,7 +84,7 @@ class TestRoundTrip:
         def small(*args: Any, **keywords: Any) -> Any:
             return write_full(*args, **keywords, limit=9000)
 
-        monkeypatch.setattr("ckptstore.writer.write_full", small)
+        monkeypatch.setattr("ckptstore.deltas.write_full", small)
         store = ckptstore.open(tmp_path / "store")
         with store.writer() as writer:
             info = writer.save(state, step=1)

@@ -1,0 +1,309 @@
+"""Writing a state as a packed segment: every chunk coded in parallel, appended in order, nothing held but a window.
+
+Serves deltas against an earlier checkpoint and compressed fulls alike: without a base, only codecs that need none are
+tried. Which codec a tensor gets is chosen from samples of it, and kept for a while.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from ckptstore.backends.base import Backend
+from ckptstore.blocks import BlockStream
+from ckptstore.crashpoints import crash_point
+from ckptstore.formats import codecs, hashing, jsontext
+from ckptstore.formats.codecs import CodecChoice, Policy, Sample
+from ckptstore.formats.layout import TensorSpec, chunk_extents
+from ckptstore.formats.records import CheckpointId, SegmentEntry
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_packed, plan_packed
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.segments import WrittenState
+from ckptstore.staging import Bytes, Staging, aligned
+
+__all__ = ["Base", "Choices", "write_packed"]
+
+_JOB_BYTES: Final = 1 << 20
+_REUSE: Final = 16
+"""How many times a choice is used before the tensor is sampled again: training drifts slowly, sampling costs as much as
+coding a small tensor four times."""
+_ELEMENTS: Final = 4096
+
+
+class Base(Protocol):
+    """The checkpoint that a delta is made against."""
+
+    @property
+    def id(self) -> CheckpointId:
+        """Its identity."""
+
+    def spec(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """dtype and shape of one of its tensors, or None if it has none of that name."""
+
+    def read(self, name: str, start: int, length: int) -> Bytes:
+        """Bytes of one tensor. May run in several threads."""
+
+
+@dataclass(slots=True)
+class Choices:
+    """Codecs chosen so far, by tensor and by whether there is a base how far away."""
+
+    policy: Policy
+    _known: dict[tuple[str, int], tuple[CodecChoice, str | None, int]] = field(default_factory=dict)
+
+    def known(self, name: str, gap: int) -> tuple[CodecChoice, str | None] | None:
+        """The choice for a tensor (and its master, for ``derive``), unless it is time to look again."""
+        key = (name, gap.bit_length())
+        found = self._known.get(key)
+        if found is None or found[2] <= 0:
+            return None
+        self._known[key] = (found[0], found[1], found[2] - 1)
+        return found[0], found[1]
+
+    def learn(self, name: str, gap: int, choice: CodecChoice, master: str | None) -> None:
+        """Keep a choice for the next `_REUSE` times, staggered so that not all tensors are sampled at once."""
+        self._known[name, gap.bit_length()] = (choice, master, _REUSE - hash(name) % (_REUSE // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How one tensor is coded."""
+
+    spec: TensorSpec
+    source: TensorSource
+    choice: CodecChoice
+    based: bool
+    master: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A coded chunk: its payload in a block that has to be given back, or in memory of its own."""
+
+    payload: Bytes
+    logical: int
+    decoded_hash: str
+
+
+def write_packed(
+    backend: Backend,
+    flat: FlatState,
+    *,
+    run: str,
+    term: int,
+    step: int,
+    kind: str,
+    base: Base | None,
+    gap: int,
+    choices: Choices,
+    staging: Staging,
+    pool: ThreadPoolExecutor,
+    encoders: ThreadPoolExecutor,
+    threads: int,
+    begun: Callable[[str], None],
+    progress: Callable[[int], None] | None = None,
+) -> WrittenState:
+    """Code `flat` against `base` into one packed segment and make it durable (COMMIT step 1).
+
+    Args:
+        flat: the state; its tensors must not change until this returns.
+        kind: ``delta`` or ``full``.
+        base: what deltas are made against; None: codecs without a base only.
+        gap: checkpoints between base and state; choices are kept apart by its magnitude.
+        choices: what was chosen before; updated.
+        staging: memory of the stream.
+        pool: threads that write blocks; `encoders`: threads that code; `threads`: how many those are.
+        begun: called with the segment's id before it exists.
+        progress: called with the logical bytes of every chunk coded.
+
+    Raises:
+        StorageError: the medium failed; what was written is removed as far as possible.
+    """
+    plans = _choose_all(flat, base, gap, choices, encoders)
+    draft = SegmentDoc(
+        run=run,
+        term=term,
+        segment=uuid.uuid4().hex,
+        kind=kind,
+        steps=(step,),
+        bases=() if base is None else (base.id,),
+        trees={step: flat.tree},
+    )
+    begun(draft.segment)
+    header_size = plan_packed(draft)
+    nbytes = sum(plan.spec.nbytes for plan in plans)
+    crash_point("save.begin")
+    sink = backend.open_sink(SegmentEntry(draft.segment, term, 0, 0, "").key, header_size + nbytes)
+    stream = BlockStream(sink, staging, pool, header_size)
+    try:
+        tensors: dict[str, TensorEntry] = {}
+        coded = _code_all(plans, flat, base, encoders, threads)
+        for plan in plans:
+            chunks = []
+            for _ in chunk_extents(plan.spec.nbytes):
+                piece = next(coded)
+                at = stream.position
+                stream.append(piece.payload)
+                stored = hashing.chunk_hash(piece.payload.data)
+                chunks.append(Chunk(at, len(piece.payload), piece.logical, stored, piece.decoded_hash))
+                if progress is not None:
+                    progress(piece.logical)
+            params: dict[str, Any] = dict(plan.choice.params)
+            if plan.master is not None:
+                params["of"] = plan.master
+            tensors[plan.spec.name] = TensorEntry(
+                plan.spec.name, plan.spec.dtype, plan.spec.shape, tuple(chunks), plan.choice.name, params
+            )
+        doc = replace(draft, tensors={step: tensors})
+        payload = stream.position - header_size
+        header, index = encode_packed(doc, payload, header_size)
+        stream.append(np.frombuffer(index, np.uint8))
+        size = stream.finish()
+        crash_point("save.before-header")
+        memory = aligned(len(header))
+        memory[:] = np.frombuffer(header, np.uint8)
+        sink.write(0, memory.data)
+        crash_point("save.before-seal")
+        sink.seal(size)
+        crash_point("save.sealed")
+    except BaseException:
+        stream.drain()
+        sink.abort()
+        raise
+    entry = SegmentEntry(draft.segment, term, size, len(header), hashing.header_hash(header))
+    parts = [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
+    state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
+    return WrittenState((entry,), state, nbytes, len(plans))
+
+
+# -- choosing
+
+
+def _choose_all(
+    flat: FlatState, base: Base | None, gap: int, choices: Choices, encoders: ThreadPoolExecutor
+) -> list[_Plan]:
+    masters = _masters(flat)
+    waiting: list[Future[_Plan]] = []
+    for name, source in flat.tensors.items():
+        spec = TensorSpec(name, source.dtype, tuple(source.shape))
+        based = base is not None and base.spec(name) == (spec.dtype, spec.shape)
+        waiting.append(encoders.submit(_choose, spec, source, base if based else None, gap, choices, masters, flat))
+    return [future.result() for future in waiting]
+
+
+def _choose(
+    spec: TensorSpec,
+    source: TensorSource,
+    base: Base | None,
+    gap: int,
+    choices: Choices,
+    masters: Mapping[tuple[int, ...], Sequence[str]],
+    flat: FlatState,
+) -> _Plan:
+    apart = gap if base is not None else 0
+    known = choices.known(spec.name, apart)
+    if known is not None and (known[1] is None or known[1] in flat.tensors):
+        return _Plan(spec, source, known[0], base is not None, known[1])
+    master = _master_for(spec, source, masters, flat)
+    samples = [
+        Sample(
+            _range(source, start, stop - start),
+            None if base is None else base.read(spec.name, start, stop - start),
+            None if master is None else _range(flat.tensors[master], 2 * start, 2 * (stop - start)),
+        )
+        for start, stop in codecs.sample_ranges(spec.nbytes)
+    ]
+    choice = codecs.choose(spec.dtype, samples, choices.policy)
+    derived = master if choice.name == "derive" else None
+    choices.learn(spec.name, apart, choice, derived)
+    return _Plan(spec, source, choice, base is not None, derived)
+
+
+def _masters(flat: FlatState) -> dict[tuple[int, ...], list[str]]:
+    """Names of fp32 tensors by shape, where some half-width tensor has that shape, too."""
+    halves = {tuple(source.shape) for source in flat.tensors.values() if source.dtype in ("BF16", "F16")}
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, source in flat.tensors.items():
+        if source.dtype == "F32" and tuple(source.shape) in halves:
+            found.setdefault(tuple(source.shape), []).append(name)
+    return found
+
+
+def _master_for(
+    spec: TensorSpec, source: TensorSource, masters: Mapping[tuple[int, ...], Sequence[str]], flat: FlatState
+) -> str | None:
+    """The fp32 tensor whose first numbers, rounded, are those of `source`; a zero tensor proves nothing."""
+    if spec.dtype not in ("BF16", "F16") or not spec.nbytes:
+        return None
+    count = min(_ELEMENTS, spec.nbytes // 2)
+    half = _range(source, 0, 2 * count)
+    if not half.any():
+        return None
+    codec = codecs.codec("derive", {"to": spec.dtype})
+    for name in masters.get(spec.shape, ()):
+        if not len(codecs.encode(codec, half, _range(flat.tensors[name], 0, 4 * count))):
+            return name
+    return None
+
+
+# -- coding
+
+
+def _code_all(
+    plans: Sequence[_Plan], flat: FlatState, base: Base | None, encoders: ThreadPoolExecutor, threads: int
+) -> Iterator[_Coded]:
+    """Coded chunks in order; at most `threads` + 1 groups of chunks are under way."""
+    window: deque[Future[list[_Coded]]] = deque()
+    for group in _groups(plans):
+        window.append(encoders.submit(_code, group, flat, base))
+        if len(window) > threads:
+            yield from window.popleft().result()
+    while window:
+        yield from window.popleft().result()
+
+
+def _groups(plans: Sequence[_Plan]) -> Iterator[list[tuple[_Plan, int, int]]]:
+    group: list[tuple[_Plan, int, int]] = []
+    filled = 0
+    for plan in plans:
+        for start, length in chunk_extents(plan.spec.nbytes):
+            if group and filled + length > _JOB_BYTES:
+                yield group
+                group, filled = [], 0
+            group.append((plan, start, length))
+            filled += length
+    if group:
+        yield group
+
+
+def _code(group: Sequence[tuple[_Plan, int, int]], flat: FlatState, base: Base | None) -> list[_Coded]:
+    coded = []
+    for plan, start, length in group:
+        image = _range(plan.source, start, length)
+        codec = plan.choice.codec
+        reference: Bytes | None = None
+        if codec.base_ratio == 1:
+            assert base is not None
+            reference = base.read(plan.spec.name, start, length)
+        elif codec.base_ratio == 2:
+            assert plan.master is not None
+            reference = _range(flat.tensors[plan.master], 2 * start, 2 * length)
+        payload = image if codec.name == "raw" else codecs.encode(codec, image, reference, level=plan.choice.level)
+        coded.append(_Coded(payload, length, hashing.chunk_hash(image.data)))
+    return coded
+
+
+def _range(source: TensorSource, start: int, length: int) -> Bytes:
+    """Bytes of a tensor: its own memory where that is possible."""
+    view = source.view()
+    if view is not None:
+        return view[start : start + length]
+    out = np.empty(length, np.uint8)
+    source.read(start, out)
+    return out

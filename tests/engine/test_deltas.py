@@ -1,0 +1,219 @@
+"""Delta chains: every checkpoint restores bit for bit, through any chain, form and interval."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.deltas import DeltaOptions
+from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
+from ckptstore.intervals import RestoreBound
+from tests.engine.states import every_dtype, same
+
+
+def trajectory(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """States of a mixed-precision run: fp32 masters, their bf16 copies, moments, tiny and constant tensors."""
+    rng = torch.Generator().manual_seed(seed)
+    weights = {f"layer{n}.weight": torch.randn(300 + n, 70, generator=rng) * 0.02 for n in range(3)}
+    moments = {name: torch.randn(w.shape, generator=rng) * 1e-3 for name, w in weights.items()}
+    states = []
+    for step in range(1, count + 1):
+        for name in weights:
+            moments[name] = moments[name] * 0.9 + torch.randn(weights[name].shape, generator=rng) * 1e-4
+            weights[name] = weights[name] - 1e-3 * moments[name]
+        states.append(
+            {
+                "model": {name: w.to(torch.bfloat16) for name, w in weights.items()},
+                "optimizer": {"master": dict(weights), "exp_avg": dict(moments), "step": torch.tensor(float(step))},
+                "rng": torch.randint(0, 256, (512,), dtype=torch.uint8, generator=rng),
+                "order": np.arange(step, dtype=np.int64),  # another shape every step: never a delta
+                "constant": torch.ones(2000),
+                "step": step,
+            }
+        )
+    return states
+
+
+def fill(url: str | Path, states: list[dict[str, Any]], options: Any, **writer: Any) -> ckptstore.Store:
+    store = ckptstore.open(url)
+    with store.writer(deltas=options, **writer) as opened:
+        for number, state in enumerate(states, 1):
+            if number % 2:
+                opened.save(state, step=number)
+            else:
+                opened.save_async(state, step=number)
+    return store
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "auto",
+        1,
+        3,
+        DeltaOptions(interval=3, form="paper"),
+        DeltaOptions(interval=2, policy=SMALL_POLICY, compress_fulls=True),
+        DeltaOptions(interval=2, policy=PAPER_POLICY),
+        DeltaOptions(interval=2, memory=0),
+        DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=4)),
+    ],
+    ids=["auto", "T=1", "T=3", "paper", "small", "paper-codecs", "no-memory", "depth-4"],
+)
+def test_every_checkpoint_comes_back(tmp_path: Path, options: Any) -> None:
+    states = trajectory(11)
+    store = fill(tmp_path / "store", states, options)
+    infos = store.checkpoints()
+    assert [info.kind for info in infos].count("delta") >= 7
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+    assert ckptstore.verify(store).ok
+    deltas = [info.stored / info.nbytes for info in infos if info.kind == "delta"]
+    assert max(deltas) < 0.85
+
+
+def test_every_dtype_as_a_delta() -> None:
+    states = [every_dtype(), every_dtype()]
+    for tensor in states[1].values():
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 3:
+            tensor.view(-1) if tensor.is_contiguous() else tensor
+            flat = tensor.reshape(-1)
+            flat[0] = flat[2]
+    store = fill(f"memory://{uuid.uuid4().hex}", states, 1)
+    assert store.checkpoint(2).kind == "delta"
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+
+
+def test_the_bf16_copy_of_a_master_costs_nothing(tmp_path: Path) -> None:
+    store = fill(tmp_path / "store", trajectory(3), 1)
+    entries = store.tensors(3)
+    copies = [entry for name, entry in entries.items() if name.startswith("model.")]
+    assert {entry.codec for entry in copies} == {"derive"}
+    assert sum(entry.stored for entry in copies) == 0
+    only = store.load(3, select="model.*")  # the master is read for it, and not returned
+    same(trajectory(3)[2]["model"], only["model"])
+    assert only["optimizer"]["master"] == {}
+
+
+def test_in_place_and_partial_restores_of_chains(tmp_path: Path) -> None:
+    states = trajectory(6)
+    store = fill(tmp_path / "store", states, 1)
+    target = trajectory(1, seed=9)[0]
+    target["order"] = np.zeros(6, dtype=np.int64)
+    restored = store.load(6, into=target)
+    same(states[5], restored)
+    same(states[5]["optimizer"]["master"], target["optimizer"]["master"])
+    name = "optimizer.master.layer1.weight"
+    assert store.read_tensor(6, name).tobytes() == states[5]["optimizer"]["master"]["layer1.weight"].numpy().tobytes()
+    pieces = list(store.chunks(6, name))
+    assert pieces[0][0] == 0
+    with pytest.raises(ckptstore.UsageError, match="uncompressed full"):
+        store.load(6, mmap=True)
+
+
+def test_a_resumed_term_begins_with_a_full_and_a_fork_restores(tmp_path: Path) -> None:
+    states = trajectory(8)
+    fill(tmp_path / "store", states[:4], 1)
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(parent="2", deltas=1) as writer:
+        for step in (3, 4):
+            writer.save(states[step + 2], step=step)
+    assert [info.kind for info in store.checkpoints()][4:] == ["full", "delta"]
+    same(states[3], store.load("4@1"))
+    same(states[6], store.load("4@2"))
+
+
+def test_a_damaged_base_names_what_is_left(tmp_path: Path) -> None:
+    states = trajectory(9)
+    options = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=3))
+    store = fill(tmp_path / "store", states, options)
+    kinds = {info.step: info.kind for info in store.checkpoints()}
+    assert [step for step, kind in kinds.items() if kind == "full"] == [1, 5, 9]
+    second = tmp_path / "store" / store.describe(2)[-1][0].key
+    data = bytearray(second.read_bytes())
+    data[6000] ^= 16
+    second.write_bytes(data)
+    report = ckptstore.verify(store)
+    assert report.lost == ("2@1", "3@1", "4@1")
+    assert report.damage[0].checkpoints == ("2@1", "3@1", "4@1")
+    for step in (2, 3, 4):
+        with pytest.raises(ckptstore.CorruptSegmentError, match=second.name):
+            store.load(step)
+    for step in (1, 5, 9):
+        same(states[step - 1], store.load(step))
+
+
+def test_wrong_bases_are_noticed(tmp_path: Path) -> None:
+    """The result is compared with what was saved, not only the stored bytes."""
+    states = trajectory(2)
+    store = fill(tmp_path / "store", states, 1)
+    from ckptstore import chains
+
+    original = chains._payload
+    try:
+        chains._payload = lambda layer, index, scratch, verify: (
+            original(layer, index, scratch, verify)
+            ^ (  # type: ignore[assignment]
+                1 if layer.tensor.codec == "raw" else 0
+            )
+        )
+        with pytest.raises(ckptstore.CorruptSegmentError, match="other bytes than were saved"):
+            store.load(2)
+    finally:
+        chains._payload = original
+
+
+def test_a_failed_save_breaks_no_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.backends.directio import FileSink
+
+    states = trajectory(6)
+    store = ckptstore.open(tmp_path / "store")
+    original = FileSink.seal
+    with store.writer(deltas=2) as writer:
+        for step, state in enumerate(states, 1):
+            if step in (3, 4):
+
+                def full(self: FileSink, size: int) -> None:
+                    raise ckptstore.StorageError(28, "no space")
+
+                monkeypatch.setattr(FileSink, "seal", full)
+                with pytest.raises(ckptstore.StorageError):
+                    writer.save(state, step=step)
+                monkeypatch.setattr(FileSink, "seal", original)
+            else:
+                writer.save(state, step=step)
+    assert [info.step for info in store.checkpoints()] == [1, 2, 5, 6]
+    for info in store.checkpoints():
+        same(states[info.step - 1], store.load(info.step))
+    assert ckptstore.verify(store).ok
+
+
+def test_tensors_may_come_go_and_change(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = [
+        {"a": torch.randn(5000), "b": torch.randn(100)},
+        {"a": torch.randn(5001), "c": torch.randn(100)},
+        {"a": torch.randn(5001), "b": torch.randn(100), "c": torch.randn(100, dtype=torch.float64)},
+        {"only": "text"},
+        {"a": torch.randn(5001)},
+    ]
+    store = fill(tmp_path / "store", states, 1)
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+
+
+def test_long_chains(tmp_path: Path) -> None:
+    weight = torch.zeros(50)
+    states = []
+    for step in range(120):
+        weight = weight.clone()
+        weight[step % 50] += 1
+        states.append({"w": weight, "s": step})
+    store = fill(tmp_path / "store", states, DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100)))
+    same(states[99], store.load(100))
+    same(states[119], store.load(120))
