@@ -1,0 +1,192 @@
+"""The benchmarks: a very small run of each, and the measuring parts they rest on."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from tools.bench import commands, markdown, pagecache, report, save_load
+from tools.bench.machine import filesystem_type
+from tools.bench.measure import Ballast, Measurement
+from tools.bench.rounds import CASES
+
+
+def run(command: click.Command, *arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments, catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_a_small_comparison_is_complete_and_every_loaded_bit_is_right(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    # Workers compare what they load with the seed: a wrong bit would be a failed case, and the exit code 1.
+    only = ["save/ckptstore", "save/safetensors", "warm/ckptstore", "warm/raw-buffered"]
+    on_disk = filesystem_type(tmp_path) != "tmpfs"  # whose pages never leave memory
+    only += ["cold/ckptstore"] if on_disk else []
+    arguments = [argument for name in only for argument in ("--only", name)]
+    result = run(save_load.main, "--size", "4MB", "--rounds", "1", "--out", str(tmp_path), "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document == json.loads((tmp_path / "save_load.json").read_text())
+    assert {f"{entry['phase']}/{entry['method']}" for entry in document["results"]} == set(only)
+    for entry in document["results"]:
+        assert len(entry["samples"]) == 1
+        assert entry["median"]["seconds"] > 0
+        if entry["phase"] != "save":
+            assert 3_500_000 < entry["median"]["file_bytes"] < 5_500_000
+    assert document["machine"]["versions"]["safetensors"]
+    text = "\n".join(markdown.tables(document))
+    assert "### Save\n" in text
+    assert "| safetensors + fsync |" in text
+    assert (tmp_path / "save_load.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["save_load.json", "save_load.png"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_is_reported_and_the_run_exits_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "safetensors").mkdir()
+    (tmp_path / "safetensors" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
+    arguments = ["--only", "save/safetensors", "--only", "warm/safe-open", "--only", "save/raw-buffered"]
+    result = run(save_load.main, "--size", "4MB", "--rounds", "1", "--out", str(tmp_path), "--json", *arguments)
+    assert result.exit_code == 1
+    entries = {f"{entry['phase']}/{entry['method']}": entry for entry in json.loads(result.stdout)["results"]}
+    assert "broken on purpose" in entries["save/safetensors"]["error"]
+    assert "nothing to load" in entries["warm/safe-open"]["error"]
+    assert entries["save/raw-buffered"]["samples"]
+
+
+def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tools.bench import loaders, savers, state, worker
+
+    nbytes, seed = 60_000, 1
+    savers.RUN["safetensors"](state.build(nbytes, seed), tmp_path, Measurement())
+    expected = state.expected_hashes(nbytes, seed)
+    origin = loaders.Origin(tmp_path, nbytes, seed)
+    loaded = loaders.RUN["safe-open"](origin)
+    worker.compare(loaders.touch(loaded.tensors, 2), loaded.small, expected, seed)
+    path = tmp_path / "state.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    loaded = loaders.RUN["safe-open"](origin)
+    with pytest.raises(RuntimeError, match="1 tensors differ"):
+        worker.compare(loaders.touch(loaded.tensors, 2), loaded.small, expected, seed)
+
+
+DCP = pytest.param("dcp", marks=pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"))
+
+
+@pytest.mark.parametrize("method", ["torch", DCP, "raw-buffered", "ckptstore"])
+def test_every_format_gives_back_what_it_was_given(tmp_path: Path, method: str) -> None:
+    pytest.importorskip("torch")
+    from tools.bench import loaders, savers, state, worker
+
+    nbytes, seed = 60_000, 2
+    savers.RUN[method](state.build(nbytes, seed), tmp_path, Measurement())
+    loaded = loaders.RUN[method](loaders.Origin(tmp_path, nbytes, seed))
+    worker.compare(loaders.touch(loaded.tensors, 1), loaded.small, state.expected_hashes(nbytes, seed), seed)
+
+
+@pytest.mark.parametrize("nbytes", [4_000_000, 500_000_000])
+def test_the_state_has_the_size_that_was_asked_for(nbytes: int) -> None:
+    pytest.importorskip("torch")
+    from tools.bench.state import BYTES_PER_PARAMETER, parameter_shapes
+
+    parameters = 0
+    for shape in parameter_shapes(nbytes).values():
+        product = 1
+        for length in shape:
+            product *= length
+        parameters += product
+    assert parameters * BYTES_PER_PARAMETER == pytest.approx(nbytes, rel=0.05)
+
+
+def test_dropped_files_leave_the_page_cache_and_warmed_ones_fill_it(tmp_path: Path) -> None:
+    if filesystem_type(tmp_path) == "tmpfs":
+        pytest.skip("tmpfs is the page cache")
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 1_000_000)
+    pages = -(-1_000_000 // mmap.PAGESIZE)
+    pagecache.warm(tmp_path)
+    assert pagecache.resident_pages(tmp_path) == (pages, pages)
+    pagecache.drop(tmp_path)
+    assert pagecache.resident_pages(tmp_path) == (0, pages)
+
+
+def test_pages_that_somebody_maps_are_not_passed_off_as_cold(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100_000)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        assert mapping[50_000] == ord("x")
+        with pytest.raises(RuntimeError, match="stayed in the page cache"):
+            pagecache.drop(path)
+
+
+def test_a_measurement_sees_time_processor_and_memory() -> None:
+    with Measurement() as measurement:
+        memory = bytearray(b"x") * 50_000_000
+        measurement.mark("filled")
+    assert len(memory) == 50_000_000
+    assert 0 < measurement.marks["filled"] <= measurement.seconds
+    assert measurement.cpu_seconds > 0
+    assert 45_000_000 < measurement.peak_rss < 120_000_000
+    assert measurement.as_dict()["filled_s"] == measurement.marks["filled"]
+
+
+def test_ballast_holds_and_releases() -> None:
+    ballast = Ballast(1 << 20)
+    for _ in range(2):
+        ballast.hold()
+        ballast.release()
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert save_load.parse_size("500MB") == 500_000_000
+    assert save_load.parse_size("1.5 GiB") == 3 << 29
+    assert save_load.parse_size("4096") == 4096
+    with pytest.raises(click.BadParameter, match="not a size"):
+        save_load.parse_size("much")
+
+
+def test_an_unknown_case_is_refused_with_the_list_of_cases(tmp_path: Path) -> None:
+    result = run(save_load.main, "--only", "save/nothing", "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "nothing matches" in result.output
+    assert CASES[0].name in result.output
+
+
+def test_ratios_are_taken_to_the_fastest_raw_transfer_and_to_safetensors() -> None:
+    def row(method: str, seconds: list[float], *, is_limit: bool = False) -> report.Row:
+        return report.Row("save", method, method, tuple({"seconds": value} for value in seconds), is_limit=is_limit)
+
+    rows = [
+        row("raw-a", [1.0, 3.0, 2.0], is_limit=True),
+        row("raw-b", [4.0], is_limit=True),
+        row("safetensors", [4.0, 4.0]),
+        row("ckptstore", [3.0, 5.0, 3.0]),
+        report.Row("save", "torch", "torch", (), error="it broke"),
+    ]
+    entries = {str(entry["method"]): entry for entry in report.as_json(rows)}
+    assert entries["ckptstore"]["over_raw"] == 1.5
+    assert entries["ckptstore"]["over_safetensors"] == 0.75
+    assert entries["torch"]["error"] == "it broke"
+    assert report.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_command_writes_its_report(tmp_path: Path) -> None:
+    arguments = ["--runs", "1", "--checkpoints", "20", "--age", "5", "--age", "150", "--out", str(tmp_path), "--json"]
+    result = run(commands.main, *arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [entry["commits"] for entry in document["opening"]] == [5, 150]
+    assert all(entry["objects"] > 0 for entry in document["opening"])
+    assert document["help_over_imports"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["commands.json"]

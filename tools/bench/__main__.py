@@ -1,0 +1,5 @@
+"""``python -m tools.bench``: the comparison of saving and loading (`save_load`)."""
+
+from tools.bench.save_load import main
+
+main()
