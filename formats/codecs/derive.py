@@ -1,0 +1,74 @@
+"""``derive``: a bf16 or fp16 tensor that is the rounded copy of an fp32 master. It costs nothing.
+
+Mixed-precision training keeps both. The decoder rounds the master again (to nearest, ties to even, in integers,
+so that no processor mode matters) and adds what is stored of the difference: nothing at all where the encoder
+found the copy exact, otherwise the exceptions, coded as ``diff`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ckptstore.formats.codecs import kernels
+from ckptstore.formats.codecs.blocks import read_group, write_group
+from ckptstore.formats.codecs.codec import Fields
+from ckptstore.formats.codecs.kernels import Bytes, Words
+from ckptstore.formats.codecs.plain import tiles, words_of, write_tail
+from ckptstore.formats.codecs.planecoder import Cursor
+
+_ROUND: dict[str, Callable[[Words, Words], None]] = {"BF16": kernels.to_bfloat16, "F16": kernels.to_float16}
+TARGETS = tuple(_ROUND)
+
+
+@dataclass(frozen=True, slots=True)
+class Derive:
+    """The base is an fp32 tensor of the same shape, twice as long; ``to`` is what its words are rounded to."""
+
+    to: str
+    name: ClassVar[str] = "derive"
+    base_ratio: ClassVar[int] = 2
+    word: ClassVar[int] = 2
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """See `Codec.params`."""
+        return {"to": self.to}
+
+    @staticmethod
+    def parse(params: Mapping[str, Any]) -> Derive:
+        """The codec of JSON parameters. Raises ``FormatError``."""
+        fields = Fields(Derive.name, params)
+        codec = Derive(fields.choice("to", "", TARGETS))
+        fields.finish()
+        return codec
+
+    def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
+        """See `Codec.write`."""
+        words, tail = words_of(block, 2)
+        master, _ = words_of(base, 4)
+        delta = kernels.scratch("mapped", len(words), 2)
+        for tile in tiles(len(words), 4):
+            rounded = self._rounded(master[tile])
+            kernels.difference(words[tile], rounded, delta[tile])
+        return write_tail(tail, out, write_group(delta, out, at, level) if len(words) else at)
+
+    def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
+        """See `Codec.read`."""
+        words, tail = words_of(out, 2)
+        master, _ = words_of(base, 4)
+        for tile in tiles(len(words), 4):
+            np.copyto(words[tile], self._rounded(master[tile]))
+        group = read_group(cursor, len(words), 2, folded=True) if len(words) else None
+        if group is not None:
+            for tile, delta in group:
+                np.add(words[tile], delta, out=words[tile])
+        tail[:] = cursor.take(len(tail))
+
+    def _rounded(self, master: Words) -> Words:
+        rounded = kernels.scratch("rounded", len(master), 2)
+        _ROUND[self.to](master, rounded)
+        return rounded

@@ -1,0 +1,123 @@
+"""Codecs without a base: ``raw`` and ``planes``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ckptstore.formats.codecs import kernels
+from ckptstore.formats.codecs.blocks import read_group, write_group
+from ckptstore.formats.codecs.codec import Fields
+from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
+from ckptstore.formats.codecs.planecoder import Cursor
+
+WORD_SIZES = (1, 2, 4, 8)
+MAPS = ("none", "rotate", "fold")
+_FORWARD: dict[str, Callable[[Words, Words], None]] = {"rotate": kernels.rotate_left, "fold": kernels.fold}
+_BACKWARD: dict[str, Callable[[Words, Words], None]] = {"rotate": kernels.rotate_right, "fold": kernels.unfold}
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """The bytes themselves."""
+
+    name: ClassVar[str] = "raw"
+    base_ratio: ClassVar[int] = 0
+    word: ClassVar[int] = 1
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """See `Codec.params`."""
+        return {}
+
+    @staticmethod
+    def parse(params: Mapping[str, Any]) -> Raw:
+        """The codec of JSON parameters (there are none). Raises ``FormatError``."""
+        Fields(Raw.name, params).finish()
+        return Raw()
+
+    def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
+        """See `Codec.write`."""
+        del base, level
+        out[at : at + len(block)] = block
+        return at + len(block)
+
+    def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
+        """See `Codec.read`."""
+        del base
+        out[:] = cursor.take(len(out))
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Byte planes of the numbers themselves.
+
+    ``word`` is the size of one number in bytes (of a complex number's real part). ``map`` says what is done to it
+    first: ``rotate`` moves a float's sign below its lowest bit, so that the exponent fills the top plane; ``fold``
+    (zigzag) makes small negative integers small; ``none`` suits unsigned integers and floats that are all positive.
+    """
+
+    word: int
+    map: str = "none"
+    name: ClassVar[str] = "planes"
+    base_ratio: ClassVar[int] = 0
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """See `Codec.params`."""
+        return {"word": self.word} | ({} if self.map == "none" else {"map": self.map})
+
+    @staticmethod
+    def parse(params: Mapping[str, Any]) -> Planes:
+        """The codec of JSON parameters. Raises ``FormatError``."""
+        fields = Fields(Planes.name, params)
+        codec = Planes(fields.integer("word", None, WORD_SIZES), fields.choice("map", "none", MAPS))
+        fields.finish()
+        return codec
+
+    def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
+        """See `Codec.write`."""
+        del base
+        words, tail = words_of(block, self.word)
+        mapped = words
+        if self.map != "none":
+            mapped = kernels.scratch("mapped", len(words), self.word)
+            for tile in tiles(len(words), self.word):
+                _FORWARD[self.map](words[tile], mapped[tile])
+        return write_tail(tail, out, write_group(mapped, out, at, level) if len(words) else at)
+
+    def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
+        """See `Codec.read`."""
+        del base
+        words, tail = words_of(out, self.word)
+        group = read_group(cursor, len(words), self.word) if len(words) else None
+        if group is None:
+            words.fill(0)
+        else:
+            for tile, merged in group:
+                if self.map == "none":
+                    np.copyto(words[tile], merged)
+                else:
+                    _BACKWARD[self.map](merged, words[tile])
+        tail[:] = cursor.take(len(tail))
+
+
+def words_of(block: Bytes, word: int) -> tuple[Words, Bytes]:
+    """The block's whole words, and the bytes left over (of a pooled or damaged tensor; usually none)."""
+    whole = len(block) // word * word
+    return block[:whole].view(WORDS[word]), block[whole:]
+
+
+def write_tail(tail: Bytes, out: Bytes, at: int) -> int:
+    """Store the bytes that make no whole word as they are."""
+    out[at : at + len(tail)] = tail
+    return at + len(tail)
+
+
+def tiles(count: int, word: int) -> list[slice]:
+    """Runs of words that stay in a core's cache."""
+    step = kernels.TILE // word
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

@@ -1,0 +1,294 @@
+"""One plane of bytes <-> a *piece*: the entropy coder under every codec.
+
+A piece is one mode byte and a body; the number of values is known to whoever reads it, so a piece is
+self-delimiting and no length is ever trusted::
+
+    RAW     the values
+    FILL    one byte: every value
+    ZSTD    u32 length, then one zstd frame that declares the exact content size
+    SPARSE  zeros, and exceptions
+    PACK1   piece of the packed bytes: values below 2**b (b = 1, 2, 4 bits), 8/b to a byte, lowest first,
+    PACK2     0 for every greater value; then the greater values as exceptions
+    PACK4
+
+    exceptions  u32 number of steps, u32 number of exceptions, piece of the steps, piece of the values less 2**b
+                (SPARSE: less 1). A step s < 255 passes s values over and meets an exception; 255 passes over 255.
+
+The zstd frames are made with parameters that leave almost only its Huffman coder: on byte planes of numbers
+matches do not exist, and looking for them costs nine tenths of the time. Huffman codes spend at least one bit
+a value; packing several small values into one symbol is what brings skewed planes down to their entropy, and
+packing nests, at most ``DEPTH`` deep. Exceptions have positions of their own rather than an escape among the packed
+values, because finding escapes in a plane costs more than everything else; the information is the same.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ckptstore.formats.codecs import kernels
+from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.errors import CorruptSegmentError
+
+RAW, FILL, ZSTD, SPARSE, PACK1, PACK2, PACK4 = range(7)
+DEPTH = 3
+FAST, THRIFTY = 0, 1
+SAMPLE = 4096
+_INCOMPRESSIBLE = 7.88  # bits per value of a sample; below it coding gains at least 1 %
+_PIECES = 8
+_SMALL = 48
+SAMPLED = 512
+_FRAME_WINDOW = 1 << 20
+_local = threading.local()
+_N_LOG_N = np.concatenate([np.zeros(1), np.arange(1, SAMPLE + 1) * np.log2(np.arange(1, SAMPLE + 1))])
+_length = struct.Struct("<I")
+_counts = struct.Struct("<II")
+_BITS = {SPARSE: 0, PACK1: 1, PACK2: 2, PACK4: 4}
+
+# What zstd does when all that counts is its literal coder. target_length > 0 would turn literal coding off;
+# smaller windows make more blocks, each with a table of its own.
+_HUFFMAN = zstandard.ZstdCompressionParameters(
+    window_log=17,
+    chain_log=6,
+    hash_log=6,
+    search_log=1,
+    min_match=7,
+    target_length=0,
+    strategy=zstandard.STRATEGY_FAST,
+    write_content_size=True,
+)
+
+
+class Cursor:
+    """A bounds-checked reader of a payload. Every ``take`` beyond the end raises ``CorruptSegmentError``."""
+
+    __slots__ = ("data", "position")
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.position = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes not yet taken."""
+        return len(self.data) - self.position
+
+    def take(self, count: int) -> Bytes:
+        """The next ``count`` bytes, as a view."""
+        if count > self.left:
+            raise CorruptSegmentError(f"payload ends early: {count} bytes wanted at {self.position}, {self.left} left")
+        self.position += count
+        return self.data[self.position - count : self.position]
+
+    def byte(self) -> int:
+        """The next byte."""
+        return int(self.take(1)[0])
+
+    def length(self) -> int:
+        """The next four bytes, as a little-endian number."""
+        return int(_length.unpack(self.take(4).data)[0])
+
+
+# ---------------------------------------------------------------------------------------------------- choosing
+
+
+def sample(values: Bytes, count: int = SAMPLE) -> Bytes:
+    """``count`` values in eight equal runs spread over the plane (all of it, if it is not larger)."""
+    if len(values) <= count:
+        return values
+    run, stride = count // _PIECES, len(values) // _PIECES
+    return values[: stride * _PIECES].reshape(_PIECES, stride)[:, :run].reshape(-1)
+
+
+def _frame_cost(counts: npt.NDArray[np.intp]) -> float:
+    """Bits that a zstd frame is expected to spend on the values of a histogram of at most ``SAMPLE``.
+
+    A Huffman code spends one bit a value at least, however skewed they are; and where one value takes more than a
+    quarter, zstd finds short matches in its runs that cost up to a third of a bit more than the codes would. Very
+    long runs make up for that: some 22 bits for each value that ends one (all of this is measured, not derived).
+    """
+    total, top = int(counts.sum()), int(counts.max())
+    information = float(_N_LOG_N.take(counts).sum())
+    matches = 0.33 * total * min(1.0, max(0.0, 5 * (top / total - 0.27)))
+    if 5 * top <= 2 * total:
+        return float(_N_LOG_N[total]) - information + matches
+    rest = total - top
+    codes = total + float(_N_LOG_N[rest] - (information - _N_LOG_N[top])) + matches
+    return min(codes, 22.0 * rest)
+
+
+def _exceptions_cost(counts: npt.NDArray[np.intp], total: int) -> float:
+    """Bits that exceptions of this histogram cost among ``total`` values: where they are, and what."""
+    count = int(counts.sum())
+    positions = float(_N_LOG_N[total] - _N_LOG_N[count] - _N_LOG_N[total - count])
+    return 1.05 * positions + float(_N_LOG_N[count] - _N_LOG_N.take(counts).sum()) + 0.2 * count
+
+
+def choose_mode(values: Bytes, level: int = FAST, depth: int = 0) -> int:
+    """The mode expected to make the smallest piece of a plane, of which ``values`` are at most ``SAMPLE``.
+
+    At ``FAST`` a slower mode has to save a tenth of a bit per value, and more inside another packed plane.
+    """
+    counts = kernels.histogram(values)
+    total, top = len(values), int(counts.max())
+    if top == total:
+        return FILL
+    best, mode = _frame_cost(counts), ZSTD
+    if best > _INCOMPRESSIBLE * total:
+        return RAW
+    if 20 * counts[0] > 19 * total:
+        return SPARSE
+    if 4 * counts[0] < total:
+        return ZSTD
+    worth = 0.1 * (1 + 2 * depth) * total if level == FAST else 0.005 * best
+    for packed_mode, bits in ((SPARSE, 0), (PACK1, 1), (PACK2, 2), (PACK4, 4)):
+        greater = counts[1 << bits :]
+        exceptions = int(greater.sum())
+        if 4 * exceptions > total or (level == FAST and (9 * exceptions > total or packed_mode == PACK1)):
+            continue
+        cost = _exceptions_cost(greater, total)
+        if bits:
+            packed = kernels.pack_small(np.where(values >> bits, np.uint8(0), values), bits)
+            cost += _frame_cost(kernels.histogram(packed))
+        if cost < best - worth:
+            best, mode = cost, packed_mode
+            if level == FAST:
+                break
+    return mode
+
+
+# ----------------------------------------------------------------------------------------------------- encoding
+
+
+def encode(values: Bytes, out: Bytes, at: int, mode: int | None = None, level: int = FAST, depth: int = 0) -> int:
+    """Write the piece of ``values`` to ``out[at:]``; returns where it ends, at most ``at + 1 + len(values)``.
+
+    ``mode`` is a choice already made from a sample; it is only a hint. ``level`` is ``FAST``, ``THRIFTY`` (the
+    smallest mode, even if slower) or 2 to 19: zstd's own level, for data with repetitions that no histogram shows.
+    """
+    count = len(values)
+    if mode is None:
+        mode = choose_mode(sample(values, SAMPLE >> min(2 * depth, 2)), level, depth) if count >= SAMPLED else ZSTD
+    if mode == FILL or count < SAMPLED:
+        if count and int(values.min()) == int(values.max()):
+            out[at], out[at + 1] = FILL, values[0]
+            return at + 2
+        mode = ZSTD
+    if mode >= SPARSE and depth < DEPTH and count >= _SMALL:
+        end = _encode_packed(values, out, at, mode, level, depth)
+        if end is not None:
+            return end
+        mode = ZSTD
+    if (mode == ZSTD or level > THRIFTY) and count >= _SMALL:
+        frame = _compressor(max(level, THRIFTY)).compress(values.data)
+        if len(frame) + 4 < count:
+            out[at] = ZSTD
+            _length.pack_into(out.data, at + 1, len(frame))
+            out[at + 5 : at + 5 + len(frame)] = np.frombuffer(frame, np.uint8)
+            return at + 5 + len(frame)
+    out[at] = RAW
+    out[at + 1 : at + 1 + count] = values
+    return at + 1 + count
+
+
+def _encode_packed(values: Bytes, out: Bytes, at: int, mode: int, level: int, depth: int) -> int | None:
+    """The packed or sparse form, or None where it might not be smaller than the values."""
+    bits = _BITS[mode]
+    where, steps = kernels.steps(values >= (1 << bits))
+    if 9 + -(-len(values) * bits // 8) + len(steps) + len(where) + 3 > len(values):
+        return None
+    out[at] = mode
+    at += 1
+    if bits:
+        small = kernels.scratch(f"small{depth}", len(values))
+        np.copyto(small, values)
+        small[where] = 0
+        at = encode(kernels.pack_small(small, bits), out, at, None, level, depth + 1)
+    _counts.pack_into(out.data, at, len(steps), len(where))
+    at = encode(steps, out, at + 8, ZSTD, level, depth + 1)
+    greater = values[where] - np.uint8(1 << bits)
+    return encode(greater, out, at, None if level and len(where) >= SAMPLE else ZSTD, level, depth + 1)
+
+
+def _compressor(level: int) -> zstandard.ZstdCompressor:
+    """This thread's compressor (they are not thread-safe, and cost 16 microseconds to make)."""
+    cache: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
+    if level not in cache:
+        cache[level] = zstandard.ZstdCompressor(
+            compression_params=_HUFFMAN if level <= THRIFTY else zstandard.ZstdCompressionParameters.from_level(level)
+        )
+    return cache[level]
+
+
+# ----------------------------------------------------------------------------------------------------- decoding
+
+
+def decode_sparse(cursor: Cursor, count: int) -> tuple[npt.NDArray[np.intp], Bytes] | None:
+    """Where a plane is not zero, ascending, and its values there, if its piece says just that; else None, and the
+    cursor stays where it is."""
+    if not cursor.left or cursor.data[cursor.position] != SPARSE:
+        return None
+    cursor.byte()
+    where, greater = _exceptions(cursor, count, "top", 0)
+    return where, greater + np.uint8(1)
+
+
+def decode(cursor: Cursor, count: int, role: str = "plane", depth: int = 0) -> Bytes:
+    """The ``count`` values of the piece at ``cursor``.
+
+    The result is a view of the payload, or scratch memory named by ``role`` that the next call with this role
+    overwrites. Raises ``CorruptSegmentError`` for anything that is not exactly such a piece; never allocates more
+    than a small multiple of ``count``.
+    """
+    mode = cursor.byte()
+    if mode == RAW:
+        return cursor.take(count)
+    if mode == ZSTD:
+        return _decode_frame(cursor.take(cursor.length()), count)
+    values = kernels.scratch(role, count)
+    if mode == FILL:
+        values.fill(cursor.byte())
+        return values
+    bits = _BITS.get(mode)
+    if bits is None or depth >= DEPTH:
+        raise CorruptSegmentError(f"unknown plane mode {mode} at byte {cursor.position - 1}, depth {depth}")
+    if bits:
+        kernels.unpack_small(decode(cursor, -(-count * bits // 8), f"{role}<", depth + 1), bits, values)
+    else:
+        values.fill(0)
+    where, greater = _exceptions(cursor, count, role, depth)
+    values[where] = greater + np.uint8(1 << bits)
+    return values
+
+
+def _exceptions(cursor: Cursor, count: int, role: str, depth: int) -> tuple[npt.NDArray[np.intp], Bytes]:
+    """Positions and values of the exceptions among ``count`` values; the positions ascend and are in range."""
+    step_count, exceptions = _counts.unpack(cursor.take(8).data)
+    if exceptions > count or step_count > exceptions + count // 255:
+        raise CorruptSegmentError(f"{exceptions} exceptions in {step_count} steps among {count} values")
+    where = kernels.positions_of_steps(decode(cursor, step_count, f"{role}+", depth + 1))
+    greater = decode(cursor, exceptions, f"{role}>", depth + 1)
+    if len(where) != exceptions or (exceptions and where[-1] >= count):
+        raise CorruptSegmentError(f"the steps to {exceptions} exceptions among {count} values do not fit")
+    return where, greater
+
+
+def _decode_frame(frame: Bytes, count: int) -> Bytes:
+    """Decompress a frame whose header must declare exactly ``count`` bytes, before anything is allocated for it."""
+    decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
+    if decompressor is None:
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_FRAME_WINDOW)
+    try:
+        parameters = zstandard.get_frame_parameters(frame.data)
+        if parameters.content_size != count or parameters.dict_id:
+            raise CorruptSegmentError(f"a zstd frame declares {parameters.content_size} bytes where {count} belong")
+        values = np.frombuffer(decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
+    except zstandard.ZstdError as error:
+        raise CorruptSegmentError(f"a zstd frame of {len(frame)} bytes does not decode: {error}") from error
+    if len(values) != count:
+        raise CorruptSegmentError(f"a zstd frame made {len(values)} bytes where {count} belong")
+    return values
