@@ -1,0 +1,150 @@
+"""What restoring a checkpoint will read and decode, encoding by encoding, and how long that should take here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptstore.chains import Chain
+from ckptstore.formats import codecs
+from ckptstore.formats.segment import RAW
+from ckptstore.loading import Opened, choose, opened
+from ckptstore.staging import aligned
+from ckptstore.store import Store
+
+__all__ = ["Explanation", "PlanStep", "Rates", "explain", "measure_rates"]
+
+_PROBE = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Speeds of this machine and medium, in bytes per second, all threads together.
+
+    Attributes:
+        read: of stored bytes, checksums included.
+        decode: of logical bytes, per layer of a chain.
+    """
+
+    read: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """One encoding of the plan.
+
+    Attributes:
+        ref: the checkpoint it leads to.
+        kind: ``full``, ``delta``, ...
+        base: REF it builds on, or None.
+        segments: keys of the objects read.
+        tensors: how many tensors it contributes to.
+        bytes_read: stored bytes of those tensors.
+        bytes_decoded: logical bytes decoded; 0 for uncompressed ones.
+        seconds: estimate.
+    """
+
+    ref: str
+    kind: str
+    base: str | None
+    segments: tuple[str, ...]
+    tensors: int
+    bytes_read: int
+    bytes_decoded: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A restore plan with costs.
+
+    Attributes:
+        ref: what is restored.
+        steps: base first.
+        nbytes: logical bytes of the result.
+        rates: what the estimates rest on.
+    """
+
+    ref: str
+    steps: tuple[PlanStep, ...]
+    nbytes: int
+    rates: Rates
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes to read, headers not counted."""
+        return sum(step.bytes_read for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Estimate for the whole restore: reading and decoding do not overlap in it."""
+        return sum(step.seconds for step in self.steps)
+
+
+def explain(store: Store, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> Explanation:
+    """How `ref` (or the tensors of it that `select` names) would be restored.
+
+    Raises:
+        as `Store.load`. Reads headers, and at most 16 MiB to measure the medium; no tensor is restored.
+    """
+    with opened(store, ref) as found:
+        chains = found.chains
+        chosen = [chains[name] for name in choose(chains, select, found.entry.ref)]
+        rates = measure_rates(found)
+        layers = _all_layers(chosen)
+        steps = []
+        for encoding in found.plan.encodings:
+            read = decoded = count = 0
+            for segment in encoding.segments:
+                reader = found.readers[segment]
+                for tensor in reader.doc.tensors.get(encoding.checkpoint[1], {}).values():
+                    if (id(reader), tensor.name) in layers:
+                        read += tensor.stored
+                        decoded += 0 if tensor.codec == RAW else tensor.nbytes
+                        count += 1
+            steps.append(
+                PlanStep(
+                    ref=f"{encoding.checkpoint[1]}@{encoding.checkpoint[0]}",
+                    kind=encoding.kind,
+                    base=None if encoding.base is None else encoding.base.ref,
+                    segments=tuple(found.readers[segment].entry.key for segment in encoding.segments),
+                    tensors=count,
+                    bytes_read=read,
+                    bytes_decoded=decoded,
+                    seconds=read / rates.read + decoded / rates.decode,
+                )
+            )
+        return Explanation(found.entry.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
+
+
+def _all_layers(chains: Sequence[Chain]) -> set[tuple[int, str]]:
+    """(segment, tensor) of every layer that restoring `chains` reads, masters of derived tensors included."""
+    found: set[tuple[int, str]] = set()
+    for chain in chains:
+        found |= {(id(layer.reader), layer.tensor.name) for layer in chain.layers}
+        if chain.master is not None:
+            found |= _all_layers([chain.master])
+    return found
+
+
+def measure_rates(found: Opened) -> Rates:
+    """Read up to 16 MiB of the plan's largest segment, and decode a made-up delta, against the clock."""
+    largest = max(found.readers.values(), key=lambda reader: reader.entry.size)
+    memory = aligned(min(_PROBE, largest.entry.size))
+    began = time.perf_counter()
+    largest.source.read_into(0, memory.data)
+    read = len(memory) / max(time.perf_counter() - began, 1e-6)
+    old = np.linspace(-0.1, 0.1, 1 << 18, dtype=np.float32)
+    new = old + np.sin(np.arange(1 << 18, dtype=np.float32)) * np.float32(1e-5)
+    codec = codecs.codec("diff", {"word": 4})
+    payload = codecs.encode(codec, new, old)
+    state = codecs.as_bytes(old).copy()
+    began = time.perf_counter()
+    codecs.fold([(codec, payload)], state)
+    decode = len(state) / max(time.perf_counter() - began, 1e-6)
+    return Rates(read, decode * min(4, os.cpu_count() or 1))
