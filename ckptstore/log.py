@@ -59,6 +59,9 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
     A refusal or an error says little: the answer to a create that took effect may be lost, and a store that repeats a
     request refuses its own success. So the object is read back, and what it holds decides.
 
+    What was only read back is visible, not yet durable (its folder's fsync may be what failed), so it is settled before
+    it is believed. If that fails it fails for good, and is not tried again.
+
     Raises:
         StorageError: still unknown after every try. The create may land at any later time.
     """
@@ -70,11 +73,16 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
         else:
             return True
         try:
-            return backend.get(key) == data
+            mine = backend.get(key) == data
         except KeyNotFoundError:
             pass  # absent: resend identical bytes
         except StorageError as error:
             doubt = error
+        else:
+            if mine:
+                # Prevents: an acknowledged slot that a power cut forgets, because its create failed after the link.
+                backend.settle(key[: key.rindex("/") + 1])
+            return mine
         if done < patience.tries:
             patience.pause(done)
     if isinstance(doubt, KeyExistsError):
@@ -120,6 +128,10 @@ def open_term(
                 f"{backend.url}: parent {chosen.ref} is not in the store, or cannot be restored"
             )
         crash_point("open.read")
+        if view.end:
+            # Prevents: a power cut that keeps this OPEN and loses a slot before it, which a writer killed between link
+            # and fsync left visible: a gap in the log, and a parent that is gone.
+            backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
         record = OpenRecord(catalog.term + 1, chosen, secrets.token_hex(16), time.time(), dict(info or {}))
         data = encode_open(record, seq=view.end, run=fmt.run)

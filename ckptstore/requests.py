@@ -231,6 +231,10 @@ def wait(
         view = read(backend, fmt, view)
         answer = outcome(view.catalog, request)
         left = None if timeout is None else begun + timeout - clock()
+        if answer.answer == "accepted":
+            # Prevents: telling the caller of a commit that a power cut takes back, because the writer was killed before
+            # it had made the slot durable that we have read.
+            backend.settle("log/")
         if answer.answer != "waiting" or (left is not None and left <= 0):
             return answer
         sleep(poll if left is None else min(poll, left))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats.errors import CkptError
 from tools.crash import faults
+from tools.crash.disk import SyncFailed
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import Fault, FaultyPosix
 from tools.crash.recording import RecordingPosix
@@ -66,7 +67,7 @@ class Sweep:
 
 
 def inject(*chosen: Fault, cuts: int = 0, seed: int = 0) -> tuple[str | None, int, int]:
-    """One life with faults, then a check by a healthy process, and of up to `cuts` states of a crash at its end.
+    """One life with faults, then a check by a healthy process, and of up to `cuts` states of a crash from the fault on.
 
     Returns:
         the class of the error that surfaced, or None; crash states checked; checkpoints restored.
@@ -87,8 +88,12 @@ def inject(*chosen: Fault, cuts: int = 0, seed: int = 0) -> tuple[str | None, in
     except CkptError as error:
         surfaced = type(error).__name__
     # What is seen without a power cut is judged first, on a copy, because the check writes.
+    # Of each cut only the states that lose the most: what counts is that the cuts reach past what was acknowledged
+    # after the fault.
     states = restored = 0
-    for state in itertools.islice(crash_states(disk, limit=max(1, cuts), seed=seed), cuts):
+    failed = (at for at, operation in enumerate(disk.history) if isinstance(operation, SyncFailed))
+    begin = next(failed, max(0, len(disk.history) - cuts))
+    for state in itertools.islice(crash_states(disk, limit=3, seed=seed, begin=begin), cuts):
         restored += check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
         states += 1
     restored += check(LocalBackend("/store", disk), promised)

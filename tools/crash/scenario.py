@@ -21,7 +21,7 @@ from ckptstore.formats.texts import encode_format
 from ckptstore.store import Store
 from ckptstore.verification import verify
 
-__all__ = ["Violation", "check", "live", "state_of"]
+__all__ = ["Violation", "check", "create", "live", "state_of"]
 
 ANCHOR_EVERY = 4
 """Instead of 1024: slots become deletable within a short life."""
@@ -48,11 +48,8 @@ def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 
     Args:
         acknowledge: called with a REF as soon as the store has promised that checkpoint.
     """
+    create(backend)
     store = Store(backend)
-    try:
-        store.format  # noqa: B018  # the property reads the file
-    except StoreNotFoundError:
-        backend.create(FORMAT_KEY, encode_format(FormatFile(uuid.uuid4().hex, anchor_every=ANCHOR_EVERY)))
     for _ in range(rounds):
         first = _term(store, acknowledge, parent="latest", saves=4)
         _maintain(store)
@@ -61,6 +58,14 @@ def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 
         store.load(first, framework="numpy")
         _term(store, acknowledge, parent=first, saves=2)  # goes back: a fork
         _maintain(store)
+
+
+def create(backend: Backend) -> None:
+    """Create the store if there is none, with anchors so close that slots become deletable within a short life."""
+    try:
+        Store(backend).format  # noqa: B018  # the property reads the file
+    except StoreNotFoundError:
+        backend.create(FORMAT_KEY, encode_format(FormatFile(uuid.uuid4().hex, anchor_every=ANCHOR_EVERY)))
 
 
 def _term(store: Store, acknowledge: Callable[[str], None], *, parent: str, saves: int) -> str:

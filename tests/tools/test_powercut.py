@@ -1,0 +1,180 @@
+"""Power cuts: real ones on loop devices where that is possible, and what only enumeration can show."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptstore import requests
+from ckptstore.backends.local import LocalBackend
+from ckptstore.formats.errors import CommitUnknownError, StorageError
+from ckptstore.log import open_term, read
+from ckptstore.store import Store
+from tools.crash import faults, killcuts, states
+from tools.crash.enumerate import crash_states
+from tools.crash.faults import FaultyPosix
+from tools.crash.forgetful import SITES, ForgetfulBackend, site_of
+from tools.crash.killcuts import LINKS, Killed, MortalPosix
+from tools.crash.powercut import HIDDEN, hidden
+from tools.crash.powercut_rig import FILE_SYSTEMS, obstacle
+from tools.crash.recording import RecordingPosix
+from tools.crash.scenario import Violation, check, create, live, state_of
+
+pytestmark = pytest.mark.slow
+
+
+def powercut(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.crash.powercut", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.root
+def test_real_power_cuts_lose_nothing_acknowledged(tmp_path: Path) -> None:
+    if (why := obstacle("ext4")) is not None:
+        pytest.skip(why)
+    said = powercut("--on", "ext4", "--cuts", "6", "--controls", "0", "--dir", str(tmp_path))
+    assert "6 power cuts" in said
+    assert "0 violations" in said
+
+
+@pytest.mark.root
+def test_real_power_cuts_catch_a_backend_that_does_not_sync_slots(tmp_path: Path) -> None:
+    if (why := obstacle("ext4")) is not None:
+        pytest.skip(why)
+    said = powercut("--on", "ext4", "--cuts", "0", "--controls", "12", "--site", "slot bytes", "--dir", str(tmp_path))
+    assert "caught at cut" in said
+
+
+def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    obstacle.cache_clear()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in str(obstacle("ext4"))
+    obstacle.cache_clear()
+
+
+def test_what_a_file_system_hides_is_explained() -> None:
+    for kinds, sites, ways, why in HIDDEN:
+        assert set(kinds) <= set(FILE_SYSTEMS)
+        assert set(sites) <= set(SITES)
+        assert why
+        assert hidden(kinds[0], sites[0], ways[0]) is not None
+    assert hidden("ext4", "slot bytes", True) is None
+
+
+# What real file systems hide, the enumerator shows
+
+
+def test_every_sync_of_the_backend_belongs_to_a_site() -> None:
+    seen = set()
+
+    class Watching(ForgetfulBackend):
+        def __init__(self) -> None:
+            super().__init__("/store", "settle", RecordingPosix())
+
+    backend = Watching()
+    posix = backend._forgetful
+    original = posix._sync
+
+    def sync(call: object, name: str, fd: int) -> None:
+        seen.add(site_of(posix._paths[fd], "/store"))
+        original(call, name, fd)  # type: ignore[arg-type]
+
+    posix._sync = sync  # type: ignore[method-assign,assignment]
+    live(backend, lambda _: None)
+    assert seen == set(SITES) - {"settle"}
+
+
+@pytest.mark.parametrize("site", set(SITES) - {"settle"})
+def test_leaving_out_any_sync_is_caught(site: str) -> None:
+    with pytest.raises(Violation):
+        killcuts.explore(limit=6, start=10**6, site=site)
+
+
+def test_leaving_out_settling_is_caught() -> None:
+    with pytest.raises(Violation):
+        killcuts.explore(limit=6, calls=LINKS, site="settle")
+
+
+def test_a_killed_writer_and_then_a_power_cut_lose_nothing() -> None:
+    done = killcuts.explore(every=5, start=4, limit=6, calls=LINKS)
+    assert done.kills >= 4
+    assert done.states > 50
+
+
+def test_an_opener_makes_durable_what_it_builds_on() -> None:
+    """The slot before the OPEN was linked, not synced, by a writer that died: the cut may take it, but then both."""
+    disk = RecordingPosix()
+    create(LocalBackend("/store", disk))
+    with pytest.raises(Killed):
+        live(LocalBackend("/store", MortalPosix(disk, 6, LINKS)), disk.acknowledge)
+    begin = len(disk.history)
+    with Store(LocalBackend("/store", disk)).writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        disk.acknowledge(writer.save(state_of(writer.term, 90), 90).ref)
+    cuts = 0
+    for state in crash_states(disk, limit=20, begin=begin):
+        check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
+        cuts += 1
+    assert cuts > 20
+
+
+def test_a_slot_that_was_read_back_is_settled_before_it_is_acknowledged() -> None:
+    """The folder's fsync fails after the link: the slot is there to be read, and a power cut may take it back."""
+    healthy = FaultyPosix(RecordingPosix())
+    save_two(healthy, lambda _: None)
+    for nth in range(10, sum(healthy.calls[name] for name in faults.SYNCS) + 1):
+        disk = RecordingPosix()
+        with contextlib.suppress(StorageError, CommitUnknownError):
+            save_two(FaultyPosix(disk, faults.sync_fails(nth)), disk.acknowledge)
+        for state in crash_states(disk, limit=4):
+            check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
+
+
+def save_two(posix: FaultyPosix, acknowledge: object) -> None:
+    with Store(LocalBackend("/store", posix)).writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        for step in (1, 2):
+            acknowledge(writer.save(state_of(writer.term, step), step).ref)  # type: ignore[operator]
+
+
+def test_a_request_is_reported_accepted_only_when_that_is_durable() -> None:
+    disk = RecordingPosix()
+    backend = LocalBackend("/store", disk)
+    create(backend)
+    store = Store(backend)
+    mortal = MortalPosix(disk, 10**6)
+    term = open_term(LocalBackend("/store", mortal), store.format, None)
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        writer.save(state_of(writer.term, 1), 1)
+        term_number = writer.term
+    term = open_term(LocalBackend("/store", mortal), store.format, None)
+    assert term.number == term_number + 1
+    request = requests.post(backend, store.format, term.number, "a tag", tags={"good": (term_number, 1)})
+    mortal._left, mortal._calls = 1, LINKS
+    with pytest.raises(Killed):
+        requests.handle(term)
+    begin = len(disk.history)
+    assert requests.wait(backend, store.format, request, timeout=0).answer == "accepted"
+    disk.acknowledge("accepted")
+    told = 0
+    for state in crash_states(disk, limit=50, begin=begin):
+        if state.acknowledged:
+            survivor = LocalBackend("/store", state.mount())
+            assert read(survivor, store.format).catalog.tags == {"good": (term_number, 1)}, state.explain()
+            told += 1
+    assert told > 0
+
+
+def test_the_enumerator_reaches_past_an_acknowledgement_after_a_fault() -> None:
+    done = states.explore(limit=2)
+    assert done.states > 50

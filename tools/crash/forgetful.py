@@ -1,0 +1,84 @@
+"""A local backend that leaves one of its syncs out: negative controls for everything that cuts the power.
+
+Each name of `SITES` is one place where the backend makes something durable. A `ForgetfulBackend` without it must be
+caught: by real cuts (`tools.crash.powercut`) where that file system lets the omission show, by enumeration
+(`tools.crash.states`, `tools.crash.killcuts`) always.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final
+
+from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.posix import SYSTEM, Posix
+from tools.crash.faults import FaultyPosix
+
+__all__ = ["SITES", "ForgetfulBackend", "ForgetfulPosix", "site_of"]
+
+SITES: Final = {
+    "slot bytes": "fsync of the temporary file in create: without it the name may be there before the bytes",
+    "slot name": "fsync of log/ or fold/ in create: without it an acknowledged slot has no name",
+    "segment bytes": "fdatasync in seal: without it a committed segment lacks blocks or its length",
+    "segment name": "fsync of seg/<term>/ in seal: without it a committed segment has no name",
+    "folder names": "fsync of the parents of new folders, and of FORMAT's name: without it whole folders go",
+    "settle": "fsync before acting on what was only seen: without it the act outlives what it rests on",
+}
+"""Name -> what is left out, and what a power cut then does."""
+
+
+def site_of(path: str, root: str) -> str | None:
+    """Which of `SITES` an fsync of `path` belongs to, of the store at `root`; None: none of them."""
+    if not path.startswith(f"{root}/"):
+        return "folder names"  # the root itself and the folders above it
+    first, _, rest = path.removeprefix(f"{root}/").partition("/")
+    name = path.rpartition("/")[2]
+    if name.startswith(".tmp-") or path.endswith("/FORMAT"):
+        return "slot bytes"
+    if name.endswith(".safetensors"):
+        return "segment bytes"
+    if first in ("log", "fold") and not rest:
+        return "slot name"
+    if first == "seg":
+        return "segment name" if rest else "folder names"
+    return None
+
+
+class ForgetfulPosix(FaultyPosix):
+    """`inner`, but syncs of one site report success and do nothing."""
+
+    def __init__(self, inner: Posix, root: str, site: str) -> None:
+        super().__init__(inner)
+        self._root = root
+        self._site = site
+        self._paths: dict[int, str] = {}
+        self.settling = False
+
+    def open(self, path: str, flags: int) -> int:
+        descriptor = super().open(path, flags)
+        self._paths[descriptor] = path
+        return descriptor
+
+    def _sync(self, call: Callable[[int], None], name: str, fd: int) -> None:
+        site = "settle" if self.settling else site_of(self._paths[fd], self._root)
+        if site != self._site:
+            super()._sync(call, name, fd)
+
+
+class ForgetfulBackend(LocalBackend):
+    """The store at `path` without one of `SITES`."""
+
+    def __init__(self, path: str | os.PathLike[str], site: str, posix: Posix = SYSTEM, *, direct: bool = True) -> None:
+        if site not in SITES:
+            raise ValueError(f"no site {site!r}; known: {', '.join(SITES)}")
+        self._forgetful = ForgetfulPosix(posix, os.fspath(path), site)
+        super().__init__(path, self._forgetful, direct=direct)
+
+    def settle(self, prefix: str) -> None:
+        """See `Backend.settle`; its syncs are the site ``settle``, whatever folder they are of."""
+        self._forgetful.settling = True
+        try:
+            super().settle(prefix)
+        finally:
+            self._forgetful.settling = False

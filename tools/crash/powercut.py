@@ -1,0 +1,316 @@
+"""Power cuts under a writer that works: real file systems, real journal replay, at random instants.
+
+    python -m tools.crash.powercut --cuts 200 --controls 40
+
+A process of its own saves, tags, folds, trims, resumes and forks without end on a file system in a loop device; it
+reports each acknowledgement through a pipe. At random instants its disk is cloned (`tools.crash.powercut_rig`); the
+clone is mounted, and everything that was acknowledged before the cloning began has to be there, bit for bit, whatever
+else is visible has to be whole, and the next writer has to go on. Some cuts follow the SIGKILL of the writer and catch
+its successor. Then the same is done to backends that leave one sync out each (`tools.crash.forgetful`): these have to
+be caught, or the file system is known to hide that omission, and enumeration catches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ckptstore import folding
+from ckptstore.backends.local import LocalBackend
+from ckptstore.formats.errors import CkptError
+from ckptstore.store import Store
+from tools.crash.forgetful import SITES, ForgetfulBackend
+from tools.crash.powercut_rig import FILE_SYSTEMS, Rig, isolated, obstacle
+from tools.crash.scenario import Violation, check, create, state_of
+
+__all__ = ["HIDDEN", "Control", "Cuts", "Victim", "campaign", "control", "hidden", "work"]
+
+CUTS_PER_STORE: Final = 5
+"""Then a new store: checking one takes time in proportion to what it holds."""
+SLOWEST: Final = 0.25
+"""Seconds: the longest wait before a cut, and the longest pause of the writer, several times."""
+
+HIDDEN: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[bool, ...], str], ...]] = ()
+"""(file systems, sites, O_DIRECT or not, why leaving that sync out cannot show there). Enumeration catches them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What was cut.
+
+    Attributes:
+        cuts: power cuts whose disk was mounted and checked.
+        kills: writers killed shortly before.
+        acknowledged: acknowledgements received before the cuts, summed.
+        restored: checkpoints restored and compared.
+    """
+
+    cuts: int
+    kills: int
+    acknowledged: int
+    restored: int
+
+
+# ------------------------------------------------------------------------------------------------ the writer
+
+
+def work(backend: LocalBackend, acknowledge: int, seed: int) -> None:
+    """Live without end in the store; write ``REF\\n`` into the descriptor `acknowledge` for each promise."""
+    chance = random.Random(seed)
+    store = Store(backend)
+    create(backend)
+    while True:
+        known = [info.ref for info in store.checkpoints()]
+        parent = chance.choice(known) if known and chance.random() < 0.3 else "latest"
+        with store.writer(parent=parent, threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+            step = 0 if writer.parent is None else writer.parent.step
+            for _ in range(chance.randint(1, 7)):
+                # A jump makes the states of this line some hundred kilobytes large: several blocks.
+                step += 8_000 if chance.random() < 0.01 and step < 8_000 else 1
+                state = state_of(writer.term, step)
+                info = writer.save(state, step) if chance.random() < 0.5 else writer.save_async(state, step).result()
+                os.write(acknowledge, f"{info.ref}\n".encode())
+                if chance.random() < 0.3:  # else the next save's fsync follows at once, and hides much
+                    time.sleep(chance.random() * SLOWEST / 5)
+            writer.tag("newest", step)
+        if chance.random() < 0.7:
+            folding.fold(backend, store.format, store.view())
+            folding.trim(backend, store.format, store.view())
+
+
+class Victim:
+    """A process that runs `work`, forked from this one."""
+
+    def __init__(self, backend: LocalBackend, seed: int) -> None:
+        self._reading, writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._rest = b""
+        self.process = os.fork()
+        if self.process == 0:
+            try:
+                os.close(self._reading)
+                work(backend, writing, seed)
+            except BaseException:
+                traceback.print_exc()
+                raise
+            finally:
+                os._exit(1)  # it never ends by itself
+        os.close(writing)
+
+    def acknowledged(self) -> list[str]:
+        """The REFs promised since the last call."""
+        data = self._rest
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._reading, 1 << 16):
+                data += part
+        lines = data.split(b"\n")
+        self._rest = lines.pop()
+        return [line.decode() for line in lines]
+
+    def pause(self) -> None:
+        """Stop it, now that the cut is done, so that the check has the machine for itself."""
+        os.kill(self.process, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        os.kill(self.process, signal.SIGCONT)
+
+    def kill(self) -> list[str]:
+        """SIGKILL -> what it had been promised since.
+
+        Raises:
+            Violation: it had ended by itself, with an error.
+        """
+        os.kill(self.process, signal.SIGKILL)
+        _, status = os.waitpid(self.process, 0)
+        rest = self.acknowledged()
+        os.close(self._reading)
+        if os.WIFEXITED(status):
+            raise Violation(f"the writer ended with status {os.WEXITSTATUS(status)}; its traceback is above")
+        return rest
+
+
+# ------------------------------------------------------------------------------------------------ the cuts
+
+
+def _cuts(rig: Rig, chance: random.Random, site: str | None, direct: bool, tally: Counter[str]) -> Iterator[int]:
+    """Endless power cuts, each checked before the next -> checkpoints restored after it.
+
+    Raises:
+        Violation, CkptError: a promise is broken.
+    """
+    while True:
+        root = rig.disk / f"store-{tally['stores']}"
+        tally["stores"] += 1
+        backend = LocalBackend(root, direct=direct) if site is None else ForgetfulBackend(root, site, direct=direct)
+        promised: set[str] = set()
+        victim = Victim(backend, chance.getrandbits(32))
+        try:
+            for _ in range(CUTS_PER_STORE):
+                time.sleep(chance.random() ** 2 * 2 * SLOWEST)
+                if chance.random() < 0.25:
+                    promised.update(victim.kill())
+                    tally["kills"] += 1
+                    victim = Victim(backend, chance.getrandbits(32))
+                    time.sleep(chance.random() * SLOWEST / 5)
+                # What is in the pipe now was acknowledged before the cut. What comes later may be on the disk or not.
+                promised.update(victim.acknowledged())
+                tally["acknowledged"] += len(promised)
+                image = rig.cut()
+                victim.pause()
+                yield _check(rig, image, root.name, promised)
+                victim.resume()
+        finally:
+            victim.kill()
+        shutil.rmtree(root)  # the next store is written where this one was: what is not synced shows its bytes
+
+
+def _check(rig: Rig, image: Path, store: str, promised: set[str]) -> int:
+    """Mount what the cut left, and check it -> checkpoints restored."""
+    with rig.after(image) as disk:
+        if not (disk / store).is_dir() and promised:
+            raise Violation(f"the store's folder is gone, and with it {sorted(promised)}")
+        return check(LocalBackend(disk / store), promised)
+
+
+def campaign(inner: str, cuts: int, *, seed: int = 0, folder: Path | None = None) -> Cuts:
+    """Cut the power `cuts` times.
+
+    Args:
+        inner: the file system under the store, one of `FILE_SYSTEMS`.
+        folder: where to make the images.
+
+    Raises:
+        Violation: a promise is broken; names the cut and the seed. The seed repeats the actions, not the instants.
+    """
+    tally: Counter[str] = Counter()
+    # Every other store past the page cache and not: the two lose different things.
+    with Rig(inner, folder) as rig:
+        for direct in (True, False):
+            source = _cuts(rig, random.Random(f"{seed} {inner} {direct}"), None, direct, tally)
+            with contextlib.closing(source):
+                for _ in range(cuts // 2 if direct else cuts - cuts // 2):
+                    try:
+                        tally["restored"] += next(source)
+                    except Exception as error:
+                        raise Violation(f"{inner}, seed {seed}, power cut {tally['cuts'] + 1}: {error}") from error
+                    tally["cuts"] += 1
+    return Cuts(tally["cuts"], tally["kills"], tally["acknowledged"], tally["restored"])
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What became of a backend without one of its syncs.
+
+    Attributes:
+        inner: the file system.
+        site: the sync that was left out.
+        direct: whether segments were written past the page cache.
+        cuts: the power cuts this took.
+        caught: the violation that was found; empty: none.
+    """
+
+    inner: str
+    site: str
+    direct: bool
+    cuts: int
+    caught: str
+
+
+def control(
+    inner: str, site: str, tries: int, *, direct: bool = True, seed: int = 0, folder: Path | None = None
+) -> Control:
+    """Cut the power under a backend that leaves one sync out, until that is noticed, or `tries` times."""
+    chance = random.Random(f"{seed} {inner} {site} {direct}")
+    with Rig(inner, folder) as rig, contextlib.closing(_cuts(rig, chance, site, direct, Counter())) as source:
+        for number in range(1, tries + 1):
+            try:
+                next(source)
+            except (Violation, CkptError) as error:
+                return Control(inner, site, direct, number, f"{type(error).__name__}: {error}")
+    return Control(inner, site, direct, tries, "")
+
+
+def hidden(inner: str, site: str, direct: bool) -> str | None:
+    """Why leaving that sync out cannot show on that file system; None: it has to be caught."""
+    return next(
+        (why for kinds, sites, ways, why in HIDDEN if inner in kinds and site in sites and direct in ways), None
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuts", type=int, default=200, help="power cuts, over all file systems")
+    parser.add_argument("--controls", type=int, default=40, help="power cuts at most under each backend without a sync")
+    parser.add_argument("--on", choices=FILE_SYSTEMS, action="append", help="only this file system (repeatable)")
+    parser.add_argument("--site", choices=SITES, action="append", help="only this negative control (repeatable)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, default=None, help="where to make the images")
+    options = parser.parse_args()
+    chosen = options.on or list(FILE_SYSTEMS)
+    for inner in chosen:
+        if (why := obstacle(inner)) is not None:
+            print(f"skipped: {inner}: {why}")
+    kinds = [inner for inner in chosen if obstacle(inner) is None]
+    if not kinds:
+        return 0
+    if (status := isolated(["-m", "tools.crash.powercut", *sys.argv[1:]])) is not None:
+        return status
+    for index, inner in enumerate(kinds):
+        # ext4, which most of the users have, gets half of them.
+        share = options.cuts if len(kinds) == 1 else options.cuts // (2 if index == 0 else 2 * (len(kinds) - 1))
+        _report(inner, share, options)
+    escaped = [
+        done
+        for inner in kinds
+        for site in options.site or SITES
+        for direct in ((True, False) if site == "segment bytes" else (True,))
+        if options.controls and _escaped(done := _controlled(inner, site, direct, options))
+    ]
+    return 1 if escaped else 0
+
+
+def _report(inner: str, cuts: int, options: argparse.Namespace) -> None:
+    begin = time.monotonic()
+    done = campaign(inner, cuts, seed=options.seed, folder=options.dir)
+    print(
+        f"{inner:5}: {done.cuts} power cuts ({done.kills} soon after a SIGKILL), {done.acknowledged} acknowledgements, "
+        f"{done.restored} checkpoints restored, 0 violations, {time.monotonic() - begin:.0f} s",
+        flush=True,
+    )
+
+
+def _controlled(inner: str, site: str, direct: bool, options: argparse.Namespace) -> Control:
+    why = hidden(inner, site, direct)
+    done = control(inner, site, options.controls, direct=direct, seed=options.seed, folder=options.dir)
+    name = site if direct else f"{site}, through the page cache"
+    if done.caught:
+        verdict = f"caught at cut {done.cuts}: {done.caught.splitlines()[0][:90]}"
+    else:
+        verdict = f"not in {done.cuts} cuts: {why or 'IT SHOULD HAVE BEEN CAUGHT'}"
+    print(f"{inner:5}: without {name}: {verdict}", flush=True)
+    return done
+
+
+def _escaped(done: Control) -> bool:
+    return not done.caught and hidden(done.inner, done.site, done.direct) is None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
