@@ -18,7 +18,7 @@ __all__ = ["describe_environment", "environment_differences"]
 def describe_environment() -> dict[str, str]:
     """Name -> value of everything that is known to change bits and is visible from here."""
     found = {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a subclass of str, which no state may hold
         "threads": str(torch.get_num_threads()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),  # type: ignore[no-untyped-call]
