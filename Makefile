@@ -6,7 +6,7 @@ QUICK ?=
 SIZE ?= 500MB
 ROUNDS ?= 5
 
-.PHONY: demo test check lint types layers bench bench-commands clean
+.PHONY: demo test check lint types layers bench bench-commands bench-codecs bench-chains crash powercut mutants fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -48,6 +48,33 @@ bench: .venv/.bench-ready  ## save and load against peers (SIZE=500MB ROUNDS=5)
 
 bench-commands: .venv/.bench-ready  ## start-up and log speed of the command
 	$(BIN)/python -m tools.bench.commands
+
+bench-codecs: .venv/.bench-ready  ## ratio and speed of every codec against other compressors
+	$(BIN)/python -m tools.bench.codecs
+
+bench-chains: .venv/.bench-ready  ## delta chains: bytes against restore time
+	$(BIN)/python -m tools.bench.chains --steps 200 --chain 30
+
+# The crash campaign in full; `make test` runs short forms of all of it.
+N ?= 200
+SECONDS ?= 60
+
+crash: .venv/.ready  ## enumerated power cuts, SIGKILL at every crash point, faults at every place
+	$(BIN)/python -m tools.crash.states --limit 4000
+	$(BIN)/python -m tools.crash.kills --kills 2000
+	$(BIN)/python -m tools.crash.faultsweep
+
+powercut: .venv/.ready  ## N real journal replays on loop devices (needs root)
+	$(BIN)/python -m tools.crash.powercut --cuts $(N)
+
+torture: .venv/.ready  ## writers, readers, gc, kills and faults at once for SECONDS
+	$(BIN)/python -m tools.crash.torture --seconds $(SECONDS)
+
+mutants: .venv/.ready  ## remove each sync, check and fence in turn: some test must fail
+	$(BIN)/python -m tools.mutants
+
+fuzz: .venv/.ready  ## every decoder against mutated input for SECONDS
+	$(BIN)/python -m tools.fuzz --seconds $(SECONDS)
 
 clean:
 	rm -rf .venv build demo-out bench-out .cache *.egg-info
