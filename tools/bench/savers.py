@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from tools.bench import raw
 from tools.bench.measure import Measurement
 from tools.bench.pagecache import fsync
 from tools.bench.state import BenchState, tensor_bytes
+
+_LOOP_STEPS = 10
+"""Training steps beside an asynchronous save, at least."""
 
 Saver = Callable[[BenchState, Path, Measurement], dict[str, float]]
 """Saves the state into a folder inside the measurement; returns further numbers of its own."""
@@ -174,16 +178,17 @@ def _async_save(
         pending.settle()
     discard(2)
     train = _TrainingStep(state)
-    pace = train.pace()
+    paces = train.paces()
     started = time.perf_counter()
     pending = start(state.nested, 3)
     steps = 0
-    while not pending.done():
+    while steps < _LOOP_STEPS or not pending.done():
         train.step()
         steps += 1
+    wall = time.perf_counter() - started
     pending.settle()
-    loss = time.perf_counter() - started - steps * pace
-    return {"first_stall_s": first_stall, "loop_loss_s": max(0.0, loss), "loop_step_s": pace}
+    pace = statistics.median(paces + train.paces())  # from both sides: the machine's speed drifts
+    return {"first_stall_s": first_stall, "loop_loss_s": wall - steps * pace, "loop_step_s": pace}
 
 
 class _TrainingStep:
@@ -196,17 +201,15 @@ class _TrainingStep:
         self._tensors = list(state.tensors.values())
         side = 1024 if state.nbytes > 32 << 20 else 128
         self._factor = torch.full((side, side), 1.0 / side)
-        self._steps = 0
 
     def step(self) -> None:
         product = self._factor
         for _ in range(6):
             product = product @ self._factor
         torch._foreach_neg_(self._tensors)
-        self._steps += 1
 
-    def pace(self, steps: int = 8) -> float:
-        """Median seconds of a step with nothing beside it; leaves the state as it was."""
+    def paces(self, steps: int = 8) -> list[float]:
+        """Seconds of steps with nothing beside them, after two that warm up; an even number in all."""
         self.step()
         self.step()
         times = []
@@ -214,9 +217,7 @@ class _TrainingStep:
             started = time.perf_counter()
             self.step()
             times.append(time.perf_counter() - started)
-        if self._steps % 2:
-            self.step()
-        return sorted(times)[len(times) // 2]
+        return times
 
 
 RUN: dict[str, Saver] = {
