@@ -42,7 +42,24 @@ CUTS_PER_STORE: Final = 5
 SLOWEST: Final = 0.25
 """Seconds: the longest wait before a cut, and the longest pause of the writer, several times."""
 
-HIDDEN: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[bool, ...], str], ...]] = ()
+_EVERYWHERE: Final = tuple(FILE_SYSTEMS)
+_EITHER: Final = (True, False)
+HIDDEN: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[bool, ...], str], ...]] = (
+    (
+        ("ext4", "xfs"),
+        ("segment bytes",),
+        (True,),
+        "O_DIRECT has put the blocks on the device, and the slot's fsync commits the journal with length and block map",
+    ),
+    (_EVERYWHERE, ("segment name",), _EITHER, "the fsync of a new file takes its name along"),
+    (_EVERYWHERE, ("folder names",), _EITHER, "the fsync of a new file takes the names of new folders above it along"),
+    (
+        _EVERYWHERE,
+        ("settle",),
+        _EITHER,
+        "the journal keeps the order of names, so that what was built on one does not outlive it",
+    ),
+)
 """(file systems, sites, O_DIRECT or not, why leaving that sync out cannot show there). Enumeration catches them all."""
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FILE_SYSTEMS", "Rig", "isolated", "obstacle"]
+__all__ = ["FILE_SYSTEMS", "Rig", "isolated", "make_image", "mounted", "obstacle"]
 
 FILE_SYSTEMS: Final = {
     "ext4": (("mkfs.ext4", "-q", "-F"), ""),
@@ -81,7 +81,7 @@ def _unmountable(kind: str) -> str | None:
         image, point = Path(folder, "image"), Path(folder, "mounted")
         point.mkdir()
         try:
-            _make(kind, image, 320 << 20)
+            make_image(kind, image, 320 << 20)
             # Inside a namespace of its own, so that a test that is killed here leaves no mount behind.
             _run("unshare", "--mount", "--propagation", "private", "mount", "-o", "loop", str(image), str(point))
         except OSError as error:
@@ -100,14 +100,16 @@ def _run(*command: str) -> None:
         raise OSError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
 
 
-def _make(kind: str, image: Path, size: int) -> None:
+def make_image(kind: str, image: Path, size: int) -> None:
+    """Make an empty file system of `size` bytes in the file `image`, sparse. Raises `OSError`."""
     with image.open("wb") as file:
         file.truncate(size)
     _run(*FILE_SYSTEMS[kind][0], str(image))
 
 
 @contextlib.contextmanager
-def _mounted(image: Path, point: Path, options: str = "") -> Iterator[Path]:
+def mounted(image: Path, point: Path, options: str = "") -> Iterator[Path]:
+    """Mount `image` at `point` on a loop device for the length of the ``with``. Raises `OSError`."""
     point.mkdir(exist_ok=True)
     # The kernel frees the loop device with the last mount of it.
     _run("mount", "-o", f"loop,{options}".rstrip(","), str(image), str(point))
@@ -142,12 +144,12 @@ class Rig:
             work = Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-powercut-", dir=self._folder))
             )
-            _make(self.outer, work / "outer.img", _OUTER_SIZE)
-            self._images = stack.enter_context(_mounted(work / "outer.img", work / "outer"))
+            make_image(self.outer, work / "outer.img", _OUTER_SIZE)
+            self._images = stack.enter_context(mounted(work / "outer.img", work / "outer"))
             self._point = work / "cut"
-            _make(self._inner, self._images / "disk.img", _INNER_SIZE)
+            make_image(self._inner, self._images / "disk.img", _INNER_SIZE)
             options = FILE_SYSTEMS[self._inner][1]
-            self.disk = stack.enter_context(_mounted(self._images / "disk.img", work / "disk", options))
+            self.disk = stack.enter_context(mounted(self._images / "disk.img", work / "disk", options))
             self._stack = stack.pop_all()
         return self
 
@@ -169,7 +171,7 @@ class Rig:
             OSError: the file system itself cannot be mounted any more.
         """
         try:
-            with _mounted(image, self._point, FILE_SYSTEMS[self._inner][1]) as point:
+            with mounted(image, self._point, FILE_SYSTEMS[self._inner][1]) as point:
                 yield point
         finally:
             image.unlink()

@@ -21,7 +21,7 @@ from ckptstore.formats.texts import encode_format
 from ckptstore.store import Store
 from ckptstore.verification import verify
 
-__all__ = ["Violation", "check", "create", "live", "state_of"]
+__all__ = ["Violation", "check", "create", "live", "same_state", "state_of"]
 
 ANCHOR_EVERY = 4
 """Instead of 1024: slots become deletable within a short life."""
@@ -132,8 +132,13 @@ def _compare(store: Store, ref: str) -> None:
         found = store.load(ref, framework="numpy")
     except CheckpointNotFoundError as error:
         raise Violation(f"{ref} is listed and cannot be found") from error
-    if list(found) != list(wanted) or any(not _same(found[name], wanted[name]) for name in wanted):
+    if not same_state(found, wanted):
         raise Violation(f"{ref} was restored with other bits")
+
+
+def same_state(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether two states are equal bit for bit."""
+    return list(found) == list(wanted) and all(_same(found[name], wanted[name]) for name in wanted)
 
 
 def _same(one: Any, two: Any) -> bool:

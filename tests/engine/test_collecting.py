@@ -1,0 +1,153 @@
+"""GC: what goes, what stays, and in which order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptstore import requests
+from ckptstore.backends.local import LocalBackend
+from ckptstore.collecting import Collected, collect
+from ckptstore.formats.errors import ReadOnlyError
+from ckptstore.formats.records import Node, pin_key, segment_key
+from ckptstore.formats.retention import droppable
+from ckptstore.pins import Pin, PinWatch
+from ckptstore.store import Store, open_store
+
+
+class Noted(LocalBackend):
+    """A local backend that notes what it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.done: list[str] = []
+
+    def _note(self, what: str) -> None:
+        self.done.append(what)
+
+    def get(self, key: str) -> bytes:
+        self._note(f"get {key.split('/')[0]}")
+        return super().get(key)
+
+    def list(self, prefix: str) -> list[str]:
+        self._note(f"list {prefix}")
+        return super().list(prefix)
+
+    def settle(self, prefix: str) -> None:
+        self._note(f"settle {prefix}")
+        super().settle(prefix)
+
+    def delete(self, key: str) -> None:
+        self._note(f"delete {key.split('/')[0]}")
+        super().delete(key)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Steps 1 to 3 of term 1; term 2 is open and has retired step 1."""
+    store = open_store(tmp_path / "store")
+    with store.writer(poll_seconds=None) as writer:
+        for step in (1, 2, 3):
+            writer.save(state(step), step=step)
+    retire(store, (1, 1))
+    return store
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"weight": np.full(1000, step, dtype=np.float32)}
+
+
+def retire(store: Store, *nodes: Node) -> None:
+    with store.writer(poll_seconds=None) as writer:
+        drops = droppable(store.view().catalog, nodes)
+        requests.post(store.backend, store.format, writer.term, "test", drops=drops, retires=nodes)
+        requests.handle(writer._log)
+
+
+def segments(store: Store) -> list[str]:
+    return store.backend.list("seg/")
+
+
+def test_what_nothing_needs_goes_and_the_rest_loads(store: Store) -> None:
+    before = segments(store)
+    done = collect(store)
+    assert len(done.segments) == 1
+    assert done.nbytes > 4000
+    assert set(segments(store)) == set(before) - set(done.segments)
+    for step in (2, 3):
+        np.testing.assert_array_equal(store.load(step, framework="numpy")["weight"], state(step)["weight"])
+    assert collect(store) == Collected()
+
+
+def test_a_dry_run_deletes_nothing(store: Store) -> None:
+    before = segments(store)
+    planned = collect(store, dry_run=True)
+    assert segments(store) == before
+    assert collect(store) == planned
+
+
+def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
+    segment = collect(store, dry_run=True).segments[0]
+    with Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]]):
+        done = collect(store)
+        assert done.segments == ()
+        assert done.pinned == (segment,)
+    assert collect(store).segments == (segment,)
+
+
+def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store) -> None:
+    segment = collect(store, dry_run=True).segments[0]
+    pin = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
+    pin._renew()  # and never again
+    now = [0.0]
+    watch = PinWatch(store.backend, dead_after=60, clock=lambda: now[0])
+    assert collect(store, watch).pinned == (segment,)
+    now[0] = 61
+    assert collect(store).pinned == (segment,)  # this one has not watched
+    done = collect(store, watch)
+    assert done.segments == (segment,)
+    assert done.dead_pins == (pin.key,)
+    assert store.backend.list("pins/") == []
+
+
+def test_with_an_unreadable_pin_nothing_goes(store: Store) -> None:
+    key = pin_key("0" * 32)
+    store.backend.replace(key, b"damaged")
+    before = segments(store)
+    done = collect(store)
+    assert done.unreadable_pins == (key,)
+    assert len(done.pinned) == 1
+    assert segments(store) == before
+
+
+def test_what_the_newest_term_has_not_committed_yet_stays(store: Store) -> None:
+    newest, older = segment_key(2, "a" * 32), segment_key(1, "b" * 32)
+    for key in (newest, older):
+        store.backend.create(key, b"not committed")
+    assert older in collect(store).segments
+    assert newest in segments(store)
+
+
+def test_the_log_is_read_before_the_pins_and_settled_before_anything_goes(store: Store, tmp_path: Path) -> None:
+    backend = Noted(tmp_path / "store")
+    collect(Store(backend))
+    listed, deleted = backend.done.index("list pins/"), backend.done.index("delete seg")
+    assert max(at for at, what in enumerate(backend.done) if what == "get log") < listed
+    assert {"settle log/", "settle fold/"} <= set(backend.done[listed:deleted])
+
+
+def test_nothing_is_settled_for_nothing(store: Store, tmp_path: Path) -> None:
+    collect(store)
+    backend = Noted(tmp_path / "store")
+    collect(Store(backend))
+    assert not [what for what in backend.done if what.startswith(("settle", "delete"))]
+
+
+def test_read_only(store: Store) -> None:
+    store.backend.read_only = True
+    with pytest.raises(ReadOnlyError):
+        collect(store)
+    assert len(collect(store, dry_run=True).segments) == 1

@@ -1,0 +1,308 @@
+"""Everything at once, from a seed: writers, readers, requests, folds, gc, SIGKILLs, faults, a full disk.
+
+    python -m tools.crash.torture --seconds 600 --seed 7
+
+Real processes (`tools.crash.torture_actors`) work on one store until they are killed at random instants; another
+incarnation follows each at once, some with faults in its system calls. Every so often all are killed and the store is
+checked: what was acknowledged and nobody asked to retire is there, bit for bit; what was retired is gone; everything
+visible is whole; no byte is damaged; the next writer goes on. Actors check meanwhile what they see themselves.
+
+The seed decides the schedule (who is killed when, who follows with which seed and which faults) and every choice of
+every actor; how the system interleaves them it cannot. With root the store lives on a small ext4 image of its own that
+an actor fills to the last block again and again; elsewhere a full disk is only among the injected faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ckptstore.backends.local import LocalBackend
+from ckptstore.collecting import collect
+from ckptstore.formats.hashing import header_hash
+from ckptstore.store import Store
+from tools.crash.powercut_rig import isolated, make_image, mounted, obstacle
+from tools.crash.scenario import Violation, check, create
+from tools.crash.torture_actors import ACTORS, Journal, Stage, perform, sample_faults
+
+__all__ = ["Action", "Torture", "schedule", "torture"]
+
+DISK: Final = 96 << 20
+"""Bytes of the small disk: some hundred checkpoints and no more."""
+KILL_EVERY: Final = 0.5
+"""Seconds between two kills, on average."""
+CHECK_EVERY: Final = 30.0
+"""Seconds between two checks of the whole store."""
+FAULTY: Final = 0.3
+"""Share of incarnations with faults in their system calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of the schedule.
+
+    Attributes:
+        at: seconds after the start.
+        part: which process is killed and followed by the next incarnation (``reader-1``); empty: all, and a check.
+        seed: of the incarnation that follows (of all of them).
+    """
+
+    at: float
+    part: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Torture:
+    """What happened.
+
+    Attributes:
+        seconds: how long the actors worked.
+        kills: processes killed.
+        checks: checks of the whole store.
+        restored: checkpoints restored and compared in these.
+        events: what actors noted -> how often: ``saved``, ``loaded``, ``accepted``, ``collected``, ``error X`` ...
+        terms: terms of the store at the end.
+        slots: log slots ever written.
+        disk_full: whether the store had a small disk of its own.
+    """
+
+    seconds: float
+    kills: int
+    checks: int
+    restored: int
+    events: dict[str, int]
+    terms: int
+    slots: int
+    disk_full: bool
+
+
+def parts(*, disk_full: bool) -> list[str]:
+    """The names of the processes that run at once."""
+    names = [f"{name}-{index}" for name, (_, count) in ACTORS.items() for index in range(count)]
+    return names if disk_full else [name for name in names if not name.startswith("filler")]
+
+
+def schedule(seed: int, seconds: float, names: list[str]) -> list[Action]:
+    """Who is killed when; the last action is a check."""
+    chance = random.Random(seed)
+    actions, now, last_check = [], 0.0, 0.0
+    while (now := now + chance.expovariate(1 / KILL_EVERY)) < seconds:
+        if now - last_check > CHECK_EVERY:
+            last_check = now
+            actions.append(Action(now, "", chance.getrandbits(32)))
+        else:
+            # The trainer carries the store: a third of the kills are for it.
+            part = "trainer-0" if chance.random() < 0.33 else chance.choice(names)
+            actions.append(Action(now, part, chance.getrandbits(32)))
+    return [*actions, Action(seconds, "", chance.getrandbits(32))]
+
+
+class _Company:
+    """The processes that work on one store."""
+
+    def __init__(self, root: Path, notes: Path) -> None:
+        self.root = root
+        self.notes = notes
+        self.processes: dict[str, int] = {}
+        self.kills = 0
+        self._incarnations = 0
+
+    def start(self, part: str, seed: int) -> None:
+        """Let the next incarnation of `part` begin."""
+        self._incarnations += 1
+        journal = self.notes / f"{self._incarnations:06d}-{part}.jsonl"
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                chance = random.Random(seed)
+                faulty = sample_faults(chance) if chance.random() < FAULTY else ()
+                stage = Stage(self.root, self.notes, chance, Journal(journal), faulty)
+                status = perform(stage, part.rpartition("-")[0])
+            except BaseException:
+                Journal(journal).note(violation=f"{part} raised what is not ours:\n{traceback.format_exc()}")
+                raise
+            finally:
+                os._exit(status)
+        self.processes[part] = process
+
+    def kill(self, part: str) -> None:
+        """SIGKILL. A process that ended by itself has left a violation in its journal."""
+        process = self.processes.pop(part)
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        self.kills += os.WIFSIGNALED(status)
+
+    def kill_all(self) -> None:
+        for part in list(self.processes):
+            self.kill(part)
+
+    def look(self) -> None:
+        """Raises `Violation` if a process ended by itself: they only do after one."""
+        for part, process in self.processes.items():
+            if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                raise Violation(f"{part} ended by itself")
+
+
+def torture(seconds: float, *, seed: int = 0, folder: Path | None = None) -> Torture:
+    """Torment a store for so long.
+
+    Args:
+        folder: where to make it.
+
+    Raises:
+        Violation: a promise is broken; names the seed and says when.
+    """
+    with _place(folder) as (root, notes, disk_full):
+        create(LocalBackend(root))
+        company = _Company(root, notes)
+        names = parts(disk_full=disk_full)
+        plan = schedule(seed, seconds, names)
+        restored = checks = 0
+        begin, paused = time.monotonic(), 0.0
+        try:
+            for index, part in enumerate(names):
+                company.start(part, seed * 1000 + index)
+            for action in plan:
+                while (now := time.monotonic() - begin - paused) < action.at:
+                    time.sleep(min(0.1, action.at - now))
+                    company.look()
+                if action.part:
+                    company.kill(action.part)
+                    company.start(action.part, action.seed)
+                    continue
+                company.kill_all()
+                since = time.monotonic()
+                restored += _check(root, notes, last=action is plan[-1])
+                checks += 1
+                paused += time.monotonic() - since
+                if action is not plan[-1]:
+                    for index, part in enumerate(names):
+                        company.start(part, action.seed + index)
+        except Exception as error:
+            company.kill_all()
+            told = [event["violation"] for event in Journal.read(notes) if "violation" in event]
+            when = time.monotonic() - begin - paused
+            raise Violation(f"seed {seed}, after {when:.1f} s: " + "\n".join([str(error), *told])) from error
+        finally:
+            company.kill_all()
+        view = Store(LocalBackend(root)).view()
+        return Torture(
+            seconds, company.kills, checks, restored, _count(notes), view.catalog.term, view.end, disk_full=disk_full
+        )
+
+
+@contextlib.contextmanager
+def _place(folder: Path | None) -> Iterator[tuple[Path, Path, bool]]:
+    """The store's folder, the journals' folder, and whether the store has a small disk of its own."""
+    with tempfile.TemporaryDirectory(prefix="ckptstore-torture-", dir=folder) as name, contextlib.ExitStack() as stack:
+        work = Path(name)
+        notes = work / "notes"
+        notes.mkdir()
+        disk_full = obstacle("ext4") is None
+        if disk_full:
+            make_image("ext4", work / "disk.img", DISK)
+            stack.enter_context(mounted(work / "disk.img", work / "disk"))
+        yield work / "disk" / "store", notes, disk_full
+
+
+def _check(root: Path, notes: Path, *, last: bool) -> int:
+    """Nobody is at work: compare the store with what the journals say -> checkpoints restored."""
+    (root.parent / "hog").unlink(missing_ok=True)
+    events = Journal.read(notes)
+    if told := [event["violation"] for event in events if "violation" in event]:
+        raise Violation("\n".join(told))
+    saved = {event["saved"] for event in events if "saved" in event}
+    retiring = {ref for event in events for ref in event.get("retiring", ())}
+    retired = {ref for event in events for ref in event.get("retired", ())}
+    backend = LocalBackend(root)
+    store = Store(backend)
+    if back := retired & {info.ref for info in store.checkpoints()}:
+        raise Violation(f"retired and still there: {sorted(back)}")
+    catalog = store.view().catalog
+    if astray := {name for name, node in catalog.tags.items() if node not in catalog.checkpoints}:
+        raise Violation(f"tags of checkpoints that are gone: {sorted(astray)}")
+    if last:
+        for key in backend.list("pins/"):  # their readers are dead, and nobody waits here until that shows
+            backend.delete(key)
+    collect(store)
+    restored = check(backend, saved - retiring)
+    if last:
+        _check_nothing_is_left(store)
+    return restored
+
+
+def _check_nothing_is_left(store: Store) -> None:
+    """Every object below seg/ is needed, or of the newest term, once nobody reads."""
+    collect(store)
+    catalog = store.view().catalog
+    live = {entry.key for entry in catalog.segments.values()}
+    for key in store.backend.list("seg/"):
+        term, name = int(key.split("/")[1]), key.rpartition("/")[2].partition(".")[0]
+        if key not in live and name not in catalog.manifests and term < catalog.term:
+            raise Violation(f"{key} is needed by nothing, and gc leaves it")
+
+
+def _count(notes: Path) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for event in Journal.read(notes):
+        for name, value in event.items():
+            counts[f"{name} {value}" if name == "error" else name] += _amount(name, value)
+    return dict(counts)
+
+
+def _amount(name: str, value: Any) -> int:
+    if isinstance(value, list):
+        return len(value)
+    return value if name in ("collected", "spared", "trimmed", "dead_pins") else 1
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one each time")
+    parser.add_argument("--dir", type=Path, default=None, help="where to make the store")
+    parser.add_argument("--show", action="store_true", help="print the schedule, and do nothing")
+    options = parser.parse_args()
+    seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
+    why = obstacle("ext4")
+    plan = schedule(seed, options.seconds, parts(disk_full=why is None))
+    if options.show:
+        for action in plan:
+            print(f"{action.at:8.2f} {'kill ' + action.part if action.part else 'check':20} {action.seed}")
+        return 0
+    if why is None:
+        arguments = ["--seconds", str(options.seconds), "--seed", str(seed)]
+        arguments += ["--dir", str(options.dir)] if options.dir else []
+        if (status := isolated(["-m", "tools.crash.torture", *arguments])) is not None:
+            return status
+    else:
+        print(f"no small disk to fill: {why}")
+    text = "".join(f"{action.at:.6f} {action.part} {action.seed}\n" for action in plan)
+    print(f"seed {seed}, schedule {header_hash(text.encode())}: {len(plan)} actions", flush=True)
+    done = torture(options.seconds, seed=seed, folder=options.dir)
+    for name, count in sorted(done.events.items()):
+        print(f"{count:8} {name}")
+    print(
+        f"{done.seconds:.0f} s, {done.kills} kills, {done.checks} checks, {done.restored} checkpoints restored, "
+        f"{done.terms} terms, {done.slots} slots, 0 violations"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""Who torments the store in `tools.crash.torture`: each actor is a process with one job, without end.
+
+A new command plugs in as one more entry of `ACTORS`: a function of a `Stage` that does one thing per call. It reports
+what it was promised, and what it is about to take away *before* it does, through `Stage.note`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ckptstore import folding, requests
+from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.posix import SYSTEM
+from ckptstore.collecting import collect
+from ckptstore.formats.errors import (
+    CheckpointNotFoundError,
+    CkptError,
+    CommitUnknownError,
+    FencedError,
+    StorageError,
+    WriterClosedError,
+)
+from ckptstore.formats.records import Node
+from ckptstore.formats.retention import droppable
+from ckptstore.pins import PinWatch, claim
+from ckptstore.store import Store
+from ckptstore.view import exists
+from tools.crash import faults
+from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.scenario import Violation, same_state, state_of
+
+__all__ = ["ACTORS", "Journal", "Stage", "perform"]
+
+KEPT: Final = 30
+"""Checkpoints that the requester leaves; it retires older ones."""
+PIN_DEAD_AFTER: Final = 20.0
+"""Seconds; a reader that took longer for one load may have lost its pin, and is not judged."""
+
+
+class Journal:
+    """What happened, one JSON object a line, appended by one process and read by others. It outlives a SIGKILL."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def note(self, **event: Any) -> None:
+        """Append an event. When this returns, every process can read it."""
+        os.write(self._descriptor, json.dumps(event).encode() + b"\n")
+
+    @staticmethod
+    def read(folder: Path) -> list[dict[str, Any]]:
+        """Every event of every journal; the order is that of each process only."""
+        events = []
+        for path in sorted(folder.glob("*.jsonl")):
+            # A SIGKILL may leave half a line, at the end.
+            events += [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        return events
+
+
+@dataclass(slots=True)
+class Stage:
+    """What an actor works with.
+
+    Attributes:
+        root: the store's folder.
+        notes: the folder of the journals, on a disk that is never full.
+        chance: decides everything the actor does.
+        journal: its own.
+        faulty: faults that its system calls meet.
+        watch: a collector's observation of the pins.
+    """
+
+    root: Path
+    notes: Path
+    chance: random.Random
+    journal: Journal
+    faulty: tuple[Fault, ...] = ()
+    watch: PinWatch | None = None
+
+    def store(self) -> Store:
+        """The store, opened anew: after a failed fsync a backend acknowledges nothing any more."""
+        posix = FaultyPosix(SYSTEM, *self.faulty) if self.faulty else SYSTEM
+        return Store(LocalBackend(self.root, posix, direct=self.chance.random() < 0.7))
+
+    def note(self, **event: Any) -> None:
+        """See `Journal.note`."""
+        self.journal.note(**event)
+
+    def retiring(self) -> set[str]:
+        """REFs that somebody has asked to retire, or is about to."""
+        return {ref for event in Journal.read(self.notes) for ref in event.get("retiring", ())}
+
+
+# ------------------------------------------------------------------------------------------------ the actors
+
+
+def train(stage: Stage) -> None:
+    """One term: resume or fork, save some steps, answer requests, fold."""
+    chance = stage.chance
+    store = stage.store()
+    known = [info.ref for info in store.checkpoints()]
+    parent = chance.choice(known) if known and chance.random() < 0.2 else "latest"
+    options: dict[str, Any] = {"deltas": chance.choice([None, None, 3])}
+    with store.writer(parent=parent, threads=1, staging_bytes=32 << 20, poll_seconds=0.1, **options) as writer:
+        step = 0 if writer.parent is None else writer.parent.step
+        pending = []
+        for _ in range(chance.randint(1, 60)):
+            step += 1
+            state = state_of(writer.term, step)
+            if chance.random() < 0.5:
+                stage.note(saved=writer.save(state, step).ref)
+            else:
+                pending.append(writer.save_async(state, step))
+                for done in [save for save in pending if save.done() or len(pending) > 3]:
+                    pending.remove(done)
+                    stage.note(saved=done.result().ref)
+            time.sleep(chance.random() * 0.05)
+        for save in pending:
+            stage.note(saved=save.result().ref)
+
+
+def read(stage: Stage) -> None:
+    """Load some checkpoints and compare every bit; hold a pin, and find what it names still there."""
+    store = stage.store()
+    known = [info.ref for info in store.checkpoints()]
+    for ref in stage.chance.sample(known, min(5, len(known))):
+        begin = time.monotonic()
+        try:
+            if stage.chance.random() < 0.3:
+                _hold(stage, store, ref)
+            else:
+                term, step = _node(ref)
+                if not same_state(store.load(ref, framework="numpy"), state_of(term, step)):
+                    raise Violation(f"{ref} was restored with other bits")
+            stage.note(loaded=ref)
+        except CheckpointNotFoundError:
+            if ref not in stage.retiring():
+                raise
+        except CkptError:
+            if time.monotonic() - begin < PIN_DEAD_AFTER / 2:
+                raise
+            stage.note(slow=ref)
+
+
+def _hold(stage: Stage, store: Store, ref: str) -> None:
+    node = _node(ref)
+
+    def plan(catalog: Any) -> tuple[str, ...]:
+        if node not in catalog.checkpoints:
+            raise CheckpointNotFoundError(f"no checkpoint {ref}")
+        edges = catalog.encodings[node]
+        return tuple(segment for edge in edges for segment in edge.segments)
+
+    with claim(store.backend, store.format, plan, lambda ids: ids, refresh_every=1.0) as (view, ids):
+        keys = [view.catalog.segments[segment].key for segment in ids]
+        time.sleep(stage.chance.random() * 2)
+        for key in keys:
+            if not exists(store.backend, key):
+                raise Violation(f"{key} is pinned for {ref}, and is gone")
+
+
+def audit(stage: Stage) -> None:
+    """Everything that was acknowledged by now is visible now."""
+    saved = {event["saved"] for event in Journal.read(stage.notes) if "saved" in event}
+    visible = {info.ref for info in stage.store().checkpoints()}
+    if missing := saved - visible - stage.retiring():
+        raise Violation(f"acknowledged and not visible: {sorted(missing)}")
+    stage.note(audited=len(saved))
+    time.sleep(stage.chance.random())
+
+
+def request(stage: Stage) -> None:
+    """Ask the live writer to retire old checkpoints, and to tag one."""
+    store = stage.store()
+    view = store.view()
+    nodes = sorted(view.catalog.checkpoints, key=lambda node: view.catalog.slots[node])
+    tagged = set(view.catalog.tags.values())
+    old = [node for node in nodes[:-KEPT] if node not in tagged]
+    retires: list[Node] = stage.chance.sample(old, min(len(old), stage.chance.randint(0, 10)))
+    tags: Mapping[str, Node | None] = {}
+    if nodes and stage.chance.random() < 0.5:
+        tags = {f"tag-{stage.chance.randint(0, 3)}": stage.chance.choice(nodes[-KEPT:])}
+    if not retires and not tags:
+        time.sleep(0.1)
+        return
+    refs = [f"{step}@{term}" for term, step in retires]
+    stage.note(retiring=refs)  # before it is asked for: from here on they may be gone
+    drops = droppable(view.catalog, retires)
+    posted = requests.post(
+        store.backend, store.format, view.catalog.term, "torture", drops=drops, retires=retires, tags=tags
+    )
+    answer = requests.wait(store.backend, store.format, posted, timeout=5, poll=0.05).answer
+    stage.note(**{answer: 1}, **({"retired": refs} if answer == "accepted" else {}))
+
+
+def maintain(stage: Stage) -> None:
+    """Fold and trim beside the writer."""
+    store = stage.store()
+    view = store.view()
+    if view.end:
+        folding.fold(store.backend, store.format, view)
+        trimmed = folding.trim(store.backend, store.format, store.view())
+        stage.note(trimmed=trimmed.slots)
+    time.sleep(stage.chance.random())
+
+
+def gather(stage: Stage) -> None:
+    """Delete the segments that nothing needs."""
+    store = stage.store()
+    if stage.watch is None:
+        stage.watch = PinWatch(LocalBackend(stage.root), dead_after=PIN_DEAD_AFTER)
+    done = collect(store, stage.watch)
+    if done.unreadable_pins:
+        raise Violation(f"unreadable pins: {done.unreadable_pins}")
+    stage.note(collected=len(done.segments), spared=len(done.pinned), dead_pins=len(done.dead_pins))
+    time.sleep(stage.chance.random())
+
+
+def fill(stage: Stage) -> None:
+    """Fill the disk to the last block for a while. Only for a disk of its own: where the store is alone on it."""
+    hog = stage.root.parent / "hog"
+    time.sleep(stage.chance.random() * 6)
+    try:
+        with hog.open("ab") as file:
+            space = os.fstatvfs(file.fileno())
+            # To the last block, or so that some writes succeed and some do not.
+            take = space.f_bavail * space.f_frsize - stage.chance.choice([0, 4096, 40_000, 200_000])
+            os.posix_fallocate(file.fileno(), 0, max(4096, take))
+        stage.note(filled=take)
+        time.sleep(stage.chance.random() * 1.5)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    finally:
+        hog.unlink(missing_ok=True)
+
+
+ACTORS: Final[Mapping[str, tuple[Callable[[Stage], None], int]]] = {
+    "trainer": (train, 1),
+    "rival": (train, 1),
+    "reader": (read, 2),
+    "auditor": (audit, 1),
+    "requester": (request, 1),
+    "maintainer": (maintain, 1),
+    "collector": (gather, 1),
+    "filler": (fill, 1),
+}
+"""Name -> (what it does again and again, how many of them at once). Later commands plug in here."""
+RARE: Final = frozenset({"rival"})
+"""Actors that wait long between two turns: a rival fences the trainer each time."""
+
+
+# ------------------------------------------------------------------------------------------------ performing
+
+
+def perform(stage: Stage, actor: str) -> int:
+    """Do an actor's job until the process is killed; returns (an exit status) only after a violation."""
+    turn = ACTORS[actor][0]
+    while True:
+        if actor in RARE:
+            time.sleep(stage.chance.random() * 20)
+        try:
+            turn(stage)
+        except Violation as broken:
+            stage.note(violation=f"{actor}: {broken}")
+            return 3
+        except CkptError as error:
+            if not _excused(error, stage):
+                stage.note(violation=f"{actor}: {type(error).__name__}: {error}; after {_chain(error)}")
+                return 3
+            stage.note(error=type(error).__name__)
+            time.sleep(stage.chance.random() * 0.1)
+
+
+def _excused(error: CkptError, stage: Stage) -> bool:
+    """Whether this may happen to anyone here: fenced by a rival, a full disk, the faults that were put in."""
+    if isinstance(error, FencedError | CommitUnknownError | WriterClosedError):
+        return True
+    if isinstance(error, StorageError):
+        return bool(stage.faulty) or error.errno == errno.ENOSPC
+    if isinstance(error, CheckpointNotFoundError):
+        return "parent" in str(error) or any(ref in str(error) for ref in stage.retiring())
+    return False
+
+
+def _chain(error: BaseException | None) -> str:
+    seen = []
+    while (error := error.__cause__ or error.__context__ if error else None) is not None:
+        seen.append(f"{type(error).__name__}: {error}")
+    return " / ".join(seen) or "nothing"
+
+
+def _node(ref: str) -> Node:
+    step, _, term = ref.partition("@")
+    return int(term), int(step)
+
+
+def sample_faults(chance: random.Random) -> tuple[Fault, ...]:
+    """Some faults that an actor's system calls will meet, at random places."""
+
+    def place(most: int) -> int:
+        return 1 + int(most * chance.random() ** 2)
+
+    kinds: Iterable[Callable[[], Fault]] = (
+        lambda: faults.sync_fails(place(400)),
+        lambda: faults.read_fails(place(2000)),
+        lambda: faults.short_reads(place(500), 100),
+        lambda: faults.short_writes(place(200), 100),
+        lambda: faults.interrupted(place(500), 20),
+        lambda: faults.acknowledgement_lost(place(60)),
+        lambda: Fault(frozenset({"pwrite", "fallocate"}), place(300), 40, errno.ENOSPC),
+        lambda: Fault(frozenset({"unlink"}), place(100), 5, errno.EIO),
+    )
+    chosen = [chance.choice(list(kinds))() for _ in range(chance.randint(1, 6))]
+    return tuple(chosen)
