@@ -5,29 +5,23 @@ The files appear under their names complete and durable, or not at all. Memory i
 
 from __future__ import annotations
 
-import errno
-import io
 import json
-import os
 import re
 import struct
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.errors import CkptError, FormatError, StorageError, UsageError
+from ckptstore.formats.errors import FormatError, UsageError
 from ckptstore.formats.layout import TensorSpec, order
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import select as select_tree
 from ckptstore.formats.state import unflatten
 from ckptstore.loading import Opened, choose, opened
-from ckptstore.reading import run_all
+from ckptstore.outputs import OutputFile, Outputs, outputs
 from ckptstore.streaming import Progress, streams
 from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
 from ckptstore.weightfiles import CHECKPOINT_MEMBER, DTYPES_MEMBER, STATE_MEMBER
@@ -37,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportResult", "export"]
 
-_THREADS: Final = 2
 _HEADER_ALIGN: Final = 128
 _TREE_LIMIT: Final = 32 << 20  # safetensors refuses headers above 100 MB
 
@@ -106,18 +99,18 @@ def export(
     ref = store.checkpoint(ref).ref
     entries = store.tensors(ref)
     names = choose(entries, select or None, ref)
-    with opened(store, ref) as found, _outputs(overwrite) as outputs:
+    with opened(store, ref) as found, outputs(overwrite) as files:
         chosen = {name: entries[name] for name in names}
         tree = found.tree if len(names) == len(entries) else select_tree(found.tree, set(names))
         total = sum(entry.nbytes for entry in chosen.values())
         chunks = _counted(found, total, progress)
         if format == "pt":
-            converted = _write_pt(outputs.create(out), tree, chosen, chunks)
+            converted = _write_pt(files.create(out, total), tree, chosen, chunks)
             result = ExportResult(ref, format, (out,), None, total, len(chosen), tuple(converted))
         else:
-            paths, index = _write_shards(outputs, out, ref, tree, chosen, max_shard_bytes, chunks)
+            paths, index = _write_shards(files, out, ref, tree, chosen, max_shard_bytes, chunks)
             result = ExportResult(ref, format, paths, index, total, len(chosen))
-        outputs.publish()
+        files.publish()
         return result
 
 
@@ -142,7 +135,7 @@ def _counted(found: Opened, total: int, progress: Progress | None) -> Chunks:
 
 
 def _write_shards(
-    outputs: _Outputs,
+    files: Outputs,
     out: Path,
     ref: str,
     tree: Any,
@@ -158,15 +151,17 @@ def _write_shards(
         paths = [out.with_name(f"{out.stem}-{n:05d}-of-{count:05d}{out.suffix}") for n in range(1, count + 1)]
     index = out.with_name(f"{out.name}.index.json") if len(shards) > 1 else None
     if index is not None:
-        outputs.refuse_existing(index)
+        files.refuse_existing(index)
     for number, (path, names) in enumerate(zip(paths, shards, strict=True)):
-        metadata = _metadata(ref, tree if number == 0 else None, [entries[name] for name in names])
-        _write_safetensors(outputs.create(path), [entries[name] for name in names], metadata, chunks)
+        members = [entries[name] for name in names]
+        metadata = _metadata(ref, tree if number == 0 else None, members)
+        file = files.create(path, sum(entry.nbytes for entry in members))
+        _write_safetensors(file, members, metadata, chunks)
     if index is not None:
         where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
         size = sum(entry.nbytes for entry in entries.values())
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n"
-        outputs.create(index).write(text.encode())  # created last, published last: it makes the shards a model
+        files.create(index, len(text)).write(text.encode())  # published last: it makes the shards a model
     return tuple(paths), index
 
 
@@ -193,49 +188,31 @@ def _metadata(ref: str, tree: Any, entries: Sequence[TensorEntry]) -> dict[str, 
 
 
 def _write_safetensors(
-    file: io.FileIO, entries: Sequence[TensorEntry], metadata: Mapping[str, str], chunks: Chunks
+    file: OutputFile, entries: Sequence[TensorEntry], metadata: Mapping[str, str], chunks: Chunks
 ) -> None:
-    """Header, then every tensor at its place, several at a time."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    starts: dict[str, int] = {}
+    specs = order([TensorSpec(entry.name, entry.dtype, tuple(entry.shape)) for entry in entries])
     end = 0
-    for spec in order([TensorSpec(entry.name, entry.dtype, tuple(entry.shape)) for entry in entries]):
+    for spec in specs:
         dtype = dtypes.get(spec.dtype)
         header[spec.name] = {
             "dtype": dtype.storage,
             "shape": list(dtypes.storage_shape(dtype, spec.shape)),
             "data_offsets": [end, end + spec.nbytes],
         }
-        starts[spec.name] = end
         end += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGN)
-    base = 8 + len(text)
-    _write_at(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text), 0)
-
-    def job(name: str, at: int) -> Callable[[], None]:
-        def work() -> None:
-            position = at
-            for part in chunks(name):
-                _write_at(file.fileno(), part, position)
-                position += len(part)
-
-        return work
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        run_all(pool, [job(name, base + start) for name, start in starts.items()])
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while len(data):
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+    file.write(struct.pack("<Q", len(text)) + text)
+    for spec in specs:
+        for part in chunks(spec.name):
+            file.write(part)
 
 
 # .pt
 
 
-def _write_pt(file: io.FileIO, tree: Any, entries: Mapping[str, TensorEntry], chunks: Chunks) -> list[str]:
+def _write_pt(file: OutputFile, tree: Any, entries: Mapping[str, TensorEntry], chunks: Chunks) -> list[str]:
     arrays: list[str] = []
 
     def reference(name: str, origin: Literal["torch", "numpy"]) -> TensorReference:
@@ -245,11 +222,7 @@ def _write_pt(file: io.FileIO, tree: Any, entries: Mapping[str, TensorEntry], ch
         return TensorReference(name, entry.dtype, tuple(entry.shape), entry.nbytes)
 
     state = unflatten(tree, reference, _REVIVE)
-    buffered = io.BufferedWriter(file, 1 << 20)
-    converted = write_archive(buffered, state, chunks)
-    buffered.flush()
-    buffered.detach()
-    return arrays + converted
+    return arrays + write_archive(file, state, chunks)
 
 
 def _dtype(name: str) -> TorchObject:
@@ -263,94 +236,3 @@ _REVIVE: Final[Mapping[str, Callable[[Any], Any]]] = {
     "$dtype": _dtype,
     "$device": lambda value: TorchObject("device", (value,)),
 }
-
-
-# Files that appear together or not at all
-
-
-class _Outputs:
-    """Temporary files beside their final names."""
-
-    def __init__(self, overwrite: bool) -> None:
-        self._overwrite = overwrite
-        self._files: list[tuple[io.FileIO, Path, Path]] = []
-
-    def refuse_existing(self, path: Path) -> None:
-        """Raise `UsageError` if `path` exists and is not to be overwritten."""
-        if not self._overwrite and os.path.lexists(path):
-            raise _exists(path)
-
-    def create(self, path: Path) -> io.FileIO:
-        """An empty file that `publish` will name `path`."""
-        self.refuse_existing(path)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-        try:
-            file = io.FileIO(temporary, "x+")
-        except OSError as error:
-            raise StorageError(error.errno, error.strerror, str(path)) from error  # not the temporary name
-        self._files.append((file, temporary, path))
-        return file
-
-    def publish(self) -> None:
-        """Make all contents durable, then all names, in the order of creation."""
-        for file, _, _ in self._files:
-            os.fsync(file.fileno())  # before the name: a power cut must not leave the name on an empty file
-        published: list[Path] = []
-        try:
-            for _, temporary, path in self._files:
-                self._name(temporary, path)
-                published.append(path)
-            for folder in {path.parent for path in published}:
-                _sync_folder(folder)  # without it a power cut may take the name back
-        except BaseException:
-            if not self._overwrite:
-                for path in published:
-                    path.unlink(missing_ok=True)
-            raise
-
-    def discard(self) -> None:
-        """Close the files and remove what still has its temporary name."""
-        for file, temporary, _ in self._files:
-            file.close()
-            temporary.unlink(missing_ok=True)
-
-    def _name(self, temporary: Path, path: Path) -> None:
-        if self._overwrite:
-            temporary.replace(path)
-            return
-        try:
-            os.link(temporary, path)  # rename() would replace a file that appeared meanwhile; link() refuses
-        except FileExistsError:
-            raise _exists(path) from None
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                raise
-            self.refuse_existing(path)  # no hard links here
-            temporary.rename(path)
-
-
-def _exists(path: Path) -> UsageError:
-    error = UsageError(f"{path} exists")
-    error.add_note("--force replaces it")
-    return error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _outputs(overwrite: bool) -> Iterator[_Outputs]:
-    outputs = _Outputs(overwrite)
-    try:
-        yield outputs
-    except OSError as error:
-        if isinstance(error, CkptError):
-            raise
-        raise StorageError(error.errno, error.strerror, error.filename) from error
-    finally:
-        outputs.discard()

@@ -12,7 +12,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -214,11 +214,34 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def write_archive(out: BinaryIO, state: Any, chunks: Callable[[str], Iterable[memoryview]]) -> list[str]:
-    """Write `state` to `out` (seekable, empty).
+class Appendable(Protocol):
+    """Where an archive goes: it is written in order, never read, nothing in it is changed later."""
+
+    def write(self, data: memoryview | bytes, /) -> int: ...
+    def flush(self) -> None: ...
+
+
+class _Forward:
+    """`Appendable` for zipfile, which otherwise would go back to fill in checksums: they follow the data instead."""
+
+    def __init__(self, out: Appendable) -> None:
+        self._out = out
+
+    def write(self, data: bytes, /) -> int:
+        return self._out.write(data)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+    def close(self) -> None:
+        """Not ours to close."""
+
+
+def write_archive(out: Appendable, state: Any, chunks: Callable[[str], Iterable[memoryview]]) -> list[str]:
+    """Write `state` to `out`.
 
     Args:
-        out: the file.
+        out: the file; empty.
         state: nested dicts, lists, tuples and scalars with `TensorReference` and `TorchObject` in it.
         chunks: called once per distinct tensor with its name; yields its bytes in order.
 
@@ -232,7 +255,7 @@ def write_archive(out: BinaryIO, state: Any, chunks: Callable[[str], Iterable[me
     pickler = _Pickler()
     pickler.emit(state, "")
     text = b"\x80\x02" + bytes(pickler.out) + b"."
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    with zipfile.ZipFile(_Forward(out), "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         _record(archive, "data.pkl", len(text), [memoryview(text)])
         _record(archive, "byteorder", 6, [memoryview(b"little")])
         for number, tensor in enumerate(pickler.records):

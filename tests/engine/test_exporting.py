@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "pt"])
-@pytest.mark.parametrize("failing", ["write", "fsync", "publish"])
+@pytest.mark.parametrize("failing", ["pwrite", "fdatasync", "fsync", "link"])
 def test_a_medium_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_format: Any, failing: str
 ) -> None:
@@ -189,12 +190,7 @@ def test_a_medium_that_fails_leaves_nothing(
     def full(*_arguments: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if failing == "write" and file_format == "safetensors":
-        monkeypatch.setattr(os, "pwrite", full)
-    elif failing == "write":
-        monkeypatch.setattr(exporting, "write_archive", full)
-    else:
-        monkeypatch.setattr(os, "fsync" if failing == "fsync" else "link", full)
+    monkeypatch.setattr(os, failing, full)
     with pytest.raises(StorageError, match="No space left"):
         export(store, 1, tmp_path / "x", file_format)
     assert list(tmp_path.iterdir()) == []
@@ -222,20 +218,26 @@ def test_contents_are_durable_before_names_and_names_before_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    fsync, link = os.fsync, os.link
+    fsync, fdatasync, link = os.fsync, os.fdatasync, os.link
 
     def seen_fsync(descriptor: int) -> None:
-        calls.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "fsync file")  # noqa: PTH112
+        assert stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        calls.append("fsync folder")
         fsync(descriptor)
+
+    def seen_fdatasync(descriptor: int) -> None:
+        calls.append("fdatasync")
+        fdatasync(descriptor)
 
     def seen_link(source: str, target: str) -> None:
         calls.append("link")
         link(source, target)
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "fdatasync", seen_fdatasync)
     monkeypatch.setattr(os, "link", seen_link)
     export(stored({"a": torch.ones(3)}), 1, tmp_path / "x.pt", "pt")
-    assert calls == ["fsync file", "link", "fsync folder"]
+    assert calls == ["fdatasync", "fsync folder", "link", "fsync folder"]
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_values_come_back_as_they_were(value: Any) -> None:
     found = loaded({"value": value})["value"]
     assert type(found) is type(value)

@@ -1,0 +1,170 @@
+"""Files for the user that appear complete and durable under their names, together, or not at all.
+
+Each is written beside its name under a temporary one, as a sequential stream past the page cache: on a disk that is
+read at the same time this was three times as fast as ordinary writes (477 MiB: 0.7 s against 2-4 s).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ckptstore.backends.directio import FileSink
+from ckptstore.backends.folders import Folders
+from ckptstore.backends.posix import SYSTEM
+from ckptstore.blocks import BlockStream
+from ckptstore.formats.errors import CkptError, StorageError, UsageError
+from ckptstore.staging import BLOCK_BYTES, Staging
+
+__all__ = ["OutputFile", "Outputs", "outputs"]
+
+_THREADS: Final = 2
+_STAGING: Final = 3 * BLOCK_BYTES
+_NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+class OutputFile:
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, path: Path, size_hint: int, staging: Staging, pool: ThreadPoolExecutor) -> None:
+        self.path = path
+        self.temporary = path.absolute().with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        folders = Folders(str(self.temporary.parent), SYSTEM)
+        try:
+            self._sink = FileSink(str(self.temporary), SYSTEM, folders, size_hint)
+        except OSError as error:
+            raise StorageError(error.errno, error.strerror, str(path)) from error  # not the temporary name
+        self._stream = BlockStream(self._sink, staging, pool, 0)
+
+    def write(self, data: memoryview | bytes) -> int:
+        """Append `data`; returns its length in bytes. Raises `StorageError`, also for an earlier write."""
+        image = np.frombuffer(data, np.uint8)
+        self._stream.append(image)
+        return len(image)
+
+    def flush(self) -> None:
+        """Nothing: what is written is durable once `seal` returns. Writers of archives ask for it."""
+
+    def seal(self) -> None:
+        """Make contents and temporary name durable."""
+        self._sink.seal(self._stream.finish())
+
+    def discard(self) -> None:
+        """Remove what still has its temporary name."""
+        self._stream.drain()
+        self._sink.abort()
+        self.temporary.unlink(missing_ok=True)
+
+
+class Outputs:
+    """Files that are published together. Made by `outputs`."""
+
+    def __init__(self, overwrite: bool, pool: ThreadPoolExecutor) -> None:
+        self._overwrite = overwrite
+        self._pool = pool
+        self._staging = Staging(_STAGING)
+        self._files: list[OutputFile] = []
+
+    def refuse_existing(self, path: Path) -> None:
+        """Raise `UsageError` if `path` exists and is not to be overwritten."""
+        if not self._overwrite and os.path.lexists(path):
+            raise _exists(path)
+
+    def create(self, path: Path, size_hint: int) -> OutputFile:
+        """A file that `publish` will name `path`, of about `size_hint` bytes. The one before is sealed.
+
+        Raises:
+            UsageError: `path` exists.
+            StorageError: it cannot be made.
+        """
+        self.refuse_existing(path)
+        if self._files:
+            self._files[-1].seal()
+        self._files.append(OutputFile(path, size_hint, self._staging, self._pool))
+        return self._files[-1]
+
+    def publish(self) -> None:
+        """Give every file its name, in the order of creation, each durable in its contents before.
+
+        If one cannot be named, those before it are withdrawn (unless they replaced something).
+
+        Raises:
+            UsageError: a file of that name appeared meanwhile.
+            StorageError: the medium failed.
+        """
+        self._files[-1].seal()
+        published: list[Path] = []
+        try:
+            for file in self._files:
+                self._name(file)
+                published.append(file.path)
+            for folder in {file.temporary.parent for file in self._files}:
+                _sync(folder)  # without it a power cut may take the names back
+        except BaseException:
+            if not self._overwrite:
+                for path in published:
+                    path.unlink(missing_ok=True)
+            raise
+
+    def discard(self) -> None:
+        """Remove every temporary file."""
+        for file in self._files:
+            file.discard()
+
+    def _name(self, file: OutputFile) -> None:
+        if self._overwrite:
+            file.temporary.replace(file.path)
+            return
+        try:
+            os.link(file.temporary, file.path)  # rename() would replace a file that appeared meanwhile
+        except FileExistsError:
+            raise _exists(file.path) from None
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            self.refuse_existing(file.path)
+            file.temporary.rename(file.path)
+
+
+@contextmanager
+def outputs(overwrite: bool) -> Iterator[Outputs]:
+    """Files to write and `Outputs.publish`; whatever happens, no temporary file is left behind.
+
+    Args:
+        overwrite: replace files that exist.
+
+    Raises:
+        StorageError: the medium failed.
+    """
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptstore-output") as pool:
+        files = Outputs(overwrite, pool)
+        try:
+            yield files
+        except OSError as error:
+            if isinstance(error, CkptError):
+                raise
+            raise StorageError(error.errno, error.strerror, error.filename) from error
+        finally:
+            files.discard()
+
+
+def _exists(path: Path) -> UsageError:
+    error = UsageError(f"{path} exists")
+    error.add_note("--force replaces it")
+    return error
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
