@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ckptstore.formats.errors import FormatError
-from ckptstore.formats.segment import RAW
+from ckptstore.chains import iterate_chain
 from ckptstore.loading import Opened
-from ckptstore.reading import iterate_tensor
 from ckptstore.staging import Bytes
 
 __all__ = ["Progress", "streams"]
@@ -21,13 +19,10 @@ def streams(found: Opened) -> Callable[[str], Iterator[Bytes]]:
 
     It may be called from several threads, while `found` is open.
     """
-    available = found.tensors
+    available = found.chains
 
     def chunks(name: str) -> Iterator[Bytes]:
-        tensor, reader = available[name]
-        if tensor.codec != RAW:
-            raise FormatError(f"{reader.entry.key}: tensor {name!r}: codec {tensor.codec!r} is not known")
-        for _, data in iterate_tensor(reader, tensor):
+        for _, data in iterate_chain(available[name]):
             yield data
 
     return chunks
