@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -162,7 +162,9 @@ class Victim:
 # ------------------------------------------------------------------------------------------------ the cuts
 
 
-def _cuts(rig: Rig, chance: random.Random, site: str | None, direct: bool, tally: Counter[str]) -> Iterator[int]:
+def _cuts(
+    rig: Rig, chance: random.Random, site: str | None, direct: bool, tally: Counter[str]
+) -> Generator[int, None, None]:
     """Endless power cuts, each checked before the next -> checkpoints restored after it.
 
     Raises:
