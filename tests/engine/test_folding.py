@@ -104,6 +104,34 @@ def test_trimming_when_there_is_nothing_to_delete_does_nothing() -> None:
     assert folding.trim(world, world.fmt, term.view()) == folding.Trimmed()
 
 
+def test_no_slot_goes_before_the_anchor_above_it_exists() -> None:
+    world = World(every=8)
+    term = opened(world)
+    for step in range(1, 8):
+        save(term, step)
+        folding.fold(world, world.fmt, term.view())
+    folding.trim(world, world.fmt, term.view())
+    assert slots(world) == set(range(8))
+    save(term, 8)
+    folding.trim(world, world.fmt, term.view())
+    assert slots(world) == {0, 7, 8}
+
+
+def test_with_an_old_view_trimming_reaches_no_further_than_it_knows_the_opens() -> None:
+    world = World()
+    term = opened(world)
+    save(term, 1)
+    old = term.view()
+    term = opened(world)
+    for step in range(1, 10):
+        save(term, step)
+        folding.fold(world, world.fmt, term.view())
+    folding.trim(world, world.fmt, old)
+    assert slots(world) == set(range(12)) - {1}
+    folding.trim(world, world.fmt, term.view())
+    assert slots(world) == {0, 2, 4, 8, 9, 10, 11}
+
+
 def test_damaged_slots_stay_as_evidence() -> None:
     world = World()
     term = opened(world)
@@ -126,7 +154,9 @@ def test_only_what_no_reader_needs_is_deleted(data: st.DataObject) -> None:
     world = World(every=data.draw(st.integers(1, 7), label="K"))
     term = opened(world)
     step = 0
-    for action in data.draw(st.lists(st.sampled_from(["save", "save", "fold", "open"]), max_size=25), label="log"):
+    for action in data.draw(
+        st.lists(st.sampled_from(["save", "save", "fold", "open"]), min_size=8, max_size=25), label="log"
+    ):
         if action == "save":
             save(term, step := step + 1)
         elif action == "fold":

@@ -96,6 +96,48 @@ class TestRead:
         with pytest.raises(CorruptLogError, match="slot 1 is absent or stray"):
             view(world)
 
+    @pytest.mark.parametrize("next_is", ["commit", "open"])
+    def test_a_stray_open_taken_for_history_is_uncovered_by_the_record_after_it(self, next_is: str) -> None:
+        world = World(every=4)
+        writer = opened(world)
+        save(writer, 1)
+        save(writer, 2)
+        slow = Actor(world, "opener", lambda backend: opened(world, backend) and None)
+        while slow.at != ("create", slot_key(3)):
+            slow.step()
+        found: list[View] = []
+        reader = Actor(world, "reader", lambda backend: found.append(read(backend, world.fmt, patience=HASTE)))
+        while reader.at != ("get", slot_key(3)):
+            reader.step()
+        save(writer, 3)
+        folding.fold(world, world.fmt, writer.view())
+        writer = opened(world) if next_is == "open" else writer
+        if next_is == "commit":
+            save(writer, 4)
+        folding.fold(world, world.fmt, writer.view())
+        folding.trim(world, world.fmt, writer.view())
+        slow.step()  # OPEN of term 2 lands in slot 3, which was deleted
+        reader.step()  # and is read as if it were history
+        reader.finish()
+        assert found[0].catalog == world.catalog()
+        slow.finish()
+        assert view(world).catalog == world.catalog()
+
+    def test_a_reader_that_was_overtaken_starts_over(self) -> None:
+        world = World(every=4)
+        writer = opened(world)
+        save(writer, 1)
+        found: list[View] = []
+        reader = Actor(world, "reader", lambda backend: found.append(read(backend, world.fmt, patience=HASTE)))
+        while reader.at != ("get", slot_key(1)):
+            reader.step()
+        for step in range(2, 9):
+            save(writer, step)
+            folding.fold(world, world.fmt, writer.view())
+        folding.trim(world, world.fmt, writer.view())
+        reader.finish()
+        assert found[0].catalog == world.catalog()
+
     def test_the_newest_fold_may_be_damaged(self) -> None:
         world = World()
         term = opened(world)

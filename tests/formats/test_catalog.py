@@ -208,6 +208,7 @@ class TestHostileFold:
     def test_a_frame_that_claims_too_much_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         text, name = sealed(document(CHAIN))
         monkeypatch.setattr(folds, "FOLD_LIMIT", 100)
+        monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: pytest.fail("decompressed"))
         with pytest.raises(FormatError, match="at most 100"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
 
@@ -237,6 +238,21 @@ class TestApply:
         assert not catalog.restorable(CheckpointId(1, 3, digest(9)))
         assert not catalog.restorable(CheckpointId(1, 9, digest(9)))
         assert not applied([change(drops=(digest(1),))], catalog).restorable(CheckpointId(1, 3, digest(3)))
+
+    def test_restorable_compares_the_states_of_bases(self) -> None:
+        stranger = CheckpointId(1, 4, digest(99))
+        record = change(
+            segments=(segment(8),),
+            checkpoints=(CheckpointEntry(1, 8, digest(8), 0, 1, 1),),
+            encodings=(Encoding((1, 8), "delta", stranger, (digest(8),), False, 1),),
+        )
+        assert not applied([*CHAIN, record]).restorable(CheckpointId(1, 8, digest(8)))
+        with pytest.raises(CheckpointNotFoundError, match="4@1"):
+            check_commit(applied(CHAIN), record)
+
+    def test_only_the_newest_terms_drops_are_remembered(self) -> None:
+        catalog = applied([*CHAIN, opened(2), change(2, retires=((1, 4),), drops=(digest(4), digest(60)))])
+        assert catalog.dropped == {digest(60)}
 
     def test_restorable_ends_on_a_cycle(self) -> None:
         loop = change(

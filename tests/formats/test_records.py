@@ -287,6 +287,12 @@ class TestManifest:
         with pytest.raises(FormatError, match="another record"):
             texts.decode_record(renamed, seq=7, run=RUN, what="s", fetch=lambda _k, _s: other)
 
+    def test_another_manifest_of_the_same_record_is_refused(self) -> None:
+        slot, manifest = self.store()
+        other = tampered(manifest, lambda found: found.update(drops=[]))
+        with pytest.raises(FormatError, match="checksum"):
+            texts.decode_record(slot, seq=7, run=RUN, what="s", fetch=lambda _k, _s: other)
+
     def test_a_manifest_nobody_can_fetch_is_refused(self) -> None:
         with pytest.raises(FormatError, match="manifest"):
             decode(self.store()[0])

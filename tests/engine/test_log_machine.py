@@ -1,0 +1,286 @@
+"""Two and three writers, readers and folders at once over one medium, each stalled before every operation for any time.
+
+Hypothesis chooses who moves, and which creates lose their answer, land late, land twice or fail. What must hold:
+
+- the slots that were created first are a legal history: terms go up, and after a newer OPEN nobody commits to an older;
+- whatever was acknowledged is in that history for ever, so a fenced writer never acknowledges again;
+- a writer that stops as fenced was fenced, and one that does not know had a reason;
+- a reader's view is the history, exactly, at one instant of the read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ckptstore import folding
+from ckptstore.backends.base import Backend
+from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.errors import CommitUnknownError, FencedError, StorageError, WriterError
+from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, slot_key
+from ckptstore.log import Term, View, open_term, read
+from ckptstore.view import Patience
+from tests.engine.log_world import FATES, Actor, Fate, World, full, segments_of
+
+# Enough tries that no schedule of a run exhausts them: each needs slots folded and deleted under the reader's feet.
+PATIENCE = Patience(tries=30, sleep=lambda _seconds: None)
+RESENDS = Patience(tries=2, sleep=lambda _seconds: None)
+
+
+@dataclass
+class WriterLife:
+    """What one writer has been through."""
+
+    actor: Actor | None = None
+    term: Term | None = None
+    acknowledged: list[tuple[int, CommitRecord]] = field(default_factory=list)
+    faulty: bool = False
+
+
+@dataclass
+class ReaderLife:
+    """One READ: the length of the history when it began, and what it found."""
+
+    began: int
+    actor: Actor | None = None
+    view: View | None = None
+
+
+def latest(catalog: Catalog) -> CheckpointId | None:
+    entry = catalog.latest()
+    return None if entry is None else entry.id
+
+
+def write(world: World, life: WriterLife, backend: Backend, commits: int) -> None:
+    """A writer's whole life: open, then commit."""
+    life.term = open_term(backend, world.fmt, latest, patience=PATIENCE)
+    life.term.patience = RESENDS
+    for _ in range(commits):
+        commit(life)
+
+
+def commit(life: WriterLife) -> None:
+    """Save the next step, often on the last one, and retire one that is older than two and that nothing builds on."""
+    term = life.term
+    assert term is not None
+    last = latest(term.catalog)
+    step = 1 if last is None else last.step + 1
+    old = [node for node in term.catalog.checkpoints if node[1] < step - 2 and not _built_on(term.catalog, node)][:1]
+    drops = [segment for node in old for segment in segments_of(term.catalog, node)]
+    record = full(term.number, step, last if step % 3 else None, retires=tuple(old), drops=tuple(drops))
+    life.acknowledged.append((term.commit(record), record))
+
+
+def _built_on(catalog: Catalog, node: tuple[int, int]) -> bool:
+    return any(edge.base and edge.base.node == node for edges in catalog.encodings.values() for edge in edges)
+
+
+class LogMachine(RuleBasedStateMachine):
+    """One store under everything at once."""
+
+    @initialize(every=st.integers(1, 5))
+    def begin(self, every: int) -> None:
+        self.world = World(every)
+        self.writers: list[WriterLife] = []
+        self.readers: list[ReaderLife] = []
+        self.folders: list[Actor] = []
+        self.history = CatalogBuilder()
+        self.catalogs: list[Catalog] = [self.history.snapshot()]
+        self.damaged = False
+        self.steady = WriterLife()
+
+    # ---- who begins
+
+    @precondition(lambda self: sum(life.actor.at is not None for life in self.writers) < 3)
+    @rule(commits=st.integers(0, 8))
+    def start_writer(self, commits: int) -> None:
+        life = WriterLife()
+        life.actor = Actor(self.world, "writer", lambda backend: write(self.world, life, backend, commits))
+        self.writers.append(life)
+
+    @precondition(lambda self: sum(life.actor.at is not None for life in self.readers) < 2)
+    @rule(again=st.booleans())
+    def start_reader(self, again: bool) -> None:
+        since = next((life.view for life in reversed(self.readers) if life.view), None) if again else None
+        life = ReaderLife(len(self.world.canon))
+
+        def work(backend: Backend) -> None:
+            life.view = read(backend, self.world.fmt, since, PATIENCE)
+
+        life.actor = Actor(self.world, "reader", work)
+        self.readers.append(life)
+
+    @precondition(lambda self: sum(actor.at is not None for actor in self.folders) < 2)
+    @rule(trims=st.booleans())
+    def start_folder(self, trims: bool) -> None:
+        def work(backend: Backend) -> None:
+            view = read(backend, self.world.fmt, patience=PATIENCE)
+            if view.end:
+                folding.fold(backend, self.world.fmt, view)
+            if trims:
+                folding.trim(backend, self.world.fmt, view)
+
+        self.folders.append(Actor(self.world, "folder", work))
+
+    # ---- who moves, and what the medium does
+
+    def actors(self) -> list[Actor]:
+        lives: list[WriterLife | ReaderLife] = [*self.writers, *self.readers]
+        everyone = [life.actor for life in lives if life.actor] + self.folders
+        return [actor for actor in everyone if actor.at is not None]
+
+    @precondition(lambda self: self.actors())
+    @rule(who=st.integers(0, 9), steps=st.integers(1, 12))
+    def move(self, who: int, steps: int) -> None:
+        """Some steps of one actor; everybody else is stalled."""
+        waiting = self.actors()
+        actor = waiting[who % len(waiting)]
+        for _ in range(steps):
+            if actor.at is not None:
+                actor.step()
+                self.learn()
+
+    @precondition(lambda self: self.actors())
+    @rule(who=st.integers(0, 9), slots=st.integers(0, 3))
+    def move_to_slot(self, who: int, slots: int) -> None:
+        """One actor goes on until it is about to touch a slot at or near the end of the log, and stalls there."""
+        waiting = self.actors()
+        actor = waiting[who % len(waiting)]
+        goal = {("get", slot_key(len(self.world.canon) - slots)), ("create", slot_key(len(self.world.canon)))}
+        for _ in range(200):
+            if actor.at is None or actor.at in goal:
+                return
+            actor.step()
+            self.learn()
+
+    @rule(commits=st.integers(1, 7), trims=st.booleans())
+    def churn(self, commits: int, trims: bool) -> None:
+        """Meanwhile, at one go: a writer of its own commits, folding after each, and what is folded is deleted."""
+        for _ in range(commits):
+            try:
+                if self.steady.term is None or self.steady.term.dead:
+                    write(self.world, self.steady, self.world, 1)
+                else:
+                    commit(self.steady)
+            except FencedError:
+                continue
+            finally:
+                self.learn()
+            folding.fold(self.world, self.world.fmt, read(self.world, self.world.fmt, patience=PATIENCE))
+        if trims:
+            folding.trim(self.world, self.world.fmt, read(self.world, self.world.fmt, patience=PATIENCE))
+
+    @precondition(lambda self: self.actors())
+    @rule(who=st.integers(0, 9))
+    def finish(self, who: int) -> None:
+        """Everything that one actor has left to do, at one go."""
+        waiting = self.actors()
+        waiting[who % len(waiting)].finish()
+        self.learn()
+
+    @precondition(lambda self: any(life.actor.at and life.actor.at[0] == "create" for life in self.writers))
+    @rule(who=st.integers(0, 2), fate=st.sampled_from(FATES[1:]))
+    def trouble(self, who: int, fate: Fate) -> None:
+        """A writer's create meets a fate."""
+        creating = [life for life in self.writers if life.actor and life.actor.at and life.actor.at[0] == "create"]
+        life = creating[who % len(creating)]
+        assert life.actor is not None
+        life.faulty = True
+        life.actor.step(fate)
+        self.learn()
+
+    @precondition(lambda self: any(actor.at and actor.at[0] in ("get", "listed") for actor in self.actors()))
+    @rule(who=st.integers(0, 9))
+    def trouble_reading(self, who: int) -> None:
+        """A GET fails, or a listing shows what came and not what went while it ran."""
+        busy = [actor for actor in self.actors() if actor.at and actor.at[0] in ("get", "listed")]
+        busy[who % len(busy)].step("error")
+        self.learn()
+
+    @precondition(lambda self: self.world.net)
+    @rule(which=st.integers(0, 9))
+    def deliver(self, which: int) -> None:
+        """A late or duplicated create lands."""
+        self.world.deliver(which % len(self.world.net))
+        self.learn()
+
+    @precondition(lambda self: not self.damaged and len(self.world.list("fold/")) >= 2)
+    @rule(newest=st.booleans())
+    def damage_a_fold(self, newest: bool) -> None:
+        """One of the two newest folds is damaged."""
+        self.damaged = True
+        self.world.damage(self.world.list("fold/")[-1 if newest else -2])
+
+    # ---- what must hold
+
+    def learn(self) -> None:
+        """Check what is new in the history against the rules of terms, and fold it into the true catalogs."""
+        while len(self.catalogs) <= len(self.world.canon):
+            seq = len(self.catalogs) - 1
+            record, term = self.world.record(seq), self.history.catalog.term
+            if isinstance(record, OpenRecord):
+                assert record.term > term
+                parent = record.parent
+                assert parent is None or parent.node in self.history.catalog.checkpoints
+            else:
+                assert record.term == term
+            self.history.apply(record, seq)
+            self.catalogs.append(self.history.snapshot())
+
+    @invariant()
+    def what_was_acknowledged_is_history(self) -> None:
+        for life in [*getattr(self, "writers", ()), *([self.steady] if hasattr(self, "steady") else [])]:
+            for seq, record in life.acknowledged:
+                true = self.world.record(seq)
+                assert isinstance(true, CommitRecord)
+                assert (true.term, true.nonce) == (record.term, record.nonce)
+
+    @invariant()
+    def who_stopped_had_a_reason(self) -> None:
+        for life in getattr(self, "writers", ()):
+            error = life.actor.error
+            if error is None:
+                continue
+            assert isinstance(error, WriterError | StorageError), error
+            if isinstance(error, CommitUnknownError | StorageError):
+                assert life.faulty or "get" in str(error)
+            if isinstance(error, FencedError) and life.term is not None:
+                assert self.history.catalog.term > life.term.number
+                assert life.term.dead is error
+
+    @invariant()
+    def a_view_is_the_history_at_an_instant_of_the_read(self) -> None:
+        for life in getattr(self, "readers", ()):
+            assert life.actor.error is None or isinstance(life.actor.error, StorageError)
+            if life.view is not None and life.began >= 0:
+                assert life.began <= life.view.end <= len(self.world.canon)
+                assert life.view.catalog == self.catalogs[life.view.end]
+                life.began = -1  # checked
+        for actor in getattr(self, "folders", ()):
+            assert actor.error is None or isinstance(actor.error, StorageError)
+
+    def teardown(self) -> None:
+        """Everybody is killed; the store is whole, and the next writer goes on from the end of the history."""
+        if not hasattr(self, "world"):
+            return
+        for actor in self.actors():
+            actor.kill()
+        self.learn()
+        assert read(self.world, self.world.fmt, patience=PATIENCE).catalog == self.catalogs[-1]
+        last = WriterLife()
+        write(self.world, last, self.world, commits=3)
+        assert len(last.acknowledged) == 3
+        while self.world.net:
+            self.world.deliver(0)
+        self.learn()
+        self.what_was_acknowledged_is_history()
+        assert read(self.world, self.world.fmt, patience=PATIENCE).catalog == self.catalogs[-1]
+
+
+LogMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestLogMachine = LogMachine.TestCase
