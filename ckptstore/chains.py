@@ -15,6 +15,7 @@ from ckptstore.backends.base import BLOCK
 from ckptstore.formats import codecs, hashing
 from ckptstore.formats.codecs import Codec
 from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.reading import Progress, SegmentReader, run_all
 from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
@@ -47,7 +48,7 @@ class Chain:
 
     Attributes:
         layers: at least one.
-        master: the chain of the tensor that the only layer derives from (codec ``derive``), or None.
+        master: the chain of the tensor that the first layer derives from (codec ``derive``), or None.
     """
 
     layers: tuple[Layer, ...]
@@ -91,39 +92,33 @@ def decode_chunk(chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify
         CorruptSegmentError: a payload or the result is not what was written; names segment, tensor and offset.
         StorageError: the medium failed.
     """
-    if chain.master is not None:
-        _derive(chain, index, out, scratch, verify)
-        return
     for number, layer in enumerate(chain.layers):
         codec = layer.codec
-        payload = _payload(layer, index, scratch, verify)
+        base: Bytes | None = out if codec.base_ratio else None
         if not number and codec.base_ratio:
-            raise CorruptSegmentError(f"{chain.where}: its chain begins with a delta")
+            if chain.master is None:
+                raise CorruptSegmentError(f"{chain.where}: its chain begins with a delta")
+            base = _master_bytes(chain.master, index, 2 * len(out), scratch, verify)
+        payload = _payload(layer, index, scratch, verify)
         try:
-            codecs.decode(codec, payload, len(out), out if codec.base_ratio else None, out)
+            codecs.decode(codec, payload, len(out), base, out)
         except (CorruptSegmentError, FormatError, ValueError) as error:
             raise CorruptSegmentError(f"{chain.where}: chunk {index} of {layer.reader.entry.key}: {error}") from error
     _check(chain, index, out, verify)
 
 
-def _derive(chain: Chain, index: int, out: Bytes, scratch: Bytes, verify: bool) -> None:
-    """A rounded copy: restore the master's chunks that cover this one, then round them."""
-    assert chain.master is not None
-    layer = chain.layers[-1]
-    chunks = chain.master.tensor.chunks
-    begin = sum(chunk.logical for chunk in chain.tensor.chunks[:index]) * 2
-    whole = aligned(2 * len(out))
+def _master_bytes(master: Chain, index: int, length: int, scratch: Bytes, verify: bool) -> Bytes:
+    """The `length` bytes of a master from which chunk `index` of its copy, half as long, is rounded."""
+    whole = aligned(length)
+    begin = 2 * index * CHUNK
     at = 0
-    for number, chunk in enumerate(chunks):
-        if begin <= at < begin + len(whole):
-            decode_chunk(chain.master, number, whole[at - begin : at - begin + chunk.logical], scratch, verify=verify)
-        at += chunk.logical
-    payload = _payload(layer, index, scratch, verify)
-    try:
-        codecs.decode(layer.codec, payload, len(out), whole, out)
-    except (CorruptSegmentError, FormatError, ValueError) as error:
-        raise CorruptSegmentError(f"{chain.where}: chunk {index}: {error}") from error
-    _check(chain, index, out, verify)
+    for number in range(begin // CHUNK, len(master.tensor.chunks)):
+        logical = master.tensor.chunks[number].logical
+        if at == length:
+            break
+        decode_chunk(master, number, whole[at : at + logical], scratch, verify=verify)
+        at += logical
+    return whole
 
 
 def _payload(layer: Layer, index: int, scratch: Bytes, verify: bool) -> Bytes:
@@ -133,6 +128,10 @@ def _payload(layer: Layer, index: int, scratch: Bytes, verify: bool) -> Bytes:
     # Memory that agrees with the file modulo the page size lets the backend read past the cache.
     phase = chunk.offset % BLOCK
     payload = scratch[phase : phase + chunk.length]
+    if len(payload) != chunk.length:
+        raise CorruptSegmentError(
+            f"{layer.reader.entry.key}: {chunk.length} stored bytes for a chunk of {chunk.logical}"
+        )
     layer.reader.source.read_into(chunk.offset, payload.data)
     if verify and hashing.chunk_hash(payload.data) != chunk.stored_hash:
         raise CorruptSegmentError(

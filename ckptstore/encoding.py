@@ -208,7 +208,7 @@ def _choose(
 ) -> _Plan:
     apart = gap if base is not None else 0
     known = choices.known(spec.name, apart)
-    if known is not None and (known[1] is None or known[1] in flat.tensors):
+    if known is not None and _still_applies(known[0], known[1], spec, flat):
         return _Plan(spec, source, known[0], base is not None, known[1])
     master = _master_for(spec, source, masters, flat)
     samples = [
@@ -223,6 +223,15 @@ def _choose(
     derived = master if choice.name == "derive" else None
     choices.learn(spec.name, apart, choice, derived)
     return _Plan(spec, source, choice, base is not None, derived)
+
+
+def _still_applies(choice: CodecChoice, master: str | None, spec: TensorSpec, flat: FlatState) -> bool:
+    """Whether a choice made for an earlier checkpoint fits: tensors change dtype and shape, and masters go away."""
+    if master is None:
+        return True
+    source = flat.tensors.get(master)
+    wanted = ("F32", spec.shape)
+    return source is not None and (source.dtype, tuple(source.shape)) == wanted and choice.params["to"] == spec.dtype
 
 
 def _masters(flat: FlatState) -> dict[tuple[int, ...], list[str]]:

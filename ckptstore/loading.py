@@ -132,7 +132,7 @@ def _chain(held: Sequence[dict[str, Layer]], last: int, name: str) -> Chain:
         ratio = layer.codec.base_ratio
         if ratio == 0:
             return Chain(tuple(layers))
-        if ratio == 2:  # the rounded copy of another tensor of the same step
+        if ratio == 2:  # the rounded copy of another tensor of the same step, with deltas on top
             return _with_master(held, number, tuple(layers))
     raise CorruptSegmentError(f"{layers[0].reader.entry.key}: tensor {name!r}: its chain begins with a delta")
 
@@ -143,10 +143,11 @@ def _with_master(held: Sequence[dict[str, Layer]], number: int, layers: tuple[La
     where = f"{copy.reader.entry.key}: tensor {copy.tensor.name!r}"
     if name is None or name not in held[number] or held[number][name].tensor.codec == "derive":
         raise CorruptSegmentError(f"{where}: derived from {name!r}, which is not there")
-    master = _chain(held, number, name)
-    if master.tensor.nbytes != 2 * copy.tensor.nbytes:
-        raise CorruptSegmentError(f"{where}: derived from {name!r}, which has another size")
-    return Chain(layers, master)
+    # Only an fp32 tensor is a master, and it derives from nothing: so chains of masters are one link long.
+    wanted, found = ("F32", copy.tensor.shape), held[number][name].tensor
+    if copy.tensor.dtype not in ("BF16", "F16") or (found.dtype, found.shape) != wanted:
+        raise CorruptSegmentError(f"{where}: derived from {name!r}, which has another dtype or shape")
+    return Chain(layers, _chain(held, number, name))
 
 
 @contextmanager

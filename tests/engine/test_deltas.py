@@ -101,6 +101,44 @@ def test_the_bf16_copy_of_a_master_costs_nothing(tmp_path: Path) -> None:
     assert only["optimizer"]["master"] == {}
 
 
+def test_a_delta_may_build_on_a_derived_copy(tmp_path: Path) -> None:
+    """The master goes away while its copy stays: the copy's chain is a rounding with a delta on top."""
+    master = torch.randn(300, 70)
+    states: list[dict[str, Any]] = [{"c": (master + n).bfloat16(), "m": master + n} for n in range(3)]
+    states += [{"c": (master + 3).bfloat16()}, {"c": (master + 4).bfloat16()}]
+    store = fill(tmp_path / "store", states, 1)
+    assert [store.tensors(step)["c"].codec for step in (3, 4, 5)] == ["derive", "diff", "diff"]
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+    same(states[4], store.load(5, into={"c": torch.zeros(300, 70, dtype=torch.bfloat16)}))
+    assert store.read_tensor(4, "c").tobytes() == states[3]["c"].view(torch.uint8).numpy().tobytes()
+
+
+def test_derived_copies_of_several_chunks(tmp_path: Path) -> None:
+    """A copy's chunk is rounded from two of its master's, and the last ones are shorter."""
+    master = torch.randn(9 << 20)  # fp32: 36 MiB in 3 chunks; its copy: 18 MiB in 2
+    states = [{"m": master + n, "c": (master + n).bfloat16()} for n in (0.0, 1e-3)]
+    states[1]["c"][-1] += 1  # one exception
+    store = fill(tmp_path / "store", states, 1)
+    assert store.tensors(2)["c"].codec == "derive"
+    same(states[1], store.load(2))
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "copy"])
+def test_a_remembered_master_may_change(tmp_path: Path, change: str) -> None:
+    master = torch.randn(300, 70)
+    states: list[dict[str, Any]] = [{"c": (master + n).bfloat16(), "m": master + n} for n in range(3)]
+    other = {
+        "shape": {"c": states[2]["c"], "m": torch.randn(200, 70)},
+        "dtype": {"c": states[2]["c"], "m": states[2]["m"].double()},
+        "copy": {"c": states[2]["c"].half(), "m": states[2]["m"]},
+    }[change]
+    states += [other, other]
+    store = fill(tmp_path / "store", states, DeltaOptions(interval=1, compress_fulls=True))
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+
+
 def test_in_place_and_partial_restores_of_chains(tmp_path: Path) -> None:
     states = trajectory(6)
     store = fill(tmp_path / "store", states, 1)
