@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ckptstore.formats.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
 from ckptstore.streaming import Progress
-from ckptstore.weightfiles import locate, open_file
+from ckptstore.weightfiles import file_bytes, locate, open_file
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import CheckpointInfo
+    from ckptstore.deltas import DeltaOptions
     from ckptstore.store import Store
 
 __all__ = ["ImportedFile", "import_files", "step_of"]
@@ -29,9 +30,10 @@ _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 @dataclass(frozen=True, slots=True)
 class ImportedFile:
-    """A file and the checkpoint it became."""
+    """A file, its length in bytes (of shards: all together), and the checkpoint it became."""
 
     path: Path
+    nbytes: int
     info: CheckpointInfo
 
 
@@ -64,6 +66,7 @@ def import_files(
     step: int | Literal["auto"] = "auto",
     *,
     parent: str | None = "latest",
+    deltas: DeltaOptions | None = None,
     progress: Progress | None = None,
 ) -> list[ImportedFile]:
     """Store each file as a checkpoint, in one new term, ascending by step. Memory does not grow with the files.
@@ -76,6 +79,7 @@ def import_files(
         step: of a single file; ``"auto"`` takes it from each name (`step_of`), and gives a single file without one
             the step after the parent's.
         parent: REF that the new term continues from; None for none.
+        deltas: store a series as deltas; None: every file becomes a full.
         progress: told (bytes done, bytes in all).
 
     Returns:
@@ -106,10 +110,11 @@ def import_files(
 
     imported: list[ImportedFile] = []
     try:
-        with store.writer(parent=base, poll_seconds=None) as writer:
+        with store.writer(parent=base, poll_seconds=None, deltas=deltas) as writer:
             for number, path in steps:
                 with open_file(path) as opened:
-                    imported.append(ImportedFile(path, writer.save(opened.flat, number, progress=advance)))
+                    info = writer.save(opened.flat, number, progress=advance)
+                    imported.append(ImportedFile(path, file_bytes(path), info))
     except CkptError as error:
         if imported:
             error.add_note(f"imported before the error: {', '.join(one.info.ref for one in imported)}")

@@ -27,7 +27,16 @@ from ckptstore.formats.errors import (
 from ckptstore.formats.state import FlatState, Origin, flatten, tensor_names
 from ckptstore.staging import Bytes
 
-__all__ = ["CHECKPOINT_MEMBER", "DTYPES_MEMBER", "STATE_MEMBER", "FileTensor", "OpenedFile", "locate", "open_file"]
+__all__ = [
+    "CHECKPOINT_MEMBER",
+    "DTYPES_MEMBER",
+    "STATE_MEMBER",
+    "FileTensor",
+    "OpenedFile",
+    "file_bytes",
+    "locate",
+    "open_file",
+]
 
 CHECKPOINT_MEMBER: Final = "ckptstore.checkpoint"
 """Member of an exported file's ``__metadata__``: REF of the checkpoint."""
@@ -118,6 +127,15 @@ def locate(path: Path) -> Path:
         if found:
             raise UsageError(f"{path} holds {len(found)} files {pattern} and no index: name the one to import")
     raise UsageError(f"{path} holds no .safetensors, .bin or .pt file")
+
+
+def file_bytes(path: Path) -> int:
+    """Length of a checkpoint file that `open_file` opens; of an index, that of its shards as well."""
+    own = path.stat().st_size
+    if path.suffix != ".json":
+        return own
+    index = jsontext.loads(path.read_bytes(), what=str(path), max_bytes=_INDEX_LIMIT)
+    return own + sum((path.parent / shard).stat().st_size for shard in set(index["weight_map"].values()))
 
 
 def open_file(path: Path) -> OpenedFile:

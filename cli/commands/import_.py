@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from ckptstore.cli.arguments import REF, STEP, STORE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, progress, size, table
+from ckptstore.cli.output import emit, progress, ratio, size, table
+
+if TYPE_CHECKING:
+    from ckptstore.deltas import DeltaOptions
 
 
 @make_command(
@@ -19,6 +22,7 @@ from ckptstore.cli.output import emit, progress, size, table
         "ckpt import runs/gpt checkpoint-*/model.safetensors.index.json",
         "ckpt import runs/gpt step_*.pt",
         "ckpt import runs/gpt old/step_500.pt --parent none",
+        "ckpt import runs/small checkpoint-*/ --delta --max-restore-cost 3x",
     ],
 )
 @STORE
@@ -37,7 +41,24 @@ from ckptstore.cli.output import emit, progress, size, table
     metavar="REF|none",
     help="What the new term continues from; default: latest.",
 )
-def command(store: str, files: tuple[Path, ...], step: int | Literal["auto"], parent: str, as_json: bool) -> None:
+@click.option("--delta", is_flag=True, help="Store the series as deltas: shrinks a folder of checkpoints.")
+@click.option("--interval", default="auto", metavar="T|auto", help="With --delta: checkpoints that share one base.")
+@click.option(
+    "--max-restore-cost",
+    default="4x",
+    metavar="COST",
+    help="With --delta: what restoring any checkpoint may read or take: 3x (of a full), 2GB, 30s, none. Default: 4x.",
+)
+def command(
+    store: str,
+    files: tuple[Path, ...],
+    step: int | Literal["auto"],
+    parent: str,
+    delta: bool,
+    interval: str,
+    max_restore_cost: str,
+    as_json: bool,
+) -> None:
     """Store .safetensors and .pt files as checkpoints.
 
     FILE is a .safetensors or .pt file, the .index.json of Hugging Face shards, or a folder that holds one of these.
@@ -54,15 +75,21 @@ def command(store: str, files: tuple[Path, ...], step: int | Literal["auto"], pa
             files,
             step,
             parent=None if parent == "none" else parent,
+            deltas=_deltas(interval, max_restore_cost) if delta else None,
             progress=advance,
         )
+    before, after = sum(one.nbytes for one in imported), sum(one.info.stored for one in imported)
     if as_json:
         emit(
             {
                 "store": store,
+                "bytes_before": before,
+                "bytes_after": after,
                 "checkpoints": [
                     {
                         "file": str(one.path),
+                        "file_bytes": one.nbytes,
+                        "kind": one.info.kind,
                         "ref": one.info.ref,
                         "step": one.info.step,
                         "term": one.info.term,
@@ -76,5 +103,20 @@ def command(store: str, files: tuple[Path, ...], step: int | Literal["auto"], pa
             }
         )
         return
-    rows = [[str(one.path), one.info.ref, f"{one.info.tensors:,}", size(one.info.stored)] for one in imported]
-    click.echo(table(["FILE", "CHECKPOINT", ">TENSORS", ">STORED"], rows))
+    rows = [
+        [str(one.path), one.info.ref, one.info.kind, f"{one.info.tensors:,}", size(one.nbytes), size(one.info.stored)]
+        for one in imported
+    ]
+    click.echo(table(["FILE", "CHECKPOINT", "KIND", ">TENSORS", ">BEFORE", ">STORED"], rows))
+    click.echo(f"{size(before)} before, {size(after)} after ({ratio(before, after)})")
+
+
+def _deltas(interval: str, max_restore_cost: str) -> DeltaOptions:
+    from ckptstore.deltas import DeltaOptions
+    from ckptstore.intervals import RestoreBound
+
+    if interval == "auto":
+        return DeltaOptions(bound=RestoreBound.parse(max_restore_cost))
+    if not interval.isdecimal() or not int(interval):
+        raise click.BadParameter(f"{interval!r}: a number from 1 on, or auto", param_hint="--interval")
+    return DeltaOptions(interval=int(interval), bound=RestoreBound.parse(max_restore_cost))

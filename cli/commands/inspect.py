@@ -9,9 +9,11 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, moment, number, progress, ratio, shape, size, table
+from ckptstore.cli.output import duration, emit, moment, number, progress, ratio, shape, size, table
+from ckptstore.cli.plans import plan_step, plan_table
 
 if TYPE_CHECKING:
+    from ckptstore.explaining import Explanation
     from ckptstore.inspection import CheckpointDescription, TensorStatistics
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -45,16 +47,20 @@ def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, s
         else:
             click.echo("\n".join(_statistics_text(numbers)))
         return
+    from ckptstore.explaining import explain
+
     found = inspect(opened(store), ref, select)
-    if as_json:
-        emit(_json(found, state))
-    elif state:
+    if state and not as_json:
         click.echo("\n".join(["state", *_tree(found.tree)]))
+        return
+    plan = explain(opened(store), found.info.ref, select or None)
+    if as_json:
+        emit(_json(found, plan, state))
     else:
-        click.echo("\n".join(_text(found)))
+        click.echo("\n".join(_text(found, plan)))
 
 
-def _json(found: CheckpointDescription, state: bool) -> dict[str, Any]:
+def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[str, Any]:
     info = found.info
     document: dict[str, Any] = {
         "ref": info.ref,
@@ -78,6 +84,11 @@ def _json(found: CheckpointDescription, state: bool) -> dict[str, Any]:
             }
             for link in found.chain
         ],
+        "plan": {
+            "bytes_read": plan.bytes_read,
+            "seconds": round(plan.seconds, 3),
+            "steps": [plan_step(step) for step in plan.steps],
+        },
         "tensors": [
             {
                 "name": tensor.name,
@@ -96,7 +107,7 @@ def _json(found: CheckpointDescription, state: bool) -> dict[str, Any]:
     return document | ({"tree": found.tree} if state else {})
 
 
-def _text(found: CheckpointDescription) -> Iterator[str]:
+def _text(found: CheckpointDescription, plan: Explanation) -> Iterator[str]:
     info = found.info
     tags = "".join(f"  tag:{tag}" for tag in info.tags)
     yield click.style(f"checkpoint {info.ref}", bold=True) + tags
@@ -104,17 +115,9 @@ def _text(found: CheckpointDescription) -> Iterator[str]:
     smaller = ratio(info.nbytes, info.stored)
     yield f"{info.tensors:,} tensors, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
     yield ""
-    read = sum(link.stored for link in found.chain)
-    yield table(
-        ["CHAIN", "KIND", ">STORED", "SEGMENT"],
-        [
-            [link.ref if n == 0 else "", link.kind if n == 0 else "", size(link.stored) if n == 0 else "", segment]
-            for link in found.chain
-            for n, segment in enumerate(link.segments)
-        ],
-    )
-    if len(found.chain) > 1:
-        yield f"restoring it reads {size(read)} in {len(found.chain)} links"
+    yield plan_table(plan)
+    steps = "1 step" if len(plan.steps) == 1 else f"{len(plan.steps)} steps"
+    yield f"restoring it reads {size(plan.bytes_read)} in {steps}, about {duration(plan.seconds)}"
     yield ""
     yield table(
         ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"],

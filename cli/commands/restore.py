@@ -10,6 +10,7 @@ import click
 from ckptstore.cli.arguments import REF, SIZE, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size
+from ckptstore.cli.plans import plan_step, plan_table
 
 _FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt"}
 
@@ -21,11 +22,12 @@ _FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt"}
         "ckpt restore runs/gpt --step 1000@2 --out step1000.pt",
         "ckpt restore runs/gpt --step tag:best --select 'model.*' --out best.safetensors --force",
         "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
+        "ckpt restore runs/gpt --step 1000 --explain",
     ],
 )
 @STORE
 @click.option("--step", "ref", type=REF, default="latest", metavar="S[@TERM]", help="The checkpoint, or any REF.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="PATH", help="The file to write.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="The file to write.")
 @click.option(
     "--format",
     "file_format",
@@ -35,14 +37,16 @@ _FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt"}
 @select_option("Only tensors that match; may be repeated.")
 @click.option("--max-shard-size", type=SIZE, help="Split into files of at most this size, with an index.")
 @click.option("--force", is_flag=True, help="Replace PATH if it exists.")
+@click.option("--explain", is_flag=True, help="Write nothing: show what a restore reads and decodes.")
 def command(
     store: str,
     ref: str,
-    out: Path,
+    out: Path | None,
     file_format: str | None,
     select: tuple[str, ...],
     max_shard_size: int | None,
     force: bool,
+    explain: bool,
     as_json: bool,
 ) -> None:
     """Write a checkpoint to a .safetensors or .pt file.
@@ -51,6 +55,11 @@ def command(
     torch.load(weights_only=True). A .safetensors file carries the rest of the state in its
     metadata, where `ckpt import` finds it.
     """
+    if explain:
+        _explain(store, ref, select, as_json)
+        return
+    if out is None:
+        raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
     from ckptstore.exporting import export
 
     chosen = file_format or _FORMATS.get(out.suffix.lower(), "safetensors")
@@ -87,3 +96,26 @@ def command(
     where = str(result.paths[0]) if result.index is None else f"{len(result.paths)} files and {result.index}"
     click.echo(f"wrote {where}: checkpoint {result.ref}, {result.tensors:,} tensors, {size(result.nbytes)} ", nl=False)
     click.echo(f"in {duration(seconds)} ({size(int(result.nbytes / max(seconds, 1e-9)))}/s)")
+
+
+def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool) -> None:
+    from ckptstore.explaining import explain
+
+    found = explain(opened(store), ref, select or None)
+    if as_json:
+        emit(
+            {
+                "ref": found.ref,
+                "bytes": found.nbytes,
+                "bytes_read": found.bytes_read,
+                "seconds": round(found.seconds, 3),
+                "read_rate": round(found.rates.read),
+                "decode_rate": round(found.rates.decode),
+                "steps": [plan_step(step) for step in found.steps],
+            }
+        )
+        return
+    click.echo(plan_table(found))
+    rates = f"reading {size(int(found.rates.read))}/s, decoding {size(int(found.rates.decode))}/s, measured now"
+    click.echo(f"restoring {found.ref} reads {size(found.bytes_read)} for {size(found.nbytes)}: ", nl=False)
+    click.echo(f"about {duration(found.seconds)} ({rates})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented, state
 from tests.engine.states import same
+from tests.engine.test_deltas import trajectory
 
 
 def write(path: Path, value: float) -> Path:
@@ -23,7 +25,7 @@ def write(path: Path, value: float) -> Path:
 def test_one_file_into_a_new_store(ckpt: Run, tmp_path: Path) -> None:
     outcome = ckpt("import", tmp_path / "run", write(tmp_path / "model.safetensors", 1), "--step", "1000")
     assert outcome.code == 0
-    assert outcome.out.splitlines()[1].split()[1:3] == ["1000@1", "2"]
+    assert outcome.out.splitlines()[1].split()[1:4] == ["1000@1", "full", "2"]
     loaded = ckptstore.open(tmp_path / "run").load(1000, framework="torch")
     assert torch.equal(loaded["layer.weight"], torch.ones(3, 4))
     assert loaded["bias"].dtype == torch.float16
@@ -101,3 +103,27 @@ def test_usage(ckpt: Run, tmp_path: Path) -> None:
     assert nameless.code == 2
     assert "its name tells no step" in nameless.err
     assert not store.exists()
+
+
+def test_a_series_shrinks_as_deltas(ckpt: Run, tmp_path: Path) -> None:
+    states = trajectory(6)
+    for step, saved in enumerate(states, 1):
+        torch.save({"model": saved["model"], "master": saved["optimizer"]["master"]}, tmp_path / f"step_{step}.pt")
+    files = [tmp_path / f"step_{step}.pt" for step in range(1, 7)]
+    shown = ckpt("import", tmp_path / "store", *files, "--delta", "--interval", "2", "--json")
+    assert shown.code == 0
+    found = json.loads(shown.out)
+    assert [one["kind"] for one in found["checkpoints"]] == ["full"] + ["delta"] * 5
+    assert found["bytes_before"] == sum(file.stat().st_size for file in files)
+    assert found["bytes_after"] < 0.8 * found["bytes_before"]
+    for step, saved in enumerate(states, 1):
+        same(saved["optimizer"]["master"], ckptstore.open(tmp_path / "store").load(step)["master"])
+    text = ckpt("import", tmp_path / "other", *files, "--delta", "--max-restore-cost", "2x").out
+    assert "before" in text
+    assert "after" in text
+
+
+@pytest.mark.parametrize("bad", [["--interval", "0"], ["--interval", "soon"], ["--max-restore-cost", "lots"]])
+def test_bad_delta_options(ckpt: Run, tmp_path: Path, bad: list[str]) -> None:
+    assert ckpt("import", tmp_path / "store", write(tmp_path / "step_1.safetensors", 1), "--delta", *bad).code == 2
+    assert not (tmp_path / "store").exists()

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.cli.conftest import Run, assert_documented, documented, state
+from tests.engine.test_deltas import fill, trajectory
 
 
 def test_safetensors(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
@@ -117,3 +118,17 @@ def test_the_mode_is_the_users(ckpt: Run, pristine: Path, tmp_path: Path) -> Non
     finally:
         os.umask(before)
     assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_explain_shows_the_plan_and_writes_nothing(ckpt: Run, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    fill(store, trajectory(3), 1)
+    shown = ckpt("restore", store, "--explain")
+    assert shown.code == 0
+    assert [line.split()[0] for line in shown.out.splitlines()[1:4]] == ["1@1", "2@1", "3@1"]
+    assert "restoring 3@1 reads" in shown.out
+    found = json.loads(ckpt("restore", store, "--explain", "--json").out)
+    assert [step["base"] for step in found["steps"]] == [None, "1@1", "2@1"]
+    assert found["bytes_read"] == sum(step["bytes_read"] for step in found["steps"])
+    assert ckpt("restore", store).code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
