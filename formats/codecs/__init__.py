@@ -64,7 +64,7 @@ from ckptstore.formats.codecs.choice import (
     sample_ranges,
     word_size,
 )
-from ckptstore.formats.codecs.codec import Buffer, Codec, as_bytes, decode, encode, fold
+from ckptstore.formats.codecs.coding import Buffer, Codec, as_bytes, decode, encode, fold
 from ckptstore.formats.codecs.deltas import Context, Diff, Xor
 from ckptstore.formats.codecs.derive import Derive
 from ckptstore.formats.codecs.measure import difference_entropy, plane_entropy

@@ -4,19 +4,24 @@ A chunk of at most ``CHUNK`` logical bytes is coded as consecutive *blocks* of `
 one shorter. A block fits a core's cache, so that a chain of deltas is folded block by block without going back to
 memory, and a sample decides the modes of its planes anew, because tensors are not the same everywhere.
 
-A *group* is a run of words coded together::
+A *group* is a run of words coded together. Its first byte is its form::
 
-    wide     one byte: how many low bytes of each word are stored together and uncoded (0, 2, 4 or the word size);
-             255 for a group of words that are all zero, which has nothing else
-    words    those low bytes, little-endian (absent if wide is 0)
-    pieces   one plane piece (``planecoder``) for each byte above, lowest first
+    0, 2, 4, 8  planes: so many low bytes of each word, uncoded, little-endian; then one plane piece (``planecoder``)
+                for each byte above, lowest first. The word size: all bytes, uncoded.
+    16 + b      narrow: words below 2**b (b = 0, 1, 2, 4, 8 bits) as the piece of their packed bytes (none if b = 0),
+                0 for every other; then the others as exceptions: u32 number of steps, u32 number of exceptions,
+                piece of the steps (as in ``planecoder``), group of the words less 2**b (not narrow itself;
+                none without exceptions)
+    255         zero: all words are
 
-With ``wide`` the word size a group costs one byte more than its words: no group ever costs more.
+No group costs more than its words and one byte.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -24,7 +29,7 @@ import numpy.typing as npt
 
 from ckptstore.formats.codecs import kernels, planecoder
 from ckptstore.formats.codecs.kernels import Bytes, Words
-from ckptstore.formats.codecs.planecoder import FILL, RAW, SAMPLE, Cursor
+from ckptstore.formats.codecs.planecoder import FILL, RAW, SAMPLE, ZSTD, Cursor
 from ckptstore.formats.errors import CorruptSegmentError
 
 CHUNK = 16 << 20
@@ -34,8 +39,11 @@ OVERHEAD = 16
 MARGIN = 32
 """What an encoder may write past the final end of a payload before it falls back to a smaller form."""
 ZERO_GROUP = 255
-_Sparse: TypeAlias = "tuple[npt.NDArray[np.intp], Bytes]"
+NARROW = 16
+_WIDTHS = (0, 1, 2, 4, 8)
+_Sparse: TypeAlias = "tuple[npt.NDArray[np.intp], Words]"
 _Tile: TypeAlias = "tuple[slice, Words]"
+_counts = struct.Struct("<II")
 
 
 def block_count(length: int) -> int:
@@ -48,89 +56,189 @@ def bound(length: int) -> int:
     return length + block_count(length) * OVERHEAD + MARGIN
 
 
-def write_group(words: Words, out: Bytes, at: int, level: int) -> int:
+# ----------------------------------------------------------------------------------------------------- encoding
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a sample suggests for a group: narrow words, or planes above ``wide`` uncoded bytes with these modes.
+
+    Eight-bit narrow words beat planes only where they spare more than one.
+    """
+
+    narrow: int | None
+    wide: int
+    modes: tuple[int, ...]
+
+
+def write_group(words: Words, out: Bytes, at: int, level: int, nested: bool = False) -> int:
     """Write the group of ``words`` to ``out[at:]``; returns where it ends, at most one byte beyond their size."""
     word, count = words.itemsize, len(words)
-    wide, modes = _plan(words, level)
-    if modes == [FILL] * word and not words.any():
-        out[at] = ZERO_GROUP
-        return at + 1
-    if wide < word:
-        planes: list[Words] = []
-        if wide:
-            planes.append(kernels.scratch("plane0", count, wide))
-        planes += [kernels.scratch(f"plane{byte}", count) for byte in range(wide, word)]
-        _split(words, wide, planes)
-        end = at
-        out[end] = wide
-        end += 1
-        if wide:
-            out[end : end + count * wide] = planes[0].view(np.uint8)
-            end += count * wide
-        for plane, mode in zip(planes[1 if wide else 0 :], modes[wide:], strict=True):
-            end = planecoder.encode(plane, out, end, mode, level)
-        if end - at <= 1 + count * word:
-            return end
+    plan = _plan(words, level, nested)
+    end = None
+    if plan.narrow is not None:
+        if plan.narrow == 0 and not words.any():
+            out[at] = ZERO_GROUP
+            return at + 1
+        end = _write_narrow(words, out, at, plan, level)
+        if end is None:
+            plan = _plan(words, level, True)
+    if end is None and plan.wide < word:
+        end = _write_planes(words, out, at, plan, level)
+    if end is not None and end - at <= 1 + count * word:
+        return end
     out[at] = word
     out[at + 1 : at + 1 + count * word] = words.view(np.uint8)
     return at + 1 + count * word
 
 
-def _plan(words: Words, level: int) -> tuple[int, list[int]]:
-    """From a sample of the words: how many low bytes to leave uncoded, and the mode of every byte plane."""
+def _plan(words: Words, level: int, nested: bool) -> _Plan:
     word, count = words.itemsize, len(words)
+    if level > planecoder.THRIFTY:
+        return _Plan(None, 0, (ZSTD,) * word)
     size = min(SAMPLE, max(SAMPLE // 4, count // 16))
     sampled = words
     if count > size:
         run, stride = size // 8, count // 8
         sampled = words[: stride * 8].reshape(8, stride)[:, :run].reshape(-1)
+    if word > 1 and not nested and 20 * np.count_nonzero(sampled >> 8) <= len(sampled):
+        mode = planecoder.choose_mode(np.minimum(sampled, 255).astype(np.uint8), level)
+        if mode in planecoder.PACKED_BITS or word > 2 or not sampled.any():
+            return _Plan(0 if mode == FILL else planecoder.PACKED_BITS.get(mode, 8), 0, (mode,))
     table = sampled.view(np.uint8).reshape(-1, word)
-    if level > planecoder.THRIFTY:
-        return 0, [planecoder.ZSTD] * word
-    modes = [planecoder.choose_mode(np.ascontiguousarray(table[:, byte]), level) for byte in range(word)]
+    modes = tuple(planecoder.choose_mode(np.ascontiguousarray(table[:, byte]), level) for byte in range(word))
     uncoded = next((byte for byte, mode in enumerate(modes) if mode != RAW), word)
-    return (uncoded if uncoded in (word, 4) else min(uncoded, 2) // 2 * 2), modes
+    wide = uncoded if uncoded in (word, 4) else min(uncoded, 2) // 2 * 2
+    return _Plan(None, wide, modes)
 
 
-def _split(words: Words, wide: int, planes: list[Words]) -> None:
-    step = kernels.TILE // words.itemsize
-    for start in range(0, len(words), step):
+def _write_planes(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int:
+    word, count, wide = words.itemsize, len(words), plan.wide
+    planes: list[Words] = [kernels.scratch("plane0", count, wide)] if wide else []
+    planes += [kernels.scratch(f"plane{byte}", count) for byte in range(wide, word)]
+    step = kernels.TILE // word
+    for start in range(0, count, step):
         tile = slice(start, start + step)
         kernels.split(words[tile], wide, [plane[tile] for plane in planes])
+    out[at] = wide
+    at += 1
+    if wide:
+        out[at : at + count * wide] = planes[0].view(np.uint8)
+        at += count * wide
+    for plane, mode in zip(planes[1 if wide else 0 :], plan.modes[wide:], strict=True):
+        at = planecoder.encode(plane, out, at, mode, level)
+    return at
 
 
-def read_group(cursor: Cursor, count: int, word: int, folded: bool = False) -> Iterator[_Tile] | None:
-    """The ``count`` words of the group at ``cursor``, as tiles: (which words, a scratch array the caller may destroy).
-
-    ``folded`` undoes the folding of the words. None means that all words are zero. Raises ``CorruptSegmentError``,
-    before the first tile, where the group is not well-formed.
-    """
-    wide = cursor.byte()
-    if wide == ZERO_GROUP:
+def _write_narrow(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int | None:
+    """The narrow form, or None where it might not be smaller than the words."""
+    count, bits = len(words), plan.narrow
+    assert bits is not None
+    where, steps = kernels.steps(words >= (1 << bits))
+    if 16 + -(-count * bits // 8) + len(steps) + len(where) * words.itemsize > count * words.itemsize:
         return None
+    out[at] = NARROW + bits
+    at += 1
+    if bits:
+        small = kernels.scratch("plane0", count)
+        np.copyto(small, words, casting="unsafe")
+        small[where] = 0
+        packed = kernels.pack_small(small, bits) if bits < 8 else small
+        at = planecoder.encode(packed, out, at, plan.modes[0] if bits == 8 else None, level, depth=1)
+    _counts.pack_into(out.data, at, len(steps), len(where))
+    at = planecoder.encode(steps, out, at + 8, ZSTD, level, depth=1)
+    if not len(where):
+        return at
+    return write_group(words[where] - words.dtype.type(1 << bits), out, at, level, nested=True)
+
+
+# ----------------------------------------------------------------------------------------------------- decoding
+
+
+def read_group(
+    cursor: Cursor, count: int, word: int, folded: bool = False, into: Words | None = None
+) -> Iterator[_Tile] | None:
+    """The ``count`` words of the group at ``cursor``, as tiles: (which words, an array of them).
+
+    The arrays are parts of ``into``, or of scratch memory that the caller may destroy. ``folded`` undoes the folding
+    of the words. None means that all words are zero. Raises ``CorruptSegmentError``, before the first tile, where the
+    group is not well-formed.
+    """
+    form = cursor.byte()
+    if form == ZERO_GROUP:
+        return None
+    if form >= NARROW and form - NARROW in _WIDTHS and word > 1:
+        planes, exceptions = _read_narrow(cursor, count, word, form - NARROW, folded)
+        return _merge(planes, exceptions, None, count, word, folded, into)
+    planes, top = _read_planes(cursor, count, word, form)
+    return _merge(planes, None, top, count, word, folded, into)
+
+
+def _read_planes(cursor: Cursor, count: int, word: int, wide: int) -> tuple[list[Words], _Sparse | None]:
+    """The planes of a group from the lowest; the top one apart where it is sparse."""
     if wide > word or wide not in (0, 2, 4, word):
-        raise CorruptSegmentError(f"a group of {word}-byte words claims {wide} uncoded bytes")
+        raise CorruptSegmentError(f"a group of {word}-byte words has unknown form {wide}")
     planes: list[Words] = []
     if wide:
         planes.append(cursor.take(count * wide).view(kernels.WORDS[wide]))
-    top = word - 1
-    planes += [planecoder.decode(cursor, count, f"plane{byte}") for byte in range(wide, top)]
-    sparse = planecoder.decode_sparse(cursor, count) if planes and wide < word else None
-    if sparse is None and wide < word:
-        planes.append(planecoder.decode(cursor, count, f"plane{top}"))
-    return _merge(planes, sparse, count, word, folded)
+    if wide == word:
+        return planes, None
+    planes += [planecoder.decode(cursor, count, f"plane{byte}") for byte in range(wide, word - 1)]
+    top = planecoder.decode_sparse(cursor, count) if planes else None
+    if top is None:
+        planes.append(planecoder.decode(cursor, count, f"plane{word - 1}"))
+    return planes, top
 
 
-def _merge(planes: list[Words], sparse: _Sparse | None, count: int, word: int, folded: bool) -> Iterator[_Tile]:
-    """Merge tile by tile. A sparse top plane is laid over the others, which takes half of the passes out."""
+def _read_narrow(cursor: Cursor, count: int, word: int, bits: int, folded: bool) -> tuple[list[Words], _Sparse]:
+    """The low bytes of a narrow group, as its only plane, and the words that replace some of them."""
+    if bits == 8:
+        small = planecoder.decode(cursor, count, "narrow", 1)
+    else:
+        small = kernels.scratch("narrow", count)
+        if bits:
+            kernels.unpack_small(planecoder.decode(cursor, -(-count * bits // 8), "packed", 1), bits, small)
+        else:
+            small.fill(0)
+    where, found = planecoder.decode_positions(cursor, count, "top", 1)
+    if found and cursor.left and cursor.data[cursor.position] in range(NARROW, ZERO_GROUP):
+        raise CorruptSegmentError("narrow groups do not nest")
+    greater = np.zeros(found, kernels.WORDS[word])
+    for tile, merged in (read_group(cursor, found, word) or ()) if found else ():
+        np.copyto(greater[tile], merged)
+    greater += greater.dtype.type(1 << bits)
+    if folded:
+        kernels.unfold(greater, greater)
+    return [small], (where, greater)
+
+
+def _merge(
+    planes: list[Words],
+    exceptions: _Sparse | None,
+    top: _Sparse | None,
+    count: int,
+    word: int,
+    folded: bool,
+    into: Words | None,
+) -> Iterator[_Tile]:
+    """Merge tile by tile. Exceptions replace words; a sparse top plane is laid over the others."""
     kernel = kernels.merge_folded if folded else kernels.merge
     step, shift = kernels.TILE // word, 8 * word - (9 if folded else 8)
     for start in range(0, count, step):
         tile = slice(start, min(start + step, count))
-        merged = kernels.scratch("merged", tile.stop - start, word)
+        merged = kernels.scratch("merged", tile.stop - start, word) if into is None else into[tile]
         kernel([plane[tile] for plane in planes], merged)
-        if sparse is not None:
-            where, values = sparse
-            first, last = np.searchsorted(where, (start, tile.stop))
-            merged[where[first:last] - start] ^= values[first:last].astype(merged.dtype) << shift
+        if top is not None:
+            where, values = _within(top, tile)
+            merged[where] ^= values.astype(merged.dtype) << shift
+        if exceptions is not None:
+            where, values = _within(exceptions, tile)
+            merged[where] = values
         yield tile, merged
+
+
+def _within(sparse: _Sparse, tile: slice) -> _Sparse:
+    """The part of sparse words that lies in a tile, with positions from its start."""
+    where, values = sparse
+    first, last = np.searchsorted(where, (tile.start, tile.stop))
+    return where[first:last] - tile.start, values[first:last]

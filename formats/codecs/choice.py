@@ -16,7 +16,7 @@ import numpy as np
 from ckptstore.formats import dtypes
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import BLOCK
-from ckptstore.formats.codecs.codec import Buffer, Codec, as_bytes, encode
+from ckptstore.formats.codecs.coding import Buffer, Codec, as_bytes, encode
 from ckptstore.formats.codecs.deltas import MAX_CLASSES, Context, Diff, Xor
 from ckptstore.formats.codecs.derive import TARGETS, Derive
 from ckptstore.formats.codecs.plain import Planes, Raw, words_of

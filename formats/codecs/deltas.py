@@ -21,7 +21,7 @@ import numpy as np
 
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import read_group, write_group
-from ckptstore.formats.codecs.codec import Fields
+from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import Bytes, Words
 from ckptstore.formats.codecs.plain import WORD_SIZES, tiles, words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor
@@ -154,12 +154,13 @@ class Diff:
         sorting = _Sorting(reference, context)
         gathered = kernels.scratch("sorted", len(words), self.word)
         for start, stop in sorting.runs():
-            group = read_group(cursor, stop - start, self.word, folded=True)
+            run = gathered[start:stop]
+            group = read_group(cursor, stop - start, self.word, folded=True, into=run)
             if group is None:
-                gathered[start:stop] = 0
+                run.fill(0)
             else:
-                for tile, merged in group:
-                    np.copyto(gathered[start:stop][tile], merged)
+                for _ in group:
+                    pass
         for tile, delta in sorting.scatter(gathered):
             np.add(reference[tile], delta, out=words[tile])
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import read_group, write_group
-from ckptstore.formats.codecs.codec import Fields
+from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import Bytes, Words
 from ckptstore.formats.codecs.plain import tiles, words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor

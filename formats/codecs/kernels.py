@@ -203,26 +203,28 @@ def steps(mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], Bytes]:
     """Where a mask is set, and the same as steps: a byte s < 255 passes s entries over and meets one that is set;
     255 passes over 255 entries and meets none."""
     where = positions(mask)
-    gaps = np.empty(len(where), np.int32)
-    gaps[:1] = where[:1]
-    np.subtract(where[1:], where[:-1], out=gaps[1:], casting="unsafe")
-    gaps[1:] -= 1
-    if not len(gaps) or int(gaps.max()) < 255:
-        return where, gaps.astype(np.uint8)
-    skips = gaps // 255
-    out = np.full(len(gaps) + int(skips.sum()), 255, np.uint8)
-    ends = np.cumsum(skips)
-    ends += np.arange(len(ends))
-    out[ends] = gaps - 255 * skips
+    strides = np.empty(len(where), np.intp)
+    strides[:1] = where[:1] + 1
+    np.subtract(where[1:], where[:-1], out=strides[1:])
+    if not len(strides) or int(strides.max()) < 256:
+        return where, (strides - 1).astype(np.uint8)
+    far = np.flatnonzero(strides > 255)
+    strides -= 1
+    skips = strides[far] // 255
+    near = strides.astype(np.uint8)
+    near[far] = strides[far] - 255 * skips
+    # What lies between two far ones moves by the skips before it.
+    shift = np.repeat(np.append(0, np.cumsum(skips)), np.diff(np.concatenate([[0], far, [len(near)]])))
+    out = np.full(len(near) + int(skips.sum()), 255, np.uint8)
+    shift += np.arange(len(near))
+    out[shift] = near
     return where, out
 
 
 def positions_of_steps(stepped: Bytes) -> npt.NDArray[np.intp]:
     """Undo :func:`steps`: where the mask is set. Ascending, but unchecked against the mask's length."""
-    where = stepped.astype(np.intp)
     meets = stepped != 255
-    where += meets
-    np.cumsum(where, out=where)
+    where = np.cumsum(stepped + meets, dtype=np.intp)
     where -= 1
     return where if meets.all() else where[meets]
 

@@ -6,18 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import read_group, write_group
-from ckptstore.formats.codecs.codec import Fields
+from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
 from ckptstore.formats.codecs.planecoder import Cursor
 
 WORD_SIZES = (1, 2, 4, 8)
 MAPS = ("none", "rotate", "fold")
 _FORWARD: dict[str, Callable[[Words, Words], None]] = {"rotate": kernels.rotate_left, "fold": kernels.fold}
-_BACKWARD: dict[str, Callable[[Words, Words], None]] = {"rotate": kernels.rotate_right, "fold": kernels.unfold}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +90,13 @@ class Planes:
         """See `Codec.read`."""
         del base
         words, tail = words_of(out, self.word)
-        group = read_group(cursor, len(words), self.word) if len(words) else None
+        group = read_group(cursor, len(words), self.word, self.map == "fold", into=words) if len(words) else None
         if group is None:
             words.fill(0)
         else:
-            for tile, merged in group:
-                if self.map == "none":
-                    np.copyto(words[tile], merged)
-                else:
-                    _BACKWARD[self.map](merged, words[tile])
+            for _, merged in group:
+                if self.map == "rotate":
+                    kernels.rotate_right(merged, merged)
         tail[:] = cursor.take(len(tail))
 
 

@@ -47,7 +47,7 @@ _local = threading.local()
 _N_LOG_N = np.concatenate([np.zeros(1), np.arange(1, SAMPLE + 1) * np.log2(np.arange(1, SAMPLE + 1))])
 _length = struct.Struct("<I")
 _counts = struct.Struct("<II")
-_BITS = {SPARSE: 0, PACK1: 1, PACK2: 2, PACK4: 4}
+PACKED_BITS = {SPARSE: 0, PACK1: 1, PACK2: 2, PACK4: 4}
 
 # What zstd does when all that counts is its literal coder. target_length > 0 would turn literal coding off;
 # smaller windows make more blocks, each with a table of its own.
@@ -145,7 +145,7 @@ def choose_mode(values: Bytes, level: int = FAST, depth: int = 0) -> int:
     if 4 * counts[0] < total:
         return ZSTD
     worth = 0.1 * (1 + 2 * depth) * total if level == FAST else 0.005 * best
-    for packed_mode, bits in ((SPARSE, 0), (PACK1, 1), (PACK2, 2), (PACK4, 4)):
+    for packed_mode, bits in ((SPARSE, 0), (PACK4, 4), (PACK2, 2), (PACK1, 1)):
         greater = counts[1 << bits :]
         exceptions = int(greater.sum())
         if 4 * exceptions > total or (level == FAST and (9 * exceptions > total or packed_mode == PACK1)):
@@ -197,7 +197,7 @@ def encode(values: Bytes, out: Bytes, at: int, mode: int | None = None, level: i
 
 def _encode_packed(values: Bytes, out: Bytes, at: int, mode: int, level: int, depth: int) -> int | None:
     """The packed or sparse form, or None where it might not be smaller than the values."""
-    bits = _BITS[mode]
+    bits = PACKED_BITS[mode]
     where, steps = kernels.steps(values >= (1 << bits))
     if 9 + -(-len(values) * bits // 8) + len(steps) + len(where) + 3 > len(values):
         return None
@@ -253,7 +253,7 @@ def decode(cursor: Cursor, count: int, role: str = "plane", depth: int = 0) -> B
     if mode == FILL:
         values.fill(cursor.byte())
         return values
-    bits = _BITS.get(mode)
+    bits = PACKED_BITS.get(mode)
     if bits is None or depth >= DEPTH:
         raise CorruptSegmentError(f"unknown plane mode {mode} at byte {cursor.position - 1}, depth {depth}")
     if bits:
@@ -267,14 +267,19 @@ def decode(cursor: Cursor, count: int, role: str = "plane", depth: int = 0) -> B
 
 def _exceptions(cursor: Cursor, count: int, role: str, depth: int) -> tuple[npt.NDArray[np.intp], Bytes]:
     """Positions and values of the exceptions among ``count`` values; the positions ascend and are in range."""
+    where, exceptions = decode_positions(cursor, count, role, depth)
+    return where, decode(cursor, exceptions, f"{role}>", depth + 1)
+
+
+def decode_positions(cursor: Cursor, count: int, role: str, depth: int) -> tuple[npt.NDArray[np.intp], int]:
+    """Where the exceptions among ``count`` values are, ascending and in range, and how many."""
     step_count, exceptions = _counts.unpack(cursor.take(8).data)
     if exceptions > count or step_count > exceptions + count // 255:
         raise CorruptSegmentError(f"{exceptions} exceptions in {step_count} steps among {count} values")
     where = kernels.positions_of_steps(decode(cursor, step_count, f"{role}+", depth + 1))
-    greater = decode(cursor, exceptions, f"{role}>", depth + 1)
     if len(where) != exceptions or (exceptions and where[-1] >= count):
         raise CorruptSegmentError(f"the steps to {exceptions} exceptions among {count} values do not fit")
-    return where, greater
+    return where, exceptions
 
 
 def _decode_frame(frame: Bytes, count: int) -> Bytes:

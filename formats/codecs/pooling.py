@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptstore.formats.codecs.blocks import BLOCK
-from ckptstore.formats.codecs.codec import Buffer, as_bytes
+from ckptstore.formats.codecs.coding import Buffer, as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
 
 TINY = 64 << 10

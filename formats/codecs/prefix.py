@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.formats.codecs import kernels
-from ckptstore.formats.codecs.codec import Fields
+from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
 from ckptstore.formats.codecs.plain import WORD_SIZES, words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor
