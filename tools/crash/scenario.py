@@ -21,7 +21,7 @@ from ckptstore.formats.texts import encode_format
 from ckptstore.store import Store
 from ckptstore.verification import verify
 
-__all__ = ["Violation", "check", "create", "live", "same_state", "state_of"]
+__all__ = ["Violation", "check", "compare", "create", "live", "same_state", "state_of"]
 
 ANCHOR_EVERY = 4
 """Instead of 1024: slots become deletable within a short life."""
@@ -115,7 +115,7 @@ def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) 
     if missing := promised - visible:
         raise Violation(f"acknowledged and gone: {sorted(missing)}")
     for ref in sorted(visible):  # a checkpoint that nobody promised may be there, but then it is whole
-        _compare(store, ref)
+        compare(store, ref)
     restored = len(visible)
     if write:
         with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
@@ -125,7 +125,8 @@ def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) 
     return restored
 
 
-def _compare(store: Store, ref: str) -> None:
+def compare(store: Store, ref: str) -> None:
+    """Restore `ref` and compare it with what was saved. Raises `Violation`."""
     step, _, term = ref.partition("@")
     wanted = state_of(int(term), int(step))
     try:

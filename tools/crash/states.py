@@ -10,12 +10,18 @@ import time
 from dataclasses import dataclass
 
 from ckptstore.backends.local import LocalBackend
-from tools.crash.enumerate import crash_states
+from ckptstore.formats.errors import StoreNotFoundError
+from ckptstore.planner import plan
+from ckptstore.store import Store
+from tools.crash.enumerate import CrashState, crash_states
 from tools.crash.faults import Fault, FaultyPosix
 from tools.crash.recording import RecordingPosix
-from tools.crash.scenario import Violation, check, live
+from tools.crash.scenario import Violation, check, compare, live
 
-__all__ = ["Campaign", "explore"]
+__all__ = ["Campaign", "Known", "explore"]
+
+FULL_EVERY = 20
+"""Every so many states all bytes are read, and the next writer goes on; the others share what was compared before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,49 @@ class Campaign:
     states: int
     restored: int
     operations: int
+
+
+class Known:
+    """Checks states fast: the log is read and every promise looked up in each, but bytes are compared only once.
+
+    Whether a checkpoint restores to the right bits depends on its segment's bytes and on the header hash that the
+    catalog has for it. Most states of one recording share both.
+    """
+
+    def __init__(self) -> None:
+        self._right: set[tuple[str, bytes, str]] = set()
+
+    def check(self, state: CrashState) -> int:
+        """Check one state without writing; returns the number of checkpoints that are there, and right.
+
+        Raises:
+            Violation: a promise is broken.
+        """
+        promised = set(map(str, state.acknowledged))
+        posix = state.mount()
+        store = Store(LocalBackend("/store", posix))
+        try:
+            catalog = store.view().catalog
+        except StoreNotFoundError:
+            if promised:
+                raise Violation(f"the store is gone, and with it {sorted(promised)}") from None
+            return 0
+        if catalog.damage:
+            raise Violation(f"slots {catalog.damage} are damaged or missing")
+        refs = {entry.ref: entry for entry in catalog.checkpoints.values()}
+        if missing := promised - refs.keys():
+            raise Violation(f"acknowledged and gone: {sorted(missing)}")
+        files = {path: blob for path, blob in state.image.walk() if blob is not None}
+        for ref, entry in refs.items():
+            for segment in plan(catalog, entry.id).segments:
+                found = catalog.segments[segment]
+                blob = files.get(f"/store/{found.key}")
+                if blob is None:
+                    raise Violation(f"{ref} is listed, and its segment {found.key} is gone")
+                if (ref, blob.digest, found.hash) not in self._right:
+                    compare(store, ref)
+                    self._right.add((ref, blob.digest, found.hash))
+        return len(refs)
 
 
 def explore(
@@ -50,12 +99,13 @@ def explore(
     live(LocalBackend("/store", disk), posix.acknowledge, rounds=rounds)
     states = restored = 0
     begin = time.monotonic()
+    known = Known()
     for state in crash_states(posix, limit=limit, seed=seed):
         try:
-            # Going on to write doubles the work: every third state does.
-            restored += check(
-                LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=states % 3 == 0
-            )
+            if states % FULL_EVERY:
+                restored += known.check(state)
+            else:
+                restored += check(LocalBackend("/store", state.mount()), map(str, state.acknowledged))
         except Exception as error:
             raise Violation(f"seed {seed}: {error}\n{state.explain()}") from error
         states += 1
