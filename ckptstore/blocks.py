@@ -6,6 +6,7 @@ write overlap, and the memory in use is the staging budget, whatever the state's
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckptstore.backends.base import BLOCK, SegmentSink
@@ -30,7 +31,7 @@ class BlockStream:
         self._block: Bytes | None = None
         self._used = 0
         self._offset = start
-        self._writes: list[Future[None]] = []
+        self._writes: deque[Future[None]] = deque()
 
     @property
     def position(self) -> int:
@@ -94,6 +95,7 @@ class BlockStream:
             self._staging.give(block)
 
     def _raise_failed(self) -> None:
-        for write in self._writes:
-            if write.done():
-                write.result()
+        """Raise what a finished write raised, and forget the others: a stream may have many thousands."""
+        while self._writes and self._writes[0].done():
+            self._writes[0].result()
+            self._writes.popleft()

@@ -1,4 +1,4 @@
-"""Writing a state as a packed segment: every chunk coded in parallel, appended in order, nothing held but a window.
+"""Writing a state as packed segments: every chunk coded in parallel, appended in order, nothing held but a window.
 
 Serves deltas against an earlier checkpoint and compressed fulls alike: without a base, only codecs that need none are
 tried. Which codec a tensor gets is chosen from samples of it, and kept for a while.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
@@ -20,7 +21,7 @@ from ckptstore.blocks import BlockStream
 from ckptstore.crashpoints import crash_point
 from ckptstore.formats import codecs, hashing, jsontext
 from ckptstore.formats.codecs import CodecChoice, Policy, Sample
-from ckptstore.formats.layout import TensorSpec, chunk_extents
+from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, chunk_extents, split
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_packed, plan_packed
 from ckptstore.formats.state import FlatState, TensorSource
@@ -84,7 +85,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """A coded chunk: its payload in a block that has to be given back, or in memory of its own."""
+    """A coded chunk. A raw payload is the state's own memory."""
 
     payload: Bytes
     logical: int
@@ -108,8 +109,9 @@ def write_packed(
     threads: int,
     begun: Callable[[str], None],
     progress: Callable[[int], None] | None = None,
+    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> WrittenState:
-    """Code `flat` against `base` into one packed segment and make it durable (COMMIT step 1).
+    """Code `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
 
     Args:
         flat: the state; its tensors must not change until this returns.
@@ -119,50 +121,54 @@ def write_packed(
         choices: what was chosen before; updated.
         staging: memory of the stream.
         pool: threads that write blocks; `encoders`: threads that code; `threads`: how many those are.
-        begun: called with the segment's id before it exists.
+        begun: called with the id of every segment before it exists.
         progress: called with the logical bytes of every chunk coded.
+        limit: logical bytes per segment.
 
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
     """
-    plans = _choose_all(flat, base, gap, choices, encoders)
-    draft = SegmentDoc(
-        run=run,
-        term=term,
-        segment=uuid.uuid4().hex,
-        kind=kind,
-        steps=(step,),
-        bases=() if base is None else (base.id,),
-        trees={step: flat.tree},
-    )
-    begun(draft.segment)
+    plans = {plan.spec.name: plan for plan in _choose_all(flat, base, gap, choices, encoders)}
+    written: list[SegmentEntry] = []
+    parts: list[tuple[str, str, Sequence[int], str]] = []
+    for number, members in enumerate(split([plan.spec for plan in plans.values()], limit)):
+        draft = SegmentDoc(
+            run=run,
+            term=term,
+            segment=uuid.uuid4().hex,
+            kind=kind,
+            steps=(step,),
+            bases=() if base is None else (base.id,),
+            trees={step: flat.tree} if number == 0 else {},
+        )
+        begun(draft.segment)
+        own = [plans[spec.name] for spec in members]
+        with closing(_code_all(own, flat, base, encoders, threads)) as coded:
+            entry, tensors = _write_segment(backend, draft, own, coded, staging, pool, progress)
+        written.append(entry)
+        parts += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
+    state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
+    return WrittenState(tuple(written), state, sum(plan.spec.nbytes for plan in plans.values()), len(plans))
+
+
+def _write_segment(
+    backend: Backend,
+    draft: SegmentDoc,
+    plans: Sequence[_Plan],
+    coded: Iterator[_Coded],
+    staging: Staging,
+    pool: ThreadPoolExecutor,
+    progress: Callable[[int], None] | None,
+) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     header_size = plan_packed(draft)
     nbytes = sum(plan.spec.nbytes for plan in plans)
     crash_point("save.begin")
-    sink = backend.open_sink(SegmentEntry(draft.segment, term, 0, 0, "").key, header_size + nbytes)
+    sink = backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, header_size + nbytes)
     stream = BlockStream(sink, staging, pool, header_size)
     try:
-        tensors: dict[str, TensorEntry] = {}
-        coded = _code_all(plans, flat, base, encoders, threads)
-        for plan in plans:
-            chunks = []
-            for _ in chunk_extents(plan.spec.nbytes):
-                piece = next(coded)
-                at = stream.position
-                stream.append(piece.payload)
-                stored = hashing.chunk_hash(piece.payload.data)
-                chunks.append(Chunk(at, len(piece.payload), piece.logical, stored, piece.decoded_hash))
-                if progress is not None:
-                    progress(piece.logical)
-            params: dict[str, Any] = dict(plan.choice.params)
-            if plan.master is not None:
-                params["of"] = plan.master
-            tensors[plan.spec.name] = TensorEntry(
-                plan.spec.name, plan.spec.dtype, plan.spec.shape, tuple(chunks), plan.choice.name, params
-            )
-        doc = replace(draft, tensors={step: tensors})
+        tensors = {plan.spec.name: _append(stream, plan, coded, progress) for plan in plans}
         payload = stream.position - header_size
-        header, index = encode_packed(doc, payload, header_size)
+        header, index = encode_packed(replace(draft, tensors={draft.steps[0]: tensors}), payload, header_size)
         stream.append(np.frombuffer(index, np.uint8))
         size = stream.finish()
         crash_point("save.before-header")
@@ -176,10 +182,26 @@ def write_packed(
         stream.drain()
         sink.abort()
         raise
-    entry = SegmentEntry(draft.segment, term, size, len(header), hashing.header_hash(header))
-    parts = [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
-    state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
-    return WrittenState((entry,), state, nbytes, len(plans))
+    return SegmentEntry(draft.segment, draft.term, size, len(header), hashing.header_hash(header)), tensors
+
+
+def _append(
+    stream: BlockStream, plan: _Plan, coded: Iterator[_Coded], progress: Callable[[int], None] | None
+) -> TensorEntry:
+    """Append the next coded chunks, which are those of one tensor."""
+    chunks = []
+    for _ in chunk_extents(plan.spec.nbytes):
+        piece = next(coded)
+        at = stream.position
+        stream.append(piece.payload)
+        stored = hashing.chunk_hash(piece.payload.data)
+        chunks.append(Chunk(at, len(piece.payload), piece.logical, stored, piece.decoded_hash))
+        if progress is not None:
+            progress(piece.logical)
+    params: dict[str, Any] = dict(plan.choice.params)
+    if plan.master is not None:
+        params["of"] = plan.master
+    return TensorEntry(plan.spec.name, plan.spec.dtype, plan.spec.shape, tuple(chunks), plan.choice.name, params)
 
 
 # -- choosing
@@ -194,7 +216,17 @@ def _choose_all(
         spec = TensorSpec(name, source.dtype, tuple(source.shape))
         based = base is not None and base.spec(name) == (spec.dtype, spec.shape)
         waiting.append(encoders.submit(_choose, spec, source, base if based else None, gap, choices, masters, flat))
-    return [future.result() for future in waiting]
+    try:
+        return [future.result() for future in waiting]
+    finally:
+        _let_go(waiting)
+
+
+def _let_go(futures: Iterable[Future[Any]]) -> None:
+    """Wait until none of them runs any more."""
+    for future in futures:
+        future.cancel()
+    wait(futures)
 
 
 def _choose(
@@ -266,15 +298,18 @@ def _master_for(
 
 def _code_all(
     plans: Sequence[_Plan], flat: FlatState, base: Base | None, encoders: ThreadPoolExecutor, threads: int
-) -> Iterator[_Coded]:
+) -> Generator[_Coded]:
     """Coded chunks in order; at most `threads` + 1 groups of chunks are under way."""
     window: deque[Future[list[_Coded]]] = deque()
-    for group in _groups(plans):
-        window.append(encoders.submit(_code, group, flat, base))
-        if len(window) > threads:
+    try:
+        for group in _groups(plans):
+            window.append(encoders.submit(_code, group, flat, base))
+            if len(window) > threads:
+                yield from window.popleft().result()
+        while window:
             yield from window.popleft().result()
-    while window:
-        yield from window.popleft().result()
+    finally:  # closed early: nobody may go on reading the state once the save has failed
+        _let_go(window)
 
 
 def _groups(plans: Sequence[_Plan]) -> Iterator[list[tuple[_Plan, int, int]]]:
