@@ -6,9 +6,10 @@ is told when the record is history. Only then does the checkpoint become a base.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.chains import Chain, decode_chunk
 from ckptstore.encoding import Base, Choices, write_packed
 from ckptstore.formats.codecs import FAST_POLICY, Policy
-from ckptstore.formats.errors import UsageError
+from ckptstore.formats.errors import CkptError, CorruptionError, UsageError
 from ckptstore.formats.records import CheckpointId, Encoding, FormatFile
 from ckptstore.formats.state import FlatState
 from ckptstore.intervals import FULL, Decision, Form, RestoreBound, Schedule
@@ -53,6 +54,7 @@ class DeltaOptions:
     def __post_init__(self) -> None:
         if self.memory is not None and self.memory < 0:
             raise UsageError(f"memory for bases: {self.memory} bytes")
+        Schedule(self.interval, self.form, self.bound)  # says what is wrong with them
 
 
 class MemoryBase:
@@ -73,6 +75,11 @@ class MemoryBase:
         view = self._tensors[name].view()
         assert view is not None  # snapshots are host memory
         return view[start : start + length]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory it takes."""
+        return sum(source.nbytes for source in self._tensors.values())
 
     def forget(self) -> None:
         """Give the memory back."""
@@ -132,12 +139,14 @@ class Deltas:
         term: int,
         snapshots: SnapshotPool,
         reopen: Callable[[CheckpointId], StoredBase],
+        threads: int,
     ) -> None:
         """Begin without a base: the first checkpoint is a full.
 
         Args:
             options: None: every checkpoint is an uncompressed full.
             reopen: opens a committed checkpoint as a base, when memory does not suffice to keep it.
+            threads: threads that code; each has a chunk and its payload in memory.
         """
         self._options = options or DeltaOptions()
         self.schedule: Schedule | None = None
@@ -150,7 +159,7 @@ class Deltas:
         self._reopen = reopen
         self._choices = Choices(self._options.policy)
         self._bases: dict[int, MemoryBase | StoredBase] = {}
-        self._threads = max(1, os.cpu_count() or 1)
+        self._threads = threads
         self._encoders = ThreadPoolExecutor(self._threads, thread_name_prefix="ckptstore-encode")
 
     def write(
@@ -160,47 +169,90 @@ class Deltas:
         *,
         staging: Staging,
         pool: ThreadPoolExecutor,
+        restorable: Callable[[CheckpointId], bool],
         begun: Callable[[str], None],
         progress: Progress | None,
     ) -> tuple[WrittenState, Decision, Base | None]:
-        """Store `flat` as the schedule decides, and make it durable (COMMIT step 1)."""
-        decision = FULL if self.schedule is None else self.schedule.decide()
-        base = None if decision.base is None else self._bases[decision.base]
+        """Store `flat` as the schedule decides, and make it durable (COMMIT step 1).
+
+        Args:
+            restorable: whether the catalog to which the record will be applied can restore a checkpoint.
+            begun: called with the id of every segment before it exists; not all of them need be part of the result.
+        """
+
+        def store(base: Base | None, gap: int) -> WrittenState:
+            return self._store(flat, step, base, gap, staging, pool, begun, progress)
+
+        decision, base = self._decide(restorable)
         began = time.monotonic()
-        if base is None and not self._options.compress_fulls:
-            written = write_full(
-                self._backend,
-                flat,
-                run=self._format.run,
-                term=self._term,
-                step=step,
-                staging=staging,
-                pool=pool,
-                begun=begun,
-                progress=progress,
-            )
-        else:
-            written = write_packed(
-                self._backend,
-                flat,
-                run=self._format.run,
-                term=self._term,
-                step=step,
-                kind="full" if base is None else "delta",
-                base=base,
-                gap=decision.gap,
-                choices=self._choices,
-                staging=staging,
-                pool=pool,
-                encoders=self._encoders,
-                threads=self._threads,
-                begun=begun,
-                progress=progress,
-            )
+        try:
+            written = store(base, decision.gap)
+        except CkptError as error:
+            if isinstance(base, StoredBase):
+                self._restart()  # whether reading it failed or not: the next save shall not depend on it
+            if not (isinstance(base, StoredBase) and isinstance(error, CorruptionError)):
+                raise
+            _warn(f"{self._backend.url}: base {base.id.ref} is damaged, step {step} becomes a full: {error}")
+            decision, base = self._decide(restorable)
+            written = store(base, decision.gap)
         if self.schedule is not None:
             # Decoding is about as fast as encoding and writing; it bounds a restore in seconds well enough.
             self.schedule.rate = written.stored / max(time.monotonic() - began, 1e-6)
         return written, decision, base
+
+    def _decide(self, restorable: Callable[[CheckpointId], bool]) -> tuple[Decision, MemoryBase | StoredBase | None]:
+        if self.schedule is None:
+            return FULL, None
+        decision = self.schedule.decide()
+        if decision.base is None:
+            return decision, None
+        base = self._bases[decision.base]
+        if restorable(base.id):
+            return decision, base
+        # A request retired it and dropped its segments: a delta against it could never be committed.
+        self._restart()
+        return self.schedule.decide(), None
+
+    def _store(
+        self,
+        flat: FlatState,
+        step: int,
+        base: Base | None,
+        gap: int,
+        staging: Staging,
+        pool: ThreadPoolExecutor,
+        begun: Callable[[str], None],
+        progress: Progress | None,
+    ) -> WrittenState:
+        if base is None and not self._options.compress_fulls:
+            return write_full(
+                self._backend,
+                flat,
+                run=self._format.run,
+                term=self._term,
+                step=step,
+                staging=staging,
+                pool=pool,
+                begun=begun,
+                progress=progress,
+            )
+        return write_packed(
+            self._backend,
+            flat,
+            run=self._format.run,
+            term=self._term,
+            step=step,
+            kind="full" if base is None else "delta",
+            base=base,
+            gap=gap,
+            choices=self._choices,
+            staging=staging,
+            pool=pool,
+            encoders=self._encoders,
+            threads=self._threads,
+            begun=begun,
+            progress=progress,
+        )
 
     @staticmethod
     def encoding(written: WrittenState, node: tuple[int, int], base: Base | None) -> Encoding:
@@ -215,13 +267,22 @@ class Deltas:
         )
 
     def committed(
-        self, decision: Decision, identity: CheckpointId, flat: FlatState, snapshot: Snapshot | None, stored: int
+        self,
+        decision: Decision,
+        identity: CheckpointId,
+        flat: FlatState,
+        snapshot: Snapshot | None,
+        stored: int,
+        interrupted: Callable[[], bool],
     ) -> bool:
         """The checkpoint is history -> whether `snapshot` was kept as a base (else its memory is the caller's to free).
+
+        Raises nothing: what fails here must not look like a save that failed. The next checkpoint is then a full.
 
         Args:
             flat: the state that was written; still unchanged.
             snapshot: what owns its memory, or None if that is the training's.
+            interrupted: whether the training may have begun to change its memory, asked after it was copied.
         """
         if self.schedule is None:
             return False
@@ -231,17 +292,40 @@ class Deltas:
                 self._bases.pop(old).forget()
         if not decision.keep:
             return False
-        nbytes = sum(source.nbytes for source in flat.tensors.values())
-        if self._options.memory is not None and (len(self._bases) + 1) * nbytes > self._options.memory:
-            self._bases[number] = self._reopen(identity)
+        try:
+            base = self._base(identity, flat, snapshot)
+        except (CkptError, OSError, MemoryError, RuntimeError) as error:
+            self._restart()
+            _warn(f"{self._backend.url}: {identity.ref} cannot be kept as a base, the next save is a full: {error}")
             return False
-        kept = snapshot or self._snapshots.copy(flat, self._encoders)
-        self._bases[number] = MemoryBase(identity, kept)
-        return snapshot is not None
+        self._bases[number] = base
+        if interrupted():
+            # Prevents: deltas against bits that nobody saved.
+            self._restart()
+            return False
+        return isinstance(base, MemoryBase) and snapshot is not None
 
-    def close(self) -> None:
-        """Let go of every base."""
-        self._encoders.shutdown()
+    def _base(self, identity: CheckpointId, flat: FlatState, snapshot: Snapshot | None) -> MemoryBase | StoredBase:
+        nbytes = sum(source.nbytes for source in flat.tensors.values())
+        held = sum(base.nbytes for base in self._bases.values() if isinstance(base, MemoryBase))
+        if self._options.memory is not None and held + nbytes > self._options.memory:
+            return self._reopen(identity)
+        return MemoryBase(identity, snapshot or self._snapshots.copy(flat, self._encoders))
+
+    def _restart(self) -> None:
+        """Let go of every base; the next checkpoint is a full."""
+        if self.schedule is not None:
+            self.schedule.restart()
         for base in self._bases.values():
             base.forget()
         self._bases.clear()
+
+    def close(self) -> None:
+        """Let go of every base. A second time does nothing."""
+        self._encoders.shutdown()
+        self._restart()
+
+
+def _warn(message: str) -> None:
+    with contextlib.suppress(Warning):  # where warnings are errors: this thread has a commit to finish
+        warnings.warn(message, stacklevel=2)

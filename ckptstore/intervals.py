@@ -196,8 +196,8 @@ class Schedule:
     _costs: dict[int, tuple[float, int]] = field(default_factory=dict)  # number -> bytes and deltas of its chain
 
     def __post_init__(self) -> None:
-        if self.interval != "auto" and self.interval < 1:
-            raise UsageError(f"interval {self.interval}: at least 1, or 'auto'")
+        if self.interval != "auto" and (type(self.interval) is not int or self.interval < 1):
+            raise UsageError(f"interval {self.interval!r}: a whole number of at least 1, or 'auto'")
         if self.form not in ("anchor", "paper"):
             raise UsageError(f"form {self.form!r}: 'anchor' or 'paper'")
         self.current = 4 if self.interval == "auto" else self.interval
@@ -231,6 +231,11 @@ class Schedule:
             return Decision(base, gap, keep, tuple(self._costs) if keep else ())
         oldest = self._number + 2 - self.current  # the base of the next checkpoint
         return Decision(base, gap, True, tuple(number for number in self._costs if number < oldest))
+
+    def restart(self) -> None:
+        """No checkpoint so far can be a base any more: the next one is a full. What was learned of sizes stays."""
+        self._costs = {}
+        self._number = self._anchor = 0
 
     def _begin_cycle(self, sizes: DeltaSizes, limit: float) -> None:
         """The last checkpoint of a cycle becomes the anchor of the next, whose length is chosen anew."""

@@ -64,8 +64,9 @@ class Staging:
         with self._condition:
             while not self._free:
                 if self._made < self.blocks:
+                    block = aligned(BLOCK_BYTES + SLACK)  # counted once it is there: without memory this raises
                     self._made += 1
-                    return aligned(BLOCK_BYTES + SLACK)
+                    return block
                 self._condition.wait()
             return self._free.pop()
 

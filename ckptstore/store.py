@@ -210,7 +210,8 @@ class Store:
 
         if deltas is not None and not isinstance(deltas, DeltaOptions):
             deltas = DeltaOptions(interval=deltas)
-        options = WriterOptions(staging_bytes or DEFAULT_BUDGET, threads, max_in_flight, poll_seconds, deltas)
+        staging_bytes = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
+        options = WriterOptions(staging_bytes, threads, max_in_flight, poll_seconds, deltas)
         self.create()
         if self.backend.read_only:
             raise ReadOnlyError(f"{self.url}: read-only, cannot open it for writing")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -17,10 +19,10 @@ from ckptstore.backends.base import Backend
 from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
 from ckptstore.deltas import DeltaOptions, Deltas, StoredBase
 from ckptstore.formats.errors import (
+    CkptError,
     CommitUnknownError,
     FencedError,
     StepOrderError,
-    StorageError,
     UsageError,
     WriterClosedError,
     WriterError,
@@ -43,7 +45,7 @@ class WriterOptions:
     """What a writer may use.
 
     Attributes:
-        staging_bytes: host memory between state and medium; at least 32 MiB.
+        staging_bytes: host memory between state and medium; at least 32 MiB. Coding deltas may take as much again.
         threads: threads that write blocks; one or two saturate a local disk.
         max_in_flight: snapshots that `Writer.save_async` may hold; each is a copy of the whole state.
         poll_seconds: how often to look for requests of other processes while idle; None: only at commits.
@@ -57,16 +59,19 @@ class WriterOptions:
     deltas: DeltaOptions | None = None
 
     def __post_init__(self) -> None:
+        Staging(self.staging_bytes)  # says what is wrong with it, before a term is opened and another one fenced
         if self.threads < 1:
             raise UsageError(f"threads: {self.threads}, at least 1 is needed")
         if self.max_in_flight < 1:
             raise UsageError(f"max_in_flight: {self.max_in_flight}, at least 1 is needed")
+        if self.poll_seconds is not None and not self.poll_seconds > 0:
+            raise UsageError(f"poll_seconds: {self.poll_seconds}, more than 0 is needed, or None")
 
 
 class PendingSave:
     """A checkpoint on its way to the medium, as `Writer.save_async` returns it."""
 
-    def __init__(self, step: int, future: Future[CheckpointInfo], seen: Callable[[], None]) -> None:
+    def __init__(self, step: int, future: Future[CheckpointInfo], seen: Callable[[int], None]) -> None:
         self.step = step
         self._future = future
         self._seen = seen
@@ -82,15 +87,14 @@ class PendingSave:
             TimeoutError: not within `timeout` seconds; the save goes on.
             StorageError, FencedError, CommitUnknownError: what stopped it.
         """
-        try:
-            info = self._future.result(timeout)
-        except CancelledError as error:
-            raise WriterClosedError(f"step {self.step} was not saved: the writer stopped before") from error
-        except BaseException:
-            if self._future.done():
-                self._seen()
-            raise
-        return info
+        wait([self._future], timeout)
+        if not self._future.done():
+            raise TimeoutError(f"step {self.step} is not durable after {timeout} s")
+        if self._future.cancelled():
+            raise WriterClosedError(f"step {self.step} was not saved: the writer stopped before")
+        if self._future.exception() is not None:
+            self._seen(self.step)
+        return self._future.result()
 
 
 class Writer:
@@ -117,13 +121,16 @@ class Writer:
         self._log = term
         self._staging = Staging(options.staging_bytes)
         self._snapshots = SnapshotPool(options.max_in_flight)
-        self._deltas = Deltas(options.deltas, backend, format_file, term.number, self._snapshots, reopen)
+        # Payloads under way take no more memory than the staging blocks do.
+        encoders = min(os.cpu_count() or 1, self._staging.blocks - 1)
+        self._deltas = Deltas(options.deltas, backend, format_file, term.number, self._snapshots, reopen, encoders)
         self._blocks = ThreadPoolExecutor(options.threads, thread_name_prefix="ckptstore-write")
         # One thread persists and commits: the log of a term has one author, and order needs no lock.
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="ckptstore-commit")
         self._steps: set[int] = set()
         self._abandoned: list[str] = []
-        self._failure: BaseException | None = None
+        self._failures: dict[int, BaseException] = {}  # by step: of `save_async`, and not seen by anyone yet
+        self._process = os.getpid()
         self._ended: WriterError | None = None  # set by the committer's thread alone, like everything of the log
         self._closed = False
         self._lock = threading.Lock()
@@ -151,18 +158,18 @@ class Writer:
         """
         flat = self._admit(state, step)
         interrupted = threading.Event()
-        future = self._submit(lambda: self._persist(flat, step, progress=progress, interrupted=interrupted)[0])
-        self._submit(self._housekeeping)
+        future: Future[CheckpointInfo] | None = None
         try:
+            future = self._submit(lambda: self._persist(flat, step, progress=progress, interrupted=interrupted)[0])
+            self._tend()
             return future.result()
-        except BaseException:
+        except BaseException as error:
             # Ctrl-C while the other thread still reads the caller's tensors: the caller will change them, so the commit
             # must not happen any more. Wait until the thread has let go of them.
-            if not future.done():
-                interrupted.set()
-                future.exception()
-            if future.exception() is not None:
-                self._release_step(step, future.exception())
+            interrupted.set()
+            failure = error if future is None else future.exception()
+            if failure is not None:
+                self._release_step(step, failure)
             raise
 
     def save_async(self, state: Any, step: int) -> PendingSave:
@@ -179,14 +186,21 @@ class Writer:
             snapshot = self._snapshots.take(flat, self._blocks)
         except BaseException as error:
             self._release_step(step, error)
+            if isinstance(error, RuntimeError):
+                self._check_open()  # closed by another thread, and its pool with it
             raise
+        unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
 
         def work() -> CheckpointInfo:
+            if not unclaimed.acquire(blocking=False):
+                raise WriterClosedError(f"step {step} was not saved: interrupted")
             kept = False
             try:
-                info, kept = self._persist(snapshot.flat, step, snapshot=snapshot)
+                info, kept = self._persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot)
             except BaseException as error:
                 self._release_step(step, error)
+                # Before anyone can ask for the result: who then sees the error takes it back.
+                self._failures[step] = error
                 raise
             else:
                 return info
@@ -195,9 +209,16 @@ class Writer:
                 if not kept:
                     snapshot.free()
 
-        future = self._submit(work)
-        self._submit(self._housekeeping)
-        future.add_done_callback(self._remember_failure)
+        try:
+            future = self._submit(work)
+            self._tend()
+        except BaseException as error:
+            # Prevents: a snapshot that Ctrl-C leaves in flight for ever, for which the next save_async would wait.
+            if unclaimed.acquire(blocking=False):
+                snapshot.land()
+                snapshot.free()
+                self._release_step(step, error)
+            raise
         return PendingSave(step, future, self._forget_failure)
 
     def tag(self, name: str, ref_step: int) -> None:
@@ -216,11 +237,12 @@ class Writer:
 
     def close(self) -> None:
         """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
+        if self._process != os.getpid():
+            return  # a fork: threads, bases and pins are the parent's
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
         self._stop_polling.set()
+        # Each of these may be repeated: after Ctrl-C in one of them a second close waits again.
         self._committer.shutdown()
         self._blocks.shutdown()
         self._deltas.close()
@@ -260,16 +282,28 @@ class Writer:
         return flat
 
     def _check_open(self) -> None:
+        self._check_process()
         if self._ended is not None:
             raise self._ended
         if self._closed:
             raise WriterClosedError(f"the writer of term {self.term} is closed")
 
+    def _check_process(self) -> None:
+        """A fork has none of the threads: without this it would wait for ever."""
+        if self._process != os.getpid():
+            raise WriterClosedError(f"the writer of term {self.term} belongs to process {self._process}, not its fork")
+
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
+        self._check_process()
         with self._lock:
-            if self._closed:
-                raise WriterClosedError(f"the writer of term {self.term} is closed")
-            return self._committer.submit(work)
+            if not self._closed:
+                return self._committer.submit(work)
+        raise WriterClosedError(f"the writer of term {self.term} is closed")
+
+    def _tend(self) -> None:
+        """Upkeep of the log, once what was submitted before is done."""
+        with contextlib.suppress(WriterClosedError):  # closed by another thread: that is no reason to fail a save
+            self._submit(self._housekeeping)
 
     def _release_step(self, step: int, error: BaseException | None) -> None:
         """A step that failed for good may be tried again; one that may have been committed may not."""
@@ -277,17 +311,21 @@ class Writer:
             with self._lock:
                 self._steps.discard(step)
 
-    def _remember_failure(self, future: Future[CheckpointInfo]) -> None:
-        if not future.cancelled() and (error := future.exception()) is not None:
-            self._failure = self._failure or error
-
-    def _forget_failure(self) -> None:
-        self._failure = None
+    def _forget_failure(self, step: int) -> None:
+        self._failures.pop(step, None)
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        """Raise what nobody has seen: the first failure, with a note of every other one."""
+        failures: list[tuple[int, BaseException]] = []
+        while self._failures:
+            failures.append(self._failures.popitem())
+        if not failures:
+            return
+        failures.reverse()
+        _, first = failures[0]
+        for step, other in failures[1:]:
+            first.add_note(f"step {step} was not saved, either: {other}")
+        raise first
 
     # -- the committer's thread
 
@@ -297,27 +335,42 @@ class Writer:
         step: int,
         *,
         progress: Progress | None = None,
-        interrupted: threading.Event | None = None,
+        interrupted: threading.Event,
         snapshot: Snapshot | None = None,
     ) -> tuple[CheckpointInfo, bool]:
-        """Write, commit -> what was committed, and whether `snapshot` stays in memory as a base of deltas."""
+        """Write, commit -> what was committed, and whether `snapshot` stays in memory as a base of deltas.
+
+        Args:
+            interrupted: set when the caller has stopped waiting and may change the state.
+        """
         if self._ended is not None:
             raise self._ended
         begun: list[str] = []
         try:
             written, decision, base = self._deltas.write(
-                flat, step, staging=self._staging, pool=self._blocks, begun=begun.append, progress=progress
+                flat,
+                step,
+                staging=self._staging,
+                pool=self._blocks,
+                restorable=self._log.catalog.restorable,
+                begun=begun.append,
+                progress=progress,
             )
-            if interrupted is not None and interrupted.is_set():
+            if interrupted.is_set():
                 raise WriterClosedError(f"step {step} was not saved: interrupted")
+            used = {segment.id for segment in written.segments}
+            self._abandoned += [segment for segment in begun if segment not in used]
+            begun = list(used)
+            entry = CheckpointEntry(self.term, step, written.state, time.time(), written.tensors, written.nbytes)
+            encoding = self._deltas.encoding(written, entry.node, base)
+            self._commit(segments=written.segments, checkpoints=(entry,), encodings=(encoding,))
+        except (FencedError, CommitUnknownError):
+            raise  # this term drops nothing any more
         except BaseException:
             self._abandoned += begun  # the next commit names them in a drop, so that gc may remove what is left
             raise
-        entry = CheckpointEntry(self.term, step, written.state, time.time(), written.tensors, written.nbytes)
-        encoding = self._deltas.encoding(written, entry.node, base)
-        self._commit(segments=written.segments, checkpoints=(entry,), encodings=(encoding,))
-        kept = self._deltas.committed(decision, entry.id, flat, snapshot, written.stored)
-        return describe_checkpoint(self._log.catalog, entry), kept
+        info = describe_checkpoint(self._log.catalog, entry)
+        return info, self._deltas.committed(decision, entry.id, flat, snapshot, written.stored, interrupted.is_set)
 
     def _commit(self, **changes: Any) -> None:
         drops = tuple(self._abandoned)
@@ -337,12 +390,13 @@ class Writer:
             folding.maintain(self._log)
         except (FencedError, CommitUnknownError) as error:
             self._ended = error  # the next save says so
-        except StorageError as error:
-            warnings.warn(f"{self._backend.url}: folding the log failed, saves go on: {error}", stacklevel=1)
+        except CkptError as error:
+            with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
+                warnings.warn(f"{self._backend.url}: upkeep of the log failed, saves go on: {error}", stacklevel=1)
 
     def _poll(self, seconds: float) -> None:
         while not self._stop_polling.wait(seconds):
             try:
                 self._submit(self._housekeeping).result()
-            except WriterError:  # closed meanwhile, or fenced: the next save says so
+            except (WriterError, RuntimeError):  # closed meanwhile, or the interpreter is going
                 return

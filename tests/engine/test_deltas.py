@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -255,3 +258,183 @@ def test_long_chains(tmp_path: Path) -> None:
     store = fill(tmp_path / "store", states, DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100)))
     same(states[99], store.load(100))
     same(states[119], store.load(120))
+
+
+def test_a_big_delta_is_split_over_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.encoding import write_packed
+    from ckptstore.segments import write_full
+
+    monkeypatch.setattr("ckptstore.deltas.write_packed", functools.partial(write_packed, limit=100_000))
+    monkeypatch.setattr("ckptstore.deltas.write_full", functools.partial(write_full, limit=100_000))
+    states = trajectory(4)
+    store = fill(tmp_path / "store", states, 1)
+    infos = store.checkpoints()
+    assert [info.kind for info in infos] == ["full", "delta", "delta", "delta"]
+    assert all(len(info.segments) > 3 for info in infos)
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+    only = store.load(4, select="model.*")  # copies and their masters lie in different segments
+    same(states[3]["model"], only["model"])
+    assert ckptstore.verify(store).ok
+
+
+def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
+    """Someone retires and drops the writer's base by a request: the next save begins anew."""
+    from ckptstore import requests
+
+    states = trajectory(5)
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(deltas=3, poll_seconds=None) as writer:
+        first = writer.save(states[0], step=1)
+        asked = requests.post(
+            store.backend, store.format, writer.term, "retire", retires=[(first.term, 1)], drops=first.segments
+        )
+        writer.drain()
+        writer.tag("nothing", 1)
+        # Answered by the upkeep that follows the next save, which is still a delta of the base and keeps it needed.
+        second = writer.save(states[1], step=2)
+        assert second.kind == "delta"
+        writer.drain()
+        assert requests.outcome(store.view().catalog, asked).answer == "refused"
+        drops = [*first.segments, *second.segments]
+        nodes = [(first.term, 1), (first.term, 2)]
+        tags = {"nothing": None}
+        asked = requests.post(store.backend, store.format, writer.term, "retire", retires=nodes, drops=drops, tags=tags)
+        writer._submit(writer._housekeeping).result()
+        assert requests.outcome(store.view().catalog, asked).answer == "accepted"
+        kinds = [writer.save(states[step - 1], step=step).kind for step in (3, 4, 5)]
+    assert kinds == ["full", "delta", "delta"]
+    for step in (3, 4, 5):
+        same(states[step - 1], store.load(step))
+
+
+def test_a_base_that_cannot_be_kept_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is history by then: the save succeeds, and the next one is a full."""
+    states = trajectory(4)
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(deltas=DeltaOptions(interval=1, memory=0)) as writer:
+        working = writer._deltas._reopen
+
+        def broken(identity: Any) -> Any:
+            raise ckptstore.StorageError(5, "input/output error")
+
+        writer._deltas._reopen = broken
+        with pytest.warns(UserWarning, match="1@1 cannot be kept as a base"):
+            assert writer.save(states[0], step=1).ref == "1@1"
+        writer._deltas._reopen = working
+        kinds = [writer.save(states[step - 1], step=step).kind for step in (2, 3, 4)]
+    assert kinds == ["full", "delta", "delta"]
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+    assert not list((tmp_path / "store" / "pins").iterdir())
+
+
+def test_a_stored_base_that_was_damaged_costs_a_full(tmp_path: Path) -> None:
+    states = trajectory(4)
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(deltas=DeltaOptions(interval=1, memory=0)) as writer:
+        writer.save(states[0], step=1)
+        damaged = tmp_path / "store" / store.describe(1)[-1][0].key
+        data = bytearray(damaged.read_bytes())
+        data[9000:40000:100] = bytes(310)
+        damaged.write_bytes(data)
+        with pytest.warns(UserWarning, match=f"base 1@1 is damaged, step 2 becomes a full.*{damaged.name}"):
+            assert writer.save(states[1], step=2).kind == "full"
+        assert writer.save(states[2], step=3).kind == "delta"
+    for step in (2, 3):
+        same(states[step - 1], store.load(step))
+    report = ckptstore.verify(store)
+    assert report.lost == ("1@1",)
+    assert report.orphans == ()  # the delta that was begun was given up
+
+
+def test_bases_use_the_memory_they_may(tmp_path: Path) -> None:
+    states = trajectory(7)
+    nbytes = sum(tensor.nbytes for tensor in ckptstore_flat(states[6]).values())
+    with ckptstore.open(tmp_path / "store").writer(
+        deltas=DeltaOptions(interval=3, form="paper", memory=int(1.5 * nbytes))
+    ) as writer:
+        for step, state in enumerate(states, 1):
+            writer.save(state, step=step)
+            held = [type(base).__name__ for base in writer._deltas._bases.values()]
+            assert held.count("MemoryBase") == 1, (step, held)
+
+
+def ckptstore_flat(state: dict[str, Any]) -> Any:
+    from ckptstore import torch_seam
+
+    return torch_seam.flattened(state).tensors
+
+
+def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore import encoding
+    from ckptstore.backends.directio import FileSink
+
+    running = threading.Semaphore(0)
+    active: list[int] = []
+    original = encoding._code
+
+    def slow(*arguments: Any) -> Any:
+        active.append(1)
+        running.release()
+        time.sleep(0.05)
+        try:
+            return original(*arguments)
+        finally:
+            active.pop()
+
+    def fails(self: FileSink, offset: int, data: memoryview) -> None:
+        raise ckptstore.StorageError(28, "no space")
+
+    rng = np.random.default_rng(0)
+    states = [{f"w{n}": rng.standard_normal(1 << 19) for n in range(12)} for _ in range(2)]
+    with ckptstore.open(tmp_path / "store").writer(deltas=1, poll_seconds=None) as writer:
+        writer.save(states[0], step=1)
+        monkeypatch.setattr(encoding, "_code", slow)
+        monkeypatch.setattr(FileSink, "write", fails)
+        with pytest.raises(ckptstore.StorageError):
+            writer.save(states[1], step=2)
+        assert not active
+
+
+def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and again while the writer waits for its thread: the copy of the base may be torn."""
+    states = trajectory(3)
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(deltas=1, poll_seconds=None) as writer:
+        copy = writer._snapshots.copy
+        changed = threading.Event()
+        copying = threading.Event()
+
+        def late(*arguments: Any) -> Any:
+            copying.set()
+            assert changed.wait(20)
+            return copy(*arguments)
+
+        monkeypatch.setattr(writer._snapshots, "copy", late)
+
+        class Impatient:
+            """A future of which every wait is interrupted."""
+
+            def result(self) -> Any:
+                assert copying.wait(20)
+                raise KeyboardInterrupt
+
+            exception = result
+
+        submit = writer._submit
+        monkeypatch.setattr(writer, "_submit", lambda work: (submit(work), Impatient())[1])
+        state = {"w": states[0]["optimizer"]["master"]["layer0.weight"].clone()}
+        with pytest.raises(KeyboardInterrupt):
+            writer.save(state, step=1)
+        monkeypatch.undo()
+        before = state["w"].clone()
+        state["w"].add_(1)  # training goes on
+        changed.set()
+        writer.drain()
+        info = writer.save({"w": before + 1e-4}, step=2)
+    assert info.kind == "full"
+    same({"w": before}, store.load(1))
+    same({"w": before + 1e-4}, store.load(2))

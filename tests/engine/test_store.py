@@ -387,3 +387,162 @@ def test_tags(url: str) -> None:
         writer.tag("best", 1)
     assert store.load("tag:best") == {"n": 1}
     assert store.checkpoint("tag:best").tags == ("best",)
+
+
+class TestFailures:
+    """What a failed or interrupted save leaves behind, and who hears of it."""
+
+    @staticmethod
+    def fail(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+        original = MemoryBackend.open_sink
+        count = iter(range(1, 100))
+
+        def failing(self: MemoryBackend, key: str, size_hint: int) -> Any:
+            if (step := next(count)) in steps:
+                raise ckptstore.StorageError(28, f"no space for the {step}. segment")
+            return original(self, key, size_hint)
+
+        monkeypatch.setattr(MemoryBackend, "open_sink", failing)
+
+    def test_each_failure_is_heard_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fail(monkeypatch, 1, 2, 3)
+        with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(max_in_flight=4) as writer:
+            pending = [writer.save_async({"w": torch.zeros(4)}, step=step) for step in (1, 2, 3)]
+            with pytest.raises(ckptstore.StorageError, match=r"the 2\. segment"):
+                pending[1].result()
+            with pytest.raises(ckptstore.StorageError, match=r"the 1\. segment") as caught:
+                writer.drain()  # seeing one of them hides no other
+            assert caught.value.__notes__ == ["step 3 was not saved, either: [Errno 28] no space for the 3. segment"]
+            writer.drain()
+            writer.save({"w": torch.zeros(4)}, step=2)
+
+    def test_a_failure_that_was_seen_does_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fail(monkeypatch, *range(1, 100, 2))
+        with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(poll_seconds=None) as writer:
+            for step in range(1, 60, 2):
+                with pytest.raises(ckptstore.StorageError):
+                    writer.save_async({"w": torch.zeros(4)}, step=step).result()
+                writer.save({}, step=step + 1)
+
+    def test_a_timeout_leaves_the_failure_unseen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate = threading.Event()
+
+        def failing(self: MemoryBackend, key: str, size_hint: int) -> Any:
+            gate.wait(20)
+            raise ckptstore.StorageError(28, "no space")
+
+        monkeypatch.setattr(MemoryBackend, "open_sink", failing)
+        writer = ckptstore.open(f"memory://{uuid.uuid4().hex}").writer()
+        pending = writer.save_async({"w": torch.zeros(4)}, step=1)
+        with pytest.raises(TimeoutError, match="step 1"):
+            pending.result(0.01)
+        gate.set()
+        with pytest.raises(ckptstore.StorageError):
+            writer.close()
+
+    def test_an_interrupted_save_async_does_not_block_the_next(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        with ckptstore.open(url).writer(poll_seconds=None) as writer:
+
+            def interrupted(work: Any) -> Any:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(writer, "_submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.save_async({"w": torch.zeros(4)}, step=1)
+            monkeypatch.undo()
+            writer.save_async({"w": torch.ones(4)}, step=1).result(20)
+        assert ckptstore.open(url).load(1)["w"].tolist() == [1] * 4
+
+    def test_an_interrupted_close_can_be_repeated(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        writer = ckptstore.open(url).writer()
+        writer.save_async({"w": torch.zeros(1 << 20)}, step=1)
+        original = writer._committer.shutdown
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(writer._committer, "shutdown", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close()
+        monkeypatch.setattr(writer._committer, "shutdown", original)
+        writer.close()
+        assert ckptstore.open(url).checkpoint().step == 1
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            ({"staging_bytes": 1 << 20}, "staging budget"),
+            ({"staging_bytes": 0}, "staging budget"),
+            ({"threads": 0}, "threads"),
+            ({"max_in_flight": 0}, "max_in_flight"),
+            ({"poll_seconds": 0}, "poll_seconds"),
+            ({"deltas": 0}, "interval 0"),
+            ({"deltas": "always"}, "interval 'always'"),
+        ],
+    )
+    def test_bad_options_fence_nobody(self, url: str, options: dict[str, Any], complaint: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            with pytest.raises(ckptstore.UsageError, match=complaint):
+                store.writer(**options)
+            writer.save({}, step=1)
+        assert len(store.terms()) == 1
+
+    def test_segments_of_a_commit_that_was_not_sent_are_dropped(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = ckptstore.open(url)
+        with store.writer(poll_seconds=None) as writer:
+            commit = writer._log.commit
+
+            def failing(record: Any) -> int:
+                raise ckptstore.StorageError(28, "no space for the manifest")
+
+            monkeypatch.setattr(writer._log, "commit", failing)
+            with pytest.raises(ckptstore.StorageError):
+                writer.save({"w": torch.zeros(4)}, step=1)
+            monkeypatch.setattr(writer._log, "commit", commit)
+            info = writer.save({"w": torch.zeros(4)}, step=1)
+        catalog = store.view().catalog
+        written = {key.rpartition("/")[2].partition(".")[0] for key in store.backend.list("seg/")}
+        assert written - set(info.segments) <= catalog.dropped
+        assert len(catalog.dropped) == 1
+
+    def test_a_fork_cannot_use_its_parents_writer(self, tmp_path: Path) -> None:
+        import multiprocessing
+
+        with ckptstore.open(tmp_path / "store").writer(deltas=1, poll_seconds=None) as writer:
+            writer.save({"w": torch.zeros(4)}, step=1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
+                child = multiprocessing.get_context("fork").Process(target=_misuse, args=(writer,))
+                child.start()
+            child.join(60)
+            assert child.exitcode == 0
+            writer.save({"w": torch.ones(4)}, step=2)
+        assert ckptstore.open(tmp_path / "store").load(2)["w"].tolist() == [1] * 4
+
+
+def _misuse(writer: Any) -> None:
+    for call in (lambda: writer.save({}, 9), lambda: writer.save_async({}, 9), writer.drain):
+        with pytest.raises(ckptstore.WriterClosedError, match="fork"):
+            call()
+    writer.close()
+
+
+def test_upkeep_that_fails_fails_no_save_and_keeps_polling(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def broken(term: Any) -> None:
+        calls.append(1)
+        raise ckptstore.CorruptLogError("slot 3 is damaged; not folded")
+
+    monkeypatch.setattr("ckptstore.writer.folding.maintain", broken)
+    with ckptstore.open(url).writer(poll_seconds=0.01) as writer:
+        writer.save({"n": 1}, step=1)  # pytest makes errors of warnings, in the writer's thread, too
+        deadline = time.monotonic() + 20
+        while len(calls) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(calls) >= 4
+        writer.save({"n": 2}, step=2)
+    assert ckptstore.open(url).load() == {"n": 2}
