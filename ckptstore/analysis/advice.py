@@ -1,0 +1,366 @@
+"""What follows from the measurements: a codec for each group, an interval, and when compressing saves time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckptstore.analysis.measuring import Measurement
+from ckptstore.analysis.methods import DELTAS, METHODS
+from ckptstore.analysis.sampling import Estimate, Group
+from ckptstore.formats.errors import UsageError
+from ckptstore.intervals import CANDIDATES, DeltaSizes, RestoreBound, best_interval
+
+__all__ = [
+    "Advice",
+    "GroupAdvice",
+    "IntervalCost",
+    "Shipping",
+    "Summary",
+    "advise",
+    "interval_costs",
+    "parse_link",
+    "ship",
+    "summarize",
+]
+
+STORED: Final = ("raw", "derive", "planes", "xor", "diff", "prefix", "prefix-grouped", "diff-context")
+"""What a store can hold, in the order of preference where sizes are equal: simpler and faster first."""
+ENOUGH: Final = 0.01
+"""A codec further down that list has to save at least this share of the bytes against those above."""
+SHIPPED: Final = ("raw", "gzip", "zstd", "planes", "xor", "diff", "diff-context")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One method on one group at one gap: the mean over the steps measured.
+
+    Attributes:
+        group: position among the groups.
+        gap: checkpoints to the base; None for what needs none.
+        method: its name.
+        estimate: mean stored fraction; the margin is the mean of the margins (the same blocks were drawn at every
+            step, so they err together).
+        encode: logical bytes per second of one core; None for a bound.
+        decode: likewise.
+        pairs: steps measured.
+        lowest, highest: the extremes of the stored fraction among them.
+    """
+
+    group: int
+    gap: int | None
+    method: str
+    estimate: Estimate
+    encode: float | None
+    decode: float | None
+    pairs: int
+    lowest: float
+    highest: float
+
+
+def summarize(measurements: Iterable[Measurement]) -> list[Summary]:
+    """Means by group, gap and method, in the order in which they were first measured."""
+    cells: dict[tuple[int, int | None, str], list[Measurement]] = {}
+    for one in measurements:
+        cells.setdefault((one.group, one.gap, one.method), []).append(one)
+    found = []
+    for (group, gap, method), members in cells.items():
+        fractions = [one.estimate.fraction for one in members]
+        margins = [one.estimate.margin for one in members]
+        known = [margin for margin in margins if margin is not None]
+        found.append(
+            Summary(
+                group,
+                gap,
+                method,
+                Estimate(_mean(fractions), _mean(known) if len(known) == len(margins) else None),
+                _rate([(one.logical, one.encode) for one in members]),
+                _rate([(one.logical, one.decode) for one in members]),
+                len(members),
+                min(fractions),
+                max(fractions),
+            )
+        )
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _rate(parts: Sequence[tuple[int, float | None]]) -> float | None:
+    seconds = math.fsum(nbytes / rate for nbytes, rate in parts if rate)
+    return sum(nbytes for nbytes, rate in parts if rate) / seconds if seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalCost:
+    """What storing with one interval costs (form ``anchor`` of `ckptstore.intervals`).
+
+    Attributes:
+        interval: T: checkpoints that share a base; 0 for fulls only.
+        deltas: the longest chain between two fulls that keeps the restore bound.
+        mean: expected bytes per checkpoint, fulls and deltas alike.
+        restore: bytes read by the most expensive restore.
+        times: the same as a multiple of a full.
+    """
+
+    interval: int
+    deltas: int
+    mean: float
+    restore: float
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAdvice:
+    """For one group: the codec to use at the recommended interval.
+
+    Attributes:
+        group: position among the groups.
+        method: the codec.
+        gap: the gap that was measured and is nearest to the interval's mean gap; None for a codec without a base.
+        estimate: what it stores.
+        cost: the best interval for this group alone, and its cost; 0 for a codec without a base.
+    """
+
+    group: int
+    method: str
+    gap: int | None
+    estimate: Estimate
+    cost: IntervalCost
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The recommendation.
+
+    Attributes:
+        best: the interval with the fewest bytes per checkpoint within the bound, and its cost.
+        alternatives: every interval considered, ascending, fulls only (0) first.
+        groups: for each group, its codec.
+        nbytes: logical bytes of a checkpoint.
+        full: stored bytes of a full.
+        margin: half the width of the 95 % confidence interval of `best.mean` in bytes; None if unknown.
+        measured: the largest gap measured; what is beyond it is extrapolated.
+        encode, decode: logical bytes per second of one core with these codecs.
+        limit: bytes that a restore may read; infinite for no bound.
+    """
+
+    best: IntervalCost
+    alternatives: tuple[IntervalCost, ...]
+    groups: tuple[GroupAdvice, ...]
+    nbytes: int
+    full: float
+    margin: float | None
+    measured: int
+    encode: float
+    decode: float
+    limit: float
+
+
+def interval_costs(sizes: DeltaSizes, limit: float, depth: int) -> list[IntervalCost]:
+    """The cost of fulls only, and of every interval that `best_interval` considers and the bound allows.
+
+    With D deltas in a chain a cycle has D*T + 1 checkpoints: one full, and D times one delta at each gap from 1 to T.
+    """
+    found = [IntervalCost(0, 0, sizes.full, sizes.full, 1.0)]
+    for interval in CANDIDATES:
+        cycle = [sizes.expect(gap) for gap in range(1, interval + 1)]
+        longest = max(cycle)
+        fits = depth if limit == math.inf else min(depth, int((limit - sizes.full) / max(longest, 1.0)))
+        if fits < 1:
+            continue
+        mean = (sizes.full + fits * sum(cycle)) / (fits * interval + 1)
+        restore = sizes.full + fits * cycle[-1]
+        found.append(IntervalCost(interval, fits, mean, restore, restore / sizes.full if sizes.full else 1.0))
+    return found
+
+
+def advise(
+    groups: Sequence[Group],
+    summaries: Sequence[Summary],
+    gaps: Sequence[int],
+    bound: RestoreBound,
+    *,
+    compress_fulls: bool = False,
+) -> Advice:
+    """Choose codecs and the interval.
+
+    At every gap each group is stored by the smallest codec, as a writer does that chooses by sampling. The sizes of
+    whole deltas by gap decide the interval.
+
+    Args:
+        groups: what was measured.
+        summaries: `summarize`.
+        gaps: those to learn the sizes of deltas from, ascending.
+        bound: what a restore may cost; a bound in seconds counts decoding by one core at the rates measured.
+        compress_fulls: fulls are coded, too; otherwise they are raw.
+    """
+    cells = {(one.group, one.gap, one.method): one for one in summaries}
+    fulls = [_smallest(cells, number, None) if compress_fulls else None for number in range(len(groups))]
+    full = [group.nbytes * (one.estimate.fraction if one else 1.0) for group, one in zip(groups, fulls, strict=True)]
+    choices = {gap: [_smallest(cells, number, gap) for number in range(len(groups))] for gap in gaps}
+    sizes = [
+        DeltaSizes(full[number], {gap: group.nbytes * _fraction(choices[gap][number]) for gap in gaps})
+        for number, group in enumerate(groups)
+    ]
+    whole = DeltaSizes(sum(full), {gap: sum(one.sizes[gap] for one in sizes) for gap in gaps})
+    nbytes = sum(group.nbytes for group in groups)
+    decode = _combined(groups, choices[gaps[0]], lambda one: one.decode)
+    stored = whole.sizes[gaps[0]]
+    limit = bound.limit(whole.full, decode * stored / nbytes)  # the bound counts stored bytes, decoders logical ones
+    costs = interval_costs(whole, limit, bound.depth)
+    chosen = best_interval(whole, limit, bound.depth)
+    best = next(one for one in costs if one.interval == chosen)
+    middle = max(1.0, (best.interval + 1) / 2)
+    near = min(gaps, key=lambda gap: abs(math.log2(gap / middle)))
+    picked = choices[near]
+    margins = [
+        None if one is None or one.estimate.margin is None else group.nbytes * one.estimate.margin
+        for group, one in zip(groups, picked, strict=True)
+    ]
+    known = [margin for margin in margins if margin is not None]
+    share = best.deltas * best.interval / (best.deltas * best.interval + 1)  # of the checkpoints, which are deltas
+    return Advice(
+        best=best,
+        alternatives=tuple(costs),
+        groups=tuple(
+            _group_advice(
+                number,
+                picked[number],
+                group.nbytes,
+                sizes[number],
+                limit * sizes[number].full / whole.full,
+                bound.depth,
+            )
+            for number, group in enumerate(groups)
+        ),
+        nbytes=nbytes,
+        full=whole.full,
+        margin=share * math.sqrt(math.fsum(margin**2 for margin in known)) if len(known) == len(margins) else None,
+        measured=gaps[-1],
+        encode=_combined(groups, picked, lambda one: one.encode),
+        decode=_combined(groups, picked, lambda one: one.decode),
+        limit=limit,
+    )
+
+
+def _group_advice(
+    number: int, one: Summary | None, nbytes: int, sizes: DeltaSizes, limit: float, depth: int
+) -> GroupAdvice:
+    method, estimate = ("raw", Estimate(1.0, 0.0)) if one is None else (one.method, one.estimate)
+    if one is None or method not in DELTAS:  # stored on its own every time: an interval changes nothing
+        stored = nbytes * estimate.fraction
+        return GroupAdvice(number, method, None, estimate, IntervalCost(0, 0, stored, stored, 1.0))
+    costs = interval_costs(sizes, limit, depth)
+    chosen = best_interval(sizes, limit, depth)
+    return GroupAdvice(number, method, one.gap, estimate, next(found for found in costs if found.interval == chosen))
+
+
+def _fraction(one: Summary | None) -> float:
+    return 1.0 if one is None else one.estimate.fraction
+
+
+def _smallest(cells: Mapping[tuple[int, int | None, str], Summary], group: int, gap: int | None) -> Summary | None:
+    """The codec to store a group with, at a gap; None for raw."""
+    found = [cells.get((group, gap if method in DELTAS else None, method)) for method in STORED]
+    usable = [one for one in found if one is not None]
+    if not usable:
+        return None
+    least = min(one.estimate.fraction for one in usable)
+    return next(one for one in usable if one.estimate.fraction <= least + ENOUGH * max(least, ENOUGH))
+
+
+def _combined(
+    groups: Sequence[Group], picked: Sequence[Summary | None], rate: Callable[[Summary], float | None]
+) -> float:
+    """Logical bytes per second of one core over all groups."""
+    seconds = 0.0
+    for group, one in zip(groups, picked, strict=True):
+        speed = None if one is None else rate(one)
+        seconds += group.nbytes / speed if speed else 0.0
+    return sum(group.nbytes for group in groups) / seconds if seconds else math.inf
+
+
+# shipping
+
+
+@dataclass(frozen=True, slots=True)
+class Shipping:
+    """Sending one checkpoint over one link (the XOR paper's figures 4 and 5). Seconds.
+
+    Attributes:
+        link: bits per second.
+        method: a method for all groups (those it does not apply to go raw), or ``recommended``.
+        nbytes: bytes that go over the link.
+        encode: time to encode.
+        send: time on the link.
+        decode: time to decode at the other end.
+    """
+
+    link: float
+    method: str
+    nbytes: float
+    encode: float
+    send: float
+    decode: float
+
+    @property
+    def serial(self) -> float:
+        """Encode, then send."""
+        return self.encode + self.send
+
+    @property
+    def overlapped(self) -> float:
+        """Send each chunk while the next one is encoded: the slower of the two decides."""
+        return max(self.encode, self.send)
+
+
+def ship(
+    groups: Sequence[Group], summaries: Sequence[Summary], advice: Advice, links: Sequence[float], cores: int = 1
+) -> list[Shipping]:
+    """Every method over every link, deltas at the smallest gap measured.
+
+    Args:
+        links: bits per second.
+        cores: encode and decode, at the rate of one core each.
+    """
+    cells = {(one.group, one.gap, one.method): one for one in summaries}
+    nearest = min(one.gap for one in summaries if one.gap is not None)
+    found = []
+    present = {one.method for one in summaries}
+    for link in links:
+        for method in [*(name for name in SHIPPED if name in present or name == "raw"), "recommended"]:
+            nbytes = encode = decode = 0.0
+            for number, group in enumerate(groups):
+                name = advice.groups[number].method if method == "recommended" else method
+                one = cells.get((number, nearest if name in DELTAS else None, name)) if name != "raw" else None
+                nbytes += group.nbytes * _fraction(one)
+                encode += group.nbytes / one.encode if one and one.encode else 0.0
+                decode += group.nbytes / one.decode if one and one.decode else 0.0
+            found.append(Shipping(link, method, nbytes, encode / cores, 8 * nbytes / link, decode / cores))
+    return found
+
+
+def parse_link(text: str) -> float:
+    """``10Gbit``, ``100Mbit``, ``1.2GB`` (bytes per second) -> bits per second. Raises `UsageError`."""
+    lowered = text.strip().lower().removesuffix("/s").removesuffix("ps")
+    units = {
+        f"{prefix}{unit}": 10.0**power * bits
+        for power, prefix in ((3, "k"), (6, "m"), (9, "g"), (12, "t"))
+        for unit, bits in (("bit", 1), ("b", 8))
+    }
+    number = lowered.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    try:
+        speed = float(number) * units[lowered[len(number) :].strip()]
+    except (ValueError, KeyError):
+        speed = 0.0
+    if not 0 < speed < math.inf:
+        raise UsageError(f"link speed {text!r}: write 10Gbit, 100Mbit, or 1.2GB for bytes per second")
+    return speed
+
+
+assert set(STORED) <= set(METHODS)

@@ -1,0 +1,109 @@
+"""Which pairs of checkpoints are compared: each measured step with the one before, and some over every gap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from ckptstore.formats.errors import UsageError
+
+__all__ = ["Plan", "Target", "plan_targets", "spacing"]
+
+POINTS: Final = 12
+"""Steps measured by default."""
+GAPS: Final = 7
+"""Gaps measured by default."""
+PAIRS: Final = 4
+"""Pairs of checkpoints measured for each gap."""
+_ROUND: Final = (1, 10, 100, 1000, 2, 4, 8, 16, 32, 64, 128, 256, 512, 5, 20, 50, 200, 500)
+"""Gaps that people prefer to read, where a choice is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A checkpoint to measure.
+
+    Attributes:
+        index: its position in the series.
+        bases: (position of an earlier checkpoint, gap in units of `spacing`), each at most once.
+    """
+
+    index: int
+    bases: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is compared: `targets` ascending; `gaps` are those under study, each at several targets if there are."""
+
+    targets: tuple[Target, ...]
+    gaps: tuple[int, ...]
+
+
+def spacing(steps: Sequence[int]) -> int:
+    """Steps from one checkpoint to the next: the smallest difference there is."""
+    return max(1, min((b - a for a, b in pairwise(steps)), default=1))
+
+
+def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | None = POINTS) -> Plan:
+    """Choose what to compare.
+
+    Args:
+        steps: of the series, ascending.
+        gaps: to measure, in checkpoints (multiples of `spacing`); none: up to seven, chosen among those there are.
+        points: how many steps to measure, spread evenly; None for all.
+
+    Raises:
+        UsageError: a gap that no two checkpoints have.
+    """
+    unit, count = spacing(steps), len(steps)
+    pairs: dict[int, list[tuple[int, int]]] = {}  # gap -> (target, base)
+    for target in range(1, count):
+        for base in range(target):
+            pairs.setdefault(max(1, round((steps[target] - steps[base]) / unit)), []).append((target, base))
+    if missing := [gap for gap in gaps if gap not in pairs]:
+        known = ", ".join(map(str, sorted(pairs)[:12]))
+        raise UsageError(f"no two checkpoints are {missing[0]} apart (in units of {unit} steps); there are {known}")
+    chosen = sorted(set(gaps)) or _choose_gaps(pairs)
+    wanted: dict[int, dict[int, int]] = {index: {} for index in _spread(list(range(count)), points)}
+    for index in wanted:
+        if index:
+            wanted[index][index - 1] = max(1, round((steps[index] - steps[index - 1]) / unit))
+    complete = _complete(pairs, chosen)
+    for gap in chosen:
+        of_gap = dict(pairs[gap])  # the nearest base, where rounding gives two
+        candidates = [target for target in sorted(of_gap) if target in complete] or sorted(of_gap)
+        for target in _spread(candidates, PAIRS):
+            wanted.setdefault(target, {})[of_gap[target]] = gap
+    targets = [Target(index, tuple(sorted(wanted[index].items(), reverse=True))) for index in sorted(wanted)]
+    return Plan(tuple(targets), tuple(chosen))
+
+
+def _complete(pairs: dict[int, list[tuple[int, int]]], gaps: Sequence[int]) -> set[int]:
+    """Targets with a base at every gap: comparing gaps at the same targets keeps the phase of training out of it."""
+    found = [{target for target, _ in pairs[gap]} for gap in gaps]
+    return set.intersection(*found) if found else set()
+
+
+def _choose_gaps(pairs: dict[int, list[tuple[int, int]]]) -> list[int]:
+    """One gap of each octave: the one with most pairs, then the roundest."""
+    octaves: dict[int, list[int]] = {}
+    for gap in pairs:
+        octaves.setdefault(gap.bit_length(), []).append(gap)
+
+    def preference(gap: int) -> tuple[int, int, int]:
+        return (-len(pairs[gap]), _ROUND.index(gap) if gap in _ROUND else len(_ROUND), gap)
+
+    best = sorted(min(members, key=preference) for members in octaves.values())
+    return _spread(best, GAPS)
+
+
+def _spread(members: Sequence[int], count: int | None) -> list[int]:
+    """`count` of the members, evenly spread, the first and the last among them."""
+    if count is None or len(members) <= count:
+        return list(members)
+    if count == 1:
+        return [members[-1]]
+    return [members[round(position * (len(members) - 1) / (count - 1))] for position in range(count)]

@@ -1,0 +1,249 @@
+"""The report: one self-contained HTML page. Plots are embedded; nothing is loaded from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ckptstore._version import __version__
+from ckptstore.analysis import plots
+from ckptstore.analysis.advice import Summary
+from ckptstore.analysis.analyzing import PREFIX_BITS, Analysis
+from ckptstore.analysis.methods import METHODS
+from ckptstore.analysis.sampling import Estimate
+from ckptstore.analysis.style import STYLE
+from ckptstore.analysis.wording import amount, headline, percent, ratio, restore_line, sample_line
+from ckptstore.formats.codecs import word_size
+from ckptstore.formats.errors import StorageError
+
+__all__ = ["render", "write_report"]
+
+_LISTED: Final = 20
+_POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def write_report(found: Analysis, folder: Path) -> Path:
+    """Write ``index.html`` into `folder`, which is created; complete or not at all.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        StorageError: it cannot be written.
+    """
+    plots.need_matplotlib()
+    text = render(found)
+    page = folder / "index.html"
+    temporary = folder / f".index.html.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(page)
+    except OSError as error:
+        raise StorageError(error.errno, error.strerror, str(page)) from error
+    return page
+
+
+def render(found: Analysis) -> str:
+    """The page."""
+    first, last = found.series[0], found.series[-1]
+    body = [
+        f"<header><p class=kicker>ckpt analyze · {len(found.series)} checkpoints, {_text(first.label)} to "
+        f"{_text(last.label)} · {amount(found.advice.nbytes)} each</p>",
+        f"<h1>{_text(headline(found))}</h1>",
+        f"<p class=lead>{_text(restore_line(found))}</p></header>",
+        _cards(found),
+        _recommended(found),
+        _section(
+            "What each codec makes of each class",
+            f"Logical over stored bytes: longer is better. Deltas are against the checkpoint {_apart(found)} before. "
+            "Black ticks are the order‑0 entropy of the byte planes, the bound for a codec without context. "
+            "Thin lines: 95 % confidence.",
+            plots.ratios(found),
+        ),
+        _section(
+            "Over training",
+            f"The ratio at each step measured (the XOR paper's Fig. 6); deltas over {_apart(found)}.",
+            plots.training(found),
+        ),
+        _section(
+            "How a delta grows with its gap",
+            "XOR against integer difference: lower is better. Dashed lines are the entropy bounds, faint dots single "
+            "pairs of checkpoints. Above the dotted line a delta no longer pays.",
+            plots.gaps(found),
+        ),
+        _section(
+            "Choosing the interval",
+            "A larger T makes deltas larger and chains shorter. Each T is shown with the longest chain that keeps the "
+            "restore bound.",
+            plots.intervals(found),
+        ),
+        _section(
+            "Is it worth the time?",
+            f"Seconds to encode with {_cores(found)} and send one checkpoint (the paper's Fig. 4 and 5). Left of the "
+            "dashed line, compressing beats sending raw bytes. The black tick is the time when both overlap.",
+            plots.shipping(found),
+        ),
+        _section(
+            "Ratio against speed",
+            "One core, processor time. Further up: smaller; further right: faster.",
+            plots.speeds(found),
+        ),
+        _section(
+            "Prefixes of sign and exponent",
+            "Few distinct prefixes make numbers compressible (the paper's Fig. 7). "
+            + ("" if found.exact else "Counted in the sample: rare ones may be missing."),
+            plots.prefixes(found) if found.prefixes else "",
+            _prefixes(found),
+        ),
+        _every_codec(found),
+        _inputs(found),
+    ]
+    title = f"{found.advice.nbytes / found.advice.best.mean:.2f}× smaller" if found.advice.best.mean else "ckpt analyze"
+    return (
+        f'<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>ckpt analyze: {title}</title><style>{STYLE}</style></head><body><main>"
+        + "\n".join(body)
+        + f"<footer>ckptstore {__version__} · {_text(sample_line(found))}</footer></main></body></html>\n"
+    )
+
+
+def _cards(found: Analysis) -> str:
+    advice, best = found.advice, found.advice.best
+    margin = f"± {amount(advice.margin)}; " if advice.margin else ""
+    cards = [
+        ("per checkpoint", amount(best.mean), f"{margin}raw is {amount(advice.nbytes)}"),
+        ("smaller", ratio(Estimate(best.mean / advice.nbytes, None)), f"a full is {amount(advice.full)}"),
+        ("interval T", str(best.interval) if best.interval else "fulls only", f"{best.deltas} deltas to a chain"),
+        ("dearest restore", f"{best.times:.2f}×", f"a full: {amount(best.restore)} read"),
+        ("encode / decode", f"{advice.encode / 1e9:.2f} / {advice.decode / 1e9:.2f}", "GB/s of one core"),
+    ]
+    cells = (
+        f"<div><b>{_text(value)}</b><span>{_text(name)}</span><small>{_text(more)}</small></div>"
+        for name, value, more in cards
+    )
+    return f"<section class=cards>{''.join(cells)}</section>"
+
+
+def _recommended(found: Analysis) -> str:
+    rows = []
+    for one in found.advice.groups:
+        group = found.groups[one.group]
+        rows.append(
+            [
+                found.label(one.group),
+                group.dtype,
+                f"{len(group.tensors):,}",
+                amount(group.nbytes),
+                f"<b>{_text(one.method)}</b>",
+                _with_margin(one.estimate),
+                amount(group.nbytes * one.estimate.fraction),
+                "any" if not one.cost.interval else str(one.cost.interval),
+            ]
+        )
+    heads = ["class", "dtype", ">tensors", ">size", "codec", ">ratio", ">stored in a delta", ">best T alone"]
+    return f"<section><h2>Recommended</h2>{_table(heads, rows)}</section>"
+
+
+def _every_codec(found: Analysis) -> str:
+    parts = []
+    gap = found.gaps[0]
+    for number, group in enumerate(found.groups):
+        cells = {one.method: one for one in found.summaries if one.group == number and one.gap in (None, gap)}
+        shown = [cells[name] for name in METHODS if name in cells]
+        heads = ["codec", ">ratio", ">bits/value", ">bound", ">enc / dec GB/s"]
+        rows = [_codec_row(one, cells, 8 * word_size(group.dtype)) for one in shown]
+        parts.append(f"<div><h3>{_text(found.label(number))}</h3>{_table(heads, rows)}</div>")
+    return f"<section><h2>All numbers</h2><div class=tables>{''.join(parts)}</div></section>"
+
+
+def _codec_row(one: Summary, cells: dict[str, Summary], bits: int) -> list[str]:
+    bound = cells.get({"planes": "bound", "xor": "bound-xor", "diff": "bound-diff"}.get(one.method, ""))
+    return [
+        _text(one.method),
+        _with_margin(one.estimate),
+        f"{bits * one.estimate.fraction:.2f}",
+        "" if bound is None else f"{bits * bound.estimate.fraction:.2f}",
+        f"{one.encode / 1e9:.2f} / {one.decode / 1e9:.2f}" if one.encode and one.decode and one.method != "raw" else "",
+    ]
+
+
+def _with_margin(estimate: Estimate) -> str:
+    margin = percent(estimate)
+    return ratio(estimate) + (f" <small>± {margin}</small>" if margin else "")
+
+
+def _inputs(found: Analysis) -> str:
+    measured = {one.index for one in found.measurements}
+    rows = [
+        [
+            _text(one.label),
+            f"{one.step:,}",
+            f"{len(one.tensors):,}",
+            amount(one.nbytes),
+            "yes" if index in measured else "",
+        ]
+        for index, one in enumerate(found.series)
+    ]
+    listed = _table(["checkpoint", ">step", ">tensors", ">size", "measured"], rows)
+    skipped = [[_text(one.name), _text(one.reason)] for one in found.skipped[:_LISTED]]
+    more = f"<p>and {len(found.skipped) - _LISTED:,} more</p>" if len(found.skipped) > _LISTED else ""
+    left = (
+        f"<h3>Left out: {len(found.skipped):,} tensors</h3>{_table(['tensor', 'reason'], skipped)}{more}"
+        if skipped
+        else ""
+    )
+    return (
+        f"<section><h2>Checkpoints</h2><details><summary>{len(rows)} checkpoints, {len(found.groups)} groups of "
+        f"tensors</summary>{listed}{left}</details></section>"
+    )
+
+
+def _prefixes(found: Analysis) -> str:
+    last = max((one.index for one in found.prefixes), default=0)
+    cells = {(one.group, one.bits): one for one in found.prefixes if one.index == last}
+    rows = [
+        [
+            _text(found.label(number)),
+            *(f"{cells[number, bits].distinct:,}" for bits in PREFIX_BITS),
+            f"{cells[number, 9].entropy:.2f}",
+        ]
+        for number in range(len(found.groups))
+        if (number, 9) in cells
+    ]
+    return _table(["class", *(f">{bits} bits" for bits in PREFIX_BITS), ">entropy of 9 bits"], rows)
+
+
+def _section(title: str, text: str, svg: str, below: str = "") -> str:
+    if not svg:
+        return ""
+    data = base64.b64encode(svg.encode()).decode()
+    image = f'<img alt="{_text(title)}" src="data:image/svg+xml;base64,{data}">'
+    return f"<section><h2>{_text(title)}</h2><p>{_text(text)}</p>{image}{below}</section>"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML already."""
+    kinds = [" class=n" if heading.startswith(">") else "" for heading in headings]
+    head = "".join(f"<th{kind}>{heading.removeprefix('>')}" for kind, heading in zip(kinds, headings, strict=True))
+    body = "".join("<tr>" + "".join(f"<td{kind}>{cell}" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
+    return f"<div class=scroll><table><thead><tr>{head}</thead><tbody>{body}</tbody></table></div>"
+
+
+def _apart(found: Analysis) -> str:
+    gap = found.gaps[0]
+    return f"{gap} step{'s' if gap > 1 else ''}" if found.spacing == 1 else f"{gap * found.spacing:,} steps"
+
+
+def _cores(found: Analysis) -> str:
+    return "one core" if found.options.cores == 1 else f"{found.options.cores} cores"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)

@@ -1,0 +1,303 @@
+"""A series of checkpoints to look at: files of other tools, folders and globs of them, or a store.
+
+Nothing here holds a tensor: a checkpoint is opened while it is measured, and ranges of its tensors are read.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ckptstore.checkpoint import CheckpointInfo
+from ckptstore.formats.errors import UsageError
+from ckptstore.formats.state import TensorSource
+from ckptstore.importing import step_of
+from ckptstore.loading import open_base
+from ckptstore.staging import Bytes
+from ckptstore.store import Store, open_store
+from ckptstore.weightfiles import locate, open_file
+
+__all__ = ["Checkpoint", "Read", "Skipped", "TensorType", "open_series", "shared_tensors"]
+
+Read: TypeAlias = Callable[[str, int, int], Bytes]
+"""(tensor, first byte, length) -> those bytes (1-D uint8); from any thread."""
+
+_WEIGHTS: Final = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_BESIDE: Final = ("optimizer.pt", "optimizer.bin", "optimizer.safetensors")
+_DIGITS: Final = re.compile(r"\d{1,15}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Logical dtype and shape of a tensor, and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint of a series.
+
+    Attributes:
+        label: file name or REF, for people.
+        step: what the name states, or the position in the series.
+        tensors: name -> type, in access order.
+        open: a context manager that gives a function to read with.
+    """
+
+    label: str
+    step: int
+    tensors: Mapping[str, TensorType]
+    open: Callable[[], AbstractContextManager[Read]]
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def open_series(inputs: Sequence[str], refs: Sequence[str] = ()) -> list[Checkpoint]:
+    """The checkpoints that the arguments of ``ckpt analyze`` name, by step.
+
+    Args:
+        inputs: one store (path or URL); or ``.safetensors`` and ``.pt`` files, ``.index.json`` of shards, folders that
+            hold one of these or a series of them, globs. An ``optimizer.pt`` beside a model belongs to its checkpoint.
+        refs: of a store, the checkpoints to take; none: all that lead to the latest.
+
+    Returns:
+        At least two, ascending by the steps in their names; in the given order, numbered from 0, where the names do
+        not tell every step, or tell one twice.
+
+    Raises:
+        UsageError: fewer than two, an argument that matches nothing, or a store among other arguments.
+        FormatError, UnsupportedStateError, MissingDependencyError, StorageError: a file cannot be opened.
+    """
+    stores = [text for text in inputs if _is_store(text)]
+    if stores and len(inputs) > 1:
+        raise UsageError(f"{stores[0]} is a store: analyze one store, or files, at a time")
+    if refs and not stores:
+        raise UsageError("--ref names checkpoints of a store, and none was given")
+    found = _of_store(open_store(stores[0], create=False), refs) if stores else _of_files(inputs)
+    if len(found) < 2:
+        what = f"only {found[0].label}" if found else "none"
+        error = UsageError(f"at least two checkpoints are needed to compare, found {what}")
+        error.add_note("give several files of one run, a glob ('step_*.pt'), a folder of checkpoints, or a store")
+        raise error
+    return found
+
+
+def _is_store(text: str) -> bool:
+    return "://" in text or (Path(text) / "FORMAT").is_file()
+
+
+# stores
+
+
+def _of_store(store: Store, refs: Sequence[str]) -> list[Checkpoint]:
+    infos = _line(store) if not refs else [store.checkpoint(ref) for ref in dict.fromkeys(refs)]
+    infos = sorted({(info.term, info.step): info for info in infos}.values(), key=lambda info: (info.step, info.term))
+    found = []
+    for info in infos:
+        tensors = store.tensors(info.ref)
+        types = {name: TensorType(entry.dtype, tuple(entry.shape), entry.nbytes) for name, entry in tensors.items()}
+        found.append(Checkpoint(info.ref, info.step, types, _store_opener(store, info)))
+    return _numbered(found)
+
+
+def _line(store: Store) -> list[CheckpointInfo]:
+    """The checkpoints on the way to the latest: other forks are other runs."""
+    infos = store.checkpoints()
+    if not infos:
+        return []
+    latest = store.checkpoint("latest")
+    parents = {term.term: term.parent for term in store.terms()}
+    step, term, line = latest.step, latest.term, []
+    while True:
+        line += [info for info in infos if info.term == term and info.step <= step]
+        parent = parents.get(term)
+        if parent is None:
+            return line
+        step, term = (int(part) for part in parent.split("@"))
+
+
+def _store_opener(store: Store, info: CheckpointInfo) -> Callable[[], AbstractContextManager[Read]]:
+    @contextmanager
+    def opened() -> Iterator[Read]:
+        base = open_base(store, info.id)
+        try:
+            yield base.read
+        finally:
+            base.forget()
+
+    return opened
+
+
+# files
+
+
+def _of_files(inputs: Sequence[str]) -> list[Checkpoint]:
+    groups: dict[tuple[Path, ...], None] = {}
+    for text in inputs:
+        for paths in _expand(text):
+            groups[paths] = None
+    members = list(groups)
+    steps = [_step(paths[0]) for paths in members]
+    joined: dict[tuple[Path, int], list[Path]] = {}
+    if all(step is not None for step in steps):
+        # model.safetensors and optimizer.pt of one folder, named one by one, are one checkpoint.
+        for paths, step in zip(members, steps, strict=True):
+            assert step is not None
+            joined.setdefault((paths[0].parent, step), []).extend(paths)
+        if len(joined) > 1 or len(members) == 1:
+            members = [tuple(dict.fromkeys(paths)) for paths in joined.values()]
+            steps = [step for _, step in joined]
+    labels = _labels(members)
+    numbered = [
+        _file_checkpoint(label, -1 if step is None else step, paths)
+        for label, step, paths in zip(labels, steps, members, strict=True)
+    ]
+    return _numbered(numbered)
+
+
+def _numbered(found: list[Checkpoint]) -> list[Checkpoint]:
+    """By step where every step is known and none occurs twice; else in the given order."""
+    steps = [one.step for one in found]
+    if -1 not in steps and len(set(steps)) == len(steps):
+        return sorted(found, key=lambda one: one.step)
+    return [Checkpoint(one.label, number, one.tensors, one.open) for number, one in enumerate(found)]
+
+
+def _expand(text: str) -> list[tuple[Path, ...]]:
+    """The checkpoints that one argument stands for, each as its files."""
+    path = Path(text)
+    if path.exists() or not glob.has_magic(text):
+        return _series_in(path) if path.is_dir() else [(locate(path),)]
+    matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  # absolute patterns, too
+    if not matches:
+        raise UsageError(f"{text!r} matches no file")
+    return [paths for match in matches for paths in _expand(glob.escape(match) if glob.has_magic(match) else match)]
+
+
+def _series_in(folder: Path) -> list[tuple[Path, ...]]:
+    """What a folder holds: one checkpoint (with its optimizer), a series of files, or of folders."""
+    if indexes := sorted(folder.glob("*.index.json")):
+        return [_with_optimizer((indexes[0],))] if len(indexes) == 1 else [(index,) for index in indexes]
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix.lower() in _WEIGHTS]
+    models = [file for file in files if file.name not in _BESIDE]
+    if len(models) == 1:
+        return [_with_optimizer((models[0],))]
+    if len(models) > 1:
+        stepped = [file for file in models if _step(file) is not None]
+        return [(file,) for file in (stepped if len(stepped) > 1 else models)]
+    found = []
+    for inner in sorted(folder.iterdir()):
+        if inner.is_dir() and _step(inner / "model.pt") is not None and _holds_weights(inner):
+            found += _series_in(inner)
+    return found or [(locate(folder),)]  # locate says what is wrong with it
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(file.suffix.lower() in _WEIGHTS for file in folder.iterdir() if file.is_file())
+
+
+def _with_optimizer(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    beside = [paths[0].parent / name for name in _BESIDE]
+    return (*paths, *[path for path in beside if path.is_file()][:1])
+
+
+def _step(path: Path) -> int | None:
+    """As an import finds it; also a name that is nothing but a number."""
+    stem = path.name.split(".", 1)[0]
+    return int(stem) if _DIGITS.fullmatch(stem) else step_of(path, series=True)
+
+
+def _labels(members: Sequence[tuple[Path, ...]]) -> list[str]:
+    """File names where they tell the checkpoints apart, else with the folder."""
+    names = [paths[0].name for paths in members]
+    if len(set(names)) == len(names):
+        return names
+    return [str(Path(paths[0].parent.name) / paths[0].name) for paths in members]
+
+
+def _file_checkpoint(label: str, step: int, paths: tuple[Path, ...]) -> Checkpoint:
+    with _sources(paths) as found:
+        types = {name: TensorType(one.dtype, tuple(one.shape), one.nbytes) for name, one in found.items()}
+
+    @contextmanager
+    def opened() -> Iterator[Read]:
+        with _sources(paths) as sources:
+
+            def read(name: str, start: int, length: int) -> Bytes:
+                out = np.empty(length, np.uint8)
+                sources[name].read(start, out)
+                return out
+
+            yield read
+
+    return Checkpoint(label, step, types, opened)
+
+
+@contextmanager
+def _sources(paths: Sequence[Path]) -> Iterator[dict[str, TensorSource]]:
+    """The tensors of one checkpoint's files; those of the second and later files under the file's name."""
+    found: dict[str, TensorSource] = {}
+    with ExitStack() as stack:
+        for number, path in enumerate(paths):
+            flat = stack.enter_context(open_file(path)).flat
+            before = f"{path.stem}." if number else ""
+            found |= {before + name: source for name, source in flat.tensors.items()}
+        yield found
+
+
+# what can be compared
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A tensor that was left out, and why."""
+
+    name: str
+    reason: str
+
+
+def shared_tensors(series: Sequence[Checkpoint]) -> tuple[dict[str, TensorType], list[Skipped]]:
+    """The tensors that every checkpoint has, with one dtype and shape; and the others.
+
+    Raises:
+        UsageError: there are none.
+    """
+    names: dict[str, None] = {}
+    for checkpoint in reversed(series):
+        names |= dict.fromkeys(checkpoint.tensors)
+    shared: dict[str, TensorType] = {}
+    skipped: list[Skipped] = []
+    for name in names:
+        having = [checkpoint for checkpoint in series if name in checkpoint.tensors]
+        last = having[-1].tensors[name]
+        other = next((one for one in having if one.tensors[name] != last), None)
+        if len(having) < len(series):
+            skipped.append(Skipped(name, f"in {len(having)} of {len(series)} checkpoints only"))
+        elif other is not None:
+            skipped.append(Skipped(name, f"{_type(other, name)} but {_type(having[-1], name)}"))
+        elif last.nbytes:
+            shared[name] = last
+    if not shared:
+        error = UsageError(f"the {len(series)} checkpoints have no tensor in common")
+        examples = [f"{one.label} has {next(iter(one.tensors), 'no tensor')}" for one in (series[0], series[-1])]
+        error.add_note(f"names, dtypes and shapes have to agree; {', '.join(examples)}")
+        raise error
+    return shared, skipped
+
+
+def _type(checkpoint: Checkpoint, name: str) -> str:
+    tensor = checkpoint.tensors[name]
+    return f"{tensor.dtype} {list(tensor.shape)} in {checkpoint.label}"
