@@ -136,7 +136,9 @@ class Backend(ABC):
 
     @abstractmethod
     def replace(self, key: str, data: bytes) -> None:
-        """Create or overwrite atomically: a reader sees the old or the new bytes. Not durable (pins only).
+        """Create or overwrite atomically: a reader sees the old or the new bytes. For pins only.
+
+        After a power cut the key may be absent, or hold older bytes; what it holds is whole.
 
         Raises `StorageError`.
         """

@@ -94,7 +94,7 @@ class LocalBackend(Backend):
         temporary = _temporary(folder)
         _in_flight.add(temporary)
         try:
-            self._write(temporary, data, durable=True)
+            self._write(temporary, data)
             crash_point("create.before-link")
             self._name(temporary, path)
             crash_point("create.linked")
@@ -104,17 +104,16 @@ class LocalBackend(Backend):
         finally:
             self._discard(temporary)
 
-    def _write(self, temporary: str, data: bytes, *, durable: bool) -> None:
+    def _write(self, temporary: str, data: bytes) -> None:
         descriptor = self._posix.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             done, view = 0, memoryview(data)
             while done < len(view):
                 done += write_some(self._posix, descriptor, view[done:], done)
             crash_point("create.temp-written")
-            if durable:
-                # Prevents: the name on disk before its bytes, an empty or torn slot that no one may ever replace.
-                # If it fails the file is abandoned: a second create begins with a new one.
-                self._posix.fsync(descriptor)
+            # Prevents: the name on disk before its bytes, an empty or torn slot that no one may ever replace, or such a
+            # pin, which looks like damage and stops gc. If it fails the file is abandoned: a second try makes a new one.
+            self._posix.fsync(descriptor)
         finally:
             self._posix.close(descriptor)
 
@@ -148,7 +147,7 @@ class LocalBackend(Backend):
             temporary = _temporary(folder)
             _in_flight.add(temporary)
             try:
-                self._write(temporary, data, durable=False)
+                self._write(temporary, data)
                 self._posix.replace(temporary, path)
             finally:
                 self._discard(temporary)

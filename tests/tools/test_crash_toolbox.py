@@ -515,7 +515,7 @@ def test_writing_a_slot_under_its_own_name_shows_torn_slots() -> None:
         def _create(self, path: str, data: bytes) -> None:
             folder = path.rpartition("/")[0]
             self._folders.make(folder)
-            self._write(path, data, durable=True)
+            self._write(path, data)
             self._folders.sync(folder)
 
     found = violations(run(kind=InPlace)[0])

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ckptstore import requests
+from ckptstore import log, requests
 from ckptstore.backends.local import LocalBackend
+from ckptstore.formats import texts
 from ckptstore.formats.errors import CommitUnknownError, StorageError
 from ckptstore.log import open_term, read
 from ckptstore.store import Store
 from tools.crash import faults, killcuts, states
+from tools.crash.disk import Unname
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import FaultyPosix
 from tools.crash.forgetful import SITES, ForgetfulBackend, site_of
@@ -178,3 +182,37 @@ def test_a_request_is_reported_accepted_only_when_that_is_durable() -> None:
 def test_the_enumerator_reaches_past_an_acknowledgement_after_a_fault() -> None:
     done = states.explore(limit=2)
     assert done.states > 50
+
+
+def test_a_manifest_goes_only_after_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in different folders: without a sync between them a cut may keep the second unlink, not the first."""
+
+    def with_manifest(*record: Any, **place: Any) -> tuple[bytes, bytes | None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(texts, "SLOT_LIMIT", 100)
+            return texts.encode_commit(*record, **place)
+
+    monkeypatch.setattr(log, "encode_commit", with_manifest)
+    disk = RecordingPosix()
+    live(LocalBackend("/store", disk), disk.acknowledge)
+    begin = next(
+        at
+        for at, operation in enumerate(disk.history)
+        if isinstance(operation, Unname) and operation.name.endswith(".json")
+    )
+    for state in itertools.islice(crash_states(disk, limit=60, begin=begin), 40):
+        check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
+
+
+def test_a_pin_that_a_cut_leaves_is_whole() -> None:
+    """A torn one would look like damage, and hold up every collector until it is taken for dead."""
+    disk = RecordingPosix()
+    backend = LocalBackend("/store", disk)
+    pins = [b"first" * 100, b"second" * 100]
+    for pin in pins:
+        backend.replace("pins/a", pin)
+    seen = set()
+    for state in crash_states(disk):
+        survivor = LocalBackend("/store", state.mount())
+        seen.update(survivor.get(key) for key in survivor.list("pins/"))
+    assert seen == set(pins)
