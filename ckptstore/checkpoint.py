@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, CheckpointId
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Node
 
-__all__ = ["CheckpointInfo", "TermInfo", "describe_checkpoint"]
+__all__ = ["CheckpointInfo", "TermInfo", "describe_all", "describe_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,21 @@ class TermInfo:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+def describe_all(catalog: Catalog) -> list[CheckpointInfo]:
+    """The public view of every promised checkpoint, by term and step."""
+    tags: dict[Node, list[str]] = {}
+    for tag, node in catalog.tags.items():
+        tags.setdefault(node, []).append(tag)
+    return [_described(catalog, entry, tags.get(node, ())) for node, entry in sorted(catalog.checkpoints.items())]
+
+
 def describe_checkpoint(catalog: Catalog, entry: CheckpointEntry) -> CheckpointInfo:
     """The public view of a catalog entry."""
-    node = (entry.term, entry.step)
+    return _described(catalog, entry, [tag for tag, target in catalog.tags.items() if target == entry.node])
+
+
+def _described(catalog: Catalog, entry: CheckpointEntry, tags: Iterable[str]) -> CheckpointInfo:
+    node = entry.node
     encodings = catalog.encodings.get(node, ())
     cheapest = min(encodings, key=lambda encoding: encoding.bytes, default=None)
     base = None if cheapest is None or cheapest.base is None else f"{cheapest.base.step}@{cheapest.base.term}"
@@ -94,6 +106,6 @@ def describe_checkpoint(catalog: Catalog, entry: CheckpointEntry) -> CheckpointI
         segments=tuple(dict.fromkeys(segment for encoding in encodings for segment in encoding.segments)),
         base=base,
         lossy=all(encoding.lossy for encoding in encodings) if encodings else False,
-        tags=tuple(sorted(tag for tag, target in catalog.tags.items() if target == node)),
+        tags=tuple(sorted(tags)),
         extra=entry.extra,
     )

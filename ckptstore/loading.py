@@ -8,10 +8,13 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -21,7 +24,7 @@ from ckptstore.chains import Chain, Layer, fold_tensors, iterate_chain, master_o
 from ckptstore.deltas import StoredBase
 from ckptstore.formats import dtypes, hashing, jsontext
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CorruptSegmentError, TensorNotFoundError, UsageError
+from ckptstore.formats.errors import CorruptSegmentError, FormatError, TensorNotFoundError, UsageError
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
@@ -51,6 +54,8 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.framework not in (None, "torch", "numpy"):
             raise UsageError(f"framework={self.framework!r}: 'torch' or 'numpy'")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"threads={self.threads}: at least 1 is needed")
         if self.into is not None and (self.mmap or self.device is not None):
             raise UsageError("into= already says where the tensors are: it cannot be combined with mmap= or device=")
         if self.device is not None and not self.to_torch:
@@ -62,7 +67,7 @@ class LoadOptions:
         return torch_seam.torch_in_use() if self.framework is None else self.framework == "torch"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what costs a walk over all tensors is computed once
 class Opened:
     """A checkpoint with every segment of its plan open and described."""
 
@@ -70,7 +75,7 @@ class Opened:
     plan: Plan
     readers: dict[str, SegmentReader]
 
-    @property
+    @cached_property
     def tree(self) -> Any:
         """The typed JSON tree of the state."""
         for segment in self.plan.encodings[-1].segments:
@@ -79,7 +84,7 @@ class Opened:
                 return trees[self.entry.step]
         raise CorruptSegmentError(f"checkpoint {self.entry.ref}: none of its segments holds the state's tree")
 
-    @property
+    @cached_property
     def chains(self) -> dict[str, Chain]:
         """name -> what restores it, for every tensor of the state, in the order of the tree.
 
@@ -110,9 +115,10 @@ class Opened:
 
     def check_identity(self) -> None:
         """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
-        parts = [
-            (name, chain.tensor.dtype, chain.tensor.shape, chain.tensor.hash) for name, chain in self.chains.items()
-        ]
+        try:
+            parts = [(name, held.dtype, held.shape, held.hash) for name, (held, _) in self.tensors.items()]
+        except FormatError as error:  # a chunk whose decoded bytes have no hash
+            raise CorruptSegmentError(f"checkpoint {self.entry.ref}: {error}") from error
         if hashing.state_hash(jsontext.dumps(self.tree), parts) != self.entry.state:
             raise CorruptSegmentError(f"checkpoint {self.entry.ref}: its segments describe another state than the log")
 
@@ -226,6 +232,8 @@ def _in_place(chain: Chain) -> bool:
     if not chain.raw:
         return False
     chunks = chain.tensor.chunks
+    if any(left.offset + left.length != right.offset for left, right in pairwise(chunks)):
+        return False  # the packed form may hold a tensor's chunks in any order
     return not chunks or chunks[0].offset % dtypes.get(chain.tensor.dtype).itemsize == 0
 
 
@@ -282,12 +290,16 @@ def _into(
         targets = {name: target for name, target in targets.items() if name in wanted}
     _check_targets({name: chain.tensor for name, chain in wanted.items()}, targets)
 
+    # What cannot be written by byte range is rewritten whole for each: one thread at a time, or one undoes another.
+    whole = threading.Lock()
+
     def deliver(tensor: TensorEntry, offset: int, data: Bytes) -> None:
         target: Any = targets[tensor.name]
         if isinstance(target, NumpySource):
             write_into(target.array, data, offset)
         else:
-            torch_seam.tensors().copy_into(target.tensor, data, offset)
+            with nullcontext() if _by_range(target.tensor) else whole:
+                torch_seam.tensors().copy_into(target.tensor, data, offset)
 
     def deliver_to(chain: Chain) -> Callable[[int, Bytes], None]:
         return lambda offset, data: deliver(chain.tensor, offset, data)
@@ -318,6 +330,27 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
                 f"into= tensor {name!r} is {have[0]} {list(have[1])}, "
                 f"the checkpoint's is {tensor.dtype} {list(tensor.shape)}"
             )
+        if not _writable(targets[name]):
+            raise UsageError(f"into= tensor {name!r} is read-only, or several of its elements are one in memory")
+
+
+def _by_range(tensor: Any) -> bool:
+    """Whether `copy_into` touches only the range of a torch tensor that it is given."""
+    return not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_contiguous() or tensor.device.type == "cpu")
+
+
+def _writable(target: Any) -> bool:
+    """Whether every element can be given a value of its own (`expand` makes tensors of which that is not so)."""
+    array = target.array if isinstance(target, NumpySource) else None
+    if array is not None and not array.flags.writeable:
+        return False
+    strides = target.tensor.stride() if array is None else array.strides
+    reach = 0 if array is None else array.itemsize - 1
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, target.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return target.nbytes == 0
+        reach += stride * (size - 1)
+    return True
 
 
 def describe(store: Store, ref: str | int) -> list[tuple[SegmentEntry, SegmentDoc]]:

@@ -35,7 +35,10 @@ def aligned(nbytes: int) -> Bytes:
     """`nbytes` writable bytes whose address is a multiple of 4096, not yet touched; freed with their last view."""
     if nbytes == 0:
         return np.empty(0, np.uint8)
-    region = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        region = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{nbytes} bytes of memory are not to be had: {error}") from error
     if nbytes >= 4 << 20:
         region.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(region, np.uint8)[:nbytes]

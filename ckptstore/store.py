@@ -14,7 +14,7 @@ from ckptstore import refs
 from ckptstore._version import __version__
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
-from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe_checkpoint
+from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe_all, describe_checkpoint
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import (
     CheckpointNotFoundError,
@@ -145,8 +145,7 @@ class Store:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Every promised checkpoint, by term and step."""
-        catalog = self.view().catalog
-        return [describe_checkpoint(catalog, entry) for _, entry in sorted(catalog.checkpoints.items())]
+        return describe_all(self.view().catalog)
 
     def checkpoint(self, ref: str | int = "latest") -> CheckpointInfo:
         """The checkpoint that `ref` names.

@@ -16,9 +16,9 @@ from pathlib import PurePath
 from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError
+from ckptstore.formats.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
 from ckptstore.formats.folds import decode_fold
-from ckptstore.formats.records import FORMAT_KEY, FormatFile, SegmentEntry, fold_of, slot_of
+from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, FormatFile, SegmentEntry, fold_of, slot_of
 from ckptstore.planner import plan
 from ckptstore.reading import Piece, SegmentReader, check_chunk, extents, run_all
 from ckptstore.staging import Staging
@@ -117,6 +117,8 @@ def verify(
         StoreNotFoundError: there is none.
         StorageError: the medium failed where nothing else can be said (a listing).
     """
+    if threads < 1:
+        raise UsageError(f"threads={threads}: at least 1 is needed")
     if not isinstance(store, Store):
         store = open_store(store)
     backend = store.backend
@@ -238,7 +240,7 @@ def _check_segment(
 def _report(catalog: Catalog, keys: list[str], found: _Findings) -> VerificationReport:
     bad = frozenset(found.bad_segments)
     restorable, lost = [], []
-    latest: CheckpointInfo | None = None
+    latest: CheckpointEntry | None = None
     affected: dict[str, list[str]] = {}
     for _, entry in sorted(catalog.checkpoints.items()):
         try:
@@ -249,7 +251,7 @@ def _report(catalog: Catalog, keys: list[str], found: _Findings) -> Verification
             lost.append(entry.ref)
         else:
             restorable.append(entry.ref)
-            latest = describe_checkpoint(catalog, entry)
+            latest = entry
     live = {entry.key for entry in catalog.segments.values()}
     manifests = {f"seg/{term:010d}/{identity}.json" for identity, (term, _) in catalog.manifests.items()}
     others = [key for key in keys if key.startswith("seg/") and key not in live | manifests]
@@ -258,7 +260,7 @@ def _report(catalog: Catalog, keys: list[str], found: _Findings) -> Verification
         damage=tuple(Damage(key, what, tuple(affected.get(key, ()))) for key, what in sorted(found.damage)),
         restorable=tuple(restorable),
         lost=tuple(lost),
-        latest=latest,
+        latest=None if latest is None else describe_checkpoint(catalog, latest),
         orphans=tuple(key for key in others if PurePath(key).suffix in (".safetensors", ".json")),
         strangers=tuple(key for key in keys if key != FORMAT_KEY and not key.startswith(known)),
         objects=found.objects,

@@ -174,6 +174,12 @@ class TestInPlace:
             ({"value": torch.zeros(5, dtype=torch.float64), "step": 0}, "F64"),
             ({"other": torch.zeros(5)}, "no tensor 'value'"),
             ({"value": torch.zeros(5), "more": torch.zeros(1)}, "'more' that the checkpoint has not"),
+            (
+                {"value": torch.zeros(1).expand(5), "step": 0},
+                "'value' is read-only, or several of its elements are one",
+            ),
+            ({"value": torch.zeros(9).as_strided((5,), (0,)), "step": 0}, "'value' is read-only"),
+            ({"value": np.broadcast_to(np.float32(0), 5), "step": 0}, "'value' is read-only"),
         ],
     )
     def test_refuses_before_overwriting(self, url: str, into: dict[str, Any], complaint: str) -> None:
@@ -181,6 +187,17 @@ class TestInPlace:
         with pytest.raises(ckptstore.UsageError, match=complaint):
             store.load(7, into=into)
         assert all(float(t.sum()) == 0 for t in into.values() if isinstance(t, torch.Tensor))
+
+    def test_threads_do_not_undo_each_others_parts(self, tmp_path: Path) -> None:
+        """A conjugate view is rewritten as a whole for every chunk."""
+        saved = torch.randn(6 << 20, dtype=torch.complex64)  # 48 MiB, 3 chunks
+        store = ckptstore.open(tmp_path / "store")
+        with store.writer() as writer:
+            writer.save({"w": saved}, step=1)
+        for _ in range(3):
+            target = torch.zeros(6 << 20, dtype=torch.complex64).conj()
+            store.load(1, into={"w": target}, threads=3)
+            assert torch.equal(target, saved)
 
 
 class TestMapping:
@@ -354,7 +371,14 @@ class TestRefusals:
             writer.save({"model": {}}, step=1)
 
     @pytest.mark.parametrize(
-        "options", [{"framework": "jax"}, {"into": {}, "mmap": True}, {"framework": "numpy", "device": "cpu"}]
+        "options",
+        [
+            {"framework": "jax"},
+            {"into": {}, "mmap": True},
+            {"framework": "numpy", "device": "cpu"},
+            {"threads": 0},
+            {"threads": -1},
+        ],
     )
     def test_bad_options(self, url: str, options: dict[str, Any]) -> None:
         store = fill(url, 1)
@@ -379,6 +403,22 @@ def test_resuming_elsewhere_warns(url: str) -> None:
         torch.set_num_threads(threads)
 
 
+def test_describing_many_tagged_checkpoints_is_not_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.checkpoint import describe_all
+    from ckptstore.formats.catalog import Catalog
+    from ckptstore.formats.records import CheckpointEntry
+
+    nodes = [(1, step) for step in range(20_000)]
+    catalog = Catalog(
+        checkpoints={node: CheckpointEntry(*node, "0" * 32, 0.0, 0, 0) for node in nodes},
+        tags={f"step-{step}": (1, step) for step in range(20_000)},
+    )
+    began = time.monotonic()
+    infos = describe_all(catalog)
+    assert time.monotonic() - began < 5  # 400 million comparisons take longer
+    assert infos[7].tags == ("step-7",)
+
+
 def test_tags(url: str) -> None:
     store = ckptstore.open(url)
     with store.writer() as writer:
@@ -393,21 +433,26 @@ class TestFailures:
     """What a failed or interrupted save leaves behind, and who hears of it."""
 
     @staticmethod
-    def fail(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    def fail(monkeypatch: pytest.MonkeyPatch, *steps: int) -> threading.Event:
+        """Let the segments of these numbers fail, the first one once the event is set."""
         original = MemoryBackend.open_sink
         count = iter(range(1, 100))
+        gate = threading.Event()
 
         def failing(self: MemoryBackend, key: str, size_hint: int) -> Any:
+            assert gate.wait(20)
             if (step := next(count)) in steps:
                 raise ckptstore.StorageError(28, f"no space for the {step}. segment")
             return original(self, key, size_hint)
 
         monkeypatch.setattr(MemoryBackend, "open_sink", failing)
+        return gate
 
     def test_each_failure_is_heard_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fail(monkeypatch, 1, 2, 3)
+        gate = self.fail(monkeypatch, 1, 2, 3)
         with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(max_in_flight=4) as writer:
             pending = [writer.save_async({"w": torch.zeros(4)}, step=step) for step in (1, 2, 3)]
+            gate.set()
             with pytest.raises(ckptstore.StorageError, match=r"the 2\. segment"):
                 pending[1].result()
             with pytest.raises(ckptstore.StorageError, match=r"the 1\. segment") as caught:
@@ -417,7 +462,7 @@ class TestFailures:
             writer.save({"w": torch.zeros(4)}, step=2)
 
     def test_a_failure_that_was_seen_does_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fail(monkeypatch, *range(1, 100, 2))
+        self.fail(monkeypatch, *range(1, 100, 2)).set()
         with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(poll_seconds=None) as writer:
             for step in range(1, 60, 2):
                 with pytest.raises(ckptstore.StorageError):
