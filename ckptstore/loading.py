@@ -336,7 +336,8 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
 
 def _by_range(tensor: Any) -> bool:
     """Whether `copy_into` touches only the range of a torch tensor that it is given."""
-    return not (tensor.is_conj() or tensor.is_neg()) and (tensor.is_contiguous() or tensor.device.type == "cpu")
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return not lazy and bool(tensor.is_contiguous() or tensor.device.type == "cpu")
 
 
 def _writable(target: Any) -> bool:
