@@ -135,7 +135,8 @@ def file_bytes(path: Path) -> int:
     if path.suffix != ".json":
         return own
     index = jsontext.loads(path.read_bytes(), what=str(path), max_bytes=_INDEX_LIMIT)
-    return own + sum((path.parent / shard).stat().st_size for shard in set(index["weight_map"].values()))
+    shards: set[str] = set(index["weight_map"].values())
+    return own + sum((path.parent / shard).stat().st_size for shard in shards)
 
 
 def open_file(path: Path) -> OpenedFile:
