@@ -1,0 +1,312 @@
+"""``ckpt tune``: models that choose a run's settings. So far one: ``wasted-time``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.arguments import opened
+from ckptstore.cli.output import duration, emit, note, number, size, table
+
+if TYPE_CHECKING:
+    from ckptstore.tuning import Configuration, Job, Model
+    from ckptstore.tuning.measuring import Measurement
+    from ckptstore.tuning.model import Recovery
+
+    ParamType = click.ParamType[Any]
+else:
+    ParamType = click.ParamType  # generic only since click 8.2
+
+
+@click.group(
+    "tune",
+    epilog="\b\nExamples:\n  ckpt tune wasted-time --paper\n  ckpt tune wasted-time --from runs/gpt --mtbf 4h --json",
+)
+def command() -> None:
+    """Choose how often to store fulls and how to batch diffs."""
+
+
+class _Quantity(ParamType):
+    """A quantity with its unit, parsed by a function of `ckptstore.tuning.units`."""
+
+    def __init__(self, name: str, parser: str) -> None:
+        self.name = name
+        self._parser = parser
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from ckptstore.formats.errors import UsageError
+        from ckptstore.tuning import units
+
+        if isinstance(value, float):
+            return value
+        parse: Callable[[str], float] = getattr(units, self._parser)
+        try:
+            return parse(str(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+_TIME, _SIZE, _RATE = _Quantity("TIME", "seconds"), _Quantity("SIZE", "nbytes"), _Quantity("RATE", "bandwidth")
+
+_OPTIONS: Final = {
+    "full_bytes": "--full-bytes",
+    "bandwidth": "--bandwidth",
+    "mtbf": "--mtbf",
+    "iteration": "--iteration-time",
+    "load_full": "--load-time",
+    "merge_batch": "--merge-time",
+    "replay_diff": "--replay-time",
+    "write_latency": "--write-latency",
+    "diff_bytes": "--diff-bytes",
+}
+"""Field of `Job` -> option, in the order they are reported."""
+
+
+@make_command(
+    "wasted-time",
+    examples=[
+        "ckpt tune wasted-time --full-bytes 8.7GB --bandwidth 2GB/s --mtbf 4h --iteration-time 500ms --merge-time 80ms",
+        "ckpt tune wasted-time --from runs/gpt --mtbf 4h --bandwidth 10Gbit/s --plot wasted.png",
+        "ckpt tune wasted-time --paper",
+    ],
+)
+@click.option("--from", "store", metavar="STORE", help="Measure what is not given in this store.")
+@click.option("--paper", is_flag=True, help="Take what is not given from LowDiff's Table I, and compare with it.")
+@click.option("--full-bytes", type=_SIZE, help="S: a full, as stored.")
+@click.option("--bandwidth", type=_RATE, help="W: write bandwidth: 1GB/s, 10Gbit/s.")
+@click.option("--mtbf", type=_TIME, help="M: mean time between failures of the whole job: 1h, 3d.")
+@click.option("--iteration-time", "iteration", type=_TIME, help="t: one iteration without checkpoints: 500ms.")
+@click.option("--load-time", "load_full", type=_TIME, help="R_F: reading a full (default: S / W).")
+@click.option("--merge-time", "merge_batch", type=_TIME, help="R_D: applying one batch, whatever its size.")
+@click.option("--replay-time", "replay_diff", type=_TIME, help="Applying one diff, for batches that keep them apart.")
+@click.option("--write-latency", type=_TIME, help="How long one write of a batch stalls training (default: 0s).")
+@click.option("--diff-bytes", type=_SIZE, help="One diff, as stored: tells whether the bandwidth suffices.")
+@click.option("--recovery", type=click.Choice(["serial", "parallel"]), default="serial", show_default=True)
+@click.option("--run-time", type=_TIME, help="T: length of the run, for the wasted time in all.")
+@click.option("--gpus", type=click.IntRange(min=1), default=1, metavar="N", help="GPUs that wait, for the same.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw a heat map (PNG, SVG, PDF).")
+def _wasted_time(
+    store: str | None,
+    paper: bool,
+    recovery: Recovery,
+    run_time: float | None,
+    gpus: int,
+    plot: Path | None,
+    as_json: bool,
+    **given: float | None,
+) -> None:
+    """Find the interval of fulls (1/f) and the batch of diffs (b) that waste the least time.
+
+    The model is LowDiff's Eq. (8); docs/tuning.md explains every term. Inputs are given, or measured with --from.
+    """
+    if store is not None and paper:
+        raise click.UsageError("--from and --paper both say where numbers come from; give one")
+    measured = None
+    if store is not None:
+        from ckptstore.tuning.measuring import measure  # the engine; a model alone needs none of it
+
+        measured = measure(opened(store))
+    job, sources = _job(given, measured, paper, recovery)
+    _remarks(job, sources)
+    if plot is not None:
+        from ckptstore.tuning.plotting import heat_map
+
+        heat_map(job, plot)
+    document = _document(job, paper)
+    document["sources"] = sources
+    document["run"] = None
+    if run_time is not None:
+        wasted = document["optimum"]["wasted"]["total"] * run_time * gpus
+        document["run"] = {"seconds": run_time, "gpus": gpus, "wasted_gpu_seconds": wasted}
+    document["measured"] = None if measured is None else asdict(measured)
+    document["plot"] = None if plot is None else str(plot)
+    if as_json:
+        emit(document)
+    else:
+        click.echo("\n".join(_text(document)))
+
+
+command.add_command(_wasted_time)
+
+
+def _job(
+    given: dict[str, float | None], measured: Measurement | None, paper: bool, recovery: Recovery
+) -> tuple[Job, dict[str, str]]:
+    """The job, and for each of its numbers where it comes from."""
+    from ckptstore.tuning import Job
+    from ckptstore.tuning.paper import TABLE_JOB
+
+    values: dict[str, float] = {}
+    sources: dict[str, str] = {}
+
+    def take(source: str, found: dict[str, Any]) -> None:
+        for name in _OPTIONS:
+            if name not in values and found.get(name) is not None:
+                values[name], sources[name] = float(found[name]), source
+
+    take("given", given)
+    if paper:
+        take("paper", asdict(TABLE_JOB))
+    if measured is not None:
+        take("store", asdict(measured) | {"bandwidth": measured.write_floor})
+        if recovery == "parallel" and sources.get("replay_diff") == "store":
+            # A tree merges batches, so it is their size that counts: one diff stands for one batch.
+            values["merge_batch"] += values.pop("replay_diff")
+            del sources["replay_diff"]
+    if "full_bytes" in values and values.get("bandwidth", 0) > 0:
+        take("default", {"load_full": values["full_bytes"] / values["bandwidth"]})
+    missing = [_OPTIONS[name] for name in ("full_bytes", "bandwidth", "mtbf", "iteration") if name not in values]
+    if "merge_batch" not in values and "replay_diff" not in values:
+        missing.append("--merge-time or --replay-time")
+    if missing:
+        why = "the store does not tell them" if measured else "give them, or --from STORE, or --paper"
+        raise click.UsageError(f"missing: {', '.join(missing)} ({why})")
+    take("default", {"merge_batch": 0.0, "replay_diff": 0.0, "write_latency": 0.0})
+    return Job(**values, recovery=recovery), {name: sources[name] for name in _OPTIONS if name in sources}
+
+
+def _remarks(job: Job, sources: dict[str, str]) -> None:
+    from ckptstore.tuning import best
+
+    if sources["bandwidth"] == "store":
+        note("the bandwidth is a lower bound from the times of commits, training included; better give --bandwidth")
+    if sources["iteration"] == "store":
+        note("the iteration time is that between commits, saving included")
+    model = job.model()
+    optimum = best(model)
+    share = job.bandwidth_share(optimum.interval)
+    if share is not None and share > 1 and sources["bandwidth"] != "store":
+        note(f"diffs and fulls need {share:.3g} times the bandwidth: writes pile up; smaller diffs or fewer are needed")
+    if model.total(optimum.interval, optimum.batch) > 1:
+        note("even the best configuration wastes more time than it trains: the model holds for rare failures only")
+    if model.replay_diff >= 1:
+        note("replaying a diff takes as long as an iteration or longer: diffs do not pay, only fulls do")
+
+
+def _document(job: Job, paper: bool) -> dict[str, Any]:
+    from ckptstore.tuning import best, continuous, fulls_only, neighbours, paper_optimum
+    from ckptstore.tuning.paper import TABLE_BATCHES, TABLE_I, TABLE_INTERVALS, table
+
+    model = job.model()
+    optimum, real, fulls = best(model), continuous(model), fulls_only(model)
+    least = model.total(optimum.interval, optimum.batch)
+    equation = paper_optimum(model) if model.merge_batch else None
+    return {
+        "job": asdict(job),
+        "sources": {},
+        "model": asdict(model),
+        "optimum": _configuration(model, optimum),
+        "continuous": asdict(real) | {"total": model.total(real.interval, real.batch)},
+        "equation_10": None if equation is None else asdict(equation),
+        "fulls_only": _configuration(model, fulls),
+        "neighbours": [
+            asdict(pair) | {"total": total, "ratio": total / least}
+            for pair, total in neighbours(model, optimum).items()
+        ],
+        "bandwidth_share": job.bandwidth_share(optimum.interval),
+        "table": {
+            "intervals": TABLE_INTERVALS,
+            "batches": TABLE_BATCHES,
+            "model": table(job),
+            "printed": TABLE_I,
+        }
+        if paper
+        else None,
+    }
+
+
+def _configuration(model: Model, pair: Configuration) -> dict[str, Any]:
+    waste = model.waste(pair.interval, pair.batch)
+    return asdict(pair) | {"wasted": asdict(waste) | {"total": waste.total}}
+
+
+def _text(found: dict[str, Any]) -> Iterator[str]:
+    yield from _inputs(found)
+    yield ""
+    optimum, fulls, real = found["optimum"], found["fulls_only"], found["continuous"]
+    wasted = optimum["wasted"]
+    every = duration(optimum["interval"] * found["job"]["iteration"])
+    yield click.style(
+        f"a full every {optimum['interval']:,} iterations ({every}), {optimum['batch']:,} diffs per write", bold=True
+    )
+    yield f"wastes {wasted['total']:.3%} of the time trained"
+    yield f"without diffs: a full every {fulls['interval']:,} iterations wastes {fulls['wasted']['total']:.3%}"
+    yield (
+        "as real numbers: "
+        + _point(real)
+        + (f"; Eq. (10): {_point(found['equation_10'])}" if found["equation_10"] else "")
+    )
+    if found["bandwidth_share"] is not None:
+        yield f"writing takes {found['bandwidth_share']:.1%} of the bandwidth"
+    if found["run"]:
+        run = found["run"]
+        hours = run["wasted_gpu_seconds"] / 3600
+        yield f"{hours:.4g} GPU hours wasted in {duration(run['seconds'])} on {run['gpus']:,} GPUs"
+    yield ""
+    yield table(["WASTED ON", ">SHARE"], [[_PARTS[name], f"{wasted[name]:.3%}"] for name in _PARTS])
+    yield ""
+    yield from _around(found)
+    if found["table"]:
+        yield ""
+        yield from _table_one(found["table"])
+
+
+_PARTS: Final = {
+    "lost_work": "work done again (b/2 iterations a failure)",
+    "load": "loading the full",
+    "replay": "replaying diffs",
+    "fulls": "writing fulls",
+    "batches": "writing batches",
+}
+
+
+def _point(place: dict[str, float]) -> str:
+    return f"1/f = {place['interval']:.4g}, b = {place['batch']:.4g}"
+
+
+def _inputs(found: dict[str, Any]) -> Iterator[str]:
+    job, iteration = found["job"], found["job"]["iteration"]
+    rows = []
+    for name, source in found["sources"].items():
+        value = job[name]
+        if name in ("full_bytes", "diff_bytes"):
+            text, converted = size(round(value)), ""
+        elif name == "bandwidth":
+            text, converted = size(round(value)) + "/s", ""
+        else:
+            text = duration(value) if value >= 1 else f"{value * 1000:.4g} ms"
+            converted = number(value / iteration)
+        rows.append([_OPTIONS[name].removeprefix("--"), text, converted, source])
+    yield table(["INPUT", ">VALUE", ">ITERATIONS", "FROM"], rows)
+
+
+def _around(found: dict[str, Any]) -> Iterator[str]:
+    """The neighbours as a grid, multiples of the least."""
+    around = {(n["interval"], n["batch"]): n["ratio"] for n in found["neighbours"]}
+    intervals = sorted({interval for interval, _ in around})
+    batches = sorted({batch for _, batch in around})
+    yield "times the least, around it:"
+    yield table(
+        [">1/f \\ b", *(f">{batch:,}" for batch in batches)],
+        [
+            [f"{interval:,}", *(f"{around[interval, b]:.3f}" if (interval, b) in around else "-" for b in batches)]
+            for interval in intervals
+        ],
+    )
+
+
+def _table_one(shown: dict[str, Any]) -> Iterator[str]:
+    for title, cells in (("Table I by this model", shown["model"]), ("Table I as printed", shown["printed"])):
+        yield f"{title} (multiples of its least):"
+        yield table(
+            [">1/f \\ b", *(f">{batch}" for batch in shown["batches"])],
+            [
+                [str(interval), *(f"{cell:.3f}" for cell in row)]
+                for interval, row in zip(shown["intervals"], cells, strict=True)
+            ],
+        )
