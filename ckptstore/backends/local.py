@@ -112,7 +112,7 @@ class LocalBackend(Backend):
                 done += write_some(self._posix, descriptor, view[done:], done)
             crash_point("create.temp-written")
             # Prevents: the name on disk before its bytes, an empty or torn slot that no one may ever replace, or such a
-            # pin, which looks like damage and stops gc. If it fails the file is abandoned: a second try makes a new one.
+            # pin, which looks like damage and stops gc. If it fails the file is abandoned: a second try begins anew.
             self._posix.fsync(descriptor)
         finally:
             self._posix.close(descriptor)
