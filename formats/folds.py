@@ -194,6 +194,7 @@ class _Columns:
 
     def __init__(self, value: Any, what: str) -> None:
         self._left = Members(value, what)
+        self._what = what
         self._rows: int | None = None
 
     def _measured(self, name: str, column: Sequence[_T], rows: int | None) -> Sequence[_T]:
@@ -238,7 +239,7 @@ class _Columns:
         return [text[start : start + 32] for start in range(0, len(text), 32)]
 
     def identities(self, name: str) -> list[CheckpointId | None]:
-        table = _Columns(self._left.rest().pop(name, None), name)
+        table = _Columns(self._left.rest().pop(name, None), f"{self._what}, {name}")
         terms = self._measured(name, table.numbers("term"), None)
         steps = table.numbers("step")
         states = iter(table.digests("state", sum(map(bool, terms))))
@@ -287,7 +288,7 @@ def _catalog(found: Members, seq: int, what: str) -> Catalog:
 def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
     terms, parents, times = columns.numbers("term"), columns.identities("parent"), columns.times("time")
     seqs, known, place = columns.numbers("seq"), columns.numbers("known"), columns.numbers("writer")
-    texts = [text.encode() for text in columns.strings("writers", max(place, default=-1) + 1)]
+    texts = [text.encode(errors="surrogatepass") for text in columns.strings("writers", max(place, default=-1) + 1)]
     writers = [Members(jsontext.loads(text, what=what, max_bytes=FOLD_LIMIT), what).rest() for text in texts]
     extra = columns.extras()
     return {

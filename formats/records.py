@@ -276,6 +276,11 @@ def valid_tag(name: str) -> bool:
     return _TAG.match(name) is not None
 
 
+def _decimal(text: str, digits: int) -> bool:
+    """Whether a key's part is a number of so many digits, as keys are written (Python knows other scripts' digits)."""
+    return len(text) == digits and text.isascii() and text.isdecimal()
+
+
 def slot_key(seq: int) -> str:
     """Key of log slot `seq`."""
     return f"log/{seq:020d}"
@@ -284,7 +289,7 @@ def slot_key(seq: int) -> str:
 def slot_of(key: str) -> int | None:
     """The seq of a log slot's key; None if `key` is not one."""
     digits = key.removeprefix("log/")
-    return int(digits) if key.startswith("log/") and len(digits) == 20 and digits.isdecimal() else None
+    return int(digits) if key.startswith("log/") and _decimal(digits, 20) else None
 
 
 def fold_key(seq: int, digest: str) -> str:
@@ -295,7 +300,7 @@ def fold_key(seq: int, digest: str) -> str:
 def fold_of(key: str) -> tuple[int, str] | None:
     """(seq, first 16 digits of the hash) of a fold's key; None if `key` is not one."""
     digits, _, digest16 = key.removeprefix("fold/").partition("-")
-    if key.startswith("fold/") and len(digits) == 20 and digits.isdecimal() and len(digest16) == 16:
+    if key.startswith("fold/") and _decimal(digits, 20) and len(digest16) == 16:
         return int(digits), digest16
     return None
 
@@ -313,7 +318,7 @@ def manifest_key(term: int, manifest: str) -> str:
 def request_of(key: str) -> tuple[int, str] | None:
     """(term, uuid) of a request's key; None if `key` is not one."""
     term, _, identity = key.removeprefix("req/").partition("-")
-    if key.startswith("req/") and len(term) == 10 and term.isdecimal() and len(identity) == 32:
+    if key.startswith("req/") and _decimal(term, 10) and len(identity) == 32:
         return int(term), identity
     return None
 

@@ -162,6 +162,8 @@ def _running(lengths: Sequence[int]) -> list[int]:
 
 def _check_tiling(offsets: Sequence[int], lengths: Sequence[int], payload: int, where: str) -> None:
     """Every byte of the payload belongs to exactly one chunk: so every byte has a hash, and none has two meanings."""
+    if offsets and max(offsets) > payload:  # also of a chunk without bytes
+        raise CorruptSegmentError(f"{where}: a chunk at byte {max(offsets)} of a payload of {payload}")
     position = 0
     for offset, length in sorted(pair for pair in zip(offsets, lengths, strict=True) if pair[1]):
         if offset != position:

@@ -1,0 +1,90 @@
+"""One run of a target, watched: only our errors may leave it, in time, and with bounded memory."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ckptstore.formats.errors import CkptError, CorruptionError, FormatError
+
+__all__ = ["Outcome", "Target", "Violation", "attempt"]
+
+SECONDS: Final = 10.0
+"""Longest that one input of at most 64 KiB may take (they take milliseconds; the machine may be busy)."""
+MEMORY: Final = 24 << 20
+"""Bytes that reading may allocate beyond what the input's length accounts for."""
+PER_BYTE: Final = 400
+"""Bytes that reading may allocate for each byte of input (objects of small JSON numbers cost most)."""
+
+
+class Violation(AssertionError):  # noqa: N818  # the word of the trade
+    """An input that was neither refused with our own error nor read as what it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that reads unchecked bytes.
+
+    Attributes:
+        name: of the target, its corpus and its regression files.
+        run: reads the input -> whether it was accepted. Raises `Violation` where what was read is wrong.
+        seeds: valid inputs.
+        refusals: what may be raised otherwise.
+        declared: bytes that an input may ask for within the declared limits, whatever its length.
+    """
+
+    name: str
+    run: Callable[[bytes], bool]
+    seeds: Callable[[], list[bytes]]
+    refusals: tuple[type[CkptError], ...] = (FormatError, CorruptionError)
+    declared: Callable[[bytes], int] = lambda _: 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to: accepted or refused, and the error's text."""
+
+    accepted: bool
+    error: str
+
+
+def attempt(target: Target, data: bytes, *, memory: bool = False) -> Outcome:
+    """Run `target` on `data`.
+
+    Args:
+        memory: measure what is allocated, too; several times slower.
+
+    Raises:
+        Violation: another error, too slow, too much memory, or wrong data.
+    """
+    if memory:
+        tracemalloc.start()
+    begin = time.monotonic()
+    try:
+        accepted, error = target.run(data), ""
+    except Violation:
+        raise
+    except target.refusals as refused:
+        accepted, error = False, f"{type(refused).__name__}: {refused}"
+        _check_message(refused)
+    except Exception as foreign:
+        raise Violation(f"{target.name}: {type(foreign).__name__}: {foreign!s:.300}") from foreign
+    finally:
+        peak = tracemalloc.get_traced_memory()[1] if memory else 0
+        if memory:
+            tracemalloc.stop()
+    seconds = time.monotonic() - begin
+    if seconds > SECONDS:
+        raise Violation(f"{target.name}: took {seconds:.1f} s")
+    if peak > (allowed := MEMORY + PER_BYTE * len(data) + target.declared(data)):
+        raise Violation(f"{target.name}: allocated {peak} bytes for {len(data)} of input, {allowed} are allowed")
+    return Outcome(accepted, error)
+
+
+def _check_message(refused: CkptError) -> None:
+    """What is shown to people must not be as long as the input."""
+    if len(str(refused)) > 20_000:
+        raise Violation(f"an error message of {len(str(refused))} characters: {str(refused)[:200]}")

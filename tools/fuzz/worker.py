@@ -1,0 +1,209 @@
+"""One target in a process of its own, until its time is over; started by `tools.fuzz.campaign`.
+
+``python -m tools.fuzz.worker TARGET --seconds S --seed N --engine plain|atheris --folder F``
+
+Writes into the folder: ``current`` (the input being run, for whoever finds this process dead), ``stats.json``, and
+``found-...`` for each violation of a new kind, with its message beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import random
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["Recorder"]
+
+_ADDRESS_SPACE: Final = 3 << 30
+"""Bytes of address space beyond what the process has when it begins."""
+_CURRENT: Final = (1 << 16) + 8
+_PARTICULARS: Final = re.compile(r"/\S+|'[^']*'|\"[^\"]*\"|0x[0-9a-f]+|-?\d+|[^\x20-\x7e]+|<[^>]*>|[\[(].*")
+_MEASURED: Final = 8
+"""Of so many runs one is measured for memory."""
+
+
+class Recorder:
+    """Runs a target on inputs, and keeps what violates it."""
+
+    def __init__(self, target: Any, folder: Path) -> None:
+        from tools.fuzz.guard import Violation, attempt
+
+        self._attempt, self._violation = attempt, Violation
+        self.target = target
+        self.folder = folder
+        self.runs = self.accepted = 0
+        self.kinds: set[str] = set()
+        self.found: dict[str, str] = {}
+        self.cpu: float | None = None
+        current = folder / "current"
+        current.write_bytes(bytes(_CURRENT))
+        with current.open("r+b") as file:
+            self._current = mmap.mmap(file.fileno(), _CURRENT)
+
+    @property
+    def spent(self) -> bool:
+        """Whether the CPU time for this target is used up."""
+        return self.cpu is not None and time.process_time() >= self.cpu
+
+    def run(self, data: bytes) -> bool:
+        """Run one input -> whether it did something that none before did, as far as the refusals tell."""
+        self._current[8 : 8 + len(data)] = data
+        self._current[:8] = len(data).to_bytes(8, "little")
+        self.runs += 1
+        try:
+            outcome = self._attempt(self.target, data, memory=self.runs % _MEASURED == 0)
+        except self._violation as violation:
+            self._keep(data, str(violation))
+            return False
+        self.accepted += outcome.accepted
+        kind = _kind(outcome.error)
+        new = kind not in self.kinds and len(self.kinds) < 2000
+        self.kinds.add(kind)
+        if self.runs % 64 == 0:
+            self.save()
+        return new
+
+    def _keep(self, data: bytes, message: str) -> None:
+        kind = _kind(message)
+        if kind in self.found:
+            return
+        data = self._smaller(data, kind)
+        name = hashlib.blake2b(data, digest_size=6).hexdigest()
+        self.found[kind] = name
+        (self.folder / f"found-{name}").write_bytes(data)
+        (self.folder / f"found-{name}.txt").write_text(message)
+        self.save()
+
+    def _smaller(self, data: bytes, kind: str) -> bytes:
+        """A shorter input with the same violation, if cutting pieces out leads to one."""
+        tries, step = 300, len(data) // 2
+        while step and tries:
+            place = 0
+            while place < len(data) and tries:
+                tries -= 1
+                shorter = data[:place] + data[place + step :]
+                try:
+                    self._attempt(self.target, shorter, memory=True)
+                    place += step
+                except self._violation as violation:
+                    if _kind(str(violation)) == kind:
+                        data = shorter
+                    else:
+                        place += step
+            step //= 2
+        return data
+
+    def save(self) -> None:
+        """Write the numbers down."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        numbers = {
+            "runs": self.runs,
+            "accepted": self.accepted,
+            "kinds": len(self.kinds),
+            "found": list(self.found.values()),
+            "cpu": usage.ru_utime + usage.ru_stime,
+        }
+        (self.folder / "stats.json").write_text(json.dumps(numbers))
+
+
+def _kind(message: str) -> str:
+    """What messages about different inputs have in common."""
+    return _PARTICULARS.sub("_", message)[:80]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--cpu", action="store_true", help="seconds of CPU time, not of wall time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=("plain", "atheris"), default="plain")
+    parser.add_argument("--folder", type=Path, required=True)
+    options = parser.parse_args()
+    begin = time.monotonic()
+    with _instrumented() if options.engine == "atheris" else contextlib.nullcontext():
+        from tools.fuzz.targets import TARGETS
+    recorder = Recorder(TARGETS[options.target], options.folder)
+    _limit_memory()
+    engine: Callable[[Recorder, float, int], None] = _atheris if options.engine == "atheris" else _plain
+    if options.cpu:
+        recorder.cpu = options.seconds
+    engine(recorder, options.seconds - (time.monotonic() - begin), options.seed)
+    recorder.save()
+
+
+def _limit_memory() -> None:
+    """An allocation by an unchecked length then fails here, which is a violation, and not on the machine."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + _ADDRESS_SPACE
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _plain(recorder: Recorder, seconds: float, seed: int) -> None:
+    """Mutate seeds, and inputs that were refused in a way not seen before."""
+    from tools.fuzz.mutations import mutate
+
+    source = random.Random(seed)
+    corpus = recorder.target.seeds()
+    for data in list(corpus):
+        recorder.run(data)
+    seeds = list(corpus)
+    until = time.monotonic() + seconds
+    while not recorder.spent if recorder.cpu is not None else time.monotonic() < until:
+        data = mutate(source.choice(seeds if source.random() < 0.6 else corpus), corpus, source)
+        if recorder.run(data):
+            corpus.append(data)
+
+
+def _instrumented() -> contextlib.AbstractContextManager[None]:
+    import atheris
+
+    return atheris.instrument_imports(include=["ckptstore"])  # type: ignore[no-any-return]
+
+
+def _atheris(recorder: Recorder, seconds: float, seed: int) -> None:
+    """libFuzzer keeps what reaches new code; our mutations, which know JSON, and its own take turns."""
+    import atheris
+
+    from tools.fuzz.mutations import mutate
+
+    corpus = recorder.folder / "corpus"
+    corpus.mkdir(exist_ok=True)
+    seeds = recorder.target.seeds()
+    for number, data in enumerate(seeds):
+        (corpus / f"seed{number}").write_bytes(data)
+
+    def mutator(data: bytes, longest: int, number: int) -> bytes:
+        source = random.Random(number)
+        if source.random() < 0.3:
+            return bytes(atheris.Mutate(data, longest))
+        return mutate(data, seeds, source)[:longest]
+
+    total = 0 if recorder.cpu is not None else max(1, int(seconds))
+    arguments = [sys.argv[0], f"-max_total_time={total}", "-timeout=30", "-rss_limit_mb=0"]
+    arguments += ["-max_len=65536", f"-seed={seed + 1}", f"-artifact_prefix={recorder.folder}/died-", str(corpus)]
+
+    def run(data: bytes) -> None:
+        recorder.run(data)
+        if recorder.spent:
+            recorder.save()
+            os._exit(0)  # libFuzzer itself knows only wall time
+
+    atheris.Setup(arguments, run, custom_mutator=mutator)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
