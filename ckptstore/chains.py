@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 from ckptstore.backends.base import BLOCK
 from ckptstore.formats import codecs, hashing
@@ -26,14 +27,14 @@ _JOB_BYTES = 2 << 20
 """Logical bytes of neighbouring small chunks that one thread takes at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
 class Layer:
     """One tensor of one encoding, in the segment that holds it."""
 
     tensor: TensorEntry
     reader: SegmentReader
 
-    @property
+    @cached_property
     def codec(self) -> Codec:
         """How its chunks are coded. Raises `FormatError` for a codec that this version does not know."""
         try:

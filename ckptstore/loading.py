@@ -336,7 +336,7 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
 
 def _by_range(tensor: Any) -> bool:
     """Whether `copy_into` touches only the range of a torch tensor that it is given."""
-    lazy = tensor.is_conj() or tensor.is_neg()
+    lazy = bool(tensor.is_conj() or tensor.is_neg())
     return not lazy and bool(tensor.is_contiguous() or tensor.device.type == "cpu")
 
 

@@ -6,17 +6,20 @@ to read and decode it (design: "Restore is a cheapest path").
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptionError
 from ckptstore.formats.records import CheckpointId, Encoding, Node
 
-__all__ = ["Plan", "plan", "stored_bytes"]
+__all__ = ["Plan", "plan", "plan_all", "stored_bytes"]
 
 Cost = Callable[[Encoding], float]
+_Settled = tuple[float, Encoding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,48 +55,68 @@ def plan(
     Raises:
         CorruptionError: no chain of intact encodings leads to it; the message names what is missing.
     """
-    goal: Node = (target.term, target.step)
-    # Settled nodes: the cheapest cost and the last edge of its path; None where there is no path. Bases form a DAG (one
-    # was restorable when its delta was committed). An explicit stack, because chains outgrow Python's recursion limit.
-    best: dict[Node, tuple[float, Encoding] | None] = {}
-    stack: list[Node] = [goal]
-    ancestors: set[Node] = set()
+    settled = _cheapest(catalog, _reachable(catalog, target.node), cost, avoid)
+    return _follow(catalog, target, settled, avoid)
+
+
+def plan_all(
+    catalog: Catalog, cost: Cost = stored_bytes, avoid: frozenset[str] = frozenset()
+) -> dict[Node, Plan | CorruptionError]:
+    """The plan of every promised checkpoint, or what `plan` would raise: in one pass, whatever the chains."""
+    settled = _cheapest(catalog, catalog.encodings, cost, avoid)
+    found: dict[Node, Plan | CorruptionError] = {}
+    for node, entry in catalog.checkpoints.items():
+        try:
+            found[node] = _follow(catalog, entry.id, settled, avoid)
+        except CorruptionError as error:
+            found[node] = error
+    return found
+
+
+def _reachable(catalog: Catalog, goal: Node) -> set[Node]:
+    """`goal` and every checkpoint below it."""
+    found = {goal}
+    stack = [goal]
     while stack:
-        node = stack[-1]
-        if node in best:  # reached twice by different paths, settled the first time
-            stack.pop()
+        for encoding in catalog.encodings.get(stack.pop(), ()):
+            base = _base_node(encoding)
+            if base is not None and base not in found:
+                found.add(base)
+                stack.append(base)
+    return found
+
+
+def _cheapest(catalog: Catalog, nodes: Iterable[Node], cost: Cost, avoid: frozenset[str]) -> dict[Node, _Settled]:
+    """The last edge of the cheapest path to each of `nodes` that has a path (Dijkstra; chains may form circles)."""
+    onwards: dict[Node | None, list[Encoding]] = {}
+    for node in nodes:
+        for encoding in catalog.encodings.get(node, ()):
+            if _usable(catalog, encoding, avoid):
+                onwards.setdefault(_base_node(encoding), []).append(encoding)
+    settled: dict[Node, _Settled] = {}
+    order = itertools.count()  # among equals the first one
+    waiting = [(cost(encoding), next(order), encoding) for encoding in onwards.get(None, ())]
+    heapq.heapify(waiting)
+    while waiting:
+        total, _, encoding = heapq.heappop(waiting)
+        node = encoding.checkpoint
+        if node in settled or total == math.inf:
             continue
-        ancestors.add(node)
-        usable = [encoding for encoding in catalog.encodings.get(node, ()) if _usable(catalog, encoding, avoid)]
-        bases = {base for base in map(_base_node, usable) if base is not None}
-        if waiting := bases - best.keys() - ancestors:
-            stack.extend(waiting)
-            continue
-        options = [(_before(best, encoding) + cost(encoding), encoding) for encoding in usable]
-        best[node] = min((o for o in options if o[0] < math.inf), key=lambda option: option[0], default=None)
-        ancestors.discard(node)
-        stack.pop()
+        settled[node] = (total, encoding)
+        for following in onwards.get(node, ()):
+            heapq.heappush(waiting, (total + cost(following), next(order), following))
+    return settled
+
+
+def _follow(catalog: Catalog, target: CheckpointId, settled: dict[Node, _Settled], avoid: frozenset[str]) -> Plan:
     chain: list[Encoding] = []
-    step: Node | None = goal
-    while step is not None:
-        found = best[step]
-        if found is None:
-            raise CorruptionError(
-                f"checkpoint {target.step}@{target.term} cannot be restored: {_reason(catalog, goal, avoid)}"
-            )
-        chain.append(found[1])
-        step = _base_node(found[1])
-    total = best[goal]
-    assert total is not None
-    return Plan(target, tuple(reversed(chain)), total[0])
-
-
-def _before(best: dict[Node, tuple[float, Encoding] | None], encoding: Encoding) -> float:
-    base = _base_node(encoding)
-    if base is None:
-        return 0.0
-    settled = best.get(base)
-    return math.inf if settled is None else settled[0]
+    node: Node | None = target.node
+    while node is not None:
+        if node not in settled:
+            raise CorruptionError(f"checkpoint {target.ref} cannot be restored: {_reason(catalog, target.node, avoid)}")
+        chain.append(settled[node][1])
+        node = _base_node(chain[-1])
+    return Plan(target, tuple(reversed(chain)), settled[target.node][0])
 
 
 def _usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str]) -> bool:

@@ -19,7 +19,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
 from ckptstore.formats.folds import decode_fold
 from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, FormatFile, SegmentEntry, fold_of, slot_of
-from ckptstore.planner import plan
+from ckptstore.planner import Plan, plan_all
 from ckptstore.reading import Piece, SegmentReader, check_chunk, extents, run_all
 from ckptstore.staging import Staging
 from ckptstore.store import Store, open_store
@@ -242,16 +242,17 @@ def _report(catalog: Catalog, keys: list[str], found: _Findings) -> Verification
     restorable, lost = [], []
     latest: CheckpointEntry | None = None
     affected: dict[str, list[str]] = {}
-    for _, entry in sorted(catalog.checkpoints.items()):
-        try:
-            for segment in plan(catalog, entry.id).segments:
+    plans, intact = plan_all(catalog), plan_all(catalog, avoid=bad)
+    for node, entry in sorted(catalog.checkpoints.items()):
+        stored = plans[node]
+        if isinstance(stored, Plan):
+            for segment in stored.segments:
                 affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
-            plan(catalog, entry.id, avoid=bad)
-        except CorruptionError:
-            lost.append(entry.ref)
-        else:
+        if isinstance(intact[node], Plan):
             restorable.append(entry.ref)
             latest = entry
+        else:
+            lost.append(entry.ref)
     live = {entry.key for entry in catalog.segments.values()}
     manifests = {f"seg/{term:010d}/{identity}.json" for identity, (term, _) in catalog.manifests.items()}
     others = [key for key in keys if key.startswith("seg/") and key not in live | manifests]
