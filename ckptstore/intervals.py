@@ -26,6 +26,8 @@ CANDIDATES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _PRIOR_SLOPE: Final = 0.03
 """Growth of a delta per doubling of its gap, as a share of the state, until it is measured (0.94 of 32 bits)."""
 _WEIGHT: Final = 0.3
+_TRY_AGAIN: Final = 16
+"""Fulls in a row, because deltas did not pay, after which one is measured again: training settles down."""
 
 Form = Literal["anchor", "paper"]
 
@@ -193,6 +195,7 @@ class Schedule:
     _sizes: DeltaSizes | None = None
     _number: int = 0
     _anchor: int = 0
+    _fulls: int = 0  # in a row
     _costs: dict[int, tuple[float, int]] = field(default_factory=dict)  # number -> bytes and deltas of its chain
 
     def __post_init__(self) -> None:
@@ -224,13 +227,20 @@ class Schedule:
         gap = self._number + 1 - base
         cost, depth = self._costs[base]
         expected = sizes.expect(gap)
-        if not self.current or depth >= self.bound.depth or cost + expected > limit or expected >= 0.98 * sizes.full:
+        if depth >= self.bound.depth or cost + expected > limit:
             return full
+        if not self.current or expected >= 0.98 * sizes.full:
+            # A trial is no base, and its own base is given up, so that a full follows and the interval is chosen anew.
+            return Decision(base, gap, False, tuple(self._costs)) if self._trial else full
         if self.form == "anchor":
             keep = since + 1 == self.current  # the last of a cycle is the next one's anchor, and replaces this one
             return Decision(base, gap, keep, tuple(self._costs) if keep else ())
         oldest = self._number + 2 - self.current  # the base of the next checkpoint
         return Decision(base, gap, True, tuple(number for number in self._costs if number < oldest))
+
+    @property
+    def _trial(self) -> bool:
+        return self._fulls >= _TRY_AGAIN
 
     def restart(self) -> None:
         """No checkpoint so far can be a base any more: the next one is a full. What was learned of sizes stays."""
@@ -247,6 +257,7 @@ class Schedule:
         """Learn from a checkpoint that was committed with `nbytes` stored; returns its number."""
         if decision.base is None:
             self._number = self._anchor = 0
+            self._fulls += 1
             self._costs = {0: (float(nbytes), 0)}
             if self._sizes is None:
                 self._sizes = DeltaSizes(float(nbytes))
@@ -265,4 +276,5 @@ class Schedule:
             self._costs.pop(number, None)
         if not decision.keep:
             del self._costs[self._number]
+        self._fulls = 0
         return self._number

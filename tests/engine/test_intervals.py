@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -140,3 +141,25 @@ def test_bad_options() -> None:
         Schedule(0)
     with pytest.raises(UsageError):
         Schedule(1, "spiral")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interval", ["auto", 1, 4])
+@pytest.mark.parametrize("form", ["anchor", "paper"])
+def test_deltas_are_tried_again_when_training_settles_down(interval: Any, form: Form) -> None:
+    """The first steps of a run change everything; that must not mean fulls for ever."""
+    schedule = Schedule(interval, form)
+    wild, _, _ = simulate(schedule, 60, start=0.999)
+    assert wild <= 60 * FULL
+    calm = 0.0
+    held: dict[int, int] = {}
+    for checkpoint in range(100):
+        decision = schedule.decide()
+        nbytes = FULL if decision.base is None else delta(decision.gap, 0.3)
+        assert decision.base is None or checkpoint < 20 or decision.base in held
+        number = schedule.written(decision, int(nbytes))
+        for old in decision.forget:
+            held.pop(old, None)
+        if decision.keep:
+            held[number] = checkpoint
+        calm += nbytes
+    assert calm < 65 * FULL
