@@ -1,0 +1,181 @@
+"""`ckpt tune wasted-time`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from tests.cli.conftest import Run, assert_documented, documented
+
+GIVEN = ["--full-bytes", "8.7GB", "--bandwidth", "25Gbit/s", "--mtbf", "30min", "--iteration-time", "15.1s"]
+MERGE = ["--merge-time", "3.322s"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one full and five deltas."""
+    root = tmp_path_factory.mktemp("tune") / "run"
+    weight = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+    with ckptstore.open(root, create=True).writer(deltas=8, poll_seconds=None) as writer:
+        for step in range(1, 7):
+            weight = weight + np.float32(1e-6)
+            writer.save({"weight": weight}, step=step)
+    return root
+
+
+def test_given_inputs(ckpt: Run) -> None:
+    outcome = ckpt("tune", "wasted-time", *GIVEN, *MERGE)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "a full every 20 iterations (5 min 2 s), 2 diffs per write" in outcome.out
+    assert "Eq. (10): 1/f = 20.63, b = 2.13" in outcome.out
+    assert "without diffs: a full every 7 iterations wastes" in outcome.out
+    assert "Table I" not in outcome.out
+
+
+def test_the_paper(ckpt: Run) -> None:
+    outcome = ckpt("tune", "wasted-time", "--paper", "--json")
+    found = outcome.json
+    assert_documented(found, documented("ckpt tune")[0])
+    assert (found["optimum"]["interval"], found["optimum"]["batch"]) == (20, 2)
+    for cells in (found["table"]["model"], found["table"]["printed"]):
+        least = min((cell, n, b) for n, row in enumerate(cells) for b, cell in enumerate(row))
+        assert least == (1.0, 1, 1)
+    assert found["table"]["intervals"][1] == 20
+    assert found["table"]["batches"][1] == 2
+    assert set(found["sources"].values()) == {"paper"}
+    text = ckpt("tune", "wasted-time", "--paper").out
+    assert "Table I as printed" in text
+    assert "20  1.105  1.000  1.023" in text
+
+
+def test_what_is_given_comes_before_the_paper(ckpt: Run) -> None:
+    found = ckpt("tune", "wasted-time", "--paper", "--mtbf", "10h", "--json").json
+    assert found["job"]["mtbf"] == 36000
+    assert found["sources"]["mtbf"] == "given"
+    assert found["sources"]["bandwidth"] == "paper"
+    assert found["optimum"]["interval"] > 20
+
+
+def test_the_parts_and_neighbours_add_up(ckpt: Run) -> None:
+    found: Any = ckpt("tune", "wasted-time", *GIVEN, *MERGE, "--run-time", "3d", "--gpus", "8", "--json").json
+    wasted = found["optimum"]["wasted"]
+    total = wasted.pop("total")
+    assert sum(wasted.values()) == pytest.approx(total)
+    assert found["run"] == {"seconds": 259200, "gpus": 8, "wasted_gpu_seconds": pytest.approx(total * 259200 * 8)}
+    assert min(entry["ratio"] for entry in found["neighbours"]) == 1
+    assert found["continuous"]["total"] <= total <= found["fulls_only"]["wasted"]["total"]
+    assert found["model"]["mtbf"] == pytest.approx(1800 / 15.1)
+    assert found["sources"]["load_full"] == "default"
+    assert found["job"]["load_full"] == pytest.approx(8.7e9 / 3.125e9)
+
+
+def test_from_a_store(ckpt: Run, trained: Path) -> None:
+    outcome = ckpt("tune", "wasted-time", "--from", trained, "--mtbf", "1h", "--json")
+    found = outcome.json
+    assert outcome.code == 0
+    assert_documented(found, documented("ckpt tune")[0] | {"measured": documented("ckpt tune")[1]["measured"]})
+    assert found["sources"] | {"mtbf": "store"} == dict.fromkeys(found["sources"], "store") | {
+        "write_latency": "default",
+        "mtbf": "store",
+    }
+    assert found["job"]["full_bytes"] == found["measured"]["full_bytes"]
+    assert "lower bound" in outcome.err
+    given = ckpt(
+        *("tune", "wasted-time", "--from", trained, "--mtbf", "1h", "--bandwidth", "1GB/s"),
+        *("--iteration-time", "1s", "--json"),
+    )
+    assert given.err == ""
+    assert given.json["job"]["bandwidth"] == 1e9
+
+
+def test_from_a_store_with_parallel_recovery(ckpt: Run, trained: Path) -> None:
+    found = ckpt("tune", "wasted-time", "--from", trained, "--mtbf", "1h", "--recovery", "parallel", "--json").json
+    measured = found["measured"]
+    assert found["job"]["merge_batch"] == pytest.approx(measured["merge_batch"] + measured["replay_diff"])
+    assert found["job"]["replay_diff"] == 0
+
+
+def test_from_a_store_without_diffs(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("tune", "wasted-time", "--from", pristine, "--mtbf", "1h")
+    assert outcome.code == 2
+    assert "missing: --merge-time or --replay-time (the store does not tell them)" in outcome.err
+    assert ckpt("tune", "wasted-time", "--from", pristine, "--mtbf", "1h", "--replay-time", "1ms").code == 0
+
+
+def test_a_plot(ckpt: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "wasted.png"
+    outcome = ckpt("tune", "wasted-time", "--paper", "--plot", picture, "--json")
+    assert outcome.json["plot"] == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert ckpt("tune", "wasted-time", "--paper", "--plot", tmp_path / "wasted.xyz").code == 2
+    assert ckpt("tune", "wasted-time", "--paper", "--plot", tmp_path / "no" / "wasted.png").code == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mtbf", "1h"], "missing: --full-bytes, --bandwidth, --iteration-time, --merge-time or --replay-time"),
+        (["--paper", "--from", "x"], "--from and --paper"),
+        (["--paper", "--mtbf", "5"], "'5' is no time: write 500ms"),
+        (["--paper", "--bandwidth", "1Gb/s"], "bits or bytes"),
+        (["--paper", "--full-bytes", "big"], "'big' is no size"),
+        (["--paper", "--mtbf", "0s"], "mtbf: 0, more than 0"),
+        (["--paper", "--bandwidth", "0GB/s"], "bandwidth: 0, more than 0"),
+        (["--paper", "--merge-time", "0s"], "applying diffs costs nothing"),
+        (["--paper", "--recovery", "parallel", "--replay-time", "1s"], "merges whole batches"),
+        (["--paper", "--gpus", "0"], "0"),
+    ],
+)
+def test_errors_say_what_to_write(ckpt: Run, arguments: list[str], message: str) -> None:
+    outcome = ckpt("tune", "wasted-time", *arguments)
+    assert outcome.code == 2
+    assert message in outcome.err.splitlines()[0]
+    as_json = ckpt("tune", "wasted-time", *arguments, "--json")
+    assert message in as_json.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remark"),
+    [
+        (["--diff-bytes", "60GB"], "writes pile up"),
+        (["--mtbf", "30s"], "wastes more time than it trains"),
+        (["--replay-time", "20s"], "diffs do not pay"),
+    ],
+)
+def test_remarks(ckpt: Run, arguments: list[str], remark: str) -> None:
+    outcome = ckpt("tune", "wasted-time", "--paper", *arguments)
+    assert outcome.code == 0
+    assert remark in outcome.err
+
+
+def test_a_missing_store(ckpt: Run, tmp_path: Path) -> None:
+    assert ckpt("tune", "wasted-time", "--from", tmp_path / "nothing", "--mtbf", "1h").code == 3
+
+
+def test_the_group_and_its_help(ckpt: Run) -> None:
+    assert ckpt("tune").code == 2
+    assert "wasted-time" in ckpt("tune", "--help").out
+    assert ckpt("tune", "wasted-time").code == 2
+    assert "--bandwidth RATE" in ckpt("tune", "wasted-time", "--help").out
+
+
+def test_a_model_alone_needs_no_engine() -> None:
+    script = """
+import sys
+from ckptstore.cli.main import cli
+try:
+    cli.main(["tune", "wasted-time", "--paper"], prog_name="ckpt")
+except SystemExit as error:
+    assert error.code == 0, error.code
+loaded = {"numpy", "fsspec", "torch", "rich", "ml_dtypes", "matplotlib", "ckptstore.store"} & sys.modules.keys()
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
