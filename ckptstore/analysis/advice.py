@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.analysis.measuring import Measurement
-from ckptstore.analysis.methods import DELTAS, METHODS
+from ckptstore.analysis.methods import DELTAS
 from ckptstore.analysis.sampling import Estimate, Group
 from ckptstore.formats.errors import UsageError
 from ckptstore.intervals import CANDIDATES, DeltaSizes, RestoreBound, best_interval
@@ -346,21 +347,12 @@ def ship(
 
 
 def parse_link(text: str) -> float:
-    """``10Gbit``, ``100Mbit``, ``1.2GB`` (bytes per second) -> bits per second. Raises `UsageError`."""
-    lowered = text.strip().lower().removesuffix("/s").removesuffix("ps")
-    units = {
-        f"{prefix}{unit}": 10.0**power * bits
-        for power, prefix in ((3, "k"), (6, "m"), (9, "g"), (12, "t"))
-        for unit, bits in (("bit", 1), ("b", 8))
-    }
-    number = lowered.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    """``10Gbit``, ``10Gb/s``, ``100Mbps``, or ``1.2GB`` (bytes per second) -> bits per second. Raises `UsageError`."""
+    match = re.fullmatch(r"([0-9.]+) *([kKmMgGtT]?)(bit|bits|bps|b|B)(/s)?", text.strip())
     try:
-        speed = float(number) * units[lowered[len(number) :].strip()]
-    except (ValueError, KeyError):
+        speed = float(match[1]) if match else 0.0
+    except ValueError:
         speed = 0.0
-    if not 0 < speed < math.inf:
-        raise UsageError(f"link speed {text!r}: write 10Gbit, 100Mbit, or 1.2GB for bytes per second")
-    return speed
-
-
-assert set(STORED) <= set(METHODS)
+    if match is None or not 0 < speed < math.inf:
+        raise UsageError(f"link speed {text!r}: write 10Gbit, 100Mbps, or 1.2GB for bytes per second")
+    return speed * 1000.0 ** " kmgt".index(match[2].lower() or " ") * (8 if match[3] == "B" else 1)

@@ -1,0 +1,239 @@
+"""`ckptstore.analysis`: numbers checked against direct calls of the codecs and against plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+import ckptstore
+from ckptstore.analysis import Analysis, Options, analyze, document
+from ckptstore.analysis.measuring import Measurement
+from ckptstore.formats import codecs
+from ckptstore.formats.codecs import BLOCK
+from ckptstore.formats.errors import CheckpointNotFoundError, UsageError
+from tests.engine.analysis_data import trajectory, write
+
+EXACT = Options(sample=None, points=None, threads=2)
+
+
+@pytest.fixture(scope="module")
+def states() -> list[dict[str, np.ndarray]]:
+    return trajectory(3)
+
+
+@pytest.fixture(scope="module")
+def found(states: list[dict[str, np.ndarray]], tmp_path_factory: pytest.TempPathFactory) -> Analysis:
+    return analyze(write(tmp_path_factory.mktemp("series"), states), EXACT)
+
+
+def group_of(found: Analysis, kind: str, dtype: str = "F32") -> int:
+    return next(n for n, group in enumerate(found.groups) if (group.kind, group.dtype) == (kind, dtype))
+
+
+def one(found: Analysis, kind: str, method: str, index: int, base: int | None = None) -> Measurement:
+    number = group_of(found, kind)
+    cells = [cell for cell in found.measurements if (cell.group, cell.method) == (number, method)]
+    (cell,) = [cell for cell in cells if (cell.index, cell.base) == (index, base)]
+    return cell
+
+
+def blocks(state: dict[str, np.ndarray], names: Sequence[str]) -> list[np.ndarray]:
+    """What the units of these tensors hold: here one large tensor, and a small one alone."""
+    images = [state[name].reshape(-1).view(np.uint8) for name in names]
+    return [image[at : at + BLOCK] for image in images for at in range(0, len(image), BLOCK)]
+
+
+@pytest.mark.parametrize("kind", ["weight", "first_moment", "second_moment", "gradient"])
+def test_ratios_are_those_of_the_codecs(found: Analysis, states: list[dict[str, np.ndarray]], kind: str) -> None:
+    names = found.groups[group_of(found, kind)].tensors
+    new, old = blocks(states[2], names), blocks(states[1], names)
+    logical = sum(map(len, new))
+    for method in ("raw", "planes", "prefix", "prefix-grouped", "xor", "diff", "diff-context"):
+        delta = method in ("xor", "diff", "diff-context")
+        cell = one(found, kind, method, 2, 1 if delta else None)
+        codec = codecs.codec(method.split("-")[0], cell.params)
+        stored = [len(codecs.encode(codec, a, b if delta else None)) for a, b in zip(new, old, strict=True)]
+        assert cell.estimate.fraction == pytest.approx(sum(stored) / logical, rel=1e-12)
+        assert (cell.units, cell.logical, cell.estimate.margin) == (len(new), logical, 0.0)
+        assert min(cell.encode or 0, cell.decode or 0) > 0
+    squeezed = sum(len(zlib.compress(block, 6)) for block in new)
+    assert one(found, kind, "gzip", 2).estimate.fraction == pytest.approx(squeezed / logical, rel=1e-12)
+    squeezed = sum(len(zstandard.ZstdCompressor(level=3).compress(block)) for block in new)
+    assert one(found, kind, "zstd", 2).estimate.fraction == pytest.approx(squeezed / logical, rel=1e-12)
+
+
+def entropy(words: np.ndarray) -> float:
+    """Order-0 entropy of the byte planes in bytes, histograms per 64 Ki words, the obvious way."""
+    bits = 0.0
+    for start in range(0, len(words), 1 << 16):
+        part = words[start : start + (1 << 16)]
+        for byte in range(4):
+            _, counts = np.unique((part >> (8 * byte)) & 255, return_counts=True)
+            bits -= float((counts * np.log2(counts / counts.sum())).sum())
+    return bits / 8
+
+
+def test_bounds_are_the_entropy_of_byte_planes(found: Analysis, states: list[dict[str, np.ndarray]]) -> None:
+    names = found.groups[group_of(found, "weight")].tensors
+    new = [block.view("<u4") for block in blocks(states[2], names)]
+    old = [block.view("<u4") for block in blocks(states[0], names)]
+    logical = sum(block.nbytes for block in new)
+    expected = sum(entropy(a ^ b) for a, b in zip(new, old, strict=True)) / logical
+    assert one(found, "weight", "bound-xor", 2, 0).estimate.fraction == pytest.approx(expected, rel=1e-9)
+    signed = [(a - b).view("<i4").astype(np.int64) for a, b in zip(new, old, strict=True)]
+    folded = [np.where(delta < 0, -2 * delta - 1, 2 * delta).astype("<u4") for delta in signed]
+    expected = sum(map(entropy, folded)) / logical
+    assert one(found, "weight", "bound-diff", 2, 0).estimate.fraction == pytest.approx(expected, rel=1e-9)
+    assert one(found, "weight", "planes", 2).params["map"] == "rotate"
+    expected = sum(entropy((a << np.uint32(1)) | (a >> np.uint32(31))) for a in new) / logical
+    assert one(found, "weight", "bound", 2).estimate.fraction == pytest.approx(expected, rel=1e-9)
+
+
+def test_no_codec_without_context_is_below_its_bound(found: Analysis) -> None:
+    for kind in ("weight", "first_moment", "second_moment"):
+        for method, bound in (("xor", "bound-xor"), ("diff", "bound-diff")):
+            actual, least = (one(found, kind, name, 2, 1).estimate.fraction for name in (method, bound))
+            assert least <= actual <= least * 1.05
+
+
+def test_larger_gaps_cost_more(found: Analysis) -> None:
+    near, far = (one(found, "weight", "diff", 2, base) for base in (1, 0))
+    assert (near.gap, far.gap) == (1, 2)
+    assert near.estimate.fraction < far.estimate.fraction < 1
+
+
+def test_distinct_prefixes_are_counted(found: Analysis, states: list[dict[str, np.ndarray]]) -> None:
+    number = group_of(found, "second_moment")
+    names = found.groups[number].tensors
+    words = np.concatenate([states[1][name].reshape(-1).view("<u4") for name in names])
+    counts = {cell.bits: cell for cell in found.prefixes if (cell.group, cell.index) == (number, 1)}
+    assert sorted(counts) == list(range(7, 13))
+    for bits, cell in counts.items():
+        _, expected = np.unique(words >> (32 - bits), return_counts=True)
+        assert cell.distinct == len(expected)
+        share = expected / expected.sum()
+        assert cell.entropy == pytest.approx(-(share * np.log2(share)).sum())
+
+
+def test_every_checkpoint_is_measured(found: Analysis) -> None:
+    assert {cell.index for cell in found.measurements} == {0, 1, 2}
+    assert found.gaps == (1, 2)
+    assert found.exact
+    assert found.sampled == 1.0
+    assert sum(group.nbytes for group in found.groups) == found.advice.nbytes == found.series[0].nbytes
+
+
+def test_a_sample_is_within_its_error(tmp_path: Path) -> None:
+    quiet, loud = trajectory(2, 8192, 1), trajectory(2, 4096, 2)
+    both = [
+        {
+            "model.a.weight": a["model.wte.weight"],
+            "model.b.weight": b["model.wte.weight"] * np.float32(1 + 0.001 * step),
+        }
+        for step, (a, b) in enumerate(zip(quiet, loud, strict=True))
+    ]
+    paths = write(tmp_path, both)
+    options = Options(sample=None, methods=("zstd", "xor", "diff"))
+    exact = analyze(paths, options)
+    sampled = analyze(paths, Options(sample=10 << 20, methods=("zstd", "xor", "diff")))
+    again = analyze(paths, Options(sample=10 << 20, methods=("zstd", "xor", "diff")))
+    assert (exact.groups[0].blocks, len(sampled.groups[0].units)) == (24, 10)
+    for truth, guess, twin in zip(exact.measurements, sampled.measurements, again.measurements, strict=True):
+        assert (truth.method, truth.index, truth.base) == (guess.method, guess.index, guess.base)
+        assert guess.estimate.margin is not None
+        assert abs(guess.estimate.fraction - truth.estimate.fraction) <= guess.estimate.margin
+        if guess.method == "xor":  # the two tensors differ, so a sample cannot be sure
+            assert guess.estimate.margin > 0.005
+        assert guess.estimate == twin.estimate
+
+
+def test_memory_does_not_grow_with_the_checkpoints(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    state = {"model.weight": rng.normal(0, 1, (24 << 18,)).astype(np.float32)}
+    paths = write(tmp_path, [state, {"model.weight": state["model.weight"] * np.float32(1.0001)}])
+    del state
+    options = Options(sample=None, methods=("planes", "xor", "diff"), threads=1)
+    tracemalloc.start()
+    try:
+        analyze(paths, options)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 << 20  # of 48 MiB
+
+
+def test_a_half_width_copy_costs_nothing(tmp_path: Path) -> None:
+    found = analyze(write(tmp_path, trajectory(2, 64, half=True)), EXACT)
+    number = next(n for n, group in enumerate(found.groups) if group.dtype == "BF16")
+    cells = [cell for cell in found.measurements if (cell.group, cell.method) == (number, "derive")]
+    assert [cell.estimate.fraction for cell in cells] == [0.0, 0.0]
+    assert found.advice.groups[number].method == "derive"
+    assert document(found)["recommendation"]["classes"][number]["ratio"] is None
+
+
+def test_a_store_gives_what_its_files_give(
+    found: Analysis, states: list[dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    store = ckptstore.open(tmp_path / "run")
+    with store.writer(poll_seconds=None, deltas=1) as writer:
+        for step, state in enumerate(states, 1):
+            writer.save(state, step)
+    few = replace(EXACT, methods=("planes", "diff"))
+    stored = analyze([str(tmp_path / "run")], few)
+    assert [checkpoint.label for checkpoint in stored.series] == ["1@1", "2@1", "3@1"]
+    for kind in ("weight", "second_moment"):
+        for method in ("planes", "diff"):
+            base = 1 if method == "diff" else None
+            expected = one(found, kind, method, 2, base).estimate.fraction
+            assert one(stored, kind, method, 2, base).estimate.fraction == pytest.approx(expected, rel=1e-3)
+    some = analyze([str(tmp_path / "run")], few, refs=["latest", "1"])
+    assert [checkpoint.step for checkpoint in some.series] == [1, 3]
+    with pytest.raises(CheckpointNotFoundError):
+        analyze([str(tmp_path / "run")], few, refs=["1", "9"])
+
+
+def test_progress_ends_at_its_total(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    analyze(write(tmp_path, trajectory(2, 64)), EXACT, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > 0
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_awkward_tensors(tmp_path: Path) -> None:
+    odd = {
+        "empty": np.empty((0, 3), np.float32),
+        "scalar": np.array(1.5, np.float32),
+        "flags": np.array([True, False, True]),
+        "nan.weight": np.full(1000, np.nan, np.float32),
+        "zero.weight": np.zeros(5000, np.float64),
+        "bytes": np.arange(256, dtype=np.uint8),
+    }
+    found = analyze(write(tmp_path, [odd, odd]), EXACT)
+    document(found)
+    assert "empty" not in {name for group in found.groups for name in group.tensors}
+    zero = group_of(found, "weight", "F64")
+    diff = [cell for cell in found.measurements if (cell.group, cell.method) == (zero, "diff")]
+    assert diff[0].estimate.fraction == 0.0  # an unchanged tensor
+    assert math.isinf(diff[0].estimate.ratio)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": ("lz4", "xor")}, "no codec 'lz4'"),
+        ({"methods": ("planes",)}, "need a delta"),
+        ({"sample": 1.5}, "share up to 100%"),
+        ({"gaps": (0,)}, "at least 1"),
+    ],
+)
+def test_options_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Options(**options)  # type: ignore[arg-type]
