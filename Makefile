@@ -68,7 +68,7 @@ powercut: .venv/.ready  ## N real journal replays on loop devices (needs root)
 	$(BIN)/python -m tools.crash.powercut --cuts $(N)
 
 torture: .venv/.ready  ## writers, readers, gc, kills and faults at once for SECONDS
-	$(BIN)/python -m tools.crash.torture --seconds $(SECONDS)
+	$(BIN)/python -W ignore -m tools.crash.torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 mutants: .venv/.ready  ## remove each sync, check and fence in turn: some test must fail
 	$(BIN)/python -m tools.mutants
