@@ -1,0 +1,155 @@
+"""fp32 arithmetic whose bits do not depend on the machine: the floor that optimizer steps stand on.
+
+Every operation is one IEEE 754 operation, rounded once to nearest-even: fp32 add, subtract, multiply, divide and
+square root as numpy has them, and ``fma``. numpy has none; a product of fp32 numbers is exact in fp64, and the sum
+is made correct there (see ``fma``). So a compiled implementation may use the processor's instruction, and this one
+stays its reference.
+
+Two things of the machine would show, and are taken out: the pattern of a NaN (``settle`` makes every predicted one
+7fc00000), and a thread that flushes denormals or rounds otherwise (``exactly`` resets it for the time of a call).
+
+Functions work on *tiles*: runs of ``TILE`` numbers, whose temporaries stay in a core's second-level cache. numpy
+releases the interpreter lock within them, so threads scale.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.formats.codecs import kernels
+from ckptstore.formats.errors import CkptError
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Doubles: TypeAlias = npt.NDArray[np.float64]
+Patterns: TypeAlias = npt.NDArray[np.uint32]
+
+TILE = 1 << 15
+CANONICAL_NAN = 0x7FC00000
+FLOAT = np.dtype("<f4")
+PATTERN = np.dtype("<u4")
+_DOUBLE = np.dtype("<f8")
+# The least denormal twice, and 1 and -1 with a 2**25th added: as patterns, since this module may be imported by a
+# thread that would flush them.
+_PROBE = np.array([1, 0x3F800000, 0xBF800000], PATTERN).view(FLOAT)
+_ADDED = np.array([1, 0x33000000, 0xB3000000], PATTERN).view(FLOAT)
+_EXPECTED = np.array([2, 0x3F800000, 0xBF800000], PATTERN).tobytes()
+_DEFAULT_ENVIRONMENT = ctypes.c_void_p(-1)  # FE_DFL_ENV of glibc and musl, on x86 and on ARM
+
+
+def tiles(count: int) -> Iterator[slice]:
+    """``range(count)`` in runs of ``TILE``."""
+    for start in range(0, count, TILE):
+        yield slice(start, min(start + TILE, count))
+
+
+def floats(role: str, count: int) -> Floats:
+    """Scratch memory of this thread for ``count`` fp32 numbers; ``role`` is lent to one caller at a time."""
+    return cast(Floats, kernels.scratch(f"optim {role}", count, 4).view(FLOAT))
+
+
+def patterns(role: str, count: int) -> Patterns:
+    """The same memory as bit patterns."""
+    return cast(Patterns, kernels.scratch(f"optim {role}", count, 4))
+
+
+def doubles(role: str, count: int) -> Doubles:
+    """Scratch memory of this thread for ``count`` fp64 numbers."""
+    return cast(Doubles, kernels.scratch(f"optim {role}", count, 8).view(_DOUBLE))
+
+
+def single(value: float) -> float:
+    """``value`` rounded to fp32, as torch's kernels round their scalars."""
+    with np.errstate(all="ignore"):
+        return float(np.float32(value))
+
+
+def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
+    """``out = a * b + c``, rounded once. ``out`` may be any of the arguments; a scalar ``b`` is an fp32 number.
+
+    The product is exact in fp64, the sum is rounded there and again to fp32. Rounding twice is wrong only where the
+    fp64 sum lies exactly half-way between two fp32 numbers and was itself rounded; the low 28 bits of such a sum
+    are zero, also where the fp32 result is denormal. These are looked for, and moved by one fp64 unit towards the
+    exact sum. On training data they occur once in 2**28 numbers. (Products by 1 would meet the test all the time.)
+    """
+    if isinstance(b, float) and b == 1.0:
+        np.add(a, c, out=out)
+        return
+    count = len(out)
+    product, total = doubles("product", count), doubles("total", count)
+    np.copyto(product, a)
+    if isinstance(b, float):
+        np.multiply(product, b, out=product)
+    else:
+        np.copyto(total, b)
+        np.multiply(product, total, out=product)
+    np.copyto(total, c)
+    np.add(product, total, out=total)
+    low = patterns("low", count)
+    np.copyto(low, total.view("<u8"), casting="unsafe")
+    np.left_shift(low, 4, out=low)
+    if count and int(low.min()) == 0:
+        _round_to_side(np.flatnonzero(low == 0), product, c, total)
+    np.copyto(out, total, casting="unsafe")
+
+
+def _round_to_side(where: npt.NDArray[np.intp], product: Doubles, addend: Floats, total: Doubles) -> None:
+    """Move the inexact ones among the sums at ``where`` one unit towards the exact sum (Knuth's two-sum)."""
+    x, y, rounded = product[where], addend[where].astype(_DOUBLE), total[where]
+    virtual = rounded - x
+    error = (x - (rounded - virtual)) + (y - virtual)
+    inexact = np.flatnonzero((error != 0) & np.isfinite(error))
+    if len(inexact):
+        sides = np.where(error[inexact] > 0, np.inf, -np.inf)
+        total[where[inexact]] = np.nextafter(rounded[inexact], sides)
+
+
+def multiply_add(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
+    """``out = a * b + c``, the product rounded and then the sum. ``out`` may be any of the arguments."""
+    product = floats("rounded", len(out))
+    np.multiply(a, np.float32(b) if isinstance(b, float) else b, out=product)
+    np.add(product, c, out=out)
+
+
+def settle(values: Floats) -> None:
+    """Make every NaN the canonical one: which NaN an operation makes is the processor's choice."""
+    if len(values) and np.isnan(np.maximum.reduce(values)):
+        values.view(PATTERN)[np.isnan(values)] = CANONICAL_NAN
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Run the body with IEEE arithmetic: denormals kept, nearest-even, no warnings for what training may hold.
+
+    ``torch.set_flush_denormal(True)``, and libraries built with fast-math, make the calling thread flush denormals.
+    Such a thread would predict other bits than one that does not; its mode is reset, and restored at the end.
+
+    Raises:
+        CkptError: the thread's arithmetic is not IEEE's and cannot be made so on this platform.
+    """
+    with np.errstate(all="ignore"):
+        if _is_exact():
+            yield
+            return
+        library: Any = ctypes.CDLL(None)
+        saved = ctypes.create_string_buffer(256)
+        try:
+            library.fegetenv(saved)
+            library.fesetenv(_DEFAULT_ENVIRONMENT)
+        except AttributeError as error:
+            raise CkptError("this thread flushes denormals, and the platform has no fesetenv to reset it") from error
+        try:
+            if not _is_exact():
+                raise CkptError("this thread's fp32 arithmetic is not IEEE 754's, and stays so after fesetenv")
+            yield
+        finally:
+            library.fesetenv(saved)
+
+
+def _is_exact() -> bool:
+    return np.add(_PROBE, _ADDED).tobytes() == _EXPECTED

@@ -1,0 +1,132 @@
+"""``predicted``: a step's new state without its gradient.
+
+The new first moment says what the gradient was, up to rounding; so, given the old state, it is all that is new. It is
+stored as an integer difference to the old one; the second moment is predicted from the gradient so inferred and misses
+by 0.3 bits; the weight is predicted from the new moments, and all but 0.1 % of weights are exact.
+
+A payload codes a *chunk* of the parameter: at most 4 Mi numbers of every slot. Block by block (256 Ki numbers) it
+holds one residual (``residuals``) for each slot, in ``rule.order``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckptstore.formats.codecs import CHUNK, FAST
+from ckptstore.formats.codecs.coding import Buffer, as_bytes
+from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats.optim import residuals
+from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
+from ckptstore.formats.optim.settings import Rule, copy_bits
+from ckptstore.formats.optim.stepping import BLOCK_NUMBERS, Array, slots_of
+
+CHUNK_NUMBERS = CHUNK // 4
+
+
+def bound(rule: Rule, count: int) -> int:
+    """The room that ``encode`` needs for a chunk of ``count`` numbers."""
+    blocks = -(-count // BLOCK_NUMBERS)
+    return len(rule.slots) * (4 * count + blocks * residuals.OVERHEAD) + 64
+
+
+def encode(
+    rule: Rule, old: Sequence[Array], new: Sequence[Array], *, out: Bytes | None = None, level: int = FAST
+) -> Bytes:
+    """The payload that makes ``new`` of ``old``.
+
+    Args:
+        rule: the step's arithmetic. A wrong one costs bytes, never bits.
+        old, new: fp32 arrays, one for each of ``rule.slots``, at most ``CHUNK_NUMBERS`` numbers each.
+        out: memory for the payload, at least ``bound`` bytes; reusing it spares page faults.
+        level: as ``codecs.encode``'s.
+
+    Raises:
+        ValueError: arrays of other sizes or dtypes.
+    """
+    before, after = slots_of(rule, old), slots_of(rule, new)
+    count = chunk_of(before, after)
+    target = room(out, bound(rule, count))
+    at = 0
+    with exactly():
+        for start in range(0, count, BLOCK_NUMBERS):
+            block = slice(start, start + BLOCK_NUMBERS)
+            was, becomes = [part[block] for part in before], [part[block] for part in after]
+            guess = floats("guess", len(was[0]))
+            for slot in rule.order:
+                _predict(rule, slot, was, becomes, guess)
+                at = residuals.write_residual(becomes[slot], guess, target, at, level)
+    return target[:at]
+
+
+def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
+    """Make the new state of the old one, in place.
+
+    Raises:
+        CorruptSegmentError: the payload is not one of this rule for so many numbers. ``state`` is then partly
+            changed, and worthless.
+        FormatError: a state of more than ``CHUNK_NUMBERS`` numbers.
+        ValueError: arrays of other sizes or dtypes.
+    """
+    parts = slots_of(rule, state)
+    cursor = Cursor(as_bytes(payload))
+    with exactly():
+        for block in blocks_of(parts):
+            read_block(rule, cursor, block)
+    finished(cursor)
+
+
+def read_block(rule: Rule, cursor: Cursor, state: Sequence[Floats]) -> None:
+    """Decode one block in place."""
+    count = len(state[0])
+    after = [floats(f"after{slot}", count) for slot in range(len(state))]
+    for slot in rule.order:
+        _predict(rule, slot, state, after, after[slot])
+        residuals.read_residual(cursor, after[slot])
+    for part, values in zip(state, after, strict=True):
+        copy_bits(values, part)
+
+
+def _predict(rule: Rule, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
+    for tile in tiles(len(out)):
+        rule.predict(slot, [part[tile] for part in old], [part[tile] for part in new], out[tile])
+
+
+# -------------------------------------------------------------------------------- shared with the other encodings
+
+
+def chunk_of(before: Sequence[Floats], after: Sequence[Floats]) -> int:
+    """The numbers of a chunk to encode. Raises ``ValueError`` for states that do not match, or are too large."""
+    count = len(before[0])
+    if len(after[0]) != count:
+        raise ValueError(f"an old state of {count} numbers, a new one of {len(after[0])}")
+    if count > CHUNK_NUMBERS:
+        raise ValueError(f"a chunk has at most {CHUNK_NUMBERS} numbers, not {count}")
+    return count
+
+
+def room(out: Bytes | None, size: int) -> Bytes:
+    """Memory for a payload. Raises ``ValueError`` if ``out`` is too small."""
+    if out is None:
+        return np.empty(size, np.uint8)
+    if len(out) < size:
+        raise ValueError(f"{len(out)} bytes of room for a payload, {size} needed")
+    return out
+
+
+def blocks_of(parts: Sequence[Floats]) -> list[list[Floats]]:
+    """A chunk's slots, block by block. Raises ``FormatError`` for too large a chunk."""
+    count = len(parts[0])
+    if count > CHUNK_NUMBERS:
+        raise FormatError(f"a chunk of {count} numbers; at most {CHUNK_NUMBERS} are allowed")
+    starts = range(0, count, BLOCK_NUMBERS)
+    return [[part[start : start + BLOCK_NUMBERS] for part in parts] for start in starts]
+
+
+def finished(cursor: Cursor) -> None:
+    """Raise ``CorruptSegmentError`` if anything follows the last block."""
+    if cursor.left:
+        raise CorruptSegmentError(f"{cursor.left} bytes follow the last block of an optimizer step's payload")

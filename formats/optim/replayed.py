@@ -1,0 +1,136 @@
+"""``replayed``: a step's gradient; the new state is what the optimizer makes of it and of the old state.
+
+A payload codes a chunk: at most 4 Mi numbers. Its first byte is the gradient's form (``gradients.FORMS``), plus 128
+if residuals follow. Block by block (256 Ki numbers) it holds the gradient, and a residual for each of ``rule.slots``.
+The residuals hold what training's own kernel rounded otherwise: nothing, or 0.1 % of the weights.
+
+``sparse`` is the same with a ``SparseGradient``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckptstore.formats.codecs import FAST
+from ckptstore.formats.codecs.coding import Buffer, as_bytes
+from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.errors import CorruptSegmentError
+from ckptstore.formats.optim import residuals
+from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
+from ckptstore.formats.optim.gradients import FORMS, Form, Gradient, form_of, read_gradient, write_gradient
+from ckptstore.formats.optim.predicted import blocks_of, chunk_of, finished, room
+from ckptstore.formats.optim.predicted import bound as _bound_of_state
+from ckptstore.formats.optim.settings import Rule, copy_bits
+from ckptstore.formats.optim.stepping import BLOCK_NUMBERS, Array, slots_of, widen
+
+_RESIDUALS = 128
+
+
+def bound(rule: Rule, count: int) -> int:
+    """The room that ``encode`` needs for a chunk of ``count`` numbers."""
+    return _bound_of_state(rule, count) + 8 * count + -(-count // BLOCK_NUMBERS) * residuals.OVERHEAD
+
+
+def encode(
+    rule: Rule,
+    old: Sequence[Array],
+    new: Sequence[Array] | None,
+    gradient: Gradient,
+    *,
+    out: Bytes | None = None,
+    level: int = FAST,
+) -> Bytes:
+    """The payload that makes ``new`` of ``old`` by taking the step with ``gradient``.
+
+    Args:
+        rule: the step's arithmetic. A wrong one costs bytes, never bits.
+        old, new: fp32 arrays, one for each of ``rule.slots``, at most ``CHUNK_NUMBERS`` numbers each. Without
+            ``new`` there are no residuals: the payload says what to replay, and whether that gives training's own
+            state is for a digest to tell. ``old`` is then only looked at for its size.
+        gradient: as training had it before loss scale and clipping were undone; dense (fp32, bf16, fp16) or sparse.
+        out: memory for the payload, at least ``bound`` bytes; reusing it spares page faults.
+        level: as ``codecs.encode``'s.
+
+    Raises:
+        ValueError: arrays of other sizes or dtypes.
+    """
+    form, before = form_of(gradient), slots_of(rule, old)
+    after = None if new is None else slots_of(rule, new)
+    count = chunk_of(before, before if after is None else after)
+    if gradient.size != count or (not form.sparse and not _is_flat(gradient)):
+        raise ValueError(f"a gradient of {gradient.size} numbers, flat and contiguous, for a chunk of {count}?")
+    target = room(out, bound(rule, count))
+    target[0] = FORMS.index(form) + (0 if after is None else _RESIDUALS)
+    at = 1
+    with exactly():
+        for start in range(0, count, BLOCK_NUMBERS):
+            stop = min(start + BLOCK_NUMBERS, count)
+            at = write_gradient(gradient, start, stop, target, at, level)
+            if after is None:
+                continue
+            guess = [floats(f"after{slot}", stop - start) for slot in range(len(before))]
+            for part, values in zip(before, guess, strict=True):
+                copy_bits(part[start:stop], values)
+            dense = floats("guess", stop - start)
+            _expand(gradient, start, stop, dense)
+            _apply(rule, guess, dense)
+            for true, values in zip(after, guess, strict=True):
+                at = residuals.write_residual(true[start:stop], values, target, at, level)
+    return target[:at]
+
+
+def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
+    """Make the new state of the old one, in place.
+
+    Raises:
+        CorruptSegmentError: the payload is not one of this rule for so many numbers. ``state`` is then partly
+            changed, and worthless.
+        FormatError: a state of more than ``CHUNK_NUMBERS`` numbers.
+        ValueError: arrays of other sizes or dtypes.
+    """
+    parts = slots_of(rule, state)
+    cursor = Cursor(as_bytes(payload))
+    form, exceptions = read_form(cursor)
+    with exactly():
+        for block in blocks_of(parts):
+            read_block(rule, form, exceptions, cursor, block)
+    finished(cursor)
+
+
+def read_form(cursor: Cursor) -> tuple[Form, bool]:
+    """A payload's first byte: the gradient's form, and whether residuals follow. Raises ``CorruptSegmentError``."""
+    first = cursor.byte()
+    number = first % _RESIDUALS
+    if number >= len(FORMS):
+        raise CorruptSegmentError(f"unknown form {number} of a gradient")
+    return FORMS[number], first >= _RESIDUALS
+
+
+def read_block(rule: Rule, form: Form, exceptions: bool, cursor: Cursor, state: Sequence[Floats]) -> None:
+    """Decode one block in place."""
+    gradient = floats("guess", len(state[0]))
+    read_gradient(form, cursor, gradient)
+    _apply(rule, state, gradient)
+    if exceptions:
+        for values in state:
+            residuals.read_residual(cursor, values)
+
+
+def _apply(rule: Rule, state: Sequence[Floats], gradient: Floats) -> None:
+    for tile in tiles(len(gradient)):
+        rule.apply([part[tile] for part in state], gradient[tile])
+
+
+def _expand(gradient: Gradient, start: int, stop: int, out: Floats) -> None:
+    """One block of a gradient as fp32."""
+    if isinstance(gradient, np.ndarray):
+        widen(gradient[start:stop], out)
+    else:
+        copy_bits(gradient.part(start, stop).dense(), out)
+
+
+def _is_flat(gradient: Gradient) -> bool:
+    return isinstance(gradient, np.ndarray) and gradient.ndim == 1 and bool(gradient.flags.c_contiguous)

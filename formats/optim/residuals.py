@@ -1,0 +1,60 @@
+"""What a prediction missed: the words that make it right, in as few bytes as there is to say.
+
+A *residual* is the difference of one block of one tensor to its prediction, as the codec ``diff`` writes it: one byte
+where every word was predicted, positions and differences where few were missed, narrow words where all are close.
+Whatever was predicted, adding it gives the true bits.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.formats.codecs import Diff, Planes, as_bytes, kernels
+from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.errors import CorruptSegmentError
+from ckptstore.formats.optim.arithmetic import Floats
+
+OVERHEAD = 64
+"""The most bytes by which a block of anything may exceed its words, room for unfinished forms included."""
+_DIFFERENCE = Diff(4)
+_STEPS = Planes(1)
+_NOTHING = np.empty(0, np.uint8)
+_counts = struct.Struct("<II")
+
+
+def write_residual(true: Floats, predicted: Floats, out: Bytes, at: int, level: int) -> int:
+    """Write the residual of one block to ``out[at:]``; returns its end."""
+    return _DIFFERENCE.write(as_bytes(true), as_bytes(predicted), out, at, level)
+
+
+def read_residual(cursor: Cursor, predicted: Floats) -> None:
+    """Add the residual at ``cursor`` to one block. Raises ``CorruptSegmentError`` where it is not well-formed."""
+    values = as_bytes(predicted)
+    _DIFFERENCE.read(cursor, values, values)
+
+
+def write_positions(mask: npt.NDArray[np.bool_], out: Bytes, at: int, level: int) -> int:
+    """Write where a mask is set to ``out[at:]``; returns the end.
+
+    u32 number of steps, u32 number of positions, the steps (``kernels.steps``) as the codec ``planes`` writes bytes.
+    """
+    where, steps = kernels.steps(mask)
+    _counts.pack_into(out.data, at, len(steps), len(where))
+    return _STEPS.write(steps, _NOTHING, out, at + 8, level)
+
+
+def read_positions(cursor: Cursor, count: int) -> npt.NDArray[np.intp]:
+    """Positions among ``count`` words: ascending, and in range. Raises ``CorruptSegmentError``."""
+    step_count, set_count = _counts.unpack(cursor.take(8).data)
+    if set_count > count or step_count > set_count + count // 255:
+        raise CorruptSegmentError(f"{set_count} positions in {step_count} steps among {count} words")
+    steps = np.empty(step_count, np.uint8)
+    _STEPS.read(cursor, _NOTHING, steps)
+    where = kernels.positions_of_steps(steps)
+    if len(where) != set_count or (set_count and int(where[-1]) >= count):
+        raise CorruptSegmentError(f"the steps to {set_count} positions among {count} words do not fit")
+    return where
