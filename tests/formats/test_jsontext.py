@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -66,3 +67,22 @@ def test_deep_text_is_refused_quickly() -> None:
     with pytest.raises(FormatError):
         jsontext.loads(b"[" * 5_000_000, what="here", max_bytes=10_000_000)
     assert time.process_time() - start < 20  # linear: seconds would already mean a quadratic scan
+
+
+def test_long_integers_are_refused_whatever_python_is_set_to() -> None:
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        assert jsontext.loads(b"1" * 4300, what="here", max_bytes=10_000) > 0
+        with pytest.raises(FormatError, match="4301 digits"):
+            jsontext.loads(b"1" * 4301, what="here", max_bytes=10_000)
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":1}'.encode("utf-16"), '{"a":1}'.encode("utf-32-le"), b"\xef\xbb\xbf[1]", b'["\xff"]']
+)
+def test_other_encodings_than_utf8(text: bytes) -> None:
+    with pytest.raises(FormatError, match="here"):
+        jsontext.loads(text, what="here", max_bytes=100)

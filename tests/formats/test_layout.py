@@ -113,3 +113,9 @@ def test_many_names_are_split_before_they_outgrow_a_header() -> None:
 
 def test_a_state_without_tensors_still_needs_a_segment() -> None:
     assert split([]) == [[]]
+
+
+@pytest.mark.parametrize("shape", [(0, 2**53), (2**53, 0), (0, 2**60), (0, -1)])
+def test_a_dimension_out_of_range_hides_behind_no_empty_one(shape: tuple[int, ...]) -> None:
+    with pytest.raises(FormatError, match="out of range"):
+        TensorSpec("x", "U8", shape)
