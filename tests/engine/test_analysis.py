@@ -237,3 +237,21 @@ def test_awkward_tensors(tmp_path: Path) -> None:
 def test_options_are_checked(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Options(**options)  # type: ignore[arg-type]
+
+
+def test_gzip_is_measured_on_a_part_of_a_sample(tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).normal(0, 1, 32 << 18).astype(np.float32)
+    paths = write(tmp_path, [{"w.weight": weight}, {"w.weight": weight}])
+    found = analyze(paths, Options(sample=16 << 20, methods=("gzip", "xor")))
+    counted = {cell.method: (cell.units, cell.logical >> 20) for cell in found.measurements if cell.index == 1}
+    assert counted["xor"] == (16, 16)
+    assert counted["gzip"] == (8, 8)
+    assert found.sampled == 0.5
+
+
+def test_derive_is_offered_only_where_all_of_a_class_is_a_copy(tmp_path: Path) -> None:
+    states = trajectory(2, 64, half=True)
+    for state in states:
+        state["half.other.weight"] = np.flip(state["half.model.wte.weight"], 0)
+    found = analyze(write(tmp_path, states), EXACT)
+    assert not [cell for cell in found.measurements if cell.method == "derive"]
