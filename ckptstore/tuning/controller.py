@@ -137,6 +137,5 @@ def _towards(now: Configuration, target: Configuration) -> Configuration:
     if longest <= math.log(_STEP):
         return target
     share = math.log(_STEP) / longest
-    interval = round(now.interval * math.exp(x * share))
-    batch = min(interval, max(1, round(now.batch * math.exp(y * share))))
-    return Configuration(interval, batch)
+    # 1 <= b <= 1/f holds at both ends, so between them, and rounding keeps the order.
+    return Configuration(round(now.interval * math.exp(x * share)), round(now.batch * math.exp(y * share)))

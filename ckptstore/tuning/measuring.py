@@ -1,4 +1,4 @@
-"""What a store tells about the job that writes it: sizes, times of commits, cost of restoring here. Reads only."""
+"""What a store tells about the job that writes it: sizes, times of commits, cost of restoring."""
 
 from __future__ import annotations
 

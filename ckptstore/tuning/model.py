@@ -54,7 +54,7 @@ class Model:
         replay_diff: applying one diff of a batch, for batches that keep their diffs apart. 0 in Eq. (8).
         batch_write: how long one write of a batch stalls training, whatever its size. 0 in Eq. (8).
         recovery: ``serial``: batches are applied one after the other. ``parallel``: merged as a tree, so that n of
-            them take log2(1 + n) rounds (LowDiff §VI, parallel recovery).
+            them take log2(1 + n) rounds (LowDiff §VII, parallel recovery).
 
     Raises:
         UsageError: a value that is negative, not finite, or makes the optimum infinite.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -84,10 +86,8 @@ def test_sizes(text: str, nbytes: float) -> None:
 @given(st.text(max_size=12) | st.text("0123456789.eE+-hmsdGKMTibB/ ", max_size=12))
 def test_any_text_is_a_number_or_a_usage_error(text: str) -> None:
     for parse in (units.seconds, units.nbytes, units.bandwidth):
-        try:
+        with contextlib.suppress(UsageError):
             assert 0 <= parse(text) < float("inf")
-        except UsageError:
-            pass
 
 
 def saved(url: str | Path, **options: object) -> ckptstore.Store:
@@ -107,7 +107,7 @@ def test_measuring_fulls(tmp_path: Path) -> None:
     assert (found.ref, found.fulls, found.diffs) == ("30@1", 3, 0)
     assert found.full_bytes == infos[0].stored
     assert found.diff_bytes is found.merge_batch is found.replay_diff is None
-    gaps = [b.time - a.time for a, b in zip(infos, infos[1:], strict=False)]
+    gaps = [b.time - a.time for a, b in pairwise(infos)]
     assert found.iteration == pytest.approx(sum(gaps) / 2 / 10)  # two gaps of ten steps
     assert found.write_floor == pytest.approx(infos[0].stored / min(gaps))
     assert found.load_full > 0
