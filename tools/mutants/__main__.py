@@ -1,0 +1,120 @@
+"""The mutation gate: every fsync, checksum, fence, anchor, pin and bounds check is taken out in turn; a test must fail.
+
+python -m tools.mutants [--only 'formats/texts.py*'] [--jobs 2] [--list] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from tools.mutants.copies import repository
+from tools.mutants.sites import KINDS, Site, find_sites
+from tools.mutants.trial import Bench, Verdict, baseline, try_all
+
+QUICK: Final = (
+    "formats/folds.py*",
+    "formats/layout.py*",
+    "formats/members.py*",
+    "formats/texts.py*",
+    "ckptstore/backends/posix.py*",
+    "ckptstore/log.py*",
+    "ckptstore/pins.py*",
+    "ckptstore/requests.py*",
+)
+"""Modules whose first test file takes seconds: the sample of ``--quick`` comes from these, and only it is run."""
+QUICK_SITES: Final = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status: 1 if a mutant survives."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", metavar="GLOB", help="sites whose name matches (see --list)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants on trial at once")
+    parser.add_argument("--list", action="store_true", help="show the sites, run nothing")
+    parser.add_argument("--quick", action="store_true", help=f"a sample of {QUICK_SITES} sites, under a minute")
+    parser.add_argument("--seed", type=int, default=0, help="of --quick's sample")
+    parser.add_argument("--json", type=Path, help="where the report goes")
+    options = parser.parse_args(arguments)
+    sites = chosen(find_sites(repository()), options.only, options.quick, options.seed)
+    if options.list:
+        for site in sites:
+            print(f"{site.path}:{site.line}\t{site.name}")
+        print(f"{len(sites)} sites: {_counted(Counter(site.kind for site in sites))}")
+        return 0
+    if not sites:
+        print("no site matches", file=sys.stderr)
+        return 2
+    begin = time.monotonic()
+    verdicts = run(sites, max(1, min(options.jobs, len(sites))), 1 if options.quick else None)
+    report(verdicts, time.monotonic() - begin, options.json)
+    return int(any(verdict.outcome == "survived" for verdict in verdicts))
+
+
+def chosen(sites: Sequence[Site], only: Sequence[str] | None, quick: bool, seed: int) -> list[Site]:
+    """The sites to try."""
+    patterns = only or (QUICK if quick else ())
+    found = [
+        site
+        for site in sites
+        if not patterns or any(fnmatch.fnmatchcase(site.name, _literal(pattern)) for pattern in patterns)
+    ]
+    if quick and len(found) > QUICK_SITES:
+        found = random.Random(seed).sample(found, QUICK_SITES)
+    return found
+
+
+def _literal(pattern: str) -> str:
+    return pattern.replace("[", "[[]")  # names are full of subscripts
+
+
+def run(sites: Sequence[Site], jobs: int, files_each: int | None = None) -> list[Verdict]:
+    """Try `sites` on `jobs` copies of the tree, and say how it goes."""
+    with tempfile.TemporaryDirectory(prefix="ckptstore-mutants-") as folder, ExitStack() as stack:
+        benches = [stack.enter_context(Bench(repository(), Path(folder) / f"copy{number}")) for number in range(jobs)]
+        known = baseline(benches, sites, files_each)
+        print(f"{len(known.seconds)} tests take {sum(known.seconds.values()):.0f} s without a mutant", flush=True)
+        for test in sorted(known.failing):
+            print(f"fails without a mutant, does not count: {test}", flush=True)
+
+        def tell(verdict: Verdict) -> None:
+            if verdict.outcome != "killed":
+                print(f"{verdict.outcome}: {verdict.site.path}:{verdict.site.line} {verdict.site.name}", flush=True)
+
+        return try_all(benches, sites, known, tell)
+
+
+def report(verdicts: Sequence[Verdict], seconds: float, target: Path | None) -> None:
+    """A table by kind, the survivors, and JSON."""
+    print(f"{'kind':12}{'sites':>7}{'killed':>8}{'timeout':>9}{'survived':>10}")
+    for kind in (*KINDS, "all"):
+        counts = Counter(verdict.outcome for verdict in verdicts if kind in ("all", verdict.site.kind))
+        if counts:
+            row = (counts.total(), counts["killed"], counts["timeout"], counts["survived"])
+            print("{:12}{:>7}{:>8}{:>9}{:>10}".format(kind, *row))
+    print(f"{seconds:.0f} s")
+    for verdict in verdicts:
+        if verdict.outcome == "survived":
+            print(f"SURVIVED {verdict.site.path}:{verdict.site.line}: {verdict.site.where}: {verdict.site.source}")
+    if target is not None:
+        target.write_text(json.dumps([verdict.as_json() for verdict in verdicts], indent=1) + "\n")
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Which tests concern a module: those of its own name first, then these, quick ones first."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from tools.mutants.sites import Site
+
+__all__ = ["tests_of"]
+
+_FORMATS: Final = "tests/formats/test_"
+_ENGINE: Final = "tests/engine/test_"
+_REGRESSIONS: Final = (f"{_FORMATS}regressions.py",)
+_CRASHES: Final = ("tests/tools/test_crash_toolbox.py", "tests/tools/test_crash_store.py")
+_LOG: Final = tuple(f"{_ENGINE}{name}.py" for name in ("log", "folding", "pins", "requests", "log_machine"))
+_STORE: Final = tuple(f"{_ENGINE}{name}.py" for name in ("store", "chains", "deltas*", "inspection", "damage"))
+
+CONCERNED: Final[Mapping[str, Sequence[str]]] = {
+    "formats/codecs/*": (f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs_kernels.py", f"{_FORMATS}codecs*.py"),
+    "formats/jsontext.py": (f"{_FORMATS}jsontext.py", f"{_FORMATS}state.py"),
+    "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
+    "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment.py", f"{_FORMATS}segment_hostile.py"),
+    "formats/tree.py": (f"{_FORMATS}state.py",),
+    "formats/values.py": (f"{_FORMATS}state.py",),
+    "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
+    "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
+    "formats/members.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py", f"{_FORMATS}segment_hostile.py"),
+    "formats/records.py": (f"{_FORMATS}texts_hostile.py",),
+    "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
+    "ckptstore/backends/*": (f"{_ENGINE}local_backend.py", f"{_ENGINE}backends.py", *_CRASHES),
+    "ckptstore/weightfiles.py": (f"{_ENGINE}weightfiles.py", f"{_ENGINE}importing.py"),
+    "ckptstore/exporting.py": (f"{_ENGINE}exporting.py",),
+    "ckptstore/outputs.py": (f"{_ENGINE}exporting.py",),
+    "ckptstore/planner.py": (f"{_ENGINE}store.py", *_LOG),
+    "ckptstore/training/*": (f"{_ENGINE}torch_*.py",),
+    "ckptstore/verification.py": (f"{_ENGINE}damage.py", "tests/cli/test_verify.py"),
+    **{f"ckptstore/{name}.py": _LOG for name in ("view", "log", "folding", "pins", "requests", "collecting")},
+    "ckptstore/*": _STORE,
+}
+"""Pattern of a module -> patterns of test files; the first that fits counts. Those that do not exist are left out."""
+
+
+def tests_of(site: Site, root: Path) -> list[str]:
+    """Test files that may notice that this check is missing, relative to `root`, in the order to run them."""
+    rules = next((tests for pattern, tests in CONCERNED.items() if fnmatch.fnmatch(site.path, pattern)), ())
+    own = [f"tests/*/test_{Path(site.path).stem}.py", f"tests/*/test_{Path(site.path).stem}_*.py"]
+    crashes = _CRASHES if site.kind == "durability" else ()
+    found: dict[str, None] = {}
+    regressions = _REGRESSIONS if site.path.startswith("formats/") or "weightfiles" in site.path else ()
+    for pattern in (*own, *crashes, *rules, *regressions):
+        found |= dict.fromkeys(path.relative_to(root).as_posix() for path in sorted(root.glob(pattern)))
+    return list(found)

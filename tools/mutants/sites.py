@@ -1,0 +1,336 @@
+"""Where a check could be missing: found in the syntax tree, so that moved and new code is covered by itself.
+
+A *site* is one check; its mutant is the program without it. What is looked for:
+
+===========  ====================================================================================================
+durability   a call of ``fsync``, ``fdatasync``, ``settle`` or a folder's ``sync`` as a statement: left out
+checksum     a condition about hashes, a call of ``check_chunk`` and the like, bytes compared with what was read back
+fence        a condition about terms, ended writers and slots that others own
+anchor       a condition about anchors, and what only they allow to delete
+pin          a reader's claim, its second READ, what a collector makes of pins
+bounds       a condition that guards a ``FormatError`` or ``Corrupt...Error``, and the predicates of decoders
+rule         a condition that guards a refusal of the retention rules
+===========  ====================================================================================================
+
+A condition is taken apart: of ``if a or b: raise`` each of ``a`` and ``b`` is a check of its own, of ``0 <= x <= n``
+each comparison. The mutant evaluates the check and ignores what it says, so that nothing but the decision is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["KINDS", "ROOMS", "Site", "find_sites", "sites_in"]
+
+KINDS: Final = ("durability", "checksum", "fence", "anchor", "pin", "bounds", "rule")
+ROOMS: Final = ("formats", "ckptstore")
+
+_SYNCS: Final = frozenset({"fsync", "fdatasync", "_fsync", "settle", "sync", "_sync"})
+_CHECKING: Final = re.compile(r"_?(check|require|verify)_\w+|_?finish(ed)?")
+_CHECKSUMS: Final = re.compile(r"check_(header|chunk|identity|decoded|digest)")
+_PREDICATES: Final = {"intact": "checksum", "never_deleted": "anchor"}
+_DAMAGE: Final = frozenset(
+    {"FormatError", "CorruptSegmentError", "CorruptLogError", "CorruptionError", "IncompatibleFormatError"}
+)
+_FENCES: Final = frozenset({"FencedError", "CommitUnknownError", "WriterClosedError", "_StaleError"})
+_REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})
+_RULES: Final = frozenset({"formats/retention.py"})
+_PROTOCOL: Final = frozenset({"view", "log", "folding", "pins", "requests", "collecting", "compaction"})
+_HASHES: Final = re.compile(r"hash|digest|checksum|xxh3|\.state\b|intact")
+_ANCHORS: Final = re.compile(r"anchor|never_deleted|\bkept\b|\bpresent\b|\bexists\b")
+_PINS: Final = re.compile(r"segments|pinned|\bbefore\b|_dead_after|_seen")
+_TERMS: Final = re.compile(r"\bterm\b|\bnumber\b|dead|ended|closed|\bmine\b|identity")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One check, and the text that takes its place in the mutant.
+
+    Attributes:
+        path: the file, relative to the tree's root.
+        where: the function or class it is in.
+        kind: one of `KINDS`.
+        line: where it is now; for people, nothing depends on it.
+        begin, end: the bytes of the file that `text` replaces.
+        text: what the mutant has instead.
+        source: what the file has, shortened.
+        number: distinguishes equal checks of one function.
+    """
+
+    path: str
+    where: str
+    kind: str
+    line: int
+    begin: int
+    end: int
+    text: str
+    source: str
+    number: int = 1
+
+    @property
+    def name(self) -> str:
+        """Stable under changes elsewhere in the file: what ``--only`` is matched with."""
+        return f"{self.path}::{self.where}::{self.kind}::{self.source}" + (f"#{self.number}" if self.number > 1 else "")
+
+    def mutate(self, source: bytes) -> bytes:
+        """The file with this check missing."""
+        return source[: self.begin] + self.text.encode() + source[self.end :]
+
+
+def find_sites(root: Path, rooms: Iterable[str] = ROOMS) -> list[Site]:
+    """Every site in the rooms' Python files below `root`, by file and place."""
+    found: list[Site] = []
+    for room in rooms:
+        for path in sorted((root / room).rglob("*.py")):
+            found += sites_in(path.relative_to(root).as_posix(), path.read_bytes())
+    return found
+
+
+def sites_in(path: str, source: bytes) -> list[Site]:
+    """The sites of one file.
+
+    Args:
+        path: relative to the tree's root; it says which rules apply.
+        source: the file's bytes.
+    """
+    finder = _Finder(path, source)
+    finder.visit(ast.parse(source))
+    unique = {(site.begin, site.end, site.text): site for site in finder.found}
+    counts: dict[str, int] = {}
+    named: list[Site] = []
+    for site in sorted(unique.values(), key=lambda site: (site.begin, site.end)):
+        counts[site.name] = number = counts.get(site.name, 0) + 1
+        named.append(Site(**{name: getattr(site, name) for name in Site.__slots__ if name != "number"}, number=number))
+    return named
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, path: str, source: bytes) -> None:
+        self.path = path
+        self.source = source
+        self.starts = [0]
+        for line in source.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+        self.protocol = path.startswith("ckptstore/") and Path(path).stem in _PROTOCOL
+        self.decoder = path.startswith("formats/")
+        self.scopes: list[str] = []
+        self.returns: list[str] = []
+        self.found: list[Site] = []
+
+    # -- the tree
+
+    def _scoped(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        self.scopes.append(node.name)
+        returns = node.returns if isinstance(node, ast.FunctionDef) else None
+        self.returns.append(ast.unparse(returns) if returns is not None else "")
+        self.generic_visit(node)
+        self.scopes.pop()
+        self.returns.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:  # ast's name
+        self._scoped(node)
+        if self.decoder or self.protocol:
+            self._converse(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._scoped(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call):
+            called = _called(node.value)
+            if called in _SYNCS:
+                self._add(node, "durability", "pass")
+            elif _CHECKING.fullmatch(called):
+                self._add(node, "checksum" if _CHECKSUMS.fullmatch(called) else "bounds", "pass")
+            elif self.path == "ckptstore/pins.py" and called == "_renew":
+                self._add(node, "pin", "pass")
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        target = ast.unparse(node.targets[0])
+        if self.protocol and isinstance(node.value, ast.Compare):
+            self._atoms(node.value, True, "fence")
+        elif self.path == "ckptstore/pins.py" and target == "view" and len(_arguments(node.value)) > 2:
+            self._add(node, "pin", "pass")  # the second READ
+        self.generic_visit(node)
+
+    def visit_With(self, node: ast.With) -> None:
+        for item in node.items:
+            call = item.context_expr
+            if isinstance(call, ast.Call) and _called(call) == "Pin":
+                self._add(call, "pin", f"contextlib.nullcontext({self._text(call)})")
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        kind = self._guarded(node.body)
+        if kind is not None:
+            self._atoms(node.test, False, kind)
+        elif self.protocol:
+            leaves = isinstance(node.body[-1], ast.Continue) or _returns_nothing(node.body)
+            self._atoms(node.test, not leaves, None)
+        self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if node.value is not None and self.returns and self.returns[-1] == "bool" and (self.decoder or self.protocol):
+            self._atoms(node.value, True, "bounds" if self.decoder else None)
+        self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        nothing = isinstance(node.orelse, ast.Constant) and node.orelse.value is None
+        if self.decoder and nothing and not isinstance(node.test, ast.Name):
+            self._atoms(node.test, True, "bounds")
+        elif self.protocol:
+            self._atoms(node.test, True, None)
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        if self.protocol:
+            for test in node.ifs:
+                self._atoms(test, True, None)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = _called(node)
+        if called in _PREDICATES:
+            self._ignore(node, True, _PREDICATES[called])
+        elif self.protocol and called == "all" and node.args and isinstance(node.args[0], ast.GeneratorExp):
+            self._atoms(node, True, None)
+        self.generic_visit(node)
+
+    def _converse(self, node: ast.FunctionDef) -> None:
+        """``if good: return value`` before a final ``return None``: each part of ``good`` is a check."""
+        last = node.body[-1]
+        if not (isinstance(last, ast.Return) and isinstance(last.value, ast.Constant) and last.value.value is None):
+            return
+        self.scopes.append(node.name)
+        for statement in node.body[:-1]:
+            if isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return):
+                nothing = _returns_nothing(statement.body)
+                self._atoms(statement.test, not nothing, "bounds" if self.decoder else None)
+        self.scopes.pop()
+
+    # -- what it guards
+
+    def _guarded(self, body: list[ast.stmt]) -> str | None:
+        """The kind of the check that a body which ends in a refusal belongs to."""
+        last = body[-1]
+        if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and _called(last.value) == "refuse":
+            return "bounds"
+        if not isinstance(last, ast.Raise) or last.exc is None:
+            return None
+        error = _called(last.exc) if isinstance(last.exc, ast.Call) else ast.unparse(last.exc)
+        if error in _DAMAGE:
+            return "bounds"
+        if error in _FENCES or error in ("self.dead", "self._ended"):
+            return "fence"
+        if self.path in _RULES and error in _REFUSALS:
+            return "rule"
+        return None
+
+    # -- taking conditions apart
+
+    def _atoms(self, test: ast.expr, outcome: bool, kind: str | None) -> None:
+        """Sites for every part of `test` that by itself decides that it is not `outcome`.
+
+        Args:
+            outcome: what the test says where the check is missing.
+            kind: of the sites; None: what the words of the part say, nothing if they say nothing.
+        """
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            self._atoms(test.operand, not outcome, kind)
+        elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is outcome:
+            for operand in test.values:
+                self._atoms(operand, outcome, kind)
+        elif isinstance(test, ast.Compare) and len(test.ops) > 1 and outcome:
+            self._links(test, kind)
+        elif (
+            isinstance(test, ast.Call)
+            and _called(test) == ("all" if outcome else "any")
+            and test.args
+            and isinstance(test.args[0], ast.GeneratorExp)
+        ):
+            self._atoms(test.args[0].elt, outcome, kind)
+        elif not isinstance(test, ast.Constant):
+            chosen = self._kind(test, kind)
+            if chosen is not None:
+                self._ignore(test, outcome, chosen)
+            if isinstance(test, ast.BoolOp):  # and each part of a part: ``a or b`` in ``c and (a or b)``
+                for operand in test.values:
+                    if isinstance(operand, ast.BoolOp):
+                        self._atoms(operand, outcome, kind)
+
+    def _links(self, test: ast.Compare, kind: str | None) -> None:
+        """``a <= b <= c`` without each of its comparisons."""
+        chosen = self._kind(test, kind)
+        if chosen is None:
+            return
+        terms = [test.left, *test.comparators]
+        for missing in range(len(test.ops)):
+            parts = [
+                ast.unparse(ast.Compare(terms[place], [test.ops[place]], [terms[place + 1]]))
+                for place in range(len(test.ops))
+                if place != missing
+            ]
+            link = ast.unparse(ast.Compare(terms[missing], [test.ops[missing]], [terms[missing + 1]]))
+            self._add(test, chosen, f"({' and '.join(parts)})", link)
+
+    def _kind(self, test: ast.expr, kind: str | None) -> str | None:
+        text = ast.unparse(test)
+        if kind == "bounds" and _HASHES.search(text) and _compares(test):
+            return "checksum"
+        if kind is not None:
+            return kind
+        if self.path == "ckptstore/pins.py":
+            return "pin" if _PINS.search(text) else None
+        if _ANCHORS.search(text):
+            return "anchor"
+        return "fence" if _TERMS.search(text) else None
+
+    def _ignore(self, test: ast.expr, outcome: bool, kind: str) -> None:
+        text = self._text(test)
+        self._add(test, kind, f"(({text}) or True)" if outcome else f"(({text}) and False)")
+
+    def _add(self, node: ast.expr | ast.stmt, kind: str, text: str, source: str | None = None) -> None:
+        begin, end = self._extent(node)
+        shown = " ".join((source or self.source[begin:end].decode()).split())
+        where = ".".join(self.scopes) or "module"
+        self.found.append(Site(self.path, where, kind, node.lineno, begin, end, text, shown[:100]))
+
+    def _extent(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        # Columns of the syntax tree count UTF-8 bytes.
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
+
+    def _text(self, node: ast.expr) -> str:
+        begin, end = self._extent(node)
+        return self.source[begin:end].decode()
+
+
+def _called(call: ast.expr) -> str:
+    """The last name of what is called."""
+    function = call.func if isinstance(call, ast.Call) else call
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _arguments(value: ast.expr) -> list[ast.expr]:
+    return value.args if isinstance(value, ast.Call) else []
+
+
+def _returns_nothing(body: list[ast.stmt]) -> bool:
+    last = body[-1]
+    if not isinstance(last, ast.Return):
+        return False
+    return last.value is None or (isinstance(last.value, ast.Constant) and last.value.value in (None, False))
+
+
+def _compares(test: ast.expr) -> bool:
+    nodes = ast.walk(test)
+    return any(isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq) for node in nodes)
