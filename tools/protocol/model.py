@@ -7,36 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
 
-from tools.protocol import log_model, power_model, store_model
-from tools.protocol.explore import Model, Result, explore
-
-
-class Case(NamedTuple):
-    """One search and what it has to find."""
-
-    part: str
-    name: str
-    model: Model
-    verdict: str
-
-
-def cases(quick: bool) -> Iterator[Case]:
-    """Every search; in the quick form only small ones, which together take less than half a minute."""
-    for name, power in power_model.HOLDS.items():
-        yield Case("power", name, power_model.PowerModel(power), "holds")
-    for name, power in power_model.MUTANTS.items():
-        yield Case("power", f"mutant: {name}", power_model.PowerModel(power), "violated")
-    for name, log in (log_model.HOLDS | ({} if quick else log_model.HOLDS_FULL)).items():
-        yield Case("log", name, log_model.LogModel(log), "holds")
-    for name, log in log_model.MUTANTS.items():
-        yield Case("log", f"mutant: {name}", log_model.LogModel(log), "violated")
-    for name, store in (store_model.HOLDS | ({} if quick else store_model.HOLDS_FULL)).items():
-        yield Case("store", name, store_model.StoreModel(store), "holds")
-    for name, store in store_model.MUTANTS.items():
-        yield Case("store", f"mutant: {name}", store_model.StoreModel(store), "violated")
+from tools.protocol import store_catalog
+from tools.protocol.cases import Case, cases
+from tools.protocol.explore import Result, explore
 
 
 def describe(case: Case, result: Result, verbose: bool) -> str:
@@ -64,8 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (options.parts and case.part not in options.parts) or options.match not in case.name:
             continue
         result = explore(case.model)
-        store_model.forget()
-        store_model.forget()
+        store_catalog.forget()
         wrong += result.verdict != case.verdict
         print(describe(case, result, options.traces), flush=True)
     return 1 if wrong else 0

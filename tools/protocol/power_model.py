@@ -119,15 +119,3 @@ class PowerModel:
             seen = _settled(state) if settles else state
             label = f"the {actor} sees slot 1" + (" and fsyncs log/" if settles else "")
             yield label, seen._replace(**{actor: "ready"})
-
-
-HOLDS: dict[str, PowerRules] = {"everyone settles what it saw before it acts on it": PowerRules()}
-MUTANTS: dict[str, PowerRules] = {
-    "a create does not fsync log/": PowerRules(create_syncs=False),
-    "a slot that was read back is not settled": PowerRules(read_back_settles=False),
-    "an opener does not settle the slots before its OPEN": PowerRules(open_settles=False),
-    "a folder does not settle the slots that it folds": PowerRules(fold_settles=False),
-    "gc does not settle the drop": PowerRules(gc_settles=False),
-    "trim does not settle the fold": PowerRules(trim_settles=False),
-    "a requester does not settle the answer": PowerRules(requester_settles=False),
-}

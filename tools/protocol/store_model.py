@@ -11,62 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, NamedTuple
 
 from tools.protocol.explore import ViolationError
+from tools.protocol.store_catalog import (
+    Catalog,
+    Checkpoint,
+    Edge,
+    Rec,
+    Request,
+    Segment,
+    catalog,
+    needed,
+    ordered,
+    paths,
+)
 
-__all__ = ["StoreModel", "StoreRules", "forget"]
-
-Segment = tuple[int, str, int]
-"""(term, who wrote it, number)"""
-Checkpoint = tuple[int, int]
-"""(term, step)"""
-
-
-class Edge(NamedTuple):
-    """An encoding in one segment: restores `checkpoint` from `base` (None: from nothing)."""
-
-    segment: Segment
-    checkpoint: Checkpoint
-    base: Checkpoint | None
-
-
-class Rec(NamedTuple):
-    """OPEN (`who` not empty, `opens`) or COMMIT."""
-
-    term: int
-    opens: bool
-    parent: Checkpoint | None = None
-    adds: tuple[Edge, ...] = ()
-    drops: tuple[Segment, ...] = ()
-    retires: tuple[Checkpoint, ...] = ()
-    swept: tuple[Segment, ...] = ()
-
-    def __str__(self) -> str:
-        if self.opens:
-            return f"OPEN {self.term} from {self.parent}"
-        parts = {"adds": self.adds, "drops": self.drops, "retires": self.retires, "swept": self.swept}
-        return "COMMIT " + ", ".join(f"{name} {list(value)}" for name, value in parts.items() if value)
-
-
-class Catalog(NamedTuple):
-    """The folded log. `ever`: every segment that a record named."""
-
-    edges: tuple[Edge, ...]
-    dropped: frozenset[Segment]
-    ever: frozenset[Segment]
-    promised: frozenset[Checkpoint]
-    term: int
-
-
-class Request(NamedTuple):
-    """What the compactor asks of the writer of `term`."""
-
-    term: int
-    adds: tuple[Edge, ...] = ()
-    drops: tuple[Segment, ...] = ()
-    retires: tuple[Checkpoint, ...] = ()
+__all__ = ["StoreModel", "StoreRules"]
 
 
 @dataclass(frozen=True)
@@ -162,61 +123,6 @@ class State(NamedTuple):
 
 
 Steps = Iterator[tuple[str, State]]
-
-
-@cache
-def catalog(log: tuple[Rec, ...]) -> Catalog:
-    """Fold the log."""
-    live: dict[Segment, Edge] = {}
-    dropped: set[Segment] = set()
-    ever: set[Segment] = set()
-    promised: set[Checkpoint] = set()
-    term = 0
-    for record in log:
-        term = max(term, record.term)
-        for edge in record.adds:
-            live[edge.segment] = edge
-            promised.add(edge.checkpoint)
-        for segment in record.drops:
-            live.pop(segment, None)
-            dropped.add(segment)
-        ever.update(live, dropped)
-        dropped.difference_update(record.swept)
-        promised.difference_update(record.retires)
-    return Catalog(_ordered(live.values()), frozenset(dropped), frozenset(ever), frozenset(promised), term)
-
-
-@cache
-def paths(edges: tuple[Edge, ...], checkpoint: Checkpoint) -> tuple[tuple[Segment, ...], ...]:
-    """The segments of every way to restore a checkpoint."""
-    found: list[tuple[Segment, ...]] = []
-    for edge in edges:
-        if edge.checkpoint == checkpoint:
-            below: tuple[tuple[Segment, ...], ...] = ((),) if edge.base is None else paths(edges, edge.base)
-            found += [(edge.segment, *path) for path in below]
-    return tuple(found)
-
-
-def forget() -> None:
-    """Empty the caches between searches."""
-    catalog.cache_clear()
-    paths.cache_clear()
-
-
-def needed(edges: tuple[Edge, ...], promised: frozenset[Checkpoint]) -> set[Checkpoint]:
-    """What the promised checkpoints reach through bases."""
-    found: set[Checkpoint] = set()
-    todo = list(promised)
-    while todo:
-        checkpoint = todo.pop()
-        if checkpoint not in found:
-            found.add(checkpoint)
-            todo += [edge.base for edge in edges if edge.checkpoint == checkpoint and edge.base is not None]
-    return found
-
-
-def _ordered(edges: Iterable[Edge]) -> tuple[Edge, ...]:
-    return tuple(sorted(edges, key=str))
 
 
 @dataclass(frozen=True)
@@ -348,7 +254,7 @@ class StoreModel:
             # A base must be restorable in the catalog the record is applied to, otherwise encode again.
             yield f"{_name(index)}: the base of {edge.segment} was dropped, gives it up", _set(state, index, given_up)
             return
-        edges = _ordered((*mine.edges, edge))
+        edges = ordered((*mine.edges, edge))
         done = writer._replace(slot=writer.slot + 1, pending=rest)
         for retired in (None, *sorted(mine.promised)):
             drops: tuple[Segment, ...] = ()
@@ -375,7 +281,7 @@ class StoreModel:
             refused = Rec(writer.term, opens=False, drops=tuple(edge.segment for edge in request.adds))
             yield from self._create(state, index, refused, writer.slot, done, ended)
         if rules.requests_checked:
-            edges = _ordered(e for e in (*mine.edges, *request.adds) if e.segment not in request.drops)
+            edges = ordered(e for e in (*mine.edges, *request.adds) if e.segment not in request.drops)
             stay = mine.promised - set(request.retires)
             if not (
                 {edge.segment for edge in mine.edges}.issuperset(request.drops)
@@ -518,56 +424,3 @@ def _name(index: int) -> str:
 
 def _set(state: State, index: int, process: Process) -> State:
     return state._replace(processes=(*state.processes[:index], process, *state.processes[index + 1 :]))
-
-
-# The protocol as it is. The first searches are small enough for every change; the second take minutes.
-HOLDS: dict[str, StoreRules] = {
-    "a writer, a reader, gc": StoreRules(opens=1, records=4),
-    "a writer that crashes and opens again, late creates, gc": StoreRules(
-        records=4, checkpoints=1, readers=0, faults=1, redundant=True, sweep=True
-    ),
-    "a writer, an external compactor, gc": StoreRules(opens=1, records=4, compactors=1, readers=0, redundant=True),
-}
-HOLDS_FULL: dict[str, StoreRules] = {
-    "a writer that crashes and opens again, a reader, gc": StoreRules(),
-    "2 writers, a reader, gc, forks": StoreRules(writers=2, opens=1),
-    "a writer with 2 segments in flight, a reader, gc, dead pins": StoreRules(
-        opens=1, checkpoints=3, pins_may_die=True, rounds=2, in_flight=2
-    ),
-    "2 writers, 2 collectors, late creates": StoreRules(
-        writers=2, opens=1, checkpoints=1, collectors=2, readers=0, faults=1
-    ),
-    "a writer that opens again, 2 in flight, late creates, gc": StoreRules(
-        records=6, in_flight=2, readers=0, faults=1, sweep=True
-    ),
-    "a writer that opens again, a compactor, gc": StoreRules(records=6, compactors=1, readers=0, redundant=True),
-    "a writer, a compactor, a reader, gc, 2 in flight": StoreRules(opens=1, checkpoints=3, compactors=1, in_flight=2),
-    "2 writers, a compactor, gc, late creates": StoreRules(writers=2, opens=1, compactors=1, readers=0, faults=1),
-}
-MUTANTS: dict[str, StoreRules] = {
-    "no second read after the pin": StoreRules(read_after_pin=False, opens=1),
-    "gc lists the pins before it reads the log": StoreRules(log_before_pins=False, opens=1),
-    "a pin names the checkpoint, not its segments": StoreRules(pin_names_segments=False, opens=1),
-    "orphans of the current term are collected": StoreRules(orphans="all", opens=1, readers=0),
-    "orphans of any other term are collected": StoreRules(orphans="other terms", readers=0),
-    "retention ignores bases": StoreRules(keep_bases=False, readers=0, collectors=0),
-    "the parent is not looked up again": StoreRules(check_parent=False, writers=2, opens=1, readers=0, collectors=0),
-    "the base of a segment in flight is not checked": StoreRules(
-        check_base=False, opens=1, checkpoints=3, compactors=1, readers=0, collectors=0
-    ),
-    "a writer deletes its segments after CommitUnknown": StoreRules(
-        delete_after_unknown=True, faults=1, readers=0, collectors=0
-    ),
-    "a request to an older term is accepted": StoreRules(
-        requests_of_own_term=False, compactors=1, readers=0, records=6, collectors=0
-    ),
-    "a request is accepted twice": StoreRules(
-        requests_once=False, opens=1, compactors=1, readers=0, records=7, redundant=True
-    ),
-    "a request is not checked against the catalog": StoreRules(
-        requests_checked=False, opens=1, checkpoints=3, compactors=1, readers=0, records=6
-    ),
-    "a compactor writes under a term of its own making": StoreRules(
-        compactor_writes_under_the_term=False, opens=1, compactors=1, readers=0
-    ),
-}

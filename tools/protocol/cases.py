@@ -1,0 +1,154 @@
+"""Every search: what it explores and what it has to find.
+
+``…_HOLDS`` is the protocol as it is, small enough for every change; ``…_HOLDS_FULL`` takes minutes. Each of the
+``…_MUTANTS`` leaves one rule out, and has to be caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tools.protocol.explore import Model
+from tools.protocol.log_model import LogModel, LogRules
+from tools.protocol.power_model import PowerModel, PowerRules
+from tools.protocol.store_model import StoreModel, StoreRules
+
+__all__ = ["Case", "cases"]
+
+LOG_HOLDS: dict[str, LogRules] = {
+    "2 writers, 1 fault": LogRules(readers=0, slots=4),
+    "2 writers, 1 of them slow, a reader": LogRules(commits=(2, 0), slots=4, faults=0),
+    "2 writers, 1 of them slow, 1 fault": LogRules(opens=(1, 2), commits=(2, 0), slots=4, readers=0),
+    "1 writer that opens twice, 1 fault": LogRules(writers=1, readers=0, opens=(2, 2), commits=(3,), slots=5),
+    "K = 3, 1 writer, a reader": LogRules(writers=1, every=3, commits=(3,), slots=5, faults=0),
+    "1 writer, a reader that reads on from its view": LogRules(writers=1, commits=(3,), slots=4, reads=2, faults=0),
+}
+LOG_HOLDS_FULL: dict[str, LogRules] = {
+    "2 writers, a reader": LogRules(slots=4, faults=0),
+    "2 writers that begin again from their views, 1 fault": LogRules(
+        opens=(2, 2), commits=(2, 1), slots=4, readers=0, views=True
+    ),
+    "2 writers, 1 of them slow, a reader that reads on from its view": LogRules(
+        commits=(2, 0), slots=4, reads=2, faults=0
+    ),
+    "2 writers, 1 of them slow, a reader, 1 fault": LogRules(commits=(2, 0), slots=4),
+    "2 writers that open twice, 1 fault": LogRules(opens=(2, 2), commits=(2, 1), readers=0),
+    "1 writer and a reader, 2 faults": LogRules(writers=1, opens=(2, 2), commits=(3,), faults=2),
+    "K = 3: 2 writers, 1 fault": LogRules(every=3, slots=6, commits=(3, 1), readers=0),
+    "3 writers": LogRules(writers=3, commits=(1, 1, 1), faults=0, readers=0),
+    "3 writers, 1 fault": LogRules(writers=3, slots=4, commits=(1, 1, 1), readers=0),
+}
+LOG_MUTANTS: dict[str, LogRules] = {
+    "an OPEN is not verified": LogRules(verify_open=False, readers=0, commits=(3, 1), faults=0),
+    "OPENs are deleted": LogRules(keep_opens=False, readers=0, commits=(1, 2), faults=0),
+    "anchors are deleted": LogRules(keep_anchors=False, readers=0, commits=(4, 0), slots=6, faults=0),
+    "slots go before the next anchor exists": LogRules(
+        anchor_before_deletion=False, readers=0, every=3, commits=(3, 1), faults=0
+    ),
+    "slots go up to the newest fold": LogRules(delete_up_to="newest", readers=0, commits=(3, 0)),
+    "a read is not validated by the anchor": LogRules(
+        validate_read=False, writers=1, commits=(4,), slots=5, every=3, faults=0
+    ),
+    "strays are not known by their terms": LogRules(
+        check_terms=False, opens=(1, 2), commits=(2, 0), slots=4, readers=0, faults=0
+    ),
+    "a refused create is taken for success": LogRules(read_back="take for success", readers=0),
+    "a refused create is taken for a fence": LogRules(read_back="take for fence", readers=0),
+    "a slot gets other bytes after CommitUnknown": LogRules(
+        resend_identical=False, writers=1, commits=(5,), faults=2, readers=0
+    ),
+    "an absent slot is taken for lost without asking for the anchor": LogRules(
+        ask_anchor_before_lost=False, writers=1, commits=(4,), faults=0
+    ),
+    "an anchor after a stray is taken for damage": LogRules(
+        anchors_are_no_damage=False, opens=(1, 2), commits=(2, 0), slots=4, readers=0, faults=0
+    ),
+}
+
+STORE_HOLDS: dict[str, StoreRules] = {
+    "a writer, a reader, gc": StoreRules(opens=1, records=4),
+    "a writer that crashes and opens again, late creates, gc": StoreRules(
+        records=4, checkpoints=1, readers=0, faults=1, redundant=True, sweep=True
+    ),
+    "a writer, an external compactor, gc": StoreRules(opens=1, records=4, compactors=1, readers=0, redundant=True),
+}
+STORE_HOLDS_FULL: dict[str, StoreRules] = {
+    "a writer that crashes and opens again, a reader, gc": StoreRules(),
+    "2 writers, a reader, gc, forks": StoreRules(writers=2, opens=1),
+    "a writer with 2 segments in flight, a reader, gc, dead pins": StoreRules(
+        opens=1, checkpoints=3, pins_may_die=True, rounds=2, in_flight=2
+    ),
+    "2 writers, 2 collectors, late creates": StoreRules(
+        writers=2, opens=1, checkpoints=1, collectors=2, readers=0, faults=1
+    ),
+    "a writer that opens again, 2 in flight, late creates, gc": StoreRules(
+        records=6, in_flight=2, readers=0, faults=1, sweep=True
+    ),
+    "a writer that opens again, a compactor, gc": StoreRules(records=6, compactors=1, readers=0, redundant=True),
+    "a writer, a compactor, a reader, gc, 2 in flight": StoreRules(opens=1, checkpoints=3, compactors=1, in_flight=2),
+    "2 writers, a compactor, gc, late creates": StoreRules(writers=2, opens=1, compactors=1, readers=0, faults=1),
+}
+STORE_MUTANTS: dict[str, StoreRules] = {
+    "no second read after the pin": StoreRules(read_after_pin=False, opens=1),
+    "gc lists the pins before it reads the log": StoreRules(log_before_pins=False, opens=1),
+    "a pin names the checkpoint, not its segments": StoreRules(pin_names_segments=False, opens=1),
+    "orphans of the current term are collected": StoreRules(orphans="all", opens=1, readers=0),
+    "orphans of any other term are collected": StoreRules(orphans="other terms", readers=0),
+    "retention ignores bases": StoreRules(keep_bases=False, readers=0, collectors=0),
+    "the parent is not looked up again": StoreRules(check_parent=False, writers=2, opens=1, readers=0, collectors=0),
+    "the base of a segment in flight is not checked": StoreRules(
+        check_base=False, opens=1, checkpoints=3, compactors=1, readers=0, collectors=0
+    ),
+    "a writer deletes its segments after CommitUnknown": StoreRules(
+        delete_after_unknown=True, faults=1, readers=0, collectors=0
+    ),
+    "a request to an older term is accepted": StoreRules(
+        requests_of_own_term=False, compactors=1, readers=0, records=6, collectors=0
+    ),
+    "a request is accepted twice": StoreRules(
+        requests_once=False, opens=1, compactors=1, readers=0, records=7, redundant=True
+    ),
+    "a request is not checked against the catalog": StoreRules(
+        requests_checked=False, opens=1, checkpoints=3, compactors=1, readers=0, records=6
+    ),
+    "a compactor writes under a term of its own making": StoreRules(
+        compactor_writes_under_the_term=False, opens=1, compactors=1, readers=0
+    ),
+}
+
+POWER_HOLDS: dict[str, PowerRules] = {"everyone settles what it saw before it acts on it": PowerRules()}
+POWER_MUTANTS: dict[str, PowerRules] = {
+    "a create does not fsync log/": PowerRules(create_syncs=False),
+    "a slot that was read back is not settled": PowerRules(read_back_settles=False),
+    "an opener does not settle the slots before its OPEN": PowerRules(open_settles=False),
+    "a folder does not settle the slots that it folds": PowerRules(fold_settles=False),
+    "gc does not settle the drop": PowerRules(gc_settles=False),
+    "trim does not settle the fold": PowerRules(trim_settles=False),
+    "a requester does not settle the answer": PowerRules(requester_settles=False),
+}
+
+
+class Case(NamedTuple):
+    """One search and what it has to find."""
+
+    part: str
+    name: str
+    model: Model
+    verdict: str
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Every search; in the quick form only small ones, which together take less than half a minute."""
+    for name, power in POWER_HOLDS.items():
+        yield Case("power", name, PowerModel(power), "holds")
+    for name, power in POWER_MUTANTS.items():
+        yield Case("power", f"mutant: {name}", PowerModel(power), "violated")
+    for name, log in (LOG_HOLDS | ({} if quick else LOG_HOLDS_FULL)).items():
+        yield Case("log", name, LogModel(log), "holds")
+    for name, log in LOG_MUTANTS.items():
+        yield Case("log", f"mutant: {name}", LogModel(log), "violated")
+    for name, store in (STORE_HOLDS | ({} if quick else STORE_HOLDS_FULL)).items():
+        yield Case("store", name, StoreModel(store), "holds")
+    for name, store in STORE_MUTANTS.items():
+        yield Case("store", f"mutant: {name}", StoreModel(store), "violated")
