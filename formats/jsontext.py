@@ -74,7 +74,9 @@ def loads(data: bytes | memoryview, *, what: str, max_bytes: int, max_depth: int
         # Decoded here: of bytes Python would also take UTF-16 and UTF-32, in which the brackets above go uncounted.
         # Lone surrogates are let through: a document inside a header may have them, and they are escaped when written.
         letters = text.decode("utf-8", "surrogatepass")
-        return json.loads(letters, parse_constant=refuse, parse_int=integer, parse_float=real, object_pairs_hook=members)
+        return json.loads(
+            letters, parse_constant=refuse, parse_int=integer, parse_float=real, object_pairs_hook=members
+        )
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
