@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tools.protocol.explore import ViolationError
 
@@ -239,7 +239,7 @@ class LogModel:
         name, seq = _name(index), reading.next
         again = _set(state, index, process._replace(phase="idle", reading=None))
 
-        def go(label: str, **changes: object) -> tuple[str, State]:
+        def go(label: str, **changes: Any) -> tuple[str, State]:
             return f"{name} {label}", _set(state, index, process._replace(reading=reading._replace(**changes)))
 
         if reading.at == "list":

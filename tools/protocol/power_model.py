@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tools.protocol.explore import ViolationError
 
@@ -118,4 +118,5 @@ class PowerModel:
         if getattr(state, actor) == "begin" and state.slot1:
             seen = _settled(state) if settles else state
             label = f"the {actor} sees slot 1" + (" and fsyncs log/" if settles else "")
-            yield label, seen._replace(**{actor: "ready"})
+            ready: dict[str, Any] = {actor: "ready"}
+            yield label, seen._replace(**ready)

@@ -72,7 +72,7 @@ class Writer(NamedTuple):
     slot: int = 0
     term: int = 0
     last: Checkpoint | None = None
-    count: int = 0
+    saved: int = 0
     pending: tuple[Edge, ...] = ()
     handled: frozenset[Request] = frozenset()
 
@@ -187,7 +187,8 @@ class StoreModel:
     def _write(self, state: State, index: int, writer: Writer) -> Steps:
         name, now = _name(index), catalog(state.log)
         if writer.phase == "idle" and writer.opens < self.rules.opens:
-            for parent in sorted(now.promised) or [None]:
+            parents: list[Checkpoint | None] = [*sorted(now.promised)]
+            for parent in parents or [None]:
                 chosen = Writer("chosen", writer.opens, parent)
                 yield f"{name} reads the log, will continue from {parent}", _set(state, index, chosen)
         elif writer.phase == "chosen":
@@ -214,7 +215,7 @@ class StoreModel:
         ended = Writer("idle", writer.opens + 1)
         if writer.opens + 1 < self.rules.opens:
             yield f"{name} crashes", _set(state, index, ended)
-        if writer.count < self.rules.checkpoints and len(writer.pending) < self.rules.in_flight:
+        if writer.saved < self.rules.checkpoints and len(writer.pending) < self.rules.in_flight:
             yield from self._encode(state, index, writer, mine)
         if writer.pending:
             yield from self._commit_pending(state, index, writer, mine)
@@ -235,9 +236,9 @@ class StoreModel:
         """COMMIT 1. Write a segment and make it durable: a full, a delta on the last, or a delta on an old one."""
         bases = dict.fromkeys([None, *([writer.last] if writer.last else []), *sorted(mine.promised)[:1]])
         for base in bases:
-            segment, checkpoint = (writer.term, _name(index), writer.count), (writer.term, writer.count)
+            segment, checkpoint = (writer.term, _name(index), writer.saved), (writer.term, writer.saved)
             pending = (*writer.pending, Edge(segment, checkpoint, base))
-            busy = writer._replace(last=checkpoint, count=writer.count + 1, pending=pending)
+            busy = writer._replace(last=checkpoint, saved=writer.saved + 1, pending=pending)
             written = _set(state, index, busy)._replace(segments=state.segments | {segment})
             yield f"{_name(index)} writes {segment} for {checkpoint} on {base}", written
 
