@@ -137,14 +137,15 @@ def merge_folded(planes: list[Words], out: Words) -> None:
     np.negative(sign, out=sign)
     np.right_shift(low, 1, out=low)
     np.bitwise_xor(low, sign, out=low)
-    signed, folded = out.view(_SIGNED[out.itemsize]), low.view(_SIGNED[half])
-    high = planes[below:]
-    if not high:
-        np.copyto(signed, folded)
-    else:
-        merge(high, out)
+    # A conversion and an operation, each in one type, are faster than an operation on two.
+    extended = out
+    if planes[below:]:
+        merge(planes[below:], out)
         np.left_shift(out, 4 * out.itemsize - 1, out=out)
-        np.bitwise_xor(signed, folded, out=signed)
+        extended = scratch("extended", len(out), out.itemsize)
+    np.copyto(extended.view(_SIGNED[out.itemsize]), low.view(_SIGNED[half]))
+    if extended is not out:
+        np.bitwise_xor(out, extended, out=out)
 
 
 # ------------------------------------------------------------------------------------- small numbers in bytes
@@ -176,10 +177,14 @@ def unpack_small(packed: Bytes, bits: int, out: Bytes) -> None:
         if whole < len(packed):
             out[4 * whole :] = _QUARTERS[packed[whole:]].view(np.uint8)[: len(out) - 4 * whole]
     else:
-        pairs = packed.astype("<u2")
-        np.bitwise_or(pairs, pairs << 4, out=pairs)
+        whole = len(out) // 2
+        pairs, high = out[: 2 * whole].view("<u2"), scratch("pairs", whole, 2)
+        np.copyto(pairs, packed[:whole])
+        np.left_shift(pairs, 4, out=high)
+        np.bitwise_or(pairs, high, out=pairs)
         np.bitwise_and(pairs, 0x0F0F, out=pairs)
-        out[:] = pairs.view(np.uint8)[: len(out)]
+        if whole < len(packed):
+            out[-1] = packed[-1] & 15
 
 
 def positions(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:

@@ -209,7 +209,7 @@ def _encode_packed(values: Bytes, out: Bytes, at: int, mode: int, level: int, de
         small[where] = 0
         at = encode(kernels.pack_small(small, bits), out, at, None, level, depth + 1)
     _counts.pack_into(out.data, at, len(steps), len(where))
-    at = encode(steps, out, at + 8, ZSTD, level, depth + 1)
+    at = encode(steps, out, at + 8, RAW if level == FAST and len(steps) < SAMPLE else ZSTD, level, depth + 1)
     greater = values[where] - np.uint8(1 << bits)
     return encode(greater, out, at, None if level and len(where) >= SAMPLE else ZSTD, level, depth + 1)
 
