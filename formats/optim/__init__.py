@@ -13,7 +13,8 @@ bits per number of the parameter on this project's language model (``docs/optimi
 whatever the state holds and whoever computed it: what the arithmetic defined here gets wrong is stored beside it, so
 wrong settings cost bytes and never bits, and nothing depends on the machine or library that decodes.
 
-*Arithmetic.* Settings of a parameter group and numbers of a step make a *rule*, the step with all scalars rounded::
+*Arithmetic.* Settings of a parameter group (``from_group`` reads torch's) and numbers of a step make a *rule*, the step
+with all scalars rounded::
 
     >>> import numpy as np
     >>> from ckptstore.formats import optim
@@ -68,6 +69,7 @@ from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
 from ckptstore.formats.optim.chains import Encoding, Layer, decode
 from ckptstore.formats.optim.choice import Choice, choose, choose_variant, evaluate
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
+from ckptstore.formats.optim.groups import from_group
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
 from ckptstore.formats.optim.settings import Optimizer, Rule, Skip, Step
 from ckptstore.formats.optim.sgd import SGD, SGDRule
@@ -95,6 +97,7 @@ __all__ = [
     "choose_variant",
     "decode",
     "evaluate",
+    "from_group",
     "predicted",
     "replayed",
     "rule",

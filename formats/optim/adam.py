@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckptstore.formats.optim.arithmetic import Floats, doubles, floats, fma, multiply_add, settle, single
-from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
+from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, scale_gradient, to_bits
 
 VARIANTS = ("fma", "plain", "divide")
 SLOTS = ("weight", "exp_avg", "exp_avg_sq")
@@ -65,6 +65,11 @@ class AdamRule:
     def order(self) -> tuple[int, ...]:
         """See `Rule.order`: the moments, then the weight."""
         return (1, 2, 3, 0) if self.amsgrad else (1, 2, 0)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """See `Rule.kept`: the first moment is what tells the gradient."""
+        return (1,)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -120,9 +125,6 @@ class AdamRule:
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
         """See `Rule.predict`: exact but for the second moment, which a rounded first moment does not determine."""
-        if slot == 1:
-            copy_bits(old[1], out)
-            return
         if slot == 2:
             self._second(old, new[1], out)
         elif slot == 3:

@@ -39,6 +39,8 @@ _DOUBLE = np.dtype("<f8")
 _PROBE = np.array([1, 0x3F800000, 0xBF800000], PATTERN).view(FLOAT)
 _ADDED = np.array([1, 0x33000000, 0xB3000000], PATTERN).view(FLOAT)
 _EXPECTED = np.array([2, 0x3F800000, 0xBF800000], PATTERN).tobytes()
+_HALF = np.uint64(1 << 28)
+_SMALLEST_NORMAL = 2.0**-126
 _DEFAULT_ENVIRONMENT = ctypes.c_void_p(-1)  # FE_DFL_ENV of glibc and musl, on x86 and on ARM
 
 
@@ -75,7 +77,7 @@ def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
     The product is exact in fp64, the sum is rounded there and again to fp32. Rounding twice is wrong only where the
     fp64 sum lies exactly half-way between two fp32 numbers and was itself rounded; the low 28 bits of such a sum
     are zero, also where the fp32 result is denormal. These are looked for, and moved by one fp64 unit towards the
-    exact sum. On training data they occur once in 2**28 numbers. (Products by 1 would meet the test all the time.)
+    exact sum. (Products by 1 would meet the test all the time.)
     """
     if isinstance(b, float) and b == 1.0:
         np.add(a, c, out=out)
@@ -94,8 +96,21 @@ def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
     np.copyto(low, total.view("<u8"), casting="unsafe")
     np.left_shift(low, 4, out=low)
     if count and int(low.min()) == 0:
-        _round_to_side(np.flatnonzero(low == 0), product, c, total)
+        where = _half_way(low == 0, total)
+        if len(where):
+            _round_to_side(where, product, c, total)
     np.copyto(out, total, casting="unsafe")
+
+
+def _half_way(ends_in_zeros: npt.NDArray[np.bool_], total: Doubles) -> npt.NDArray[np.intp]:
+    """Where sums whose low 28 bits are zero may be half-way between fp32 numbers: if the 29th is set, or if they are
+    fp32 denormals. Sums that are fp32 numbers themselves (products with 0: gradients that are) are left out here,
+    because there may be many."""
+    doubtful = (total.view("<u8") & _HALF) != 0
+    magnitude = np.abs(total)
+    doubtful |= (magnitude < _SMALLEST_NORMAL) & (magnitude > 0)
+    doubtful &= ends_in_zeros
+    return np.flatnonzero(doubtful)
 
 
 def _round_to_side(where: npt.NDArray[np.intp], product: Doubles, addend: Floats, total: Doubles) -> None:
@@ -104,9 +119,8 @@ def _round_to_side(where: npt.NDArray[np.intp], product: Doubles, addend: Floats
     virtual = rounded - x
     error = (x - (rounded - virtual)) + (y - virtual)
     inexact = np.flatnonzero((error != 0) & np.isfinite(error))
-    if len(inexact):
-        sides = np.where(error[inexact] > 0, np.inf, -np.inf)
-        total[where[inexact]] = np.nextafter(rounded[inexact], sides)
+    sides = np.where(error[inexact] > 0, np.inf, -np.inf)
+    total[where[inexact]] = np.nextafter(rounded[inexact], sides)
 
 
 def multiply_add(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:

@@ -57,8 +57,8 @@ def encode(
             was, becomes = [part[block] for part in before], [part[block] for part in after]
             guess = floats("guess", len(was[0]))
             for slot in rule.order:
-                _predict(rule, slot, was, becomes, guess)
-                at = residuals.write_residual(becomes[slot], guess, target, at, level)
+                prediction = _predict(rule, slot, was, becomes, guess)
+                at = residuals.write_residual(becomes[slot], prediction, target, at, level)
     return target[:at]
 
 
@@ -84,15 +84,19 @@ def read_block(rule: Rule, cursor: Cursor, state: Sequence[Floats]) -> None:
     count = len(state[0])
     after = [floats(f"after{slot}", count) for slot in range(len(state))]
     for slot in rule.order:
-        _predict(rule, slot, state, after, after[slot])
-        residuals.read_residual(cursor, after[slot])
+        prediction = _predict(rule, slot, state, after, after[slot])
+        residuals.read_residual(cursor, prediction, after[slot])
     for part, values in zip(state, after, strict=True):
         copy_bits(values, part)
 
 
-def _predict(rule: Rule, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
+def _predict(rule: Rule, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> Floats:
+    """One block's prediction: in ``out``, unless it is the old slot itself."""
+    if slot in rule.kept:
+        return old[slot]
     for tile in tiles(len(out)):
         rule.predict(slot, [part[tile] for part in old], [part[tile] for part in new], out[tile])
+    return out
 
 
 # -------------------------------------------------------------------------------- shared with the other encodings

@@ -116,7 +116,7 @@ def read_block(rule: Rule, form: Form, exceptions: bool, cursor: Cursor, state: 
     _apply(rule, state, gradient)
     if exceptions:
         for values in state:
-            residuals.read_residual(cursor, values)
+            residuals.read_residual(cursor, values, values)
 
 
 def _apply(rule: Rule, state: Sequence[Floats], gradient: Floats) -> None:

@@ -31,10 +31,12 @@ def write_residual(true: Floats, predicted: Floats, out: Bytes, at: int, level: 
     return _DIFFERENCE.write(as_bytes(true), as_bytes(predicted), out, at, level)
 
 
-def read_residual(cursor: Cursor, predicted: Floats) -> None:
-    """Add the residual at ``cursor`` to one block. Raises ``CorruptSegmentError`` where it is not well-formed."""
-    values = as_bytes(predicted)
-    _DIFFERENCE.read(cursor, values, values)
+def read_residual(cursor: Cursor, predicted: Floats, out: Floats) -> None:
+    """Add the residual at ``cursor`` to one block; ``out`` may be ``predicted``.
+
+    Raises ``CorruptSegmentError`` where it is not well-formed.
+    """
+    _DIFFERENCE.read(cursor, as_bytes(predicted), as_bytes(out))
 
 
 def write_positions(mask: npt.NDArray[np.bool_], out: Bytes, at: int, level: int) -> int:

@@ -64,6 +64,10 @@ class Rule(Protocol):
         """The order in which slots are predicted: each from old state and the new ones before it."""
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        """The slots that are predicted to stay as they are."""
+
+    @property
     def params(self) -> dict[str, Any]:
         """JSON parameters; ``optim.rule(params)`` makes an equal rule of them."""
 
@@ -71,7 +75,8 @@ class Rule(Protocol):
         """Take the step on one tile, in place. ``gradient`` is as training stored it, and is destroyed."""
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
-        """What slot ``slot`` of a tile becomes, without the gradient. ``new`` holds the slots earlier in ``order``."""
+        """What slot ``slot`` of a tile, none of ``kept``, becomes without the gradient. ``new`` holds the slots earlier
+        in ``order``."""
 
 
 class Optimizer(Protocol):
@@ -108,6 +113,11 @@ class Skip:
         return tuple(range(len(self.slots)))
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        """See `Rule.kept`: all of them."""
+        return self.order
+
+    @property
     def params(self) -> dict[str, Any]:
         """See `Rule.params`."""
         return {"rule": "skip", "slots": list(self.slots)}
@@ -124,9 +134,7 @@ class Skip:
         """See `Rule.apply`."""
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
-        """See `Rule.predict`."""
-        del new
-        copy_bits(old[slot], out)
+        """See `Rule.predict`: no slot is left to predict."""
 
 
 def copy_bits(source: Floats, out: Floats) -> None:

@@ -55,6 +55,11 @@ class SGDRule:
         return (1, 0) if self.buffer else (0,)
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        """See `Rule.kept`: without a buffer nothing tells the gradient."""
+        return () if self.buffer else (0,)
+
+    @property
     def params(self) -> dict[str, Any]:
         """See `Rule.params`."""
         return {
@@ -112,9 +117,6 @@ class SGDRule:
         if slot == 1:
             np.multiply(old[1], np.float32(0.0 if self.first else self.momentum), out=out)
             settle(out)
-            return
-        if not self.buffer:
-            copy_bits(old[0], out)
             return
         add = multiply_add if self.variant == "plain" else fma
         update = new[1]

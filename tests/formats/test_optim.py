@@ -120,10 +120,9 @@ def test_nothing_computed_depends_on_the_processors_nan(name: str):
         old, new = ([noise(rng, 5000).view("<f4") for _ in rule.slots] for _ in range(2))
         out = np.empty(5000, "<f4")
         with np.errstate(all="ignore"):
-            for slot in rule.order:
+            for slot in set(rule.order) - set(rule.kept):
                 rule.predict(slot, old, new, out)
-                if not np.array_equal(out.view("<u4"), old[slot].view("<u4")):
-                    assert set(out.view("<u4")[np.isnan(out)].tolist()) == {0x7FC00000}
+                assert set(out.view("<u4")[np.isnan(out)].tolist()) == {0x7FC00000}
         state = copy(old)
         optim.advance(rule, state, noise(rng, 5000))
         assert {int(word) for part in state for word in part.view("<u4")[np.isnan(part)]} == {0x7FC00000}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckptstore.formats import optim
-from ckptstore.formats.errors import FormatError
+from ckptstore.formats.errors import FormatError, UnsupportedStateError
 from ckptstore.formats.optim import arithmetic
 
 torch = pytest.importorskip("torch")
@@ -340,3 +340,18 @@ def test_a_skipped_step_changes_nothing():
     state = [np.array([0x7F800001, 5, 6], "<u4") for _ in range(2)]
     optim.advance(rule, state, np.full(3, np.inf, "<f4"))
     assert all(part.tolist() == [0x7F800001, 5, 6] for part in state)
+
+
+def test_settings_from_torchs_groups():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    for made, wanted in (
+        (torch.optim.AdamW([parameter], betas=(0.8, 0.9), weight_decay=0.3), optim.AdamW(0.8, 0.9, weight_decay=0.3)),
+        (torch.optim.Adam([parameter], amsgrad=True, maximize=True), optim.Adam(amsgrad=True, maximize=True)),
+        (torch.optim.SGD([parameter], lr=0.1, momentum=0.9, nesterov=True), optim.SGD(0.9, nesterov=True)),
+    ):
+        assert optim.from_group(type(made).__name__, made.param_groups[0]) == wanted
+    group = torch.optim.Adam([parameter], weight_decay=0.2).param_groups[0]
+    assert optim.from_group("Adam", {**group, "decoupled_weight_decay": True}) == optim.AdamW(weight_decay=0.2)
+    for name, bad in (("Lion", group), ("Adam", {**group, "betas": None}), ("SGD", group)):
+        with pytest.raises(UnsupportedStateError, match=name):
+            optim.from_group(name, bad)
