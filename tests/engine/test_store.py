@@ -7,7 +7,6 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from tests.engine.states import every_dtype, same, tensor_bytes, training_state
 
 
 @pytest.fixture(params=["local", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
 
 
 def fill(url: str | Path, *steps: int, parent: Any = "latest") -> ckptstore.Store:
@@ -126,7 +125,7 @@ class TestSelection:
 
     def test_no_match_suggests(self, url: str) -> None:
         store = fill(url, 1)
-        with pytest.raises(ckptstore.TensorNotFoundError, match="'valeu'.*close: value"):
+        with pytest.raises(ckptstore.TensorNotFoundError, match=r"'valeu'.*close: value"):
             store.load(1, select="valeu")
 
     def test_one_tensor_reads_only_its_bytes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
