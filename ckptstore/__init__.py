@@ -19,6 +19,7 @@ from ckptstore._version import __version__
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import CheckpointInfo, TermInfo
+    from ckptstore.deltas import DeltaOptions
     from ckptstore.formats.errors import (
         CheckpointNotFoundError,
         CkptError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         WriterClosedError,
         WriterError,
     )
+    from ckptstore.intervals import RestoreBound
     from ckptstore.store import DeterminismWarning, Store
     from ckptstore.store import open_store as open
     from ckptstore.verification import Damage, VerificationReport, verify
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoint": "CheckpointInfo TermInfo",
+    "deltas": "DeltaOptions",
+    "intervals": "RestoreBound",
     "formats.errors": (
         "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError CorruptSegmentError"
         " FencedError FormatError IncompatibleFormatError MissingDependencyError NotFoundError ReadOnlyError"
@@ -70,6 +74,7 @@ __all__ = [
     "CorruptSegmentError",
     "CorruptionError",
     "Damage",
+    "DeltaOptions",
     "DeterminismWarning",
     "FencedError",
     "FormatError",
@@ -78,6 +83,7 @@ __all__ = [
     "NotFoundError",
     "PendingSave",
     "ReadOnlyError",
+    "RestoreBound",
     "StepOrderError",
     "StorageError",
     "Store",
