@@ -233,8 +233,10 @@ def test_a_terminal_without_unicode(pristine: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_leave_no_temporary_file(pristine: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
     # Stop inside the export, deterministically: the first chunk of a tensor waits.
+    # A process started in the background, as CI may be, inherits an ignored SIGINT, and so would ours.
     script = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import ckptstore.torcharchive as archive
 write = archive.write_archive
 def slow(*arguments):
