@@ -35,8 +35,11 @@ def test_a_surprise_is_reported_with_the_way_there(
     assert "takes the refusal for its own success" in said
 
 
-def test_the_bound_is_reported_not_taken_for_proof() -> None:
+def test_the_bound_is_reported_not_taken_for_proof(capsys: pytest.CaptureFixture[str]) -> None:
     assert explore(LogModel(LogRules()), max_states=100).verdict == "bounded"
+    assert model.main(["--quick", "--states", "100", "log", "--match", "K = 3"]) == 1
+    assert "bounded" in capsys.readouterr().out
+    assert model.main(["--states", "100", "log", "--match", "K = 3"]) == 0
 
 
 def test_the_full_form_has_what_the_quick_form_has() -> None:

@@ -1,6 +1,7 @@
 """``python -m tools.protocol.model [--quick] [PART ...]``: explore the protocol, and check that every mutant is caught.
 
-Exits with 1 if the protocol breaks, a mutant survives, or a search that should be exhaustive is not.
+Exits with 1 if the protocol breaks, a mutant survives, or a search of the quick form is not exhaustive. The full form
+takes an hour and some gigabytes; what it cannot finish within ``--states`` it reports as bounded.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from tools.protocol.cases import Case, cases
 from tools.protocol.explore import Result, explore
 
 
-def describe(case: Case, result: Result, verbose: bool) -> str:
-    """A line per search; of a violation also the shortest way there, if that is news."""
+def describe(case: Case, result: Result, surprising: bool, verbose: bool) -> str:
+    """A line per search; of a violation also the shortest way there, if it is a surprise."""
     line = f"[{case.part}] {case.name}: {result.verdict}, {result.states:,} states, {result.seconds:.1f} s"
     if result.message:
         line += f"; {result.message}"
-    if result.verdict != case.verdict:
+    if surprising:
         line += f"   *** expected: {case.verdict}"
-    if verbose or result.verdict != case.verdict:
+    if verbose or surprising:
         line += "".join(f"\n    {event}" for event in result.trace)
     return line
 
@@ -31,16 +32,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help="log, store or power; default: all")
     parser.add_argument("--quick", action="store_true", help="only small searches, for CI")
     parser.add_argument("--traces", action="store_true", help="print how each mutant fails")
+    parser.add_argument("--states", type=int, default=5_000_000, metavar="N", help="give a search up beyond N states")
     parser.add_argument("--match", default="", help="only searches whose name contains this")
     options = parser.parse_args(arguments)
     wrong = 0
     for case in cases(options.quick):
         if (options.parts and case.part not in options.parts) or options.match not in case.name:
             continue
-        result = explore(case.model)
+        result = explore(case.model, options.states)
         store_catalog.forget()
-        wrong += result.verdict != case.verdict
-        print(describe(case, result, options.traces), flush=True)
+        surprising = result.verdict != case.verdict and (options.quick or result.verdict != "bounded")
+        wrong += surprising
+        print(describe(case, result, surprising, options.traces), flush=True)
     return 1 if wrong else 0
 
 
