@@ -192,7 +192,7 @@ def _atheris(recorder: Recorder, seconds: float, seed: int) -> None:
         return mutate(data, seeds, source)[:longest]
 
     total = 0 if recorder.cpu is not None else max(1, int(seconds))
-    arguments = [sys.argv[0], f"-max_total_time={total}", "-timeout=300", "-rss_limit_mb=0"]
+    arguments = [sys.argv[0], f"-max_total_time={total}", "-timeout=1200", "-rss_limit_mb=0"]
     arguments += ["-max_len=65536", f"-seed={seed + 1}", f"-artifact_prefix={recorder.folder}/died-", str(corpus)]
 
     def run(data: bytes) -> None:

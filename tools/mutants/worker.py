@@ -11,8 +11,11 @@ from __future__ import annotations
 import builtins
 import importlib
 import json
+import math
+import mmap
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -28,6 +31,7 @@ for _name in ("hypothesis", "hypothesis.strategies", "hypothesis.stateful", "hyp
     importlib.import_module(_name)
 
 _BROKEN = 3
+_PULSE = struct.Struct("<Qd")
 _PATIENCE = 20.0
 """Seconds that a test may take beyond five times what it takes without a mutant."""
 
@@ -35,8 +39,9 @@ _PATIENCE = 20.0
 class _Watch:
     """Chooses the tests, and notes how they went and which sites they reached."""
 
-    def __init__(self, tests: dict[str, float] | None) -> None:
+    def __init__(self, tests: dict[str, float] | None, pulse: mmap.mmap) -> None:
         self.tests = tests
+        self.pulse = pulse
         self.current = ""
         self.failures: list[str] = []
         self.took: dict[str, float] = {}
@@ -51,11 +56,12 @@ class _Watch:
         if self.tests is not None:
             order = {name: place for place, name in enumerate(self.tests)}
             items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
-            for item in items:  # a mutant that never ends is found soon
-                item.add_marker(pytest.mark.timeout(_PATIENCE + 5 * self.tests[item.nodeid]))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.current = nodeid
+        begun, _ = _PULSE.unpack(self.pulse[:])
+        usual = math.inf if self.tests is None else _PATIENCE + 5 * self.tests[nodeid]
+        self.pulse[:] = _PULSE.pack(begun + 1, usual)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.took[report.nodeid] = self.took.get(report.nodeid, 0.0) + report.duration
@@ -95,15 +101,17 @@ def main() -> None:
 def _attempt(request: dict[str, Any]) -> dict[str, Any]:
     begin = time.monotonic()
     reading, writing = os.pipe()
+    pulse = mmap.mmap(-1, _PULSE.size)  # shared with the child: tests begun, and how long this one may take
+    pulse[:] = _PULSE.pack(0, request["seconds"])
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _child(request, writing)
+        _child(request, writing, pulse)
     os.close(writing)
     told: list[str] = []
     reader = threading.Thread(target=lambda: told.append(_everything(reading)))  # a pipe holds only so much
     reader.start()
-    timed_out = not _ended(child, begin + request["seconds"])
+    timed_out = not _ended(child, request["seconds"], pulse)
     if timed_out:
         os.killpg(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -122,24 +130,36 @@ def _everything(descriptor: int) -> str:
         return file.read()
 
 
-def _ended(child: int, until: float) -> bool:
-    pause = 0.01
-    while time.monotonic() < until:
+def _ended(child: int, seconds: float, pulse: mmap.mmap) -> bool:
+    """Wait until the child ends; False if it or one test takes too long.
+
+    Only time in which this process ran counts: both may be stopped for a while, or the machine be busy.
+    """
+    pause, last, before = 0.01, time.monotonic(), -1
+    spent = alone = 0.0
+    while spent < seconds:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return True
+        begun, usual = _PULSE.unpack(pulse[:])
+        alone = 0.0 if begun != before else alone
+        if alone > usual:
+            return False
         time.sleep(pause)
-        pause = min(0.2, pause * 1.3)
+        pause, before = min(0.2, pause * 1.3), begun
+        now = time.monotonic()
+        spent, alone, last = spent + min(now - last, 1.0), alone + min(now - last, 1.0), now
     return False
 
 
-def _child(request: dict[str, Any], writing: int) -> None:
+def _child(request: dict[str, Any], writing: int, pulse: mmap.mmap) -> None:
     code = _BROKEN
     try:
         os.setpgid(0, 0)
-        watch = _Watch(request["tests"])
+        watch = _Watch(request["tests"], pulse)
         builtins.__dict__["__reach__"] = watch.reach
-        options = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
-        options += ["--import-mode=importlib", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        options = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        options += ["-o", "addopts=", "-o", "timeout=0", "--import-mode=importlib"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         options += ["-x"] if request["first"] else []
         result = pytest.main([*options, *request["files"]], plugins=[watch])
         with os.fdopen(writing, "w") as file:
