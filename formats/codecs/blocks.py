@@ -12,6 +12,7 @@ A *group* is a run of words coded together. Its first byte is its form::
                 0 for every other; then the others as exceptions: u32 number of steps, u32 number of exceptions,
                 piece of the steps (as in ``planecoder``), group of the words less 2**b (not narrow itself;
                 none without exceptions)
+    32 + b      halves: the low half of each word (of 2, 4 or 8 bytes), uncoded; the high halves as in the narrow form
     255         zero: all words are
 
 No group costs more than its words and one byte.
@@ -39,7 +40,7 @@ OVERHEAD = 16
 MARGIN = 32
 """What an encoder may write past the final end of a payload before it falls back to a smaller form."""
 ZERO_GROUP = 255
-NARROW = 16
+NARROW, HALVES = 16, 32
 _WIDTHS = (0, 1, 2, 4, 8)
 _Sparse: TypeAlias = "tuple[npt.NDArray[np.intp], Words]"
 _Tile: TypeAlias = "tuple[slice, Words]"
@@ -61,7 +62,8 @@ def bound(length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a sample suggests for a group: narrow words, or planes above ``wide`` uncoded bytes with these modes.
+    """What a sample suggests for a group: planes above ``wide`` uncoded bytes, with these modes; or instead of the
+    planes narrow words, of so many bits.
 
     Eight-bit narrow words beat planes only where they spare more than one.
     """
@@ -77,10 +79,10 @@ def write_group(words: Words, out: Bytes, at: int, level: int, nested: bool = Fa
     plan = _plan(words, level, nested)
     end = None
     if plan.narrow is not None:
-        if plan.narrow == 0 and not words.any():
+        if plan.narrow == 0 and plan.wide == 0 and not words.any():
             out[at] = ZERO_GROUP
             return at + 1
-        end = _write_narrow(words, out, at, plan, level)
+        end = (_write_halves if plan.wide else _write_narrow)(words, out, at, plan, level)
         if end is None:
             plan = _plan(words, level, True)
     if end is None and plan.wide < word:
@@ -109,7 +111,10 @@ def _plan(words: Words, level: int, nested: bool) -> _Plan:
     modes = tuple(planecoder.choose_mode(np.ascontiguousarray(table[:, byte]), level) for byte in range(word))
     uncoded = next((byte for byte, mode in enumerate(modes) if mode != RAW), word)
     wide = uncoded if uncoded in (word, 4) else min(uncoded, 2) // 2 * 2
-    return _Plan(None, wide, modes)
+    packed = planecoder.PACKED_BITS.get(modes[wide]) if 2 * wide == word else None
+    if packed is None or nested or 20 * np.count_nonzero(table[:, wide + 1 :]) > len(table):
+        return _Plan(None, wide, modes)
+    return _Plan(packed, wide, modes)
 
 
 def _write_planes(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int:
@@ -132,13 +137,29 @@ def _write_planes(words: Words, out: Bytes, at: int, plan: _Plan, level: int) ->
 
 def _write_narrow(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int | None:
     """The narrow form, or None where it might not be smaller than the words."""
-    count, bits = len(words), plan.narrow
-    assert bits is not None
+    out[at] = NARROW + (plan.narrow or 0)
+    return _write_packed(words, out, at + 1, plan, level)
+
+
+def _write_halves(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int | None:
+    """The form of halves, or None where it might not be smaller than the words."""
+    count, half = len(words), plan.wide
+    low, high = kernels.scratch("low half", count, half), kernels.scratch("high half", count, half)
+    step = kernels.TILE // words.itemsize
+    for start in range(0, count, step):
+        tile = slice(start, start + step)
+        kernels.halve(words[tile], low[tile], high[tile])
+    out[at] = HALVES + (plan.narrow or 0)
+    out[at + 1 : at + 1 + count * half] = low.view(np.uint8)
+    return _write_packed(high, out, at + 1 + count * half, plan, level)
+
+
+def _write_packed(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int | None:
+    """The body of the narrow form, or None where it might not be smaller than the words."""
+    count, bits = len(words), plan.narrow or 0
     where, steps = kernels.steps(words >= (1 << bits))
     if 16 + -(-count * bits // 8) + len(steps) + len(where) * words.itemsize > count * words.itemsize:
         return None
-    out[at] = NARROW + bits
-    at += 1
     if bits:
         small = kernels.scratch("plane0", count)
         np.copyto(small, words, casting="unsafe")
@@ -146,7 +167,8 @@ def _write_narrow(words: Words, out: Bytes, at: int, plan: _Plan, level: int) ->
         packed = kernels.pack_small(small, bits) if bits < 8 else small
         at = planecoder.encode(packed, out, at, plan.modes[0] if bits == 8 else None, level, depth=1)
     _counts.pack_into(out.data, at, len(steps), len(where))
-    at = planecoder.encode(steps, out, at + 8, ZSTD, level, depth=1)
+    mode = RAW if level == planecoder.FAST and len(steps) < SAMPLE else ZSTD
+    at = planecoder.encode(steps, out, at + 8, mode, level, depth=1)
     if not len(where):
         return at
     return write_group(words[where] - words.dtype.type(1 << bits), out, at, level, nested=True)
@@ -168,10 +190,25 @@ def read_group(
     if form == ZERO_GROUP:
         return None
     if form >= NARROW and form - NARROW in _WIDTHS and word > 1:
-        planes, exceptions = _read_narrow(cursor, count, word, form - NARROW, folded)
-        return _merge(planes, exceptions, None, count, word, folded, into)
+        planes, exceptions = _read_packed(cursor, count, word, form - NARROW)
+        return _merge(planes, _Overlay(*exceptions, 0), count, word, folded, into)
+    if form >= HALVES and form - HALVES in _WIDTHS and word > 1:
+        half = word // 2
+        low = cursor.take(count * half).view(kernels.WORDS[half])
+        (small,), (where, values) = _read_packed(cursor, count, half, form - HALVES)
+        high = kernels.scratch("high half", count, half)
+        np.copyto(high, small)
+        high[where] = values
+        return _merge([low, high], None, count, word, folded, into)
     planes, top = _read_planes(cursor, count, word, form)
-    return _merge(planes, None, top, count, word, folded, into)
+    if top and word > 2:
+        # Two planes in one: laying the sparse one over bytes once costs less than over the words of every tile.
+        where, values = top
+        pair = kernels.scratch("pair", count, 2)
+        np.copyto(pair, planes[-1])
+        pair[where] |= values.astype(np.uint16) << 8
+        return _merge([*planes[:-1], pair], None, count, word, folded, into)
+    return _merge(planes, _Overlay(*top, word - 1) if top else None, count, word, folded, into)
 
 
 def _read_planes(cursor: Cursor, count: int, word: int, wide: int) -> tuple[list[Words], _Sparse | None]:
@@ -190,8 +227,8 @@ def _read_planes(cursor: Cursor, count: int, word: int, wide: int) -> tuple[list
     return planes, top
 
 
-def _read_narrow(cursor: Cursor, count: int, word: int, bits: int, folded: bool) -> tuple[list[Words], _Sparse]:
-    """The low bytes of a narrow group, as its only plane, and the words that replace some of them."""
+def _read_packed(cursor: Cursor, count: int, word: int, bits: int) -> tuple[list[Words], _Sparse]:
+    """The body of the narrow form: low bytes as the only plane, and the words to lay over the zeros among them."""
     if bits == 8:
         small = planecoder.decode(cursor, count, "narrow", 1)
     else:
@@ -207,38 +244,40 @@ def _read_narrow(cursor: Cursor, count: int, word: int, bits: int, folded: bool)
     for tile, merged in (read_group(cursor, found, word) or ()) if found else ():
         np.copyto(greater[tile], merged)
     greater += greater.dtype.type(1 << bits)
-    if folded:
-        kernels.unfold(greater, greater)
     return [small], (where, greater)
 
 
+@dataclass(frozen=True, slots=True)
+class _Overlay:
+    """Words ``values`` at ``where``, to be combined (xor) with the bytes from ``position`` up of merged planes."""
+
+    where: npt.NDArray[np.intp]
+    values: Words
+    position: int
+
+    def apply(self, tile: slice, merged: Words, folded: bool) -> None:
+        """Lay over ``merged``, the words of a tile. Unfolding xors every bit with the same one, one place lower."""
+        first, last = np.searchsorted(self.where, (tile.start, tile.stop))
+        values = self.values[first:last].astype(merged.dtype)
+        if not folded:
+            values <<= 8 * self.position
+        elif self.position:
+            values <<= 8 * self.position - 1
+        else:
+            kernels.unfold(values, values)
+        merged[self.where[first:last] - tile.start] ^= values
+
+
 def _merge(
-    planes: list[Words],
-    exceptions: _Sparse | None,
-    top: _Sparse | None,
-    count: int,
-    word: int,
-    folded: bool,
-    into: Words | None,
+    planes: list[Words], overlay: _Overlay | None, count: int, word: int, folded: bool, into: Words | None
 ) -> Iterator[_Tile]:
-    """Merge tile by tile. Exceptions replace words; a sparse top plane is laid over the others."""
+    """Merge tile by tile; zeros of the planes that the overlay covers become its words."""
     kernel = kernels.merge_folded if folded else kernels.merge
-    step, shift = kernels.TILE // word, 8 * word - (9 if folded else 8)
+    step = kernels.TILE // word
     for start in range(0, count, step):
         tile = slice(start, min(start + step, count))
         merged = kernels.scratch("merged", tile.stop - start, word) if into is None else into[tile]
         kernel([plane[tile] for plane in planes], merged)
-        if top is not None:
-            where, values = _within(top, tile)
-            merged[where] ^= values.astype(merged.dtype) << shift
-        if exceptions is not None:
-            where, values = _within(exceptions, tile)
-            merged[where] = values
+        if overlay is not None:
+            overlay.apply(tile, merged, folded)
         yield tile, merged
-
-
-def _within(sparse: _Sparse, tile: slice) -> _Sparse:
-    """The part of sparse words that lies in a tile, with positions from its start."""
-    where, values = sparse
-    first, last = np.searchsorted(where, (tile.start, tile.stop))
-    return where[first:last] - tile.start, values[first:last]

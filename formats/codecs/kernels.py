@@ -109,6 +109,14 @@ def split(words: Words, wide: int, planes: list[Words]) -> None:
         position += 1
 
 
+def halve(words: Words, low: Words, high: Words) -> None:
+    """Split words into their low and their high halves."""
+    shifted = scratch("shifted", len(words), words.itemsize)
+    np.copyto(low, words, casting="unsafe")
+    np.right_shift(words, 4 * words.itemsize, out=shifted)
+    np.copyto(high, shifted, casting="unsafe")
+
+
 def merge(planes: list[Words], out: Words) -> None:
     """Undo :func:`split`: the last plane is the top byte, the first may be wide."""
     np.copyto(out, planes[-1])
@@ -231,7 +239,7 @@ def positions_of_steps(stepped: Bytes) -> npt.NDArray[np.intp]:
     meets = stepped != 255
     where = np.cumsum(stepped + meets, dtype=np.intp)
     where -= 1
-    return where if meets.all() else where[meets]
+    return where if meets.all() else np.compress(meets, where)
 
 
 # ----------------------------------------------------------------------------------------- numbers of any width
