@@ -1,0 +1,38 @@
+"""What an optimizer's step did, as the writer of gradient diffs has to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptstore.formats.optim import Optimizer, SparseGradient, Step
+from ckptstore.formats.state import FlatState, TensorSource
+
+__all__ = ["Update", "Updates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One step of one parameter.
+
+    None of it is believed: what the step does not explain is stored beside it, so wrong values cost bytes, never bits.
+
+    Attributes:
+        slots: names of tensors of the state, all fp32 and of one shape: the weight, then what the optimizer keeps for
+            it in the order of `formats.optim.Rule.slots` (``exp_avg``, ``exp_avg_sq``, ...).
+        optimizer: the settings of the parameter's group.
+        step: the numbers of this step.
+        gradient: what the optimizer consumed, before loss scale and clipping of `step` are applied: a tensor of the
+            parameter's size (fp32, bf16 or fp16), or its largest entries (indices into the flattened parameter), or
+            None if it is not at hand. It must not change until the save has taken it.
+    """
+
+    slots: tuple[str, ...]
+    optimizer: Optimizer
+    step: Step
+    gradient: TensorSource | SparseGradient | None = None
+
+
+Updates: TypeAlias = Sequence[Update] | Callable[[FlatState], Sequence[Update]]
+"""The updates of a step, or what finds them in the state as it was taken apart."""
