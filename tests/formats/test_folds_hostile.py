@@ -106,6 +106,7 @@ LIES = [
     ("requests", [HEX]),
     ("manifests", [{HEX: 1}]),
     ("manifests", [HEX]),
+    ("manifests", [{HEX: 1, "slot": 2, "term": 1}]),
     ("manifests", [[HEX, 1]]),
     ("manifests", [[HEX, 1, 2, 3]]),
     ("manifests", [["x", 1, 2]]),

@@ -319,7 +319,14 @@ class TestKeys:
         assert request_of(REQUEST.key) == (2, digest(1))
         assert segment_key(3, digest(1)) == f"seg/0000000003/{digest(1)}.safetensors"
 
-    @pytest.mark.parametrize("key", ["log/1", "log/" + "x" * 20, "fold/" + "0" * 20, "log/" + "0" * 20 + ".tmp", "a"])
+    @pytest.mark.parametrize(
+        "key",
+        [
+            *("log/1", "log/" + "x" * 20, "log/" + "0" * 20 + ".tmp", "0" * 20, "a"),
+            *("fold/" + "0" * 20, "0" * 20 + "-" + "a" * 16),
+            *("req/" + "0" * 10 + "-a", "0" * 10 + "-" + "a" * 32),
+        ],
+    )
     def test_strangers_are_not_ours(self, key: str) -> None:
         assert slot_of(key) is None
         assert fold_of(key) is None

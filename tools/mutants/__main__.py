@@ -90,8 +90,7 @@ def run(sites: Sequence[Site], jobs: int, files_each: int | None = None) -> list
             print(f"fails without a mutant, does not count: {test}", flush=True)
 
         def tell(verdict: Verdict) -> None:
-            if verdict.outcome != "killed":
-                print(f"{verdict.outcome}: {verdict.site.path}:{verdict.site.line} {verdict.site.name}", flush=True)
+            print(f"{verdict.seconds:6.1f} s  {verdict.outcome:9}{verdict.site.name}  {verdict.by}", flush=True)
 
         return try_all(benches, sites, known, tell)
 
