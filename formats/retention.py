@@ -107,7 +107,7 @@ def _check_segments(catalog: Catalog, record: CommitRecord) -> None:
 
 
 def _check_checkpoints(catalog: Catalog, record: CommitRecord) -> None:
-    parent = catalog.terms[record.term].parent if record.term in catalog.terms else None
+    parent = catalog.terms[record.term].parent
     steps: set[int] = set()
     for checkpoint in record.checkpoints:
         if checkpoint.term != record.term:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -379,6 +380,15 @@ class TestCheckCommit:
             (change(checkpoints=(CheckpointEntry(1, 4, digest(9), 0, 1, 1),)), StepOrderError, "step 4 exists"),
             (change(encodings=(Encoding((1, 8), "full", None, (digest(4),), False, 1),)), UsageError, "not promised"),
             (change(encodings=(Encoding((1, 4), "full", None, (digest(8),), False, 1),)), UsageError, "not live"),
+            (
+                change(
+                    encodings=(Encoding((1, 4), "full", None, (digest(1),), False, 1),),
+                    drops=(digest(1), digest(2), digest(3)),
+                    retires=((1, 1), (1, 2), (1, 3)),
+                ),
+                UsageError,
+                "not live",
+            ),
             (change(encodings=(Encoding((1, 4), "full", None, (), False, 1),)), UsageError, "without segments"),
             (change(retires=((1, 9),)), UsageError, "not promised"),
             (change(drops=(digest(1),)), UsageError, "leave 1@1"),
@@ -433,6 +443,11 @@ class TestCheckCommit:
             with pytest.raises(StepOrderError, match="above step 3"):
                 check_commit(catalog, change(2, checkpoints=(CheckpointEntry(2, step, digest(step), 0, 1, 1),)))
         check_commit(catalog, save(5, 3, term=2, base_term=1))
+
+    def test_a_record_has_each_step_once(self) -> None:
+        twins = tuple(CheckpointEntry(1, 9, digest(state), 0, 1, 1) for state in (8, 9))
+        with pytest.raises(StepOrderError, match="step 9 exists already"):
+            check_commit(applied(CHAIN), replace(save(9), checkpoints=twins))
 
     def test_a_term_and_step_exist_once_even_after_retirement(self) -> None:
         catalog = applied([*CHAIN, change(retires=((1, 4),), drops=(digest(4),))])
