@@ -12,7 +12,7 @@ ROUNDS ?= 5
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt torch==2.13.0
-	$(PIP) install -c constraints.txt -e '.[torch,plot,test]'
+	$(PIP) install -c constraints.txt -e '.[torch,plot,fast,test]'
 	touch $@
 
 .venv/.bench-ready: .venv/.ready

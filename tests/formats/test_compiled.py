@@ -1,0 +1,152 @@
+"""Which kernels run is decided once, by the environment and by what is installed, and never costs a start-up."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptstore.formats import compiled
+from ckptstore.formats.errors import MissingDependencyError, UsageError
+
+NUMBA = importlib.util.find_spec("numba") is not None
+needs_numba = pytest.mark.skipif(not NUMBA, reason="numba is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    compiled.use(None)
+
+
+def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    compiled.use(None)
+    assert compiled.kind() == ("compiled" if NUMBA else "numpy")
+    monkeypatch.setenv(compiled.VARIABLE, "numpy")
+    assert compiled.kind() == ("compiled" if NUMBA else "numpy"), "decided once"
+    compiled.use(None)
+    assert compiled.kind() == "numpy"
+    monkeypatch.setenv(compiled.VARIABLE, "fortran")
+    compiled.use(None)
+    with pytest.raises(UsageError, match="CKPTSTORE_KERNELS is 'fortran'; it may be numpy or compiled"):
+        compiled.kind()
+    with pytest.raises(UsageError):
+        compiled.use("c")
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    def importing(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "numba":
+            raise ImportError("Numba needs NumPy 1.0 or less")
+        return found(name, *rest, **more)
+
+    found = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", importing)
+    monkeypatch.setattr("importlib.import_module", importing)
+    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    compiled.use(None)
+    assert compiled.kind() == "numpy"
+    with pytest.raises(MissingDependencyError, match=r"ckptstore\[fast\]"):
+        compiled.use("compiled")
+    assert twice.reference(2) == 4
+
+
+@compiled.hot("tests.formats.test_compiled_forms")
+def twice(value: int) -> int:
+    """The reference."""
+    return 2 * value
+
+
+def test_a_hot_kernel_runs_in_the_form_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = type(sys)("tests.formats.test_compiled_forms")
+    forms.twice = lambda value: 2.0 * value  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, forms.__name__, forms)
+    compiled.use("numpy")
+    assert isinstance(twice(3), int)
+    if NUMBA:
+        compiled.use("compiled")
+        assert isinstance(twice(3), float)
+    assert twice.compiled(3) == twice.reference(3)
+    assert twice.__doc__ == "The reference."
+
+
+@compiled.loop("u2", "u4!", "int", "float")
+def scaled(values: Any, out: Any, add: int, factor: float) -> int:
+    total = 0
+    for i in range(len(out)):
+        out[i] = values[i] * factor + add
+        total += values[i]
+    return total
+
+
+@needs_numba
+def test_loops_take_arrays_at_any_address() -> None:
+    buffer = np.zeros(11, np.uint8)
+    readonly = np.frombuffer(b"\0\1\0\2\0\3\0\4\0"[1:], "<u2")
+    unaligned = buffer[1:9].view("<u2")
+    unaligned[:] = readonly
+    for values in (readonly, unaligned, readonly.copy()):
+        out = np.zeros(4, "<u4")
+        assert scaled(values, out, 1, 2.0) == 10
+        assert out.tolist() == [3, 5, 7, 9]
+    with pytest.raises(TypeError):
+        scaled(readonly.astype("<u4"), np.zeros(4, "<u4"), 1, 2.0)
+    with pytest.raises(TypeError):
+        scaled(readonly, np.frombuffer(bytes(16), "<u4"), 1, 2.0)  # not to be written
+
+
+@compiled.loop("f4", "f4!")
+def reciprocals(values: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = np.float32(1) / values[i]
+
+
+@needs_numba
+def test_division_is_as_in_numpy() -> None:
+    values = np.array([0.0, -0.0, np.inf, np.nan, 1e-45, 3.0], "<f4")
+    out = np.empty_like(values)
+    reciprocals(values, out)
+    with np.errstate(all="ignore"):
+        assert (out.view("<u4") == (np.float32(1) / values).view("<u4")).all()
+
+
+@needs_numba
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    jit, asked = numba.jit, []
+
+    def refusing(*args: Any, cache: bool = False, **options: Any) -> Any:
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return jit(*args, **options)
+
+    monkeypatch.setattr(numba, "jit", refusing)
+
+    def successor(values: Any, out: Any) -> None:
+        for i in range(len(out)):
+            out[i] = values[i] + 1
+
+    out = np.zeros(2, np.uint8)
+    compiled.loop("u1", "u1!")(successor)(np.array([1, 255], np.uint8), out)
+    assert out.tolist() == [2, 0]
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize("code", ["import ckptstore", "from ckptstore.formats import codecs, optim"])
+def test_importing_compiles_nothing(code: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}; print([n for n in sys.modules if n.startswith('numba')])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == "[]"
