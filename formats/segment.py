@@ -56,7 +56,7 @@ def header_length(prefix: bytes, size: int, where: str) -> int:
     if min(len(prefix), size) < LENGTH.size:
         raise CorruptSegmentError(f"{where}: ends at byte {min(len(prefix), size)}, within its length field")
     length = LENGTH.size + int(LENGTH.unpack_from(prefix)[0])
-    if not 0 < length <= HEADER_LIMIT or length % ALIGN:
+    if length > HEADER_LIMIT or length % ALIGN:
         raise FormatError(f"{where}: a header of {length} bytes; ours are multiples of {ALIGN} up to {HEADER_LIMIT}")
     if length > size:
         raise CorruptSegmentError(f"{where}: ends at byte {size}, within its header of {length} bytes")
