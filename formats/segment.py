@@ -94,7 +94,7 @@ def parse(header: bytes, size: int, where: str, read: Callable[[int, int], bytes
     members = jsontext.loads(
         memoryview(header)[LENGTH.size :], what=where, max_bytes=HEADER_LIMIT, max_depth=_MAX_HEADER_DEPTH
     )
-    if header[LENGTH.size] != ord("{") or not isinstance(members, dict):
+    if header[LENGTH.size] != ord("{"):
         raise FormatError(f"{where}: the header is not a JSON object")
     metadata = members.pop("__metadata__", None)
     text = metadata.get("ckptstore") if isinstance(metadata, dict) else None

@@ -122,6 +122,16 @@ def test_impossible_header_lengths_are_refused(length: int) -> None:
         header_length(struct.pack("<Q", length), 1 << 62, "file")
 
 
+@pytest.mark.parametrize("first", [b" ", b"\t"])
+def test_a_header_begins_with_its_object(first: bytes) -> None:
+    data = SEGMENTS["plain-no-tensors"]
+    header = header_length(data, len(data), "file")
+    text = data[8:header].rstrip(b" ")
+    moved = data[:8] + (first + text).ljust(header - 8) + data[header:]
+    with pytest.raises(FormatError, match="not a JSON object"):
+        read(moved)
+
+
 def test_a_file_that_ends_within_its_header_is_cut() -> None:
     prefix = struct.pack("<Q", 2 * ALIGN - 8)
     assert header_length(prefix, 2 * ALIGN, "file") == 2 * ALIGN
