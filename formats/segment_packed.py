@@ -123,7 +123,7 @@ def read_packed(
     if header_size + payload + length != size:
         raise CorruptSegmentError(f"{where}: ends at byte {header_size + payload + length}, has {size} bytes")
     where = f"{where}: index at byte {header_size + payload}"
-    index = _decompressed(pointer, read(header_size + payload, length), length, where)
+    index = _decompressed(pointer, read(header_size + payload, length), where)
     return read_index(doc, Members(index, where), payload, header_size, where)
 
 
@@ -148,10 +148,10 @@ def _read_extent(info: Any, start: int, what: str) -> int:
     return length
 
 
-def _decompressed(pointer: Members, stored: bytes, length: int, where: str) -> Any:
+def _decompressed(pointer: Members, stored: bytes, where: str) -> Any:
     """The parsed index. Checked before decompression: its hash, and the size that it will have."""
     digest, decoded = pointer.digest("hash"), pointer.number("length")
-    if len(stored) != length or xxh3_128(stored) != digest:
+    if xxh3_128(stored) != digest:
         raise CorruptSegmentError(f"{where}: {len(stored)} bytes whose hash is not {digest}")
     if pointer.text("codec") != "zstd" or decoded > INDEX_LIMIT:
         raise FormatError(f"{where}: not compressed with zstd, or {decoded} bytes, more than {INDEX_LIMIT}")

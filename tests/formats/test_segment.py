@@ -37,6 +37,7 @@ from ckptstore.formats.segment import (
     plan_plain,
     raw_entry,
 )
+from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
 from tools.golden import make_segments
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
@@ -241,6 +242,22 @@ def test_steps_ascend_and_a_plain_segment_has_one() -> None:
 def test_a_tree_beyond_a_header_is_refused_when_planned() -> None:
     with pytest.raises(FormatError, match="a header of"):
         plan_plain([], replace(DRAFT, trees={100: "x" * (64 << 20)}))
+
+
+def test_a_packed_header_or_index_beyond_its_limit_is_not_written() -> None:
+    with pytest.raises(FormatError, match="a header of"):
+        plan_packed(replace(DRAFT, kind="x" * (64 << 20)))
+    with pytest.raises(FormatError, match="an index of"):
+        encode_packed(replace(DRAFT, trees={100: "x" * (64 << 20)}), 0, plan_packed(DRAFT))
+
+
+def test_more_entries_or_chunks_than_a_reader_takes_are_not_encoded() -> None:
+    empty = TensorEntry("t", "U8", (0,), ())
+    chunks = (Chunk(ALIGN, 0, CHUNK, chunk_hash(b""), None),) * (MAX_CHUNKS + 1)
+    large = TensorEntry("t", "U8", (len(chunks) * CHUNK,), chunks, "xor")
+    for tensors in (dict.fromkeys(map(str, range(MAX_ENTRIES + 1)), empty), {"t": large}):
+        with pytest.raises(FormatError, match="too many"):
+            encode_packed(replace(DRAFT, tensors={100: tensors}), 0, ALIGN)
 
 
 def test_unknown_members_and_features_survive() -> None:

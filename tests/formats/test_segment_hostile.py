@@ -313,6 +313,12 @@ PLAIN_FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "reserved name": lambda h, d: h.update({"ckptstore/x": h.pop("replicated")}),
     "further field": lambda h, d: h["z"].update(strides=[1]),
     "step": lambda h, d: d.update(steps=[True]),
+    "base of term 0": lambda h, d: d.update(bases=[[0, 3, "a" * 32]]),
+    "base of a true term": lambda h, d: d.update(bases=[[True, 3, "a" * 32]]),
+    "base of a negative step": lambda h, d: d.update(bases=[[1, -3, "a" * 32]]),
+    "base of another type": lambda h, d: d.update(bases=[{"term": 1, "step": 3, "state": "a" * 32}]),
+    "base without a state": lambda h, d: d.update(bases=[[1, 3]]),
+    "base of an odd state": lambda h, d: d.update(bases=[[1, 3, "a" * 31]]),
 }
 
 
@@ -377,6 +383,7 @@ PACKED_HEADERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "no index": lambda h: h.pop("ckptstore/index"),
     "index elsewhere": lambda h: h["ckptstore/index"].update(data_offsets=[0, h["ckptstore/index"]["shape"][0]]),
     "payload elsewhere": lambda h: h["ckptstore/payload"].update(data_offsets=[1, 88]),
+    "payload of another type": lambda h: h.update({"ckptstore/payload": 87}),
     "payload of other bytes": lambda h: h["ckptstore/payload"].update(dtype="I8"),
     "payload of two dimensions": lambda h: h["ckptstore/payload"].update(shape=[87, 1]),
     "longer payload": lambda h: h["ckptstore/payload"].update(shape=[88], data_offsets=[0, 88]),
@@ -390,6 +397,13 @@ def test_forged_packed_headers_are_refused(forgery: str) -> None:
     PACKED_HEADERS[forgery](header)
     with pytest.raises((FormatError, CorruptSegmentError)):
         read(closed(header, None, rest))
+
+
+def test_an_index_that_says_another_codec_is_not_guessed_at() -> None:
+    header, document, rest = opened(SEGMENTS["packed-batch"])
+    document["index"]["codec"] = "lz4"
+    with pytest.raises(FormatError, match="not compressed with zstd"):
+        read(closed(header, document, rest))
 
 
 def index_of_one_step(shape: list[int], entries: int, chunks: int) -> bytes:
