@@ -214,7 +214,7 @@ def _specs(members: Mapping[str, Any], document: Members, data: int, where: str)
 def _logical_shape(dtype: dtypes.DType, info: Mapping[str, Any]) -> tuple[int, ...]:
     shape = numbers(info["shape"], "shape")
     kept = len(shape) - len(dtype.trailing)
-    if info["dtype"] != dtype.storage or kept < 0 or shape[kept:] != dtype.trailing:
+    if info["dtype"] != dtype.storage or shape[kept:] != dtype.trailing:  # fewer dimensions differ, too
         raise FormatError(f"{dtype.name} is not stored as {info['dtype']!r:.20} {shape!r:.80}")
     return shape[:kept]
 
