@@ -74,7 +74,7 @@ def unseal(data: bytes, *, what: str, max_bytes: int = SLOT_LIMIT) -> Any:
     if len(data) > max_bytes:
         raise FormatError(f"{what}: {len(data)} bytes, at most {max_bytes} are allowed")
     text = data[:-_TAIL]
-    if len(data) < _TAIL or data[-_TAIL:] != f"\n{xxh3_128(text)}\n".encode("ascii"):
+    if data[-_TAIL:] != f"\n{xxh3_128(text)}\n".encode("ascii"):
         raise FormatError(f"{what}: checksum mismatch in {len(data)} bytes")
     return jsontext.loads(text, what=what, max_bytes=max_bytes)
 

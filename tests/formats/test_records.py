@@ -303,6 +303,13 @@ class TestLimits:
         with pytest.raises(FormatError, match="at most"):
             encode(replace(OPEN, writer={"environment": "x" * texts.SLOT_LIMIT}))
 
+    def test_a_commit_does_not_outgrow_a_manifest(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        long = replace(COMMIT, extra={"note": "x" * texts.SLOT_LIMIT})
+        assert texts.encode_commit(long, seq=7, run=RUN, manifest=digest(3))[1] is not None
+        monkeypatch.setattr(texts, "MANIFEST_LIMIT", texts.SLOT_LIMIT + 1)
+        with pytest.raises(FormatError, match="at most"):
+            texts.encode_commit(long, seq=7, run=RUN, manifest=digest(3))
+
     def test_what_json_cannot_say_is_refused(self) -> None:
         with pytest.raises(ValueError, match="JSON"):
             encode(replace(OPEN, time=float("nan")))

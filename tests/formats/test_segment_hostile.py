@@ -295,6 +295,7 @@ PLAIN_FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "dtype": lambda h, d: h["z"].update(dtype="F128"),
     "dtype of another type": lambda h, d: h["z"].update(dtype=["F32"]),
     "stored otherwise": lambda h, d: h["z"].update(dtype="U32"),
+    "another trailing dimension": lambda h, d: h["z"].update(shape=[3, 3]),
     "no trailing dimension": lambda h, d: h["z"].update(shape=[6]),
     "native complex": lambda h, d: (h["z"].update(dtype="C64"), d.update(dtypes=[])),
     "row beyond": lambda h, d: d.update(dtypes=[[9, "C64"]]),

@@ -297,8 +297,9 @@ def test_the_deepest_state_that_is_written_can_be_read(wrap: Callable[[Any], Any
     assert there_and_back(state) == state
 
 
-def test_the_deepest_key_that_is_written_can_be_read() -> None:
-    state = deepest(lambda key: (key,), lambda key: {key: 1})
+@pytest.mark.parametrize("outermost", [lambda key: {key: 1}, lambda element: {element}], ids=["key", "element"])
+def test_the_deepest_key_or_element_that_is_written_can_be_read(outermost: Callable[[Any], Any]) -> None:
+    state = deepest(lambda inner: (inner,), outermost)
     assert there_and_back(state) == state
 
 

@@ -214,6 +214,15 @@ def test_manifests() -> None:
         manifest(COMMIT, held + b" ", size=len(held), hash=xxh3_128(held + b" "))
 
 
+def test_a_manifest_beyond_its_limit_is_not_fetched() -> None:
+    def fetch(key: str, size: int) -> bytes:
+        raise AssertionError(f"{key}, of {size} bytes, was asked for")
+
+    document = SMALL | {"manifest": {"id": HEX, "size": texts.MANIFEST_LIMIT + 1, "hash": HEX}}
+    with pytest.raises(FormatError, match="a manifest of"):
+        texts.decode_record(sealed(document), seq=7, run=seeds.RUN, what="here", fetch=fetch)
+
+
 def test_a_manifest_is_refused_where_none_can_be_fetched() -> None:
     document = SMALL | {"manifest": {"id": HEX, "size": 5, "hash": HEX}}
     with pytest.raises(FormatError, match="manifest of 5 bytes"):
