@@ -151,10 +151,12 @@ def _decode_key(node: Any, depth: int) -> Any:
     """A dict key: a value that hashes, or a tuple of such."""
     if depth > MAX_DEPTH:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
-    if not isinstance(node, dict | list):
+    if isinstance(node, list):
+        raise FormatError(f"state tree: {node!r:.80} cannot be a key")
+    if not isinstance(node, dict):
         return _plain(node)
-    tag = _tag(node) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or tag is None or tag in ("$bytearray", "$ints"):
+    tag = _tag(node)
+    if tag is None or tag in ("$bytearray", "$ints"):
         raise FormatError(f"state tree: {node!r:.80} cannot be a key")
     if tag == "$tuple":
         return tuple([_decode_key(part, depth + 2) for part in _list(tag, node[tag])])

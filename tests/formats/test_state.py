@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ckptstore.formats import jsontext, values
 from ckptstore.formats.errors import FormatError, UnsupportedStateError
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import Tagged, flatten, select, tensor_names, unflatten
+from ckptstore.formats.state import MAX_DEPTH, Tagged, flatten, select, tensor_names, unflatten
 
 
 def there_and_back(state: Any) -> Any:
@@ -467,6 +467,42 @@ def test_hostile_depth(wrap: Callable[[Any], Any]) -> None:
     assert tensor_names(tree) == []
     while isinstance(tree, list | dict):  # taken apart here: the interpreter would recurse to free it
         tree = tree[0] if isinstance(tree, list) else next(iter(tree.values()))
+
+
+DEEPER = {
+    "list": (MAX_DEPTH, lambda tree: [tree], 1),
+    "tuple": (MAX_DEPTH // 2, lambda tree: {"$tuple": [tree]}, []),
+    "set": (MAX_DEPTH // 2, lambda tree: {"$frozenset": [tree]}, {"$frozenset": []}),
+    "key": (MAX_DEPTH // 2, lambda tree: {"$tuple": [tree]}, {"$bytes": ""}),
+}
+
+
+@pytest.mark.parametrize(("times", "wrap", "leaf"), DEEPER.values(), ids=DEEPER)
+def test_the_first_level_too_deep(times: int, wrap: Callable[[Any], Any], leaf: Any, request: Any) -> None:
+    def outermost(tree: Any) -> Any:
+        return {"$dict": [[tree, 1]]} if request.node.callspec.id == "key" else tree
+
+    tree = leaf
+    for _ in range(times):
+        tree = wrap(tree)
+    unflatten(outermost(tree), lambda name, origin: name)
+    with pytest.raises(FormatError, match=f"nested deeper than {MAX_DEPTH}"):
+        unflatten(outermost(wrap(tree)), lambda name, origin: name)
+
+
+def test_a_selection_is_refused_what_no_state_is() -> None:
+    tree: Any = 1
+    for _ in range(MAX_DEPTH + 1):
+        tree = [tree]
+    for hostile, reason in (
+        (tree, "nested deeper"),
+        ({"$dict": [["a", 1, 2]]}, "no pair"),
+        ({"$dict": [["a"]]}, "no pair"),
+        ({"$odict": [{"a": 1}]}, "no pair"),
+        ({"$t": 7}, "name is 7"),
+    ):
+        with pytest.raises(FormatError, match=reason):
+            select(hostile, {"a"})
 
 
 json_values = st.recursive(
