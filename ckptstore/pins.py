@@ -15,8 +15,8 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -143,12 +143,14 @@ class Survey:
         alive: keys of living pins.
         dead: keys of pins not renewed for too long.
         unreadable: keys of living pins that are damaged. Nobody knows what they claim: collect nothing.
+        records: key of a living pin -> what it says: which segments, and who reads.
     """
 
     segments: frozenset[str]
     alive: tuple[str, ...]
     dead: tuple[str, ...]
     unreadable: tuple[str, ...]
+    records: Mapping[str, PinRecord] = field(default_factory=dict)
 
 
 class PinWatch:
@@ -171,7 +173,8 @@ class PinWatch:
     def survey(self) -> Survey:
         """List and read the pins. Call it after READ, never before. Raises `StorageError`."""
         segments: set[str] = set()
-        alive, dead, unreadable = [], [], []
+        dead, unreadable = [], []
+        records: dict[str, PinRecord] = {}
         seen: dict[str, tuple[bytes, float]] = {}
         for key in self._backend.list("pins/"):
             try:
@@ -185,9 +188,9 @@ class PinWatch:
                 dead.append(key)
                 continue
             try:
-                segments.update(decode_pin(data, what=key).segments)
-                alive.append(key)
+                records[key] = decode_pin(data, what=key)
+                segments.update(records[key].segments)
             except FormatError:
                 unreadable.append(key)
         self._seen = seen
-        return Survey(frozenset(segments), tuple(alive), tuple(dead), tuple(unreadable))
+        return Survey(frozenset(segments), tuple(records), tuple(dead), tuple(unreadable), records)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-__all__ = ["duration", "emit", "moment", "note", "number", "progress", "ratio", "shape", "size", "table"]
+__all__ = ["duration", "emit", "moment", "note", "number", "progress", "ratio", "shape", "size", "some", "table"]
 
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all) as work goes on."""
@@ -75,6 +75,13 @@ def number(value: float | None) -> str:
 def ratio(before: int, after: int) -> str:
     """How many times smaller `after` is: ``1.00x``."""
     return f"{before / after:.2f}x" if after else "-"
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """Names in a row, the middle of a long row left out."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[: most // 2])} ... {', '.join(names[-most // 2 :])} ({len(names):,} in all)"
 
 
 def shape(dimensions: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ import click
 
 from ckptstore.cli.arguments import STORE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, progress, size
+from ckptstore.cli.output import emit, progress, size, some
 
 if TYPE_CHECKING:
     from ckptstore.verification import VerificationReport
@@ -61,23 +61,17 @@ def _print(report: VerificationReport) -> None:
     total = len(report.restorable) + len(report.lost)
     click.echo(f"checked {size(report.nbytes)} in {report.objects:,} objects, {total:,} checkpoints")
     for damage in report.damage:
-        needed = f"  (needed by {_some(damage.checkpoints)})" if damage.checkpoints else ""
+        needed = f"  (needed by {some(damage.checkpoints)})" if damage.checkpoints else ""
         click.echo(f"{click.style('damaged', fg='red', bold=True)}  {damage.key}: {damage.what}{needed}")
     if report.lost:
-        click.echo(f"{click.style('lost', fg='red', bold=True)}     {_some(report.lost)}")
+        click.echo(f"{click.style('lost', fg='red', bold=True)}     {some(report.lost)}")
     if report.damage:
-        click.echo(f"intact   {_some(report.restorable) if report.restorable else 'no checkpoint'}")
+        click.echo(f"intact   {some(report.restorable) if report.restorable else 'no checkpoint'}")
         if report.latest is not None:
             click.echo(f"newest checkpoint that can be restored: {report.latest.ref}")
     if report.orphans:
         click.echo(f"{len(report.orphans):,} segments belong to no checkpoint (left by interrupted saves; harmless)")
     if report.strangers:
-        click.echo(f"{len(report.strangers):,} files are not part of the store: {_some(report.strangers)}")
+        click.echo(f"{len(report.strangers):,} files are not part of the store: {some(report.strangers)}")
     if report.ok:
         click.echo(click.style("intact", fg="green", bold=True))
-
-
-def _some(names: tuple[str, ...], most: int = 8) -> str:
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[: most // 2])} ... {', '.join(names[-most // 2 :])} ({len(names):,} in all)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from ckptstore import requests
 from ckptstore.backends.local import LocalBackend
-from ckptstore.collecting import Collected, collect
-from ckptstore.formats.errors import ReadOnlyError
+from ckptstore.collecting import Collected, collect, collect_patiently
+from ckptstore.formats.errors import ReadOnlyError, UsageError
 from ckptstore.formats.records import Node, pin_key, segment_key
 from ckptstore.formats.retention import droppable
 from ckptstore.pins import Pin, PinWatch
@@ -95,6 +96,10 @@ def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
         done = collect(store)
         assert done.segments == ()
         assert done.pinned == (segment,)
+        assert done.pinned_nbytes > 4000
+        (holder,) = done.holders
+        assert holder.segments == (segment,)
+        assert holder.reader["pid"] == os.getpid()
     assert collect(store).segments == (segment,)
 
 
@@ -111,6 +116,45 @@ def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store)
     assert done.segments == (segment,)
     assert done.dead_pins == (pin.key,)
     assert store.backend.list("pins/") == []
+
+
+def test_a_patient_collector_waits_for_readers_and_finds_the_dead_ones_out(store: Store) -> None:
+    segment = collect(store, dry_run=True).segments[0]
+    pin = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
+    pin._renew()
+    now = [0.0]
+    told: list[tuple[int, int]] = []
+
+    def patiently(wait: float, ends: float | None = None) -> Collected:
+        """The reader renews its pin until `ends`."""
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+            if ends is not None and now[0] < ends:
+                pin._renew()
+
+        return collect_patiently(
+            store,
+            wait=wait,
+            dead_after=60,
+            clock=lambda: now[0],
+            sleep=sleep,
+            progress=lambda done, total: told.append((done, total)),
+        )
+
+    assert patiently(0).pinned == (segment,)
+    assert patiently(59).pinned == (segment,)
+    alive = patiently(100, ends=1000)
+    assert (alive.segments, alive.pinned) == ((), (segment,))
+    began = now[0]
+    done = patiently(300, ends=began + 50)
+    assert done.segments == (segment,)
+    assert done.dead_pins == (pin.key,)
+    assert done.pinned == ()
+    assert 100 < now[0] - began < 130
+    assert told == [(done.nbytes, done.nbytes)]
+    with pytest.raises(UsageError, match="still be alive"):
+        collect_patiently(store, dead_after=59)
 
 
 def test_with_an_unreadable_pin_nothing_goes(store: Store) -> None:

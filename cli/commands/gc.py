@@ -1,0 +1,104 @@
+"""``ckpt gc``: delete the segments that nothing needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import STORE, opened
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import emit, note, progress, size, some
+
+if TYPE_CHECKING:
+    from ckptstore.collecting import Collected, Holder
+
+UNREADABLE = 1
+"""Exit code when a damaged pin kept everything from being deleted."""
+
+
+@make_command(
+    "gc",
+    examples=[
+        "ckpt gc runs/gpt --dry-run",
+        "ckpt gc runs/gpt",
+        "ckpt gc runs/gpt --wait 700          # long enough to find dead readers out",
+    ],
+)
+@STORE
+@click.option("--dry-run", is_flag=True, help="Delete nothing: show what would go.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="While readers pin garbage, look again for so long. Default: 0.",
+)
+@click.option(
+    "--pin-ttl",
+    type=click.FloatRange(min=0),
+    default=None,
+    metavar="SECONDS",
+    help="A reader is dead once its pin was seen unchanged for so long; needs a --wait as long. Default: 600.",
+)
+def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_json: bool) -> int:
+    """Delete the segments that nothing needs.
+
+    Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
+    What a reader has pinned stays. May run at any time, beside writers and readers.
+    """
+    from ckptstore.collecting import collect_patiently
+    from ckptstore.pins import DEAD_AFTER
+
+    target = opened(store)
+    with progress("deleting") as advance:
+        done = collect_patiently(
+            target,
+            wait=wait,
+            dead_after=DEAD_AFTER if pin_ttl is None else pin_ttl,
+            dry_run=dry_run,
+            progress=advance,
+        )
+    if as_json:
+        emit(_json(store, done, dry_run))
+    else:
+        _print(done, dry_run)
+    return UNREADABLE if done.unreadable_pins else 0
+
+
+def _json(store: str, done: Collected, dry_run: bool) -> dict[str, Any]:
+    return {
+        "store": store,
+        "dry_run": dry_run,
+        "segments": list(done.segments),
+        "bytes": done.nbytes,
+        "pinned": list(done.pinned),
+        "pinned_bytes": done.pinned_nbytes,
+        "pins": [
+            {"key": holder.key, "reader": dict(holder.reader), "segments": list(holder.segments)}
+            for holder in done.holders
+        ],
+        "dead_pins": list(done.dead_pins),
+        "unreadable_pins": list(done.unreadable_pins),
+    }
+
+
+def _print(done: Collected, dry_run: bool) -> None:
+    what = "would delete" if dry_run else "deleted"
+    click.echo(f"{what} {len(done.segments):,} segments: {size(done.nbytes)}")
+    if done.dead_pins:
+        click.echo(f"{what} the pins of {len(done.dead_pins):,} dead readers: {some(done.dead_pins)}")
+    if done.pinned and not done.unreadable_pins:
+        click.echo(f"pinned by readers, kept: {len(done.pinned):,} segments, {size(done.pinned_nbytes)}")
+        for holder in done.holders:
+            click.echo(f"  {holder.key}: {_who(holder)}, {len(holder.segments):,} segments")
+        note("if a reader is dead: --wait longer than --pin-ttl (600 s) finds that out and deletes its pin")
+    if done.unreadable_pins:
+        damaged = click.style("damaged", fg="red", bold=True)
+        click.echo(f"{damaged}  {some(done.unreadable_pins)}")
+        click.echo(f"nobody knows what a damaged pin claims: {size(done.pinned_nbytes)} kept")
+        note("its reader renews it within 30 s; if there is none, --wait longer than --pin-ttl deletes it")
+
+
+def _who(holder: Holder) -> str:
+    return ", ".join(f"{name} {holder.reader[name]}" for name in sorted(holder.reader)) or "unknown reader"

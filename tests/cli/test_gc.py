@@ -1,0 +1,95 @@
+"""`ckpt gc`: what it deletes, and who keeps it from that."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore import collecting, requests
+from ckptstore.formats.records import pin_key
+from ckptstore.formats.retention import droppable
+from ckptstore.pins import Pin
+from tests.cli.conftest import Run, assert_documented, documented, state
+
+
+@pytest.fixture
+def litter(run: Path) -> Path:
+    """A store in which the segment of the retired 4@1 is not needed any more; its path below the store."""
+    store = ckptstore.open(run)
+    with store.writer(poll_seconds=None) as writer:
+        drops = droppable(store.view().catalog, [(1, 4)])
+        requests.post(store.backend, store.format, writer.term, "test", drops=drops, retires=[(1, 4)])
+        requests.handle(writer._log)
+        (segment,) = drops
+    return Path(f"seg/0000000001/{segment}.safetensors")
+
+
+def test_what_nothing_needs_goes(ckpt: Run, run: Path, litter: Path) -> None:
+    nbytes = (run / litter).stat().st_size
+    planned = ckpt("gc", run, "--dry-run", "--json").json
+    assert_documented(planned, documented("ckpt gc")[0])
+    assert planned["segments"] == [str(litter)]
+    assert planned["bytes"] == nbytes
+    assert (run / litter).exists()
+    outcome = ckpt("gc", run)
+    assert outcome.code == 0
+    assert outcome.out.startswith("deleted 1 segments: ")
+    assert not (run / litter).exists()
+    assert ckpt("gc", run).out == "deleted 0 segments: 0 B\n"
+    assert ckpt("verify", run).code == 0
+    assert set(ckptstore.open(run).load(5, framework="numpy")) == set(state(5))
+
+
+def test_who_pins_is_named(ckpt: Run, run: Path, litter: Path) -> None:
+    store = ckptstore.open(run)
+    with Pin(store.backend, [litter.stem]) as pin:
+        outcome = ckpt("gc", run)
+        assert outcome.code == 0
+        assert "deleted 0 segments" in outcome.out
+        assert "pinned by readers, kept: 1 segments" in outcome.out
+        assert f"  {pin.key}: host " in outcome.out
+        assert f"pid {os.getpid()}, 1 segments" in outcome.out
+        assert "--wait" in outcome.err
+        found = ckpt("gc", run, "--wait", "0.3", "--json").json
+        assert_documented(found, documented("ckpt gc")[0])
+        assert found["pinned"] == [str(litter)]
+        assert found["pins"][0]["reader"]["pid"] == os.getpid()
+        assert (run / litter).exists()
+    assert "deleted 1 segments" in ckpt("gc", run).out
+
+
+def test_the_pin_of_a_dead_reader_is_found_out(
+    ckpt: Run, run: Path, litter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = Pin(ckptstore.open(run).backend, [litter.stem])
+    pin._renew()  # and never again
+    monkeypatch.setattr(collecting, "SHORTEST_TTL", 0.1)
+    outcome = ckpt("gc", run, "--wait", "20", "--pin-ttl", "0.3")
+    assert "deleted 1 segments" in outcome.out
+    assert f"the pins of 1 dead readers: {pin.key}" in outcome.out
+    assert not (run / litter).exists()
+
+
+def test_a_damaged_pin_keeps_everything(ckpt: Run, run: Path, litter: Path) -> None:
+    key = pin_key("0" * 32)
+    ckptstore.open(run).backend.replace(key, b"damaged")
+    outcome = ckpt("gc", run)
+    assert outcome.code == 1
+    assert f"damaged  {key}" in outcome.out
+    assert (run / litter).exists()
+    found = ckpt("gc", run, "--json")
+    assert found.code == 1
+    assert_documented(found.json, documented("ckpt gc")[0])
+    assert found.json["unreadable_pins"] == [key]
+
+
+def test_errors(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    outcome = ckpt("gc", run, "--pin-ttl", "10")
+    assert outcome.code == 2
+    assert "renewed every 30 s" in outcome.err
+    assert ckpt("gc", run, "--wait", "-1").code == 2
+    assert ckpt("gc", tmp_path / "nothing").code == 3
+    assert not (tmp_path / "nothing").exists()
