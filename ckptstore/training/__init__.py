@@ -1,1 +1,27 @@
-"""What needs torch: tensors and digests where they live. The only part of the engine that imports torch."""
+"""What needs torch: tensors, digests where they live, optimizers. The only part of the engine that imports torch.
+
+``OptimizerStep`` and ``clip_factor`` are for users (`ckptstore.training.optimizers`). Importing this package imports
+nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptstore.training.optimizers import OptimizerStep, clip_factor
+
+__all__ = ["OptimizerStep", "clip_factor"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'ckptstore.training' has no attribute {name!r}")
+    value = getattr(import_module("ckptstore.training.optimizers"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,232 @@
+"""What a torch optimizer did in the step just taken, for ``Writer.save(..., updates=...)``.
+
+::
+
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    updates = OptimizerStep(optimizer)       # before the scheduler changes the learning rate
+    scheduler.step()
+    writer.save_async(state(), step, updates=updates)
+    optimizer.zero_grad()
+
+Nothing that stands in an `OptimizerStep` is believed: the writer compares what the step predicts with the state that it
+stores, bit by bit. So a learning rate read too late, a step in between that was not saved, or another optimizer's
+arithmetic cost bytes, and never a bit. For the same reason whatever cannot be matched is left out without a word, and
+is stored as any other tensor is:
+
+- tensors that the state does not hold in their own memory (clones, ``.cpu()`` copies, numpy views of them);
+- slots that are not all fp32 and of one shape (bf16 or fp8 moments, complex and empty parameters);
+- optimizers other than `torch.optim.SGD`, `Adam` and `AdamW` (and what derives from them);
+- slots not made yet: before a parameter's first step; and parameters that had no gradient and so were not moved;
+- two parameters of the optimizers that share memory, since both moved it.
+
+Of a gradient, only a dense one in fp32, bf16 or fp16 is stored (``torch.sparse`` ones are not): without it the step is
+predicted from the states alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+from ckptstore.formats import optim
+from ckptstore.formats.errors import UnsupportedStateError, UsageError
+from ckptstore.formats.optim import SparseGradient
+from ckptstore.formats.optim.settings import MAX_COUNT
+from ckptstore.formats.state import FlatState
+from ckptstore.training.tensors import TorchSource
+from ckptstore.updates import Update
+
+__all__ = ["Gradients", "OptimizerStep", "clip_factor"]
+
+Gradients: TypeAlias = Literal["none", "grad"] | Mapping[torch.Tensor, torch.Tensor | SparseGradient]
+"""Where an `OptimizerStep` finds gradients: nowhere, in ``parameter.grad``, or here by parameter."""
+
+_ARITHMETIC: Final[tuple[tuple[type[torch.optim.Optimizer], str], ...]] = (
+    (torch.optim.AdamW, "AdamW"),  # AdamW derives from Adam
+    (torch.optim.Adam, "Adam"),
+    (torch.optim.SGD, "SGD"),
+)
+_GRADIENTS: Final = ("F32", "BF16", "F16")
+_LATER: Final = 2  # any count but 1: SGD's buffer existed before, or there is no base for it to be a step from
+
+
+class OptimizerStep:
+    """The step that one or several optimizers have just taken: a callable for ``updates=``.
+
+    Numbers (learning rates, step counts, settings) are read when it is made, so make it right after
+    ``optimizer.step()``. Tensors are only referred to: the state must not change before the save takes it, and
+    gradients not before the save has returned (``zero_grad()`` frees them, which is fine, unless it is told to
+    ``set_to_none=False``).
+    """
+
+    __slots__ = ("_moves",)
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        gradients: Gradients = "grad",
+        clip: float | torch.Tensor = 1.0,
+        loss_scale: float = 1.0,
+        skipped: bool = False,
+    ) -> None:
+        """Read the numbers of the step.
+
+        Args:
+            optimizer: what moved the parameters.
+            gradients: ``"grad"`` stores what ``parameter.grad`` holds, which is what the optimizer consumed. ``"none"``
+                stores none: the step is predicted from the states, which costs about the same in fp32. A mapping has
+                gradients by the optimizer's parameter: of the shape of the parameter in fp32, bf16 or fp16, or its
+                largest entries; a parameter that is not in it is predicted. With bf16 weights and an fp32 master in
+                the optimizer, give the bf16 gradient here and what it was multiplied by as ``clip``: a ninth of the
+                state instead of a third.
+            clip: the factor by which training multiplied the gradients given here before the optimizer consumed
+                them. 1 where they are clipped already, as ``parameter.grad`` is after ``clip_grad_norm_``;
+                `clip_factor` makes it of the norm.
+            loss_scale: what the gradients given here were divided by before that: 1 once ``GradScaler.unscale_``, or
+                ``GradScaler.step``, has done so in place.
+            skipped: no step was taken, because the ``GradScaler`` found an infinity: nothing has changed.
+
+        Raises:
+            UsageError: a gradient of another size than its parameter; a loss scale that is 0 or not finite.
+        """
+        if not math.isfinite(loss_scale) or loss_scale == 0:
+            raise UsageError(f"loss_scale: {loss_scale}, a finite number other than 0 is needed")
+        if isinstance(gradients, str) and gradients not in ("none", "grad"):
+            raise UsageError(f"gradients: {gradients!r}; it may be 'none', 'grad' or a mapping")
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        found = [entry for one in optimizers for entry in _entries(one)]
+        if gradients == "grad" and all(parameter.grad is None for _, parameter, _, _ in found):
+            gradients = "none"  # they were freed before: predicting needs none
+        if gradients == "grad" and not skipped:  # torch's optimizers pass over parameters without a gradient
+            found = [entry for entry in found if entry[1].grad is not None]
+        counts = _counts([slots.get("step") for _, _, _, slots in found])
+        factor = float(clip)
+        self._moves: list[_Move] = []
+        for (settings, parameter, lr, slots), count in zip(found, counts, strict=True):
+            step = optim.Step(count, lr, factor, loss_scale, skipped)
+            tensors = _slots(settings, step, parameter, slots)
+            if tensors is not None:
+                gradient = None if skipped else _gradient(parameter, gradients)
+                self._moves.append(_Move(tensors, settings, step, gradient))
+
+    def __call__(self, flat: FlatState) -> list[Update]:
+        """The updates of the parameters whose slots `flat` holds, in the order of the optimizers' parameters.
+
+        Slots are found by their memory: wherever in the state they are, under whatever name, and once if tied.
+        """
+        names = {source.identity: name for name, source in flat.tensors.items()}
+        updates: list[Update] = []
+        uses: dict[str, int] = {}
+        for move in self._moves:
+            slots = [names.get(identity) for identity in move.identities]
+            known = tuple(name for name in slots if name is not None)
+            for name in known:
+                uses[name] = uses.get(name, 0) + 1
+            if len(known) == len(slots):
+                updates.append(Update(known, move.optimizer, move.step, move.gradient))
+        return [update for update in updates if all(uses[name] == 1 for name in update.slots)]
+
+
+def clip_factor(norm: float | torch.Tensor, max_norm: float) -> float:
+    """By what ``clip_grad_norm_(parameters, max_norm)`` multiplied the gradients, from the norm that it returned.
+
+    In the arithmetic that torch uses: fp32 for fp32 gradients, the factor never above 1.
+    """
+    total = torch.as_tensor(norm)
+    return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One parameter's step. The sources keep the memory alive, without which identities mean nothing."""
+
+    sources: tuple[TorchSource, ...]
+    optimizer: optim.Optimizer
+    step: optim.Step
+    gradient: TorchSource | SparseGradient | None
+
+    @property
+    def identities(self) -> list[Hashable]:
+        return [source.identity for source in self.sources]
+
+
+def _entries(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[optim.Optimizer, torch.Tensor, float, Mapping[str, Any]]]:
+    """Settings, parameter, learning rate and slots of every parameter whose arithmetic is known."""
+    kind = next((name for base, name in _ARITHMETIC if isinstance(optimizer, base)), None)
+    if kind is None:
+        return
+    for group in optimizer.param_groups:
+        try:
+            settings, lr = optim.from_group(kind, group), float(group["lr"])
+        except (UnsupportedStateError, TypeError, ValueError):
+            continue
+        if math.isfinite(lr):
+            for parameter in group["params"]:
+                yield settings, parameter, lr, optimizer.state.get(parameter, {})
+
+
+def _counts(steps: Sequence[Any]) -> list[int]:
+    """How often each parameter was moved: SGD keeps no count, and then it is not 1. One wait for each device."""
+    counts = [_LATER] * len(steps)
+    waiting: dict[torch.device, list[int]] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, torch.Tensor) and step.numel() == 1:
+            waiting.setdefault(step.device, []).append(index)
+        elif isinstance(step, int | float) and math.isfinite(step):
+            counts[index] = int(step)
+    for indices in waiting.values():
+        together = torch.stack([steps[index].detach().reshape(()).double() for index in indices])
+        for index, value in zip(indices, together.tolist(), strict=True):
+            counts[index] = int(value) if math.isfinite(value) else _LATER
+    return [min(max(count, 1), MAX_COUNT) for count in counts]
+
+
+def _slots(
+    settings: optim.Optimizer, step: optim.Step, parameter: torch.Tensor, slots: Mapping[str, Any]
+) -> tuple[TorchSource, ...] | None:
+    """The parameter's slots in the order of the rule, if the arithmetic is for such tensors."""
+    found: list[TorchSource] = []
+    for name in settings.rule(step).slots:
+        tensor = parameter if name == "weight" else slots.get(name)
+        source = _source(tensor)
+        if source is None or source.dtype != "F32" or source.shape != tuple(parameter.shape) or not source.nbytes:
+            return None
+        found.append(source)
+    return tuple(found)
+
+
+def _gradient(parameter: torch.Tensor, gradients: Gradients) -> TorchSource | SparseGradient | None:
+    if not isinstance(gradients, str):
+        given = gradients.get(parameter)
+        if isinstance(given, SparseGradient):
+            if given.size != parameter.numel():
+                raise UsageError(f"a sparse gradient of {given.size} numbers for a parameter of {parameter.numel()}")
+            return given
+        return None if given is None else _dense(parameter, given)
+    return None if gradients == "none" or parameter.grad is None else _dense(parameter, parameter.grad)
+
+
+def _dense(parameter: torch.Tensor, gradient: torch.Tensor) -> TorchSource | None:
+    if gradient.shape != parameter.shape:
+        raise UsageError(f"a gradient of shape {tuple(gradient.shape)} for a parameter of {tuple(parameter.shape)}")
+    source = _source(gradient)
+    return source if source is not None and source.dtype in _GRADIENTS else None
+
+
+def _source(tensor: object) -> TorchSource | None:
+    """The tensor's bytes, if it has plain ones: not of a subclass (DTensor), sparse, freed or on meta."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return None
+    try:
+        return TorchSource(tensor)
+    except UnsupportedStateError:
+        return None
