@@ -3,44 +3,34 @@
 Each chunk of a tensor has its own chain of layers, the oldest self-contained, the others deltas on the one before.
 Threads take whole chunks: read a layer, check its hash, fold it into place, read the next. No state between the base
 and the target ever exists, and memory beyond the target is one payload per thread.
+
+Tensors that an optimizer's step moved together are restored together, by a `Program` (`ckptstore.replaying`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 
 from ckptstore.backends.base import BLOCK
-from ckptstore.formats import codecs, hashing
-from ckptstore.formats.codecs import Codec
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats import digest
+from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import RAW, TensorEntry
-from ckptstore.reading import Progress, SegmentReader, run_all
+from ckptstore.layers import Layer, check_decoded, fold_layer
+from ckptstore.reading import Progress, run_all
+from ckptstore.replaying import Program
 from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
 
-__all__ = ["Chain", "Layer", "decode_chunk", "fold_tensors", "iterate_chain", "master_of"]
+__all__ = ["Chain", "decode_chunk", "fold_tensors", "iterate_chain", "master_of"]
 
 _JOB_BYTES = 2 << 20
 """Logical bytes of neighbouring small chunks that one thread takes at once."""
 
-
-@dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
-class Layer:
-    """One tensor of one encoding, in the segment that holds it."""
-
-    tensor: TensorEntry
-    reader: SegmentReader
-
-    @cached_property
-    def codec(self) -> Codec:
-        """How its chunks are coded. Raises `FormatError` for a codec that this version does not know."""
-        try:
-            return codecs.codec(self.tensor.codec, {k: v for k, v in self.tensor.params.items() if k != "of"})
-        except FormatError as error:
-            raise FormatError(f"{self.reader.entry.key}: tensor {self.tensor.name!r}: {error}") from error
+Target = Callable[[int, Bytes], None] | Bytes
+"""Memory of a tensor's size, or a function called with (offset within the tensor, bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +40,13 @@ class Chain:
     Attributes:
         layers: at least one.
         master: the chain of the tensor that the first layer derives from (codec ``derive``), or None.
+        program: what restores it together with other tensors, if some of the layers are optimizer steps; it then
+            stands for the layers.
     """
 
     layers: tuple[Layer, ...]
     master: Chain | None = None
+    program: Program | None = None
 
     @property
     def tensor(self) -> TensorEntry:
@@ -66,15 +59,15 @@ class Chain:
         return len(self.layers) == 1 and self.tensor.codec == RAW
 
     @property
-    def stored(self) -> int:
-        """Stored bytes that restoring it reads."""
-        own = sum(layer.tensor.stored for layer in self.layers)
-        return own if self.master is None else own + self.master.stored
+    def sources(self) -> tuple[Layer, ...]:
+        """Every layer that restoring it reads: also those of tensors that are restored with it, and its master's."""
+        own = self.layers if self.program is None else self.program.layers
+        return own if self.master is None else (*self.master.sources, *own)
 
     @property
     def where(self) -> str:
         """Names segment and tensor in errors."""
-        return f"{self.layers[-1].reader.entry.key}: tensor {self.tensor.name!r}"
+        return self.layers[-1].where
 
 
 def master_of(tensor: TensorEntry) -> str | None:
@@ -93,19 +86,17 @@ def decode_chunk(chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify
         CorruptSegmentError: a payload or the result is not what was written; names segment, tensor and offset.
         StorageError: the medium failed.
     """
+    if chain.program is not None:
+        chain.program.decode(index, {chain.tensor.name: out}, verify=verify)
+        return
     for number, layer in enumerate(chain.layers):
-        codec = layer.codec
-        base: Bytes | None = out if codec.base_ratio else None
-        if not number and codec.base_ratio:
+        base: Bytes | None = out if layer.base_ratio else None
+        if not number and layer.base_ratio:
             if chain.master is None:
                 raise CorruptSegmentError(f"{chain.where}: its chain begins with a delta")
             base = _master_bytes(chain.master, index, 2 * len(out), scratch, verify)
-        payload = _payload(layer, index, scratch, verify)
-        try:
-            codecs.decode(codec, payload, len(out), base, out)
-        except (CorruptSegmentError, FormatError, ValueError) as error:
-            raise CorruptSegmentError(f"{chain.where}: chunk {index} of {layer.reader.entry.key}: {error}") from error
-    _check(chain, index, out, verify)
+        fold_layer(layer, index, base, out, scratch, verify=verify)
+    check_decoded(chain.layers[-1], index, out, verify=verify)
 
 
 def _master_bytes(master: Chain, index: int, length: int, scratch: Bytes, verify: bool) -> Bytes:
@@ -122,34 +113,8 @@ def _master_bytes(master: Chain, index: int, length: int, scratch: Bytes, verify
     return whole
 
 
-def _payload(layer: Layer, index: int, scratch: Bytes, verify: bool) -> Bytes:
-    chunk = layer.tensor.chunks[index]
-    if chunk.length > BLOCK_BYTES + BLOCK:
-        raise CorruptSegmentError(f"{layer.reader.entry.key}: a chunk of {chunk.length} stored bytes")
-    # Memory that agrees with the file modulo the page size lets the backend read past the cache.
-    phase = chunk.offset % BLOCK
-    payload = scratch[phase : phase + chunk.length]
-    if len(payload) != chunk.length:
-        raise CorruptSegmentError(
-            f"{layer.reader.entry.key}: {chunk.length} stored bytes for a chunk of {chunk.logical}"
-        )
-    layer.reader.source.read_into(chunk.offset, payload.data)
-    if verify and hashing.chunk_hash(payload.data) != chunk.stored_hash:
-        raise CorruptSegmentError(
-            f"{layer.reader.entry.key}: tensor {layer.tensor.name!r}: checksum mismatch in bytes "
-            f"{chunk.offset}..{chunk.offset + chunk.length} of the file"
-        )
-    return payload
-
-
-def _check(chain: Chain, index: int, out: Bytes, verify: bool) -> None:
-    expected = chain.tensor.chunks[index].decoded_hash
-    if verify and expected is not None and hashing.chunk_hash(out.data) != expected:
-        raise CorruptSegmentError(f"{chain.where}: chunk {index}: its chain gives other bytes than were saved")
-
-
 def fold_tensors(
-    targets: Mapping[str, tuple[Chain, Callable[[int, Bytes], None] | Bytes]],
+    targets: Mapping[str, tuple[Chain, Target]],
     pool: ThreadPoolExecutor,
     staging: Staging,
     *,
@@ -165,14 +130,77 @@ def fold_tensors(
         staging: at least two blocks for every thread.
         progress: called with the number of logical bytes just restored.
     """
-    work = [_job(group, staging, verify, progress) for group in _groups(targets)]
-    run_all(pool, work)
+    digests = _Digests(targets) if verify else None
+    deliver = _delivery(progress, digests)
+    copies = {name for name, (chain, target) in targets.items() if _copied(chain, targets) and not callable(target)}
+    joint = {name: found for name, found in targets.items() if found[0].program is not None}
+    alone = {name: found for name, found in targets.items() if name not in joint and name not in copies}
+    with ThreadPoolExecutor(1, thread_name_prefix="ckptstore-prefetch") as prefetch:
+        work = [_joint_job(part, targets, prefetch, staging, verify, deliver) for part in _programs(joint)]
+        work += [_job(group, staging, verify, deliver) for group in _groups(alone)]
+        run_all(pool, work)
+    # Rounded copies of what is in memory now: decoding their masters again would cost more than all of this.
+    run_all(pool, [_copy_job(targets[name], targets, staging, verify, deliver) for name in sorted(copies)])
+    if digests is not None:
+        digests.check()
 
 
-_Piece = tuple[Chain, int, int, int, "Callable[[int, Bytes], None] | Bytes"]  # chain, chunk, start, length, target
+class _Digests:
+    """State digests of what deltas and steps lead to, summed up chunk by chunk and compared in the end."""
+
+    def __init__(self, targets: Mapping[str, tuple[Chain, Target]]) -> None:
+        self._chains = {
+            name: chain
+            for name, (chain, _) in targets.items()
+            if chain.tensor.digest is not None and len(chain.layers) > 1
+        }
+        self._sums = dict.fromkeys(self._chains, 0)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, start: int, data: Bytes) -> None:
+        """Count the bytes of a tensor from `start` on."""
+        if name in self._sums:
+            part = digest.partial(data, start // 4)
+            with self._lock:
+                self._sums[name] += part
+
+    def check(self) -> None:
+        """Raises `CorruptSegmentError` naming the tensor and the step whose digest differs."""
+        for name, chain in self._chains.items():
+            if digest.combine(self._sums[name], nbytes=chain.tensor.nbytes) != chain.tensor.digest:
+                raise CorruptSegmentError(
+                    f"{chain.where}: its state digest is not that of step {chain.layers[-1].step}, as training had it"
+                )
 
 
-def _groups(targets: Mapping[str, tuple[Chain, Callable[[int, Bytes], None] | Bytes]]) -> Iterator[list[_Piece]]:
+Deliver = Callable[[str, int, Bytes], None]
+"""Called with a tensor's name, an offset and the bytes there, once they are restored."""
+
+
+def _delivery(progress: Progress | None, digests: _Digests | None) -> Deliver:
+    def deliver(name: str, start: int, data: Bytes) -> None:
+        if digests is not None:
+            digests.add(name, start, data)
+        if progress is not None:
+            progress(len(data))
+
+    return deliver
+
+
+def _copied(chain: Chain, targets: Mapping[str, tuple[Chain, Target]]) -> bool:
+    """Whether a tensor is a rounded copy of one that is restored into memory beside it, at the same step."""
+    if chain.master is None or len(chain.layers) > 1:
+        return False
+    found = targets.get(chain.master.tensor.name)
+    return found is not None and found[0].tensor is chain.master.tensor and not callable(found[1])
+
+
+# -- tensors by themselves
+
+_Piece = tuple[Chain, int, int, int, Target]  # chain, chunk, start, length, target
+
+
+def _groups(targets: Mapping[str, tuple[Chain, Target]]) -> Iterator[list[_Piece]]:
     group: list[_Piece] = []
     filled = 0
     for chain, target in targets.values():
@@ -188,7 +216,7 @@ def _groups(targets: Mapping[str, tuple[Chain, Callable[[int, Bytes], None] | By
         yield group
 
 
-def _job(group: Sequence[_Piece], staging: Staging, verify: bool, progress: Progress | None) -> Callable[[], None]:
+def _job(group: Sequence[_Piece], staging: Staging, verify: bool, deliver: Deliver) -> Callable[[], None]:
     def work() -> None:
         with staging.block() as scratch, staging.block() as room:
             for chain, index, start, length, target in group:
@@ -197,9 +225,88 @@ def _job(group: Sequence[_Piece], staging: Staging, verify: bool, progress: Prog
                     decode_chunk(chain, index, out, scratch, verify=verify)
                     target(start, out)
                 else:
-                    decode_chunk(chain, index, target[start : start + length], scratch, verify=verify)
-                if progress is not None:
-                    progress(length)
+                    out = target[start : start + length]
+                    decode_chunk(chain, index, out, scratch, verify=verify)
+                deliver(chain.tensor.name, start, out)
+
+    return work
+
+
+def _copy_job(
+    found: tuple[Chain, Target],
+    targets: Mapping[str, tuple[Chain, Target]],
+    staging: Staging,
+    verify: bool,
+    deliver: Deliver,
+) -> Callable[[], None]:
+    chain, target = found
+    assert chain.master is not None
+    master = targets[chain.master.tensor.name][1]
+    assert not callable(target)
+    assert not callable(master)
+    layer = chain.layers[0]
+
+    def work() -> None:
+        start = 0
+        with staging.block() as scratch:
+            for index, chunk in enumerate(chain.tensor.chunks):
+                out = target[start : start + chunk.logical]
+                base = master[2 * start : 2 * (start + chunk.logical)]
+                fold_layer(layer, index, base, out, scratch, verify=verify)
+                check_decoded(layer, index, out, verify=verify)
+                deliver(chain.tensor.name, start, out)
+                start += chunk.logical
+
+    return work
+
+
+# -- tensors that are restored together
+
+
+def _programs(targets: Mapping[str, tuple[Chain, Target]]) -> Iterator[list[tuple[Program, int]]]:
+    """The chunks of all programs that restore `targets`, in jobs."""
+    programs = {id(chain.program): chain.program for chain, _ in targets.values() if chain.program is not None}
+    group: list[tuple[Program, int]] = []
+    filled = 0
+    for program in programs.values():
+        for index in range(program.chunks):
+            nbytes = program.nbytes(index)
+            if group and filled + nbytes > _JOB_BYTES:
+                yield group
+                group, filled = [], 0
+            group.append((program, index))
+            filled += nbytes
+    if group:
+        yield group
+
+
+def _joint_job(
+    group: Sequence[tuple[Program, int]],
+    targets: Mapping[str, tuple[Chain, Target]],
+    prefetch: ThreadPoolExecutor,
+    staging: Staging,
+    verify: bool,
+    deliver: Deliver,
+) -> Callable[[], None]:
+    def one(program: Program, index: int, rooms: tuple[Bytes, Bytes]) -> None:
+        start = index * CHUNK
+        outs: dict[str, Bytes] = {}
+        for name in program.names:
+            if name in targets:
+                chain, target = targets[name]
+                length = chain.tensor.chunks[index].logical
+                outs[name] = aligned(length) if callable(target) else target[start : start + length]
+        program.decode(index, outs, rooms, prefetch, verify=verify)
+        for name, out in outs.items():
+            target = targets[name][1]
+            if callable(target):
+                target(start, out)
+            deliver(name, start, out)
+
+    def work() -> None:
+        with staging.block() as first, staging.block() as second:
+            for program, index in group:
+                one(program, index, (first, second))
 
     return work
 

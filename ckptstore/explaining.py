@@ -124,12 +124,7 @@ def explain(store: Store, ref: str | int = "latest", select: str | Sequence[str]
 
 def _all_layers(chains: Sequence[Chain]) -> set[tuple[int, str]]:
     """(segment, tensor) of every layer that restoring `chains` reads, masters of derived tensors included."""
-    found: set[tuple[int, str]] = set()
-    for chain in chains:
-        found |= {(id(layer.reader), layer.tensor.name) for layer in chain.layers}
-        if chain.master is not None:
-            found |= _all_layers([chain.master])
-    return found
+    return {(id(layer.reader), layer.tensor.name) for chain in chains for layer in chain.sources}
 
 
 def measure_rates(found: Opened) -> Rates:

@@ -20,7 +20,8 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from ckptstore import refs, torch_seam
-from ckptstore.chains import Chain, Layer, fold_tensors, iterate_chain, master_of
+from ckptstore.assembling import Held, assemble, held_by
+from ckptstore.chains import Chain, fold_tensors, iterate_chain
 from ckptstore.deltas import StoredBase
 from ckptstore.formats import dtypes, hashing, jsontext
 from ckptstore.formats.catalog import Catalog
@@ -95,23 +96,20 @@ class Opened:
         names = tensor_names(self.tree)
         if missing := [name for name in names if name not in held[-1]]:
             raise CorruptSegmentError(f"checkpoint {self.entry.ref}: its segments lack tensor {missing[0]!r}")
-        return {name: _chain(held, len(held) - 1, name) for name in names}
+        return assemble(held, names)
 
     @property
     def tensors(self) -> dict[str, tuple[TensorEntry, SegmentReader]]:
         """name -> its entry in the last encoding, and the segment that holds it, in the order of the tree."""
         return {name: (chain.tensor, chain.layers[-1].reader) for name, chain in self.chains.items()}
 
-    def _held(self, encoding: Encoding) -> dict[str, Layer]:
+    def _held(self, encoding: Encoding) -> Held:
         """The tensors of one encoding, which builds on what the plan says."""
-        found: dict[str, Layer] = {}
-        for segment in encoding.segments:
-            reader = self.readers[segment]
+        readers = [self.readers[segment] for segment in encoding.segments]
+        for reader in readers:
             if encoding.base is not None and encoding.base not in reader.doc.bases:
                 raise CorruptSegmentError(f"{reader.entry.key}: does not build on {encoding.base.ref}, as the log says")
-            for name, tensor in reader.doc.tensors.get(encoding.checkpoint[1], {}).items():
-                found[name] = Layer(tensor, reader)
-        return found
+        return held_by(readers, encoding.checkpoint[1])
 
     def check_identity(self) -> None:
         """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
@@ -121,39 +119,6 @@ class Opened:
             raise CorruptSegmentError(f"checkpoint {self.entry.ref}: {error}") from error
         if hashing.state_hash(jsontext.dumps(self.tree), parts) != self.entry.state:
             raise CorruptSegmentError(f"checkpoint {self.entry.ref}: its segments describe another state than the log")
-
-
-def _chain(held: Sequence[dict[str, Layer]], last: int, name: str) -> Chain:
-    """The layers of one tensor: from encoding `last` down to the newest one that needs no base."""
-    layers: list[Layer] = []
-    for number in range(last, -1, -1):
-        layer = held[number].get(name)
-        if layer is None:
-            raise CorruptSegmentError(f"{layers[0].reader.entry.key}: tensor {name!r}: its base has no such tensor")
-        if layers and (layer.tensor.dtype, layer.tensor.shape) != (layers[0].tensor.dtype, layers[0].tensor.shape):
-            raise CorruptSegmentError(
-                f"{layers[0].reader.entry.key}: tensor {name!r}: its base has another shape or dtype"
-            )
-        layers.insert(0, layer)
-        ratio = layer.codec.base_ratio
-        if ratio == 0:
-            return Chain(tuple(layers))
-        if ratio == 2:  # the rounded copy of another tensor of the same step, with deltas on top
-            return _with_master(held, number, tuple(layers))
-    raise CorruptSegmentError(f"{layers[0].reader.entry.key}: tensor {name!r}: its chain begins with a delta")
-
-
-def _with_master(held: Sequence[dict[str, Layer]], number: int, layers: tuple[Layer, ...]) -> Chain:
-    copy = layers[0]
-    name = master_of(copy.tensor)
-    where = f"{copy.reader.entry.key}: tensor {copy.tensor.name!r}"
-    if name is None or name not in held[number] or held[number][name].tensor.codec == "derive":
-        raise CorruptSegmentError(f"{where}: derived from {name!r}, which is not there")
-    # Only an fp32 tensor is a master, and it derives from nothing: so chains of masters are one link long.
-    wanted, found = ("F32", copy.tensor.shape), held[number][name].tensor
-    if copy.tensor.dtype not in ("BF16", "F16") or (found.dtype, found.shape) != wanted:
-        raise CorruptSegmentError(f"{where}: derived from {name!r}, which has another dtype or shape")
-    return Chain(layers, _chain(held, number, name))
 
 
 @contextmanager

@@ -190,24 +190,20 @@ def test_a_damaged_base_names_what_is_left(tmp_path: Path) -> None:
         same(states[step - 1], store.load(step))
 
 
-def test_wrong_bases_are_noticed(tmp_path: Path) -> None:
+def test_wrong_bases_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is compared with what was saved, not only the stored bytes."""
     states = trajectory(2)
     store = fill(tmp_path / "store", states, 1)
-    from ckptstore import chains
+    from ckptstore import layers
 
-    original = chains._payload
-    try:
-        chains._payload = lambda layer, index, scratch, verify: (
-            original(layer, index, scratch, verify)
-            ^ (  # type: ignore[assignment]
-                1 if layer.tensor.codec == "raw" else 0
-            )
-        )
-        with pytest.raises(ckptstore.CorruptSegmentError, match="other bytes than were saved"):
-            store.load(2)
-    finally:
-        chains._payload = original
+    original = layers.read_payload
+
+    def spoiled(layer: layers.Layer, index: int, scratch: Any, *, verify: bool) -> Any:
+        return original(layer, index, scratch, verify=verify) ^ (1 if layer.tensor.codec == "raw" else 0)
+
+    monkeypatch.setattr(layers, "read_payload", spoiled)
+    with pytest.raises(ckptstore.CorruptSegmentError, match="other bytes than were saved in step 2"):
+        store.load(2)
 
 
 def test_a_failed_save_breaks_no_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,187 @@
+"""From the encodings of a plan to what restores each tensor: chains of layers, and programs where steps join them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptstore.chains import Chain, master_of
+from ckptstore.formats.errors import CorruptSegmentError
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.steps import Group, groups_of
+from ckptstore.layers import Layer
+from ckptstore.reading import SegmentReader
+from ckptstore.replaying import Cell, Program, Stage
+
+__all__ = ["Held", "assemble", "held_by"]
+
+Held = Mapping[str, Layer]
+"""The tensors of one encoding, by name."""
+_Root = tuple[str, int]  # tensor, and the encoding after which it is wanted
+
+
+def held_by(readers: Iterable[SegmentReader], step: int) -> dict[str, Layer]:
+    """The tensors that some segments hold of one step.
+
+    Raises:
+        CorruptSegmentError, FormatError: a group of tensors that is not whole; see `groups_of`.
+    """
+    found: dict[str, Layer] = {}
+    for reader in readers:
+        tensors = reader.doc.tensors.get(step, {})
+        groups: dict[str, Group] = {}
+        for group in groups_of(tensors, f"{reader.entry.key}: step {step}"):
+            groups |= dict.fromkeys(group.names, group)
+        for name, tensor in tensors.items():
+            found[name] = Layer(tensor, reader, step, groups.get(name))
+    return found
+
+
+def assemble(held: Sequence[Held], names: Sequence[str]) -> dict[str, Chain]:
+    """name -> what restores it, for the tensors of the last encoding.
+
+    Args:
+        held: the tensors of each encoding of a plan, the full's first; each builds on the one before.
+
+    Raises:
+        CorruptSegmentError: a layer is missing, or does not fit the one below it.
+    """
+    last = len(held) - 1
+    chains = {name: _chain(held, last, name) for name in names}
+    joint = [(name, last) for name, chain in chains.items() if _is_joint(chain)]
+    programs = _programs(held, joint) if joint else {}
+    return {name: Chain(one.layers, one.master, programs.get((name, last))) for name, one in chains.items()}
+
+
+def _is_joint(chain: Chain) -> bool:
+    return any(layer.group is not None for layer in chain.layers)
+
+
+# -- one tensor
+
+
+def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
+    """The layers of one tensor: from encoding `last` down to the newest one that needs no base."""
+    layers: list[Layer] = []
+    for number in range(last, -1, -1):
+        layer = held[number].get(name)
+        if layer is None:
+            raise CorruptSegmentError(f"{layers[-1].where}: its base has no such tensor")
+        if layers and _spec(layer.tensor) != _spec(layers[-1].tensor):
+            raise CorruptSegmentError(f"{layers[-1].where}: its base has another shape or dtype")
+        layers.append(layer)
+        if layer.base_ratio == 0:
+            return Chain(tuple(reversed(layers)))
+        if layer.base_ratio == 2:  # the rounded copy of another tensor of the same step, with deltas on top
+            return _with_master(held, number, tuple(reversed(layers)))
+    raise CorruptSegmentError(f"{layers[-1].where}: its chain begins with a delta")
+
+
+def _with_master(held: Sequence[Held], number: int, layers: tuple[Layer, ...]) -> Chain:
+    copy = layers[0]
+    name = master_of(copy.tensor)
+    if name is None or name not in held[number] or held[number][name].tensor.codec == "derive":
+        raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which is not there")
+    # Only an fp32 tensor is a master, and it derives from nothing: so chains of masters are one link long.
+    wanted, found = ("F32", copy.tensor.shape), held[number][name].tensor
+    if copy.tensor.dtype not in ("BF16", "F16") or (found.dtype, found.shape) != wanted:
+        raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which has another dtype or shape")
+    master = _chain(held, number, name)
+    if _is_joint(master):
+        master = Chain(master.layers, master.master, _programs(held, [(name, number)])[name, number])
+    return Chain(layers, master)
+
+
+def _spec(tensor: TensorEntry) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
+
+
+# -- tensors that steps have moved together
+
+
+@dataclass(slots=True)
+class _Needs:
+    """Everything that has to be done for some tensors, and which tensors that joins."""
+
+    held: Sequence[Held]
+    work: dict[tuple[int, str], tuple[Cell, ...]] = field(default_factory=dict)  # (encoding, layer's tensor) -> cells
+    parents: dict[Cell, Cell] = field(default_factory=dict)
+
+    def add(self, root: _Root) -> None:
+        waiting: list[tuple[str, int, Layer | None]] = [(*root, None)]
+        seen: set[tuple[Cell, int]] = set()
+        while waiting:
+            name, number, above = waiting.pop()
+            layer = self.held[number].get(name) if number >= 0 else None
+            if layer is None:
+                where = f"tensor {name!r}" if above is None else above.where
+                raise CorruptSegmentError(f"{where}: its base has no tensor {name!r}, or there is no base")
+            if above is not None and above.tensor.name == name and _spec(layer.tensor) != _spec(above.tensor):
+                raise CorruptSegmentError(f"{above.where}: its base has another shape or dtype")
+            cell = Cell(name, *_spec(layer.tensor))
+            if (cell, number) in seen:
+                continue
+            seen.add((cell, number))
+            if layer.group is not None:
+                members = [self.held[number][member] for member in layer.group.names]
+                cells = tuple(Cell(member.tensor.name, *_spec(member.tensor)) for member in members)
+                known = self.work.setdefault((number, layer.group.leader), cells) is not cells
+                for other in cells:
+                    self.join(cell, other)
+                if not known:
+                    waiting += [(member.tensor.name, number - 1, member) for member in members]
+                continue
+            if layer.base_ratio == 2:
+                raise CorruptSegmentError(f"{layer.where}: an optimizer's step builds on a rounded copy")
+            if self.work.setdefault((number, name), (cell,)) and layer.base_ratio:
+                waiting.append((name, number - 1, layer))
+
+    def find(self, cell: Cell) -> Cell:
+        top = cell
+        while (parent := self.parents.get(top, top)) != top:
+            top = parent
+        while (parent := self.parents.get(cell, cell)) != top:
+            self.parents[cell], cell = top, parent
+        return top
+
+    def join(self, one: Cell, other: Cell) -> None:
+        self.parents[self.find(one)] = self.find(other)
+
+
+def _programs(held: Sequence[Held], roots: Sequence[_Root]) -> dict[_Root, Program]:
+    """root -> the program that restores it; roots that steps have joined share one."""
+    needs = _Needs(held)
+    for root in roots:
+        needs.add(root)
+    stages: dict[Cell, list[Stage]] = {}
+    for (number, name), cells in sorted(needs.work.items(), key=lambda item: item[0][0]):
+        _append(stages.setdefault(needs.find(cells[0]), []), held[number], name, cells)
+    results: dict[Cell, dict[str, tuple[Cell, Layer]]] = {}
+    for name, number in roots:
+        layer = held[number][name]
+        cell = Cell(name, *_spec(layer.tensor))
+        results.setdefault(needs.find(cell), {})[name] = (cell, layer)
+    programs = {top: Program(tuple(stages[top]), found) for top, found in results.items()}
+    return {
+        (name, number): programs[needs.find(Cell(name, *_spec(held[number][name].tensor)))] for name, number in roots
+    }
+
+
+def _append(stages: list[Stage], held: Held, name: str, cells: tuple[Cell, ...]) -> None:
+    """Add one layer; a step goes to the last stage that touches its tensors, if that takes steps of the same ones."""
+    layer = held[name]
+    if layer.group is None:
+        stages.append(Stage(cells, (layer,)))
+        return
+    followers = (tuple(held[cell.name] for cell in cells),)
+    touched = set(cells)
+    for place in range(len(stages) - 1, -1, -1):
+        before = stages[place]
+        if touched.isdisjoint(before.cells):
+            continue
+        same = before.steps and before.cells == cells and before.layers[0].group is not None
+        if same and before.layers[0].group.rule.slots == layer.group.rule.slots:  # type: ignore[union-attr]
+            stages[place] = Stage(cells, (*before.layers, layer), before.followers + followers)
+            return
+        break
+    stages.append(Stage(cells, (layer,), followers))

@@ -1,0 +1,284 @@
+"""Replaying optimizer steps: programs that restore, together, all tensors that steps have moved together.
+
+A *program* is what leads to the present of a set of tensors: fold this layer, fold that one, take this step, and the
+next ... Chunk k of every tensor needs chunk k of the others only, so threads take whole chunks. Consecutive steps of the
+same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the next
+ones are read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ckptstore.backends.base import BLOCK
+from ckptstore.formats import dtypes, optim
+from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats.layout import CHUNK, chunk_count
+from ckptstore.layers import Layer, check_decoded, fold_layer, read_payload
+from ckptstore.staging import BLOCK_BYTES, SLACK, Bytes, aligned
+
+__all__ = ["Cell", "Program", "Stage"]
+
+_WINDOW = 4 << 20
+"""Payload bytes of steps taken in one pass: enough of them to keep the state in cache, few enough to read ahead."""
+_KEPT = 64 << 20
+"""Logical bytes of a program of small tensors whose result is kept for who asks for them one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A tensor while a program runs. One that changes its shape on the way is two cells."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes."""
+        return dtypes.nbytes(dtypes.get(self.dtype), self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a program does next: fold one layer into its cell, or take some steps of one group.
+
+    Attributes:
+        cells: what it changes, and all that it needs: the layer's cell, or the group's in the order of its names.
+        layers: the layer; or the leaders of the steps, in the order of the steps.
+        followers: for each step the layers of all tensors of the group, to be compared when something is wrong.
+    """
+
+    cells: tuple[Cell, ...]
+    layers: tuple[Layer, ...]
+    followers: tuple[tuple[Layer, ...], ...] = ()
+
+    @property
+    def steps(self) -> bool:
+        """Whether it takes steps, rather than folding a layer."""
+        return self.layers[0].group is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """How a set of tensors is restored together.
+
+    Attributes:
+        stages: in the order of execution.
+        results: name -> cell and last layer of the tensors that it restores.
+    """
+
+    stages: tuple[Stage, ...]
+    results: Mapping[str, tuple[Cell, Layer]]
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _kept: dict[str, Bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that it restores."""
+        return tuple(self.results)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer that it reads."""
+        return tuple(layer for stage in self.stages for layer in stage.layers)
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every tensor that has memory while it runs."""
+        return tuple(dict.fromkeys(cell for stage in self.stages for cell in stage.cells))
+
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks of each of its tensors. Raises `CorruptSegmentError` where they differ."""
+        counts = {chunk_count(cell.nbytes) for cell in self.cells}
+        if len(counts) != 1:
+            raise CorruptSegmentError(f"{self.layers[-1].where}: moved together with tensors of other sizes")
+        return counts.pop()
+
+    def nbytes(self, index: int) -> int:
+        """Logical bytes of chunk `index` of all of its tensors."""
+        return sum(_length(cell, index) for cell in self.cells)
+
+    def decode(
+        self,
+        index: int,
+        outs: Mapping[str, Bytes],
+        rooms: tuple[Bytes, Bytes] | None = None,
+        prefetch: ThreadPoolExecutor | None = None,
+        *,
+        verify: bool = True,
+    ) -> None:
+        """Restore chunk `index` of the tensors that `outs` names into the memory it gives.
+
+        Args:
+            rooms: memory for payloads, two of `BLOCK_BYTES` + `SLACK`; made if missing.
+            prefetch: reads payloads ahead of their use.
+
+        Raises:
+            CorruptSegmentError: a payload or a result is not what was written; names segment, tensor and step.
+            StorageError: the medium failed.
+        """
+        if rooms is None and self._keeps:
+            self._decode_kept(outs, verify)
+            return
+        memory = {self.results[name][0]: out for name, out in outs.items()}
+        rooms = rooms or (aligned(BLOCK_BYTES + SLACK), aligned(BLOCK_BYTES + SLACK))
+        self._run(index, memory, rooms, prefetch, verify)
+        try:
+            for name, out in outs.items():
+                check_decoded(self.results[name][1], index, out, verify=verify)
+        except CorruptSegmentError as error:
+            raise self._first_wrong_step(index, rooms) or error from None
+
+    # -- many small tensors, asked for one by one
+
+    @property
+    def _keeps(self) -> bool:
+        return self.chunks == 1 and len(self.results) > 1 and sum(cell.nbytes for cell in self.cells) <= _KEPT
+
+    def _decode_kept(self, outs: Mapping[str, Bytes], verify: bool) -> None:
+        with self._lock:
+            if not self._kept:
+                found = {name: aligned(cell.nbytes) for name, (cell, _) in self.results.items()}
+                rooms = (aligned(BLOCK_BYTES + SLACK), aligned(BLOCK_BYTES + SLACK))
+                self.decode(0, found, rooms, verify=verify)
+                self._kept.update(found)
+        for name, out in outs.items():
+            out[:] = self._kept[name]
+
+    # -- execution
+
+    def _run(
+        self,
+        index: int,
+        memory: dict[Cell, Bytes],
+        rooms: tuple[Bytes, Bytes],
+        prefetch: ThreadPoolExecutor | None,
+        verify: bool,
+    ) -> None:
+        for cell in self.cells:
+            if cell not in memory:
+                memory[cell] = aligned(_length(cell, index))
+        for stage in self.stages:
+            if stage.steps:
+                _take_steps(stage, index, memory, rooms, prefetch, verify)
+            else:
+                out = memory[stage.cells[0]]
+                layer = stage.layers[0]
+                fold_layer(layer, index, out if layer.base_ratio else None, out, rooms[0], verify=verify)
+
+    def _first_wrong_step(self, index: int, rooms: tuple[Bytes, Bytes]) -> CorruptSegmentError | None:
+        """Go through it again, comparing after every step: which of them gives other bytes than training had?"""
+        memory = {cell: aligned(_length(cell, index)) for cell in self.cells}
+        for stage in self.stages:
+            for number, layer in enumerate(stage.layers):
+                single = Stage(stage.cells, (layer,))
+                Program((single,), self.results)._run(index, memory, rooms, None, True)
+                checked = stage.followers[number] if stage.steps else stage.layers
+                for cell, compared in zip(stage.cells, checked, strict=True):
+                    try:
+                        check_decoded(compared, index, memory[cell], verify=True)
+                    except CorruptSegmentError as error:
+                        return CorruptSegmentError(f"{error}; the steps before it are right")
+        return None
+
+
+def _length(cell: Cell, index: int) -> int:
+    return max(0, min(CHUNK, cell.nbytes - index * CHUNK))
+
+
+def _take_steps(
+    stage: Stage,
+    index: int,
+    memory: Mapping[Cell, Bytes],
+    rooms: tuple[Bytes, Bytes],
+    prefetch: ThreadPoolExecutor | None,
+    verify: bool,
+) -> None:
+    with _EndToEnd(stage, memory) as state:
+        windows = list(_windows(stage.layers, index))
+        ahead: Future[list[Bytes]] | None = None
+        for number, window in enumerate(windows):
+            payloads = _read(window, index, rooms[number % 2], verify) if ahead is None else ahead.result()
+            ahead = None
+            if prefetch is not None and number + 1 < len(windows):
+                ahead = prefetch.submit(_read, windows[number + 1], index, rooms[(number + 1) % 2], verify)
+            try:
+                _decode(window, index, payloads, state)
+            except BaseException:
+                if ahead is not None:
+                    ahead.exception()  # waits: it still writes into a room that will be given back
+                raise
+
+
+def _windows(layers: Sequence[Layer], index: int) -> Iterator[list[Layer]]:
+    """Steps whose payloads are read, and taken, at once."""
+    window: list[Layer] = []
+    filled = 0
+    for layer in layers:
+        # Every payload keeps its offset modulo the page in memory.
+        length = layer.tensor.chunks[index].length + 2 * BLOCK
+        if window and filled + length > _WINDOW:
+            yield window
+            window, filled = [], 0
+        window.append(layer)
+        filled += length
+    if window:
+        yield window
+
+
+def _read(window: Sequence[Layer], index: int, room: Bytes, verify: bool) -> list[Bytes]:
+    payloads = []
+    at = 0
+    for layer in window:
+        payload = read_payload(layer, index, room[at:], verify=verify)
+        payloads.append(payload)
+        at += -(-(layer.tensor.chunks[index].offset % BLOCK + len(payload)) // BLOCK) * BLOCK
+    return payloads
+
+
+def _decode(
+    window: Sequence[Layer], index: int, payloads: Sequence[Bytes], state: Sequence[np.ndarray[Any, Any]]
+) -> None:
+    steps = []
+    for layer, payload in zip(window, payloads, strict=True):
+        assert layer.group is not None
+        steps.append(optim.Layer(layer.group.encoding, layer.group.rule, payload))
+    try:
+        optim.decode(steps, state)
+    except (CorruptSegmentError, FormatError, ValueError) as error:
+        span = f"step {window[0].step}" if len(window) == 1 else f"steps {window[0].step} to {window[-1].step}"
+        raise CorruptSegmentError(f"{window[0].where}: chunk {index} of {span}: {error}") from error
+
+
+class _EndToEnd:
+    """The slots of a group as contiguous arrays: the cells themselves, or for several parameters a copy and back."""
+
+    def __init__(self, stage: Stage, memory: Mapping[Cell, Bytes]) -> None:
+        group = stage.layers[0].group
+        assert group is not None
+        width = len(group.rule.slots)
+        self._slots = [[memory[cell] for cell in stage.cells[slot::width]] for slot in range(width)]
+        self._joined = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in self._slots]
+
+    def __enter__(self) -> list[np.ndarray[Any, Any]]:
+        return [joined.view("<f4") for joined in self._joined]
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            return
+        for parts, joined in zip(self._slots, self._joined, strict=True):
+            if len(parts) == 1:
+                continue
+            at = 0
+            for part in parts:
+                part[:] = joined[at : at + len(part)]
+                at += len(part)
