@@ -55,7 +55,7 @@ def maintain(term: Term) -> bool:
     Raises:
         StorageError: the medium failed; the term is not affected.
     """
-    if not due(term.next_seq, term.fold_seq, len(term.catalog.checkpoints)) or _hides_damage(term.catalog):
+    if not due(term.next_seq, term.fold_seq, len(term.catalog.checkpoints)):
         return False
     view = term.view()
     fold(term.backend, term.fmt, view)
@@ -74,7 +74,7 @@ def fold(backend: Backend, fmt: FormatFile, view: View) -> str:
     """
     if _hides_damage(view.catalog):
         raise CorruptLogError(f"{backend.url}: log slot {view.damage[-1]} is damaged; not folded")
-    data, digest = encode_fold(view.catalog, run=fmt.run, forget=_forgettable(backend, fmt, view))
+    data, digest = encode_fold(view.catalog, run=fmt.run, forget=_forgettable(backend, view))
     key = fold_key(view.end - 1, digest)
     # Prevents: a fold that survives a power cut which takes back one of its slots, left unsynced by a killed writer.
     # The slot would be missing although no anchor says that it was deleted.
@@ -91,12 +91,12 @@ def _hides_damage(catalog: Catalog) -> bool:
     return bool(catalog.damage) and (opened is None or not opened.known or catalog.damage[-1] > opened.seq)
 
 
-def _forgettable(backend: Backend, fmt: FormatFile, view: View) -> frozenset[str]:
+def _forgettable(backend: Backend, view: View) -> frozenset[str]:
     """Manifests that nobody reads any more: their slot, at or below the fold this view began from, is gone."""
     return frozenset(
         name
         for name, (_, seq) in view.catalog.manifests.items()
-        if seq <= view.fold_seq and seq % fmt.anchor_every and not exists(backend, slot_key(seq))
+        if seq <= view.fold_seq and not exists(backend, slot_key(seq))
     )
 
 

@@ -73,7 +73,7 @@ class SegmentReader:
         entry = self.entry
         if self.source.size != entry.size:
             raise CorruptSegmentError(f"{entry.key}: {self.source.size} bytes, {entry.size} were committed")
-        if not 0 < entry.header <= min(HEADER_LIMIT, entry.size):
+        if entry.header > min(HEADER_LIMIT, entry.size):  # before memory is taken for it
             raise CorruptSegmentError(f"{entry.key}: a header of {entry.header} bytes was committed")
         header = self._read(0, entry.header)
         check_header(header, entry.hash, entry.key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ckptstore.deltas import DeltaOptions
 from ckptstore.formats import hashing
 from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.segment import Chunk, TensorEntry
-from ckptstore.reading import Piece, check_chunk
+from ckptstore.reading import Piece, SegmentReader, check_chunk
 from tests.engine.states import same
 
 CHUNK = 16 << 20
@@ -55,6 +56,44 @@ def test_raw_chunks_in_any_order(forge: Callable[..., ckptstore.Store]) -> None:
     same(expected, store.load(1, into=target, framework="numpy"))
     assert b"".join(part.tobytes() for _, part in store.chunks(1, "w")) == expected["w"].tobytes()
     assert ckptstore.verify(store).ok
+
+
+@pytest.mark.parametrize("length", [0, 5, 4000, 1 << 27, 1 << 53])
+def test_a_header_of_another_length_than_was_committed(length: int) -> None:
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"w": np.arange(5)}, step=1)
+    (entry,) = store.view().catalog.segments.values()
+    SegmentReader(store.backend, entry).close()
+    with pytest.raises(CorruptSegmentError, match=f"a header of {length} bytes" if length > entry.size else entry.key):
+        SegmentReader(store.backend, replace(entry, header=length))
+
+
+def damaged(folder: Path, old: bytes, new: bytes) -> ckptstore.Store:
+    """A store of one segment in which bytes are others."""
+    assert len(old) == len(new)
+    store = ckptstore.open(folder)
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"w": np.frombuffer(b"the bits" * 1000, np.uint8), "note": "what is in the tree"}, step=1)
+    (file,) = folder.glob("seg/*/*.safetensors")
+    data = file.read_bytes()
+    assert old in data
+    file.write_bytes(data.replace(old, new, 1))
+    return store
+
+
+def test_every_byte_of_the_header_counts(tmp_path: Path) -> None:
+    """Another value in the state's tree is JSON as good as the right one; only the header's hash tells."""
+    store = damaged(tmp_path, b"what is in the tree", b"what is on the tree")
+    with pytest.raises(CorruptSegmentError, match="header's hash"):
+        store.load(1)
+
+
+def test_what_is_mapped_is_compared_first(tmp_path: Path) -> None:
+    store = damaged(tmp_path, b"the bits", b"the bats")
+    with pytest.raises(CorruptSegmentError, match="'w': checksum"):
+        store.load(1, mmap=True)
+    assert store.load(1, mmap=True, verify=False, framework="numpy")["w"].tobytes().startswith(b"the bats")
 
 
 @pytest.mark.parametrize("of", ["nothing", "c", "other", "double", 7, None])

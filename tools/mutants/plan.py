@@ -14,9 +14,11 @@ __all__ = ["tests_of"]
 _FORMATS: Final = "tests/formats/test_"
 _ENGINE: Final = "tests/engine/test_"
 _REGRESSIONS: Final = (f"{_FORMATS}regressions.py",)
-_CRASHES: Final = ("tests/tools/test_crash_toolbox.py", "tests/tools/test_crash_store.py")
+_CRASHES: Final = tuple(f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "powercut", "crash_store"))
 _LOG: Final = tuple(f"{_ENGINE}{name}.py" for name in ("log", "folding", "pins", "requests", "log_machine"))
-_STORE: Final = tuple(f"{_ENGINE}{name}.py" for name in ("store", "chains", "deltas*", "inspection", "damage"))
+_STORE: Final = tuple(
+    f"{_ENGINE}{name}.py" for name in ("hostile_segments", "store", "deltas*", "gradients*", "inspection", "damage")
+)
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/codecs/*": (f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs_kernels.py", f"{_FORMATS}codecs*.py"),

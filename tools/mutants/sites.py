@@ -170,28 +170,39 @@ class _Finder(ast.NodeVisitor):
         kind = self._guarded(node.body)
         if kind is not None:
             self._atoms(node.test, False, kind)
-        elif self.protocol:
-            leaves = isinstance(node.body[-1], ast.Continue) or _returns_nothing(node.body)
-            self._atoms(node.test, not leaves, None)
+        elif self.protocol and not all(map(_syncs, node.body)):  # a sync is a site of its own
+            # Without the check what it lets through goes through: the result, or the branch for all that is well.
+            # What it does otherwise (leave, start over, put something right) is not done.
+            objects = isinstance(node.body[-1], ast.Return) and self.returns[-1:] == ["str | None"]
+            self._atoms(node.test, bool(node.orelse) or self._gives(node.body), "rule" if objects else None)
         self.generic_visit(node)
+
+    def _gives(self, body: list[ast.stmt]) -> bool:
+        """Whether a body ends with a result, and not with a way out; what an ``_objection`` returns is a refusal."""
+        if any(isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Yield) for statement in body):
+            return True
+        return isinstance(body[-1], ast.Return) and not _returns_nothing(body) and self.returns[-1] != "str | None"
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None and self.returns and self.returns[-1] == "bool" and (self.decoder or self.protocol):
-            self._atoms(node.value, True, "bounds" if self.decoder else None)
+            asks = isinstance(node.value, ast.Call)  # what it asks has sites of its own
+            self._atoms(node.value, True, "bounds" if self.decoder else None if asks else "rule")
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
         nothing = isinstance(node.orelse, ast.Constant) and node.orelse.value is None
+        nothing_if = isinstance(node.body, ast.Constant) and node.body.value is None
         if self.decoder and nothing and not isinstance(node.test, ast.Name):
             self._atoms(node.test, True, "bounds")
         elif self.protocol:
-            self._atoms(node.test, True, None)
+            self._atoms(node.test, True, "rule" if self.returns[-1:] == ["str | None"] and nothing_if else None)
         self.generic_visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         if self.protocol:
             for test in node.ifs:
-                self._atoms(test, True, None)
+                keeps = self.path == "ckptstore/collecting.py" and "pins." in ast.unparse(test)
+                self._atoms(test, not keeps, "pin" if keeps else None)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -228,6 +239,8 @@ class _Finder(ast.NodeVisitor):
             return "bounds"
         if error in _FENCES or error in ("self.dead", "self._ended"):
             return "fence"
+        if self.protocol:
+            return "rule"
         if self.path in _RULES and error in _REFUSALS:
             return "rule"
         return None
@@ -283,13 +296,13 @@ class _Finder(ast.NodeVisitor):
         text = ast.unparse(test)
         if kind == "bounds" and _HASHES.search(text) and _compares(test):
             return "checksum"
-        if kind is not None:
+        if kind is not None and not (kind == "rule" and self.protocol):
             return kind
         if self.path == "ckptstore/pins.py":
-            return "pin" if _PINS.search(text) else None
+            return "pin" if _PINS.search(text) else kind
         if _ANCHORS.search(text):
             return "anchor"
-        return "fence" if _TERMS.search(text) else None
+        return "fence" if _TERMS.search(text) else kind
 
     def _ignore(self, test: ast.expr, outcome: bool, kind: str) -> None:
         text = self._text(test)
@@ -322,6 +335,10 @@ def _called(call: ast.expr) -> str:
 
 def _arguments(value: ast.expr) -> list[ast.expr]:
     return value.args if isinstance(value, ast.Call) else []
+
+
+def _syncs(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and _called(statement.value) in _SYNCS
 
 
 def _returns_nothing(body: list[ast.stmt]) -> bool:
