@@ -5,7 +5,7 @@ With g the gradient after scaling (``settings.scale_gradient``), all numbers fp3
     Adam, weight decay:     g  = g + w * decay              AdamW:  w = w * (1 - lr * decay)
     m' = m + (1 - b1) * (g - m)                 if 1 - b1 >= 1/2:   g + ((1 - b1) - 1) * (g - m)
     v' = v * b2 + ((1 - b2) * g) * g
-    x' = max(x, v')                                     (amsgrad; it takes the place of v' below)
+    x' = max(x, v')                                     (amsgrad; it takes the place of v' below; of two zeros, v')
     w' = w + (-(lr / (1 - b1**t)) * m') / (sqrt(v') / sqrt(1 - b2**t) + eps)
 
 The scalars in brackets are computed in fp64 and rounded once. The variants differ in what is rounded together:
@@ -27,8 +27,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ckptstore.formats.compiled import hot
 from ckptstore.formats.optim.arithmetic import Floats, doubles, floats, fma, multiply_add, settle, single
-from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, scale_gradient, to_bits
+from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
 VARIANTS = ("fma", "plain", "divide")
 SLOTS = ("weight", "exp_avg", "exp_avg_sq")
@@ -101,73 +102,89 @@ class AdamRule:
         """See `Rule.apply`."""
         weight, first, second = state[:3]
         scale_gradient(gradient, self.scales, self.maximize)
-        add = self._add()
         if self.l2:
-            add(weight, self.l2, gradient, gradient)
-        step = floats("step", len(gradient))
-        np.subtract(gradient, first, out=step)
-        if abs(self.weight1) < 0.5:
-            add(step, self.weight1, first, first)
-        else:
-            add(step, single(self.weight1 - 1.0), gradient, first)
-        np.multiply(second, np.float32(self.beta2), out=second)
-        if self.variant == "divide":
-            np.multiply(gradient, gradient, out=step)
-            fma(step, self.weight2, second, second)
-        else:
-            np.multiply(gradient, np.float32(self.weight2), out=step)
-            add(step, gradient, second, second)
+            (multiply_add if self.variant == "plain" else fma)(weight, self.l2, gradient, gradient)
+        moments(self, first, second, gradient)
         if self.amsgrad:
-            np.maximum(state[3], second, out=state[3])
-        self._move(weight, first, state[-1], weight)
-        for values in state:
-            settle(values)
+            _largest(state[3], second, state[3])
+        move(self, weight, first, state[-1])
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
         """See `Rule.predict`: exact but for the second moment, which a rounded first moment does not determine."""
         if slot == 2:
-            self._second(old, new[1], out)
+            second_moment(self, new[1], old[1], old[2], out)
         elif slot == 3:
-            np.maximum(old[3], new[2], out=out)
+            _largest(old[3], new[2], out)
         else:
-            self._move(old[0], new[1], new[-1], out)
-        settle(out)
+            copy_bits(old[0], out)
+            move(self, out, new[1], new[-1])
 
-    def _second(self, old: Sequence[Floats], first: Floats, out: Floats) -> None:
-        """v' from the gradient that the change of m implies, in fp64 but for the product that training rounds."""
-        count = len(out)
-        gradient, before = doubles("product", count), doubles("total", count)
-        np.copyto(gradient, first)
-        np.copyto(before, old[1])
-        np.subtract(gradient, before, out=gradient)
-        np.multiply(gradient, 1.0 / self.weight1 if self.weight1 else 0.0, out=gradient)
-        np.add(gradient, before, out=gradient)
-        np.multiply(gradient, gradient, out=gradient)
-        np.multiply(gradient, self.weight2, out=gradient)
-        np.multiply(old[2], np.float32(self.beta2), out=out)
-        np.copyto(before, out)
-        np.add(gradient, before, out=gradient)
-        np.copyto(out, gradient, casting="unsafe")
 
-    def _move(self, weight: Floats, first: Floats, second: Floats, out: Floats) -> None:
-        """The new weight, from the new moments. ``out`` may be ``weight``."""
-        below, step = floats("below", len(out)), floats("step", len(out))
-        np.sqrt(second, out=below)
-        np.divide(below, np.float32(self.root), out=below)
-        np.add(below, np.float32(self.eps), out=below)
-        if self.shrink != 1.0:
-            np.multiply(weight, np.float32(self.shrink), out=out)
-            weight = out
-        if self.variant == "divide":
-            np.divide(first, below, out=step)
-            fma(step, self.rate, weight, out)
-        else:
-            np.multiply(first, np.float32(self.rate), out=step)
-            np.divide(step, below, out=step)
-            np.add(weight, step, out=out)
+@hot("ckptstore.formats.optim.compiled")
+def moments(rule: AdamRule, first: Floats, second: Floats, gradient: Floats) -> None:
+    """m' and v', in place. ``gradient`` is scaled; it is destroyed."""
+    add: _MultiplyAdd = multiply_add if rule.variant == "plain" else fma
+    step = floats("step", len(gradient))
+    np.subtract(gradient, first, out=step)
+    if abs(rule.weight1) < 0.5:
+        add(step, rule.weight1, first, first)
+    else:
+        add(step, single(rule.weight1 - 1.0), gradient, first)
+    np.multiply(second, np.float32(rule.beta2), out=second)
+    if rule.variant == "divide":
+        np.multiply(gradient, gradient, out=step)
+        fma(step, rule.weight2, second, second)
+    else:
+        np.multiply(gradient, np.float32(rule.weight2), out=step)
+        add(step, gradient, second, second)
+    settle(first)
+    settle(second)
 
-    def _add(self) -> _MultiplyAdd:
-        return multiply_add if self.variant == "plain" else fma
+
+@hot("ckptstore.formats.optim.compiled")
+def second_moment(rule: AdamRule, first: Floats, old_first: Floats, old_second: Floats, out: Floats) -> None:
+    """v' from the gradient that the change of m implies, in fp64 but for the product that training rounds."""
+    count = len(out)
+    gradient, before = doubles("product", count), doubles("total", count)
+    np.copyto(gradient, first)
+    np.copyto(before, old_first)
+    np.subtract(gradient, before, out=gradient)
+    np.multiply(gradient, 1.0 / rule.weight1 if rule.weight1 else 0.0, out=gradient)
+    np.add(gradient, before, out=gradient)
+    np.multiply(gradient, gradient, out=gradient)
+    np.multiply(gradient, rule.weight2, out=gradient)
+    np.multiply(old_second, np.float32(rule.beta2), out=out)
+    np.copyto(before, out)
+    np.add(gradient, before, out=gradient)
+    np.copyto(out, gradient, casting="unsafe")
+    settle(out)
+
+
+@hot("ckptstore.formats.optim.compiled")
+def move(rule: AdamRule, weight: Floats, first: Floats, second: Floats) -> None:
+    """The new weight, in place, from the new moments."""
+    below, step = floats("below", len(weight)), floats("step", len(weight))
+    np.sqrt(second, out=below)
+    np.divide(below, np.float32(rule.root), out=below)
+    np.add(below, np.float32(rule.eps), out=below)
+    if rule.shrink != 1.0:
+        np.multiply(weight, np.float32(rule.shrink), out=weight)
+    if rule.variant == "divide":
+        np.divide(first, below, out=step)
+        fma(step, rule.rate, weight, weight)
+    else:
+        np.multiply(first, np.float32(rule.rate), out=step)
+        np.divide(step, below, out=step)
+        np.add(weight, step, out=weight)
+    settle(weight)
+
+
+def _largest(old: Floats, second: Floats, out: Floats) -> None:
+    """amsgrad's x'; of two zeros the second moment's: processors disagree."""
+    equal = old == second
+    np.maximum(old, second, out=out)
+    np.copyto(out, second, where=equal)
+    settle(out)
 
 
 class _MultiplyAdd(Protocol):

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.formats.codecs import kernels
+from ckptstore.formats.compiled import hot
 from ckptstore.formats.errors import CkptError
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -71,6 +72,7 @@ def single(value: float) -> float:
         return float(np.float32(value))
 
 
+@hot("ckptstore.formats.optim.compiled")
 def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
     """``out = a * b + c``, rounded once. ``out`` may be any of the arguments; a scalar ``b`` is an fp32 number.
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptstore.formats.compiled import hot
 from ckptstore.formats.optim.arithmetic import Floats, floats, fma, multiply_add, settle, single
 from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
@@ -92,25 +93,22 @@ class SGDRule:
     def apply(self, state: Sequence[Floats], gradient: Floats) -> None:
         """See `Rule.apply`."""
         add = multiply_add if self.variant == "plain" else fma
-        weight, update = state[0], gradient
+        weight = state[0]
         scale_gradient(gradient, self.scales, self.maximize)
         if self.decay:
             add(weight, self.decay, gradient, gradient)
-        if self.buffer:
-            buffer = state[1]
-            if self.first:
-                copy_bits(gradient, buffer)
-            else:
-                kept = floats("step", len(gradient))
-                np.multiply(buffer, np.float32(self.momentum), out=kept)
-                add(gradient, self.share, kept, buffer)
-            update = buffer
+        if not self.buffer:
+            add(gradient, self.rate, weight, weight)
+            settle(weight)
+        elif not self.first:
+            buffered(self, weight, state[1], gradient)
+        else:
+            copy_bits(gradient, state[1])
             if self.nesterov:
-                add(buffer, self.momentum, gradient, gradient)
-                update = gradient
-        add(update, self.rate, weight, weight)
-        for values in state:
-            settle(values)
+                add(state[1], self.momentum, gradient, gradient)
+            add(gradient, self.rate, weight, weight)
+            settle(weight)
+            settle(state[1])
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
         """See `Rule.predict`: a weight that the buffer moves is exact; with nesterov its gradient is inferred first."""
@@ -136,6 +134,21 @@ class SGDRule:
         np.subtract(buffer, out, out=out)
         if self.share not in (0.0, 1.0):
             np.divide(out, np.float32(self.share), out=out)
+
+
+@hot("ckptstore.formats.optim.compiled")
+def buffered(rule: SGDRule, weight: Floats, buffer: Floats, gradient: Floats) -> None:
+    """b' and w', in place, of any step but the first. ``gradient`` is scaled and decayed; it is destroyed."""
+    add = multiply_add if rule.variant == "plain" else fma
+    kept, update = floats("step", len(gradient)), buffer
+    np.multiply(buffer, np.float32(rule.momentum), out=kept)
+    add(gradient, rule.share, kept, buffer)
+    if rule.nesterov:
+        add(buffer, rule.momentum, gradient, gradient)
+        update = gradient
+    add(update, rule.rate, weight, weight)
+    settle(weight)
+    settle(buffer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,156 @@
+"""The compiled loops of optimizer arithmetic give the reference's bits, whatever they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba", reason="the compiled kernels need numba: pip install ckptstore[fast]")
+
+from ckptstore.formats import compiled, optim
+from ckptstore.formats.optim import adam, arithmetic, sgd
+
+GROUPS: dict[str, optim.Optimizer] = {
+    "adamw": optim.AdamW(beta2=0.95, weight_decay=0.1),
+    "adam": optim.Adam(weight_decay=0.1),
+    "amsgrad": optim.AdamW(amsgrad=True, maximize=True),
+    "large share": optim.AdamW(beta1=0.2),
+    "no share": optim.Adam(beta1=0.0, beta2=0.0, eps=0.0),
+    "sgd": optim.SGD(weight_decay=5e-4),
+    "momentum": optim.SGD(momentum=0.9, weight_decay=5e-4),
+    "dampening": optim.SGD(momentum=0.9, dampening=0.3, maximize=True),
+    "nesterov": optim.SGD(momentum=0.9, nesterov=True),
+}
+CASES = [(name, variant) for name in GROUPS for variant in GROUPS[name].variants]
+# NaNs of all kinds, infinities, zeros, denormals from the least to the greatest, and the ends of the normal numbers.
+_SPECIAL = (
+    "7fc00000 ffc00000 7f800001 ffffffff 7f800000 ff800000 00000000 80000000 00000001 80000001 00000002 007fffff"
+    " 807fffff 00800000 80800000 7f7fffff ff7fffff 3f800000"
+)
+SPECIAL = np.array([int(pattern, 16) for pattern in _SPECIAL.split()], "<u4")
+
+
+@pytest.fixture(autouse=True)
+def kernels_as_they_were() -> Iterator[None]:
+    yield
+    compiled.use(None)
+
+
+def noise(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Any patterns: special ones, any at all, tiny ones whose sums are denormal, and some as training has them."""
+    words = rng.integers(0, 1 << 32, count, "<u4")
+    tiny = (rng.normal(0, 1, count) * 1e-38).astype("<f4").view("<u4")
+    usual = (rng.normal(0, 1, count) * 10.0 ** rng.uniform(-9, 1, count)).astype("<f4").view("<u4")
+    short = usual & np.uint32(0xFFFFF000)  # few bits: their products and sums lie half-way between fp32 numbers
+    picked = rng.integers(0, 5, count)
+    return np.choose(picked, [rng.choice(SPECIAL, count), words, tiny, usual, short]).astype("<u4").view("<f4")
+
+
+def patterns(parts: list[np.ndarray]) -> list[bytes]:
+    return [part.tobytes() for part in parts]
+
+
+def both(work: object) -> tuple[object, object]:
+    assert callable(work)
+    with arithmetic.exactly():
+        compiled.use("numpy")
+        wanted = work()
+        compiled.use("compiled")
+        return wanted, work()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 32), st.sampled_from(CASES), st.integers(0, 1200))
+def test_steps_and_predictions_are_the_references(seed: int, case: tuple[str, str], count: int) -> None:
+    rng = np.random.default_rng(seed)
+    name, variant = case
+    clip, scale = rng.choice(np.array([1.0, 0.25, 1e-30, np.nan, np.inf])), rng.choice(np.array([1.0, 3.0]))
+    step = optim.Step(int(rng.integers(1, 5)), 10.0 ** rng.uniform(-9, 9), float(clip), float(scale))
+    rule = GROUPS[name].rule(step, variant)
+    old, new = ([noise(rng, count) for _ in rule.slots] for _ in range(2))
+    gradient = noise(rng, count)
+
+    def applied() -> list[bytes]:
+        state = [part.copy() for part in old]
+        rule.apply(state, gradient.copy())
+        return patterns(state)
+
+    def predicted() -> list[bytes]:
+        found = []
+        for slot in range(len(old)):
+            if slot not in rule.kept:
+                before, after, out = [part.copy() for part in old], [part.copy() for part in new], noise(rng, count)
+                rule.predict(slot, before, after, out)
+                assert patterns(before) == patterns(old)
+                assert patterns(after) == patterns(new)
+                found.append(out.tobytes())
+        return found
+
+    wanted, found = both(applied)
+    assert found == wanted
+    wanted, found = both(predicted)
+    assert found == wanted
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(0, 600), st.sampled_from(["new", "a", "b", "c"]), st.booleans())
+def test_fused_products_are_the_references(seed: int, count: int, target: str, scalar: bool) -> None:
+    rng = np.random.default_rng(seed)
+    arguments = {name: noise(rng, count) for name in ("a", "b", "c", "new")}
+    factor = float(rng.choice(SPECIAL.view("<f4"))) if rng.random() < 0.5 else float(noise(rng, 1)[0])
+
+    def run() -> list[bytes]:
+        parts = {name: part.copy() for name, part in arguments.items()}
+        out = parts[target]
+        arithmetic.fma(parts["a"], factor if scalar else parts["b"], parts["c"], out)
+        arithmetic.settle(out)
+        return patterns(list(parts.values()))
+
+    wanted, found = both(run)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("kernel", [arithmetic.fma, adam.moments, adam.second_moment, adam.move, sgd.buffered])
+def test_each_hot_kernel_has_a_compiled_form_of_its_own(kernel: compiled.Hot[..., None]) -> None:
+    assert kernel.compiled is not kernel.reference
+    assert kernel.compiled.__module__ == "ckptstore.formats.optim.compiled"
+
+
+def test_the_fused_product_is_rounded_once() -> None:
+    """2^-56 below half-way: an fp64 sum loses it, and would then be rounded up to even."""
+    a, b = (np.array([(1 + sign * 2.0**-16) * 2.0**-12], "<f4") for sign in (1, -1))
+    c, out = np.array([1 + 2.0**-23], "<f4"), np.zeros(1, "<f4")
+    for kind in compiled.KINDS:
+        compiled.use(kind)
+        arithmetic.fma(a, b, c, out)
+        assert out[0] == c[0], kind
+
+
+@pytest.mark.parametrize("kind", compiled.KINDS)
+def test_of_two_zeros_amsgrad_keeps_the_second_moments(kind: str) -> None:
+    compiled.use(kind)
+    rule = optim.AdamW(amsgrad=True).rule(optim.Step(2, 1e-3))
+    zeros = np.zeros(40, "<f4")
+    for old, second in ((-zeros, zeros), (zeros, -zeros)):
+        out = np.ones(40, "<f4")
+        rule.predict(3, [zeros, zeros, zeros, old], [zeros, zeros, second], out)
+        assert out.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("kind", compiled.KINDS)
+def test_payloads_of_either_kind_are_read_by_the_other(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    rule = GROUPS["adamw"].rule(optim.Step(3, 1e-3, 0.5))
+    old, new = ([noise(rng, 70_000) for _ in rule.slots] for _ in range(2))
+    gradient = noise(rng, 70_000)
+    compiled.use(kind)
+    payloads = [optim.predicted.encode(rule, old, new), optim.replayed.encode(rule, old, new, gradient)]
+    compiled.use(compiled.KINDS[1 - compiled.KINDS.index(kind)])
+    for coder, payload in zip((optim.predicted, optim.replayed), payloads, strict=True):
+        state = [part.copy() for part in old]
+        coder.decode(rule, payload, state)
+        assert patterns(state) == patterns(new)
