@@ -96,9 +96,10 @@ class TestRead:
         with pytest.raises(CorruptLogError, match="slot 1 is absent or stray"):
             view(world)
 
+    @pytest.mark.parametrize("every", [4, 8])
     @pytest.mark.parametrize("next_is", ["commit", "open"])
-    def test_a_stray_open_taken_for_history_is_uncovered_by_the_record_after_it(self, next_is: str) -> None:
-        world = World(every=4)
+    def test_a_stray_open_taken_for_history_is_uncovered_by_the_record_after_it(self, next_is: str, every: int) -> None:
+        world = World(every=every)
         writer = opened(world)
         save(writer, 1)
         save(writer, 2)
@@ -115,7 +116,10 @@ class TestRead:
         if next_is == "commit":
             save(writer, 4)
         folding.fold(world, world.fmt, writer.view())
+        while len(world.canon) <= every:
+            save(writer, len(world.canon) + 4)
         folding.trim(world, world.fmt, writer.view())
+        assert slot_key(3) not in world.list("log/")
         slow.step()  # OPEN of term 2 lands in slot 3, which was deleted
         reader.step()  # and is read as if it were history
         reader.finish()
@@ -237,6 +241,17 @@ class TestDamage:
         world.create(slot_key(3), data)
         found = view(world)
         assert found.damage == (3,)
+
+    def test_a_damaged_slot_lets_no_older_term_back_in(self) -> None:
+        world, _ = self.store(1)
+        term = opened(world)
+        save(term, 2)
+        world.damage(slot_key(3))
+        data, _ = texts.encode_commit(full(1, 9), seq=4, run=world.fmt.run, manifest="")
+        world.create(slot_key(4), data)
+        found = view(world)
+        assert found.damage == (3, 4)
+        assert (1, 9) not in found.catalog.checkpoints
 
     def test_a_damaged_view_is_not_folded_until_someone_chose_where_to_go_on(self) -> None:
         world, _ = self.store()
