@@ -1,4 +1,4 @@
-"""The hot loops of optimizer arithmetic for numba: what ``arithmetic``, ``adam`` and ``sgd`` define, in one pass each.
+"""The hot loops of optimizer arithmetic for numba: what the other modules define, in one pass each.
 
 Imported at the first call of a hot kernel, and only where numba is. fp32 numbers stay fp32 in every operation, each is
 rounded once, and what has to be fused is the processor's own instruction (or the C library's ``fmaf``, where it has
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from ckptstore.formats.compiled import Loop, loop
 from ckptstore.formats.optim import arithmetic
 from ckptstore.formats.optim.adam import AdamRule
-from ckptstore.formats.optim.arithmetic import Floats, single
+from ckptstore.formats.optim.arithmetic import Floats, Patterns, single
 from ckptstore.formats.optim.sgd import SGDRule
 
 _NAN = np.float32("nan")
@@ -177,3 +177,19 @@ _BUFFERED = {
 def buffered(rule: SGDRule, weight: Floats, buffer: Floats, gradient: Floats) -> None:
     """See ``sgd.buffered``."""
     _BUFFERED[rule.variant, rule.nesterov](weight, buffer, gradient, rule.momentum, rule.share, rule.rate)
+
+
+# ------------------------------------------------------------------------------------------------------- residuals
+
+
+@loop("u4", "u4")
+def _missed(true: Patterns, predicted: Patterns) -> int:
+    count = 0
+    for i in range(len(true)):
+        count += true[i] != predicted[i]
+    return count
+
+
+def missed(true: Patterns, predicted: Patterns) -> int:
+    """See ``residuals.missed``."""
+    return int(_missed(true, predicted))

@@ -16,12 +16,15 @@ from ckptstore.formats.codecs import THRIFTY, Diff, Planes, as_bytes, kernels
 from ckptstore.formats.codecs.blocks import ZERO_GROUP
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.compiled import hot
 from ckptstore.formats.errors import CorruptSegmentError
-from ckptstore.formats.optim.arithmetic import Floats
+from ckptstore.formats.optim.arithmetic import Floats, Patterns
 from ckptstore.formats.optim.stepping import patterns_of
 
 OVERHEAD = 64
 """The most bytes by which a block of anything may exceed its words, room for unfinished forms included."""
+_FEW = 64  # one in so many
+_HEAD = 2048
 _DIFFERENCE = Diff(4)
 _STEPS = Planes(1)
 _NOTHING = np.empty(0, np.uint8)
@@ -34,13 +37,21 @@ def write_residual(true: Floats, predicted: Floats, out: Bytes, at: int, level: 
     Most are of moments that a replay makes exactly: looking first takes a tenth of the time of coding nothing. Where
     few are missed, most of the bytes say where, and to pack those well costs next to nothing.
     """
-    missed = int(np.count_nonzero(patterns_of(true) != patterns_of(predicted)))
-    if not missed:
-        out[at] = ZERO_GROUP
-        return at + 1
-    if 64 * missed < len(true):
-        level = max(level, THRIFTY)
+    wanted, found = patterns_of(true), patterns_of(predicted)
+    if _FEW * missed(wanted[:_HEAD], found[:_HEAD]) < _HEAD:  # else the whole is not worth a look
+        count = missed(wanted, found)
+        if not count:
+            out[at] = ZERO_GROUP
+            return at + 1
+        if _FEW * count < len(true):
+            level = max(level, THRIFTY)
     return _DIFFERENCE.write(as_bytes(true), as_bytes(predicted), out, at, level)
+
+
+@hot("ckptstore.formats.optim.compiled")
+def missed(true: Patterns, predicted: Patterns) -> int:
+    """How many words differ."""
+    return int(np.count_nonzero(true != predicted))
 
 
 def read_residual(cursor: Cursor, predicted: Floats, out: Floats) -> None:

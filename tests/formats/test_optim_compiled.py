@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("numba", reason="the compiled kernels need numba: pip install ckptstore[fast]")
 
 from ckptstore.formats import compiled, optim
-from ckptstore.formats.optim import adam, arithmetic, sgd
+from ckptstore.formats.optim import adam, arithmetic, residuals, sgd
 
 GROUPS: dict[str, optim.Optimizer] = {
     "adamw": optim.AdamW(beta2=0.95, weight_decay=0.1),
@@ -114,8 +114,10 @@ def test_fused_products_are_the_references(seed: int, count: int, target: str, s
     assert found == wanted
 
 
-@pytest.mark.parametrize("kernel", [arithmetic.fma, adam.moments, adam.second_moment, adam.move, sgd.buffered])
-def test_each_hot_kernel_has_a_compiled_form_of_its_own(kernel: compiled.Hot[..., None]) -> None:
+@pytest.mark.parametrize(
+    "kernel", [arithmetic.fma, adam.moments, adam.second_moment, adam.move, sgd.buffered, residuals.missed]
+)
+def test_each_hot_kernel_has_a_compiled_form_of_its_own(kernel: compiled.Hot[..., object]) -> None:
     assert kernel.compiled is not kernel.reference
     assert kernel.compiled.__module__ == "ckptstore.formats.optim.compiled"
 
@@ -154,3 +156,14 @@ def test_payloads_of_either_kind_are_read_by_the_other(kind: str) -> None:
         state = [part.copy() for part in old]
         coder.decode(rule, payload, state)
         assert patterns(state) == patterns(new)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 1000])
+def test_missed_words_are_counted_by_their_patterns(count: int) -> None:
+    rng = np.random.default_rng(count)
+    for share in (0.0, 0.1, 1.0):
+        words = noise(rng, count).view("<u4")
+        other = np.where(rng.random(count) < share, words ^ np.uint32(0x80000000), words).astype("<u4")
+        for kind in compiled.KINDS:
+            compiled.use(kind)
+            assert residuals.missed(words, other) == int((words != other).sum())
