@@ -20,6 +20,7 @@ from ckptstore._version import __version__
 if TYPE_CHECKING:
     from ckptstore.checkpoint import CheckpointInfo, TermInfo
     from ckptstore.deltas import DeltaOptions
+    from ckptstore.diffs import DiffOptions
     from ckptstore.formats.errors import (
         CheckpointNotFoundError,
         CkptError,
@@ -44,14 +45,16 @@ if TYPE_CHECKING:
         WriterError,
     )
     from ckptstore.intervals import RestoreBound
-    from ckptstore.store import DeterminismWarning, Store
+    from ckptstore.store import DeterminismWarning, LostStepsWarning, Store
     from ckptstore.store import open_store as open
+    from ckptstore.updates import Update
     from ckptstore.verification import Damage, VerificationReport, verify
     from ckptstore.writer import PendingSave, Writer
 
 _HOMES = {
     "checkpoint": "CheckpointInfo TermInfo",
     "deltas": "DeltaOptions",
+    "diffs": "DiffOptions",
     "intervals": "RestoreBound",
     "formats.errors": (
         "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError CorruptSegmentError"
@@ -59,7 +62,8 @@ _HOMES = {
         " StepOrderError StorageError StoreNotFoundError TensorNotFoundError UnsupportedBackendError"
         " UnsupportedStateError UsageError WriterClosedError WriterError"
     ),
-    "store": "DeterminismWarning Store open",
+    "store": "DeterminismWarning LostStepsWarning Store open",
+    "updates": "Update",
     "verification": "Damage VerificationReport verify",
     "writer": "PendingSave Writer",
 }
@@ -76,9 +80,11 @@ __all__ = [
     "Damage",
     "DeltaOptions",
     "DeterminismWarning",
+    "DiffOptions",
     "FencedError",
     "FormatError",
     "IncompatibleFormatError",
+    "LostStepsWarning",
     "MissingDependencyError",
     "NotFoundError",
     "PendingSave",
@@ -92,6 +98,7 @@ __all__ = [
     "TermInfo",
     "UnsupportedBackendError",
     "UnsupportedStateError",
+    "Update",
     "UsageError",
     "VerificationReport",
     "Writer",

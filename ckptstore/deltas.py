@@ -58,28 +58,33 @@ class DeltaOptions:
 
 
 class MemoryBase:
-    """A base whose tensors are in host memory."""
+    """A base whose tensors are in host memory.
+
+    Attributes:
+        id: its identity.
+        tensors: by name.
+    """
 
     def __init__(self, identity: CheckpointId, snapshot: Snapshot) -> None:
         self.id = identity
-        self._tensors = snapshot.flat.tensors
+        self.tensors = snapshot.flat.tensors
         self._snapshot = snapshot
 
     def spec(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """See `Base.spec`."""
-        source = self._tensors.get(name)
+        source = self.tensors.get(name)
         return None if source is None else (source.dtype, tuple(source.shape))
 
     def read(self, name: str, start: int, length: int) -> Bytes:
         """See `Base.read`. A view: nothing is copied."""
-        view = self._tensors[name].view()
+        view = self.tensors[name].view()
         assert view is not None  # snapshots are host memory
         return view[start : start + length]
 
     @property
     def nbytes(self) -> int:
         """Host memory it takes."""
-        return sum(source.nbytes for source in self._tensors.values())
+        return sum(source.nbytes for source in self.tensors.values())
 
     def forget(self) -> None:
         """Give the memory back."""
@@ -129,7 +134,12 @@ class StoredBase:
 
 
 class Deltas:
-    """The deltas of one term."""
+    """The deltas of one term.
+
+    Attributes:
+        schedule: when a delta is made, and against what; None: never.
+        encoders: threads that code; `threads`: how many those are.
+    """
 
     def __init__(
         self,
@@ -159,8 +169,8 @@ class Deltas:
         self._reopen = reopen
         self._choices = Choices(self._options.policy)
         self._bases: dict[int, MemoryBase | StoredBase] = {}
-        self._threads = threads
-        self._encoders = ThreadPoolExecutor(self._threads, thread_name_prefix="ckptstore-encode")
+        self.threads = threads
+        self.encoders = ThreadPoolExecutor(self.threads, thread_name_prefix="ckptstore-encode")
 
     def write(
         self,
@@ -248,8 +258,8 @@ class Deltas:
             choices=self._choices,
             staging=staging,
             pool=pool,
-            encoders=self._encoders,
-            threads=self._threads,
+            encoders=self.encoders,
+            threads=self.threads,
             begun=begun,
             progress=progress,
         )
@@ -310,7 +320,7 @@ class Deltas:
         held = sum(base.nbytes for base in self._bases.values() if isinstance(base, MemoryBase))
         if self._options.memory is not None and held + nbytes > self._options.memory:
             return self._reopen(identity)
-        return MemoryBase(identity, snapshot or self._snapshots.copy(flat, self._encoders))
+        return MemoryBase(identity, snapshot or self._snapshots.copy(flat, self.encoders))
 
     def _restart(self) -> None:
         """Let go of every base; the next checkpoint is a full."""
@@ -322,7 +332,7 @@ class Deltas:
 
     def close(self) -> None:
         """Let go of every base. A second time does nothing."""
-        self._encoders.shutdown()
+        self.encoders.shutdown()
         self._restart()
 
 

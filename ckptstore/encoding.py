@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,17 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.segments import WrittenState
 from ckptstore.staging import Bytes, Staging, aligned
 
-__all__ = ["Base", "Choices", "write_packed"]
+__all__ = [
+    "Base",
+    "Choices",
+    "Coded",
+    "TensorPlan",
+    "choose_all",
+    "code_all",
+    "host_bytes",
+    "let_go",
+    "write_packed",
+]
 
 _JOB_BYTES: Final = 1 << 20
 _REUSE: Final = 16
@@ -73,7 +83,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class TensorPlan:
     """How one tensor is coded."""
 
     spec: TensorSpec
@@ -82,9 +92,14 @@ class _Plan:
     based: bool
     master: str | None
 
+    @property
+    def params(self) -> dict[str, Any]:
+        """The codec's parameters as metadata has them."""
+        return dict(self.choice.params) if self.master is None else {**self.choice.params, "of": self.master}
+
 
 @dataclass(frozen=True, slots=True)
-class _Coded:
+class Coded:
     """A coded chunk. A raw payload is the state's own memory."""
 
     payload: Bytes
@@ -128,7 +143,7 @@ def write_packed(
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
     """
-    plans = {plan.spec.name: plan for plan in _choose_all(flat, base, gap, choices, encoders)}
+    plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, encoders)}
     written: list[SegmentEntry] = []
     parts: list[tuple[str, str, Sequence[int], str]] = []
     for number, members in enumerate(split([plan.spec for plan in plans.values()], limit)):
@@ -143,7 +158,7 @@ def write_packed(
         )
         begun(draft.segment)
         own = [plans[spec.name] for spec in members]
-        with closing(_code_all(own, flat, base, encoders, threads)) as coded:
+        with closing(code_all(own, flat, base, encoders, threads)) as coded:
             entry, tensors = _write_segment(backend, draft, own, coded, staging, pool, progress)
         written.append(entry)
         parts += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
@@ -154,8 +169,8 @@ def write_packed(
 def _write_segment(
     backend: Backend,
     draft: SegmentDoc,
-    plans: Sequence[_Plan],
-    coded: Iterator[_Coded],
+    plans: Sequence[TensorPlan],
+    coded: Iterator[Coded],
     staging: Staging,
     pool: ThreadPoolExecutor,
     progress: Callable[[int], None] | None,
@@ -186,7 +201,7 @@ def _write_segment(
 
 
 def _append(
-    stream: BlockStream, plan: _Plan, coded: Iterator[_Coded], progress: Callable[[int], None] | None
+    stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded], progress: Callable[[int], None] | None
 ) -> TensorEntry:
     """Append the next coded chunks, which are those of one tensor."""
     chunks = []
@@ -198,31 +213,36 @@ def _append(
         chunks.append(Chunk(at, len(piece.payload), piece.logical, stored, piece.decoded_hash))
         if progress is not None:
             progress(piece.logical)
-    params: dict[str, Any] = dict(plan.choice.params)
-    if plan.master is not None:
-        params["of"] = plan.master
-    return TensorEntry(plan.spec.name, plan.spec.dtype, plan.spec.shape, tuple(chunks), plan.choice.name, params)
+    return TensorEntry(plan.spec.name, plan.spec.dtype, plan.spec.shape, tuple(chunks), plan.choice.name, plan.params)
 
 
 # -- choosing
 
 
-def _choose_all(
-    flat: FlatState, base: Base | None, gap: int, choices: Choices, encoders: ThreadPoolExecutor
-) -> list[_Plan]:
+def choose_all(
+    flat: FlatState,
+    base: Base | None,
+    gap: int,
+    choices: Choices,
+    encoders: ThreadPoolExecutor,
+    names: Collection[str] | None = None,
+) -> list[TensorPlan]:
+    """How each tensor of `flat`, or each of `names`, will be coded, in the order of the state."""
     masters = _masters(flat)
-    waiting: list[Future[_Plan]] = []
+    waiting: list[Future[TensorPlan]] = []
     for name, source in flat.tensors.items():
+        if names is not None and name not in names:
+            continue
         spec = TensorSpec(name, source.dtype, tuple(source.shape))
         based = base is not None and base.spec(name) == (spec.dtype, spec.shape)
         waiting.append(encoders.submit(_choose, spec, source, base if based else None, gap, choices, masters, flat))
     try:
         return [future.result() for future in waiting]
     finally:
-        _let_go(waiting)
+        let_go(waiting)
 
 
-def _let_go(futures: Iterable[Future[Any]]) -> None:
+def let_go(futures: Iterable[Future[Any]]) -> None:
     """Wait until none of them runs any more."""
     for future in futures:
         future.cancel()
@@ -237,24 +257,24 @@ def _choose(
     choices: Choices,
     masters: Mapping[tuple[int, ...], Sequence[str]],
     flat: FlatState,
-) -> _Plan:
+) -> TensorPlan:
     apart = gap if base is not None else 0
     known = choices.known(spec.name, apart)
     if known is not None and _still_applies(known[0], known[1], spec, flat):
-        return _Plan(spec, source, known[0], base is not None, known[1])
+        return TensorPlan(spec, source, known[0], base is not None, known[1])
     master = _master_for(spec, source, masters, flat)
     samples = [
         Sample(
-            _range(source, start, stop - start),
+            host_bytes(source, start, stop - start),
             None if base is None else base.read(spec.name, start, stop - start),
-            None if master is None else _range(flat.tensors[master], 2 * start, 2 * (stop - start)),
+            None if master is None else host_bytes(flat.tensors[master], 2 * start, 2 * (stop - start)),
         )
         for start, stop in codecs.sample_ranges(spec.nbytes)
     ]
     choice = codecs.choose(spec.dtype, samples, choices.policy)
     derived = master if choice.name == "derive" else None
     choices.learn(spec.name, apart, choice, derived)
-    return _Plan(spec, source, choice, base is not None, derived)
+    return TensorPlan(spec, source, choice, base is not None, derived)
 
 
 def _still_applies(choice: CodecChoice, master: str | None, spec: TensorSpec, flat: FlatState) -> bool:
@@ -283,12 +303,12 @@ def _master_for(
     if spec.dtype not in ("BF16", "F16") or not spec.nbytes:
         return None
     count = min(_ELEMENTS, spec.nbytes // 2)
-    half = _range(source, 0, 2 * count)
+    half = host_bytes(source, 0, 2 * count)
     if not half.any():
         return None
     codec = codecs.codec("derive", {"to": spec.dtype})
     for name in masters.get(spec.shape, ()):
-        if not len(codecs.encode(codec, half, _range(flat.tensors[name], 0, 4 * count))):
+        if not len(codecs.encode(codec, half, host_bytes(flat.tensors[name], 0, 4 * count))):
             return name
     return None
 
@@ -296,11 +316,11 @@ def _master_for(
 # -- coding
 
 
-def _code_all(
-    plans: Sequence[_Plan], flat: FlatState, base: Base | None, encoders: ThreadPoolExecutor, threads: int
-) -> Generator[_Coded]:
+def code_all(
+    plans: Sequence[TensorPlan], flat: FlatState, base: Base | None, encoders: ThreadPoolExecutor, threads: int
+) -> Generator[Coded]:
     """Coded chunks in order; at most `threads` + 1 groups of chunks are under way."""
-    window: deque[Future[list[_Coded]]] = deque()
+    window: deque[Future[list[Coded]]] = deque()
     try:
         for group in _groups(plans):
             window.append(encoders.submit(_code, group, flat, base))
@@ -309,11 +329,11 @@ def _code_all(
         while window:
             yield from window.popleft().result()
     finally:  # closed early: nobody may go on reading the state once the save has failed
-        _let_go(window)
+        let_go(window)
 
 
-def _groups(plans: Sequence[_Plan]) -> Iterator[list[tuple[_Plan, int, int]]]:
-    group: list[tuple[_Plan, int, int]] = []
+def _groups(plans: Sequence[TensorPlan]) -> Iterator[list[tuple[TensorPlan, int, int]]]:
+    group: list[tuple[TensorPlan, int, int]] = []
     filled = 0
     for plan in plans:
         for start, length in chunk_extents(plan.spec.nbytes):
@@ -326,10 +346,10 @@ def _groups(plans: Sequence[_Plan]) -> Iterator[list[tuple[_Plan, int, int]]]:
         yield group
 
 
-def _code(group: Sequence[tuple[_Plan, int, int]], flat: FlatState, base: Base | None) -> list[_Coded]:
+def _code(group: Sequence[tuple[TensorPlan, int, int]], flat: FlatState, base: Base | None) -> list[Coded]:
     coded = []
     for plan, start, length in group:
-        image = _range(plan.source, start, length)
+        image = host_bytes(plan.source, start, length)
         codec = plan.choice.codec
         reference: Bytes | None = None
         if codec.base_ratio == 1:
@@ -337,13 +357,13 @@ def _code(group: Sequence[tuple[_Plan, int, int]], flat: FlatState, base: Base |
             reference = base.read(plan.spec.name, start, length)
         elif codec.base_ratio == 2:
             assert plan.master is not None
-            reference = _range(flat.tensors[plan.master], 2 * start, 2 * length)
+            reference = host_bytes(flat.tensors[plan.master], 2 * start, 2 * length)
         payload = image if codec.name == "raw" else codecs.encode(codec, image, reference, level=plan.choice.level)
-        coded.append(_Coded(payload, length, hashing.chunk_hash(image.data)))
+        coded.append(Coded(payload, length, hashing.chunk_hash(image.data)))
     return coded
 
 
-def _range(source: TensorSource, start: int, length: int) -> Bytes:
+def host_bytes(source: TensorSource, start: int, length: int) -> Bytes:
     """Bytes of a tensor: its own memory where that is possible."""
     view = source.view()
     if view is not None:

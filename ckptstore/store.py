@@ -15,7 +15,7 @@ from ckptstore._version import __version__
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe_all, describe_checkpoint
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.catalog import CLOSED, Catalog
 from ckptstore.formats.errors import (
     CheckpointNotFoundError,
     KeyExistsError,
@@ -34,18 +34,23 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ckptstore.deltas import DeltaOptions
+    from ckptstore.diffs import DiffOptions
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
     from ckptstore.reading import Progress
     from ckptstore.writer import Writer
 
-__all__ = ["DeterminismWarning", "Store", "open_store"]
+__all__ = ["DeterminismWarning", "LostStepsWarning", "Store", "open_store"]
 
 Framework = Literal["torch", "numpy"]
 
 
 class DeterminismWarning(UserWarning):
     """Something that decides a run's bits differs from what the parent's term recorded."""
+
+
+class LostStepsWarning(UserWarning):
+    """The term before ended without closing, and steps that waited for their batch then are not in the store."""
 
 
 def open_store(url: str | os.PathLike[str], *, create: bool | None = None) -> Store:
@@ -184,6 +189,7 @@ class Store:
         max_in_flight: int = 1,
         poll_seconds: float | None = 5.0,
         deltas: DeltaOptions | Literal["auto"] | int | None = None,
+        diffs: DiffOptions | None = None,
     ) -> Writer:
         """Open the store for writing: begins a new term, which fences every earlier writer.
 
@@ -196,6 +202,8 @@ class Store:
             poll_seconds: how often to look for requests of other processes; None: only after saves.
             deltas: store checkpoints as deltas against earlier ones: ``auto`` (the interval follows what is measured,
                 and a restore reads at most four times a full), a fixed interval, or `DeltaOptions`. None: fulls only.
+            diffs: store consecutive steps as gradient diffs (see `Writer.save`'s `updates`) between fulls, or between
+                what `deltas` makes of those.
 
         Raises:
             CheckpointNotFoundError: no such parent.
@@ -210,16 +218,17 @@ class Store:
         if deltas is not None and not isinstance(deltas, DeltaOptions):
             deltas = DeltaOptions(interval=deltas)
         staging_bytes = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
-        options = WriterOptions(staging_bytes, threads, max_in_flight, poll_seconds, deltas)
+        options = WriterOptions(staging_bytes, threads, max_in_flight, poll_seconds, deltas, diffs)
         self.create()
         if self.backend.read_only:
             raise ReadOnlyError(f"{self.url}: read-only, cannot open it for writing")
         self.backend.probe()
-        term = open_term(self.backend, self.format, _parent_chooser(parent), _about_this_process())
+        term = open_term(self.backend, self.format, _parent_chooser(parent), _about_this_process(diffs))
         info = None
         if term.parent is not None:
             info = describe_checkpoint(term.catalog, term.catalog.checkpoints[term.parent.node])
             _warn_of_other_environment(term.catalog, term.parent, term.number)
+            _warn_of_lost_steps(term.catalog, term.parent)
         return Writer(self.backend, self.format, term, info, options, lambda identity: open_base(self, identity))
 
     def load(
@@ -326,10 +335,11 @@ def _parent_chooser(
     return choose
 
 
-def _about_this_process() -> dict[str, Any]:
+def _about_this_process(diffs: DiffOptions | None) -> dict[str, Any]:
     from ckptstore import torch_seam
 
-    return {
+    waiting = {} if diffs is None or diffs.batch == 1 else {"batch": diffs.batch}
+    return waiting | {
         "version": __version__,
         "host": platform.node(),
         "pid": os.getpid(),
@@ -351,3 +361,19 @@ def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int
             DeterminismWarning,
             stacklevel=3,
         )
+
+
+def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:
+    """Say which steps a term that was killed may have computed and not written."""
+    before = catalog.terms.get(parent.term)
+    batch = None if before is None else before.writer.get("batch")
+    if before is None or not isinstance(batch, int) or batch < 2 or before.extra.get(CLOSED):
+        return
+    if any(term == parent.term and step > parent.step for term, step in catalog.checkpoints):
+        return  # going back on purpose
+    warnings.warn(
+        f"term {parent.term} ended without closing: up to {batch} steps after {parent.step} that waited for their batch "
+        f"({parent.step + 1} and following) are not in the store; training continues from {parent.ref}",
+        LostStepsWarning,
+        stacklevel=3,
+    )

@@ -8,16 +8,18 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from ckptstore import folding, requests, torch_seam
+from ckptstore import folding, requests, termination, torch_seam
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
 from ckptstore.deltas import DeltaOptions, Deltas, StoredBase
+from ckptstore.diffs import DiffOptions, Diffs
+from ckptstore.formats.catalog import CLOSED
 from ckptstore.formats.errors import (
     CkptError,
     CommitUnknownError,
@@ -27,12 +29,14 @@ from ckptstore.formats.errors import (
     WriterClosedError,
     WriterError,
 )
+from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, FormatFile
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.log import Term
 from ckptstore.reading import Progress
 from ckptstore.snapshot import Snapshot, SnapshotPool
 from ckptstore.staging import DEFAULT_BUDGET, Staging
+from ckptstore.updates import Update, Updates
 
 __all__ = ["PendingSave", "Writer", "WriterOptions"]
 
@@ -50,6 +54,7 @@ class WriterOptions:
         max_in_flight: snapshots that `Writer.save_async` may hold; each is a copy of the whole state.
         poll_seconds: how often to look for requests of other processes while idle; None: only at commits.
         deltas: how checkpoints are stored as deltas against earlier ones; None: every one is a full.
+        diffs: how steps are stored as gradient diffs; None: not at all.
     """
 
     staging_bytes: int = DEFAULT_BUDGET
@@ -57,6 +62,7 @@ class WriterOptions:
     max_in_flight: int = 1
     poll_seconds: float | None = 5.0
     deltas: DeltaOptions | None = None
+    diffs: DiffOptions | None = None
 
     def __post_init__(self) -> None:
         Staging(self.staging_bytes)  # says what is wrong with it, before a term is opened and another one fenced
@@ -127,6 +133,11 @@ class Writer:
         self._blocks = ThreadPoolExecutor(options.threads, thread_name_prefix="ckptstore-write")
         # One thread persists and commits: the log of a term has one author, and order needs no lock.
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="ckptstore-commit")
+        self._diffs: Diffs | None = None
+        if options.diffs is not None:
+            threads = self._deltas.threads
+            self._diffs = Diffs(options.diffs, backend, format_file, term.number, self._deltas.encoders, threads)
+        self._deadline: threading.Timer | None = None
         self._steps: set[int] = set()
         self._abandoned: list[str] = []
         self._failures: dict[int, BaseException] = {}  # by step: of `save_async`, and not seen by anyone yet
@@ -139,14 +150,20 @@ class Writer:
             threading.Thread(
                 target=self._poll, args=(options.poll_seconds,), name="ckptstore-requests", daemon=True
             ).start()
+        if options.diffs is not None and options.diffs.flush_on_sigterm:
+            termination.watch(self)
 
-    def save(self, state: Any, step: int, *, progress: Progress | None = None) -> CheckpointInfo:
+    def save(
+        self, state: Any, step: int, *, updates: Updates | None = None, progress: Progress | None = None
+    ) -> CheckpointInfo:
         """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
 
         Args:
             state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (one that was taken
                 apart already); must not change meanwhile.
             step: optimizer steps done, above every step that this term continues from.
+            updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs. With
+                a `DiffOptions.batch` above 1, everything that waits is written.
             progress: called with the number of bytes just copied, from another thread.
 
         Raises:
@@ -159,8 +176,14 @@ class Writer:
         flat = self._admit(state, step)
         interrupted = threading.Event()
         future: Future[CheckpointInfo] | None = None
+
+        def work() -> CheckpointInfo:
+            if self._diffs is None:
+                return self._persist(flat, step, progress=progress, interrupted=interrupted)[0]
+            return self._diff_now(flat, self._updates(updates, flat), step, progress, interrupted)
+
         try:
-            future = self._submit(lambda: self._persist(flat, step, progress=progress, interrupted=interrupted)[0])
+            future = self._submit(work)
             self._tend()
             return future.result()
         except BaseException as error:
@@ -170,10 +193,15 @@ class Writer:
             failure = error if future is None else future.exception()
             if failure is not None:
                 self._release_step(step, failure)
+                self._forget_failure(step)
             raise
 
-    def save_async(self, state: Any, step: int) -> PendingSave:
+    def save_async(self, state: Any, step: int, *, updates: Updates | None = None) -> PendingSave:
         """Copy `state` to host memory and make it durable in the background; the state may change when this returns.
+
+        Args:
+            state, step: as for `save`.
+            updates: as for `save`; dense gradients are copied, too.
 
         Waits while `max_in_flight` earlier snapshots are not durable yet. An error that nobody asked for with `result`
         is raised by the next call, or on leaving the ``with``.
@@ -182,44 +210,64 @@ class Writer:
             as `save`; what concerns the medium comes from `PendingSave.result`.
         """
         flat = self._admit(state, step)
+        gradients: Snapshot | None = None
         try:
             snapshot = self._snapshots.take(flat, self._blocks)
+            try:
+                moved, gradients = self._take_gradients(self._updates(updates, flat))
+            except BaseException:
+                snapshot.land()
+                snapshot.free()
+                raise
         except BaseException as error:
             self._release_step(step, error)
             if isinstance(error, RuntimeError):
                 self._check_open()  # closed by another thread, and its pool with it
             raise
         unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
+        done: Future[CheckpointInfo] = Future()
 
-        def work() -> CheckpointInfo:
+        def work() -> None:
             if not unclaimed.acquire(blocking=False):
-                raise WriterClosedError(f"step {step} was not saved: interrupted")
+                return
             kept = False
             try:
-                info, kept = self._persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot)
+                if self._diffs is None:
+                    info, kept = self._persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot)
+                    done.set_result(info)
+                else:
+                    kept = self._diff(snapshot, moved, step, done)
             except BaseException as error:
-                self._release_step(step, error)
-                # Before anyone can ask for the result: who then sees the error takes it back.
-                self._failures[step] = error
+                self._fail(step, error, done)
                 raise
-            else:
-                return info
             finally:
                 snapshot.land()
+                if gradients is not None:
+                    gradients.free()
                 if not kept:
                     snapshot.free()
 
         try:
-            future = self._submit(work)
+            self._submit(work)
             self._tend()
         except BaseException as error:
             # Prevents: a snapshot that Ctrl-C leaves in flight for ever, for which the next save_async would wait.
             if unclaimed.acquire(blocking=False):
                 snapshot.land()
                 snapshot.free()
+                if gradients is not None:
+                    gradients.free()
                 self._release_step(step, error)
             raise
-        return PendingSave(step, future, self._forget_failure)
+        return PendingSave(step, done, self._forget_failure)
+
+    def flush(self) -> None:
+        """Write the steps that wait for their batch, after every `save_async` so far was coded; they are then durable.
+
+        Raises:
+            StorageError, FencedError, CommitUnknownError: what stopped them; every step that waited has failed with it.
+        """
+        self._submit(self._flush).result()
 
     def tag(self, name: str, ref_step: int) -> None:
         """Name the checkpoint of `ref_step` of this term; an existing tag moves.
@@ -232,13 +280,16 @@ class Writer:
 
     def drain(self) -> None:
         """Wait until every `save_async` so far is durable; raises what one of them raised and nobody has seen."""
-        self._submit(lambda: None).result()
+        self._submit(self._flush_in_time).result()
         self._raise_failure()
 
     def close(self) -> None:
         """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins are the parent's
+        termination.forget(self)
+        with contextlib.suppress(RuntimeError, WriterClosedError):  # a second time
+            self._submit(self._finish)
         with self._lock:
             self._closed = True
         self._stop_polling.set()
@@ -327,7 +378,125 @@ class Writer:
             first.add_note(f"step {step} was not saved, either: {other}")
         raise first
 
+    def _updates(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
+        if updates is None or self._diffs is None:
+            return ()
+        return updates(flat) if callable(updates) else updates
+
+    def _take_gradients(self, updates: Sequence[Update]) -> tuple[list[Update], Snapshot | None]:
+        """The updates with copies of their gradients, and what owns the copies' memory."""
+        dense: dict[str, TensorSource] = {}
+        for number, update in enumerate(updates):
+            if update.gradient is not None and not isinstance(update.gradient, SparseGradient):
+                dense[str(number)] = update.gradient
+        if not dense:
+            return list(updates), None
+        copied = self._snapshots.copy(FlatState(None, dense), self._blocks)
+        taken = [
+            replace(update, gradient=copied.flat.tensors.get(str(number), update.gradient))
+            for number, update in enumerate(updates)
+        ]
+        return taken, copied
+
     # -- the committer's thread
+
+    def _diff_now(
+        self,
+        flat: FlatState,
+        updates: Sequence[Update],
+        step: int,
+        progress: Progress | None,
+        interrupted: threading.Event,
+    ) -> CheckpointInfo:
+        """Store a step with everything that waits, from a copy: the next step is coded against it."""
+        done: Future[CheckpointInfo] = Future()
+        snapshot = self._snapshots.copy(flat, self._deltas.encoders)
+        kept = False
+        try:
+            if interrupted.is_set():
+                raise WriterClosedError(f"step {step} was not saved: interrupted")
+            kept = self._diff(snapshot, updates, step, done)
+            self._flush()
+        finally:
+            if not kept:
+                snapshot.free()
+        if progress is not None:
+            progress(sum(source.nbytes for source in flat.tensors.values()))
+        return done.result()
+
+    def _diff(self, snapshot: Snapshot, updates: Sequence[Update], step: int, done: Future[CheckpointInfo]) -> bool:
+        """Code a step, or store a full if one is due -> whether `snapshot` stays in memory."""
+        assert self._diffs is not None
+        if self._ended is not None:
+            raise self._ended
+        if not self._diffs.due(self._log.catalog.restorable):
+            full = self._diffs.add(snapshot, updates, step, done)
+            if full:
+                self._flush_in_time()
+            elif self._deadline is None and self._diffs.options.seconds is not None:
+                self._deadline = threading.Timer(self._diffs.options.seconds, self._at_deadline)
+                self._deadline.daemon = True
+                self._deadline.start()
+            return True
+        self._flush_in_time()
+        info, kept = self._persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot)
+        # A base of deltas lives as long as those need it: then a copy is what the next step is coded against.
+        base = self._snapshots.copy(snapshot.flat, self._deltas.encoders) if kept else snapshot
+        self._diffs.begin(CheckpointId(self.term, step, info.state), base)
+        done.set_result(info)
+        return True
+
+    def _at_deadline(self) -> None:
+        with contextlib.suppress(WriterClosedError):  # closing flushes
+            self._submit(self._flush_in_time)
+
+    def _flush_in_time(self) -> None:
+        """`_flush` for the sake of those who are not waiting for it: they hear of a failure from their saves."""
+        with contextlib.suppress(CkptError):
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write and commit the steps that wait; each of them is done, or has failed."""
+        deadline, self._deadline = self._deadline, None
+        if deadline is not None:
+            deadline.cancel()
+        if self._diffs is None or not self._diffs.waiting:
+            return
+        waiting = list(self._diffs.waiting)
+        begun: list[str] = []
+        try:
+            if self._ended is not None:
+                raise self._ended
+            segments, entries, encodings = self._diffs.write(self._staging, self._blocks, begun.append)
+            self._commit(segments=segments, checkpoints=entries, encodings=encodings)
+        except BaseException as error:
+            if not isinstance(error, FencedError | CommitUnknownError):
+                self._abandoned += begun
+            first, last = waiting[0].coded.step, waiting[-1].coded.step
+            error.add_note(f"steps {first} to {last}, which waited for their batch, were not saved")
+            self._diffs.restart()
+            for one in waiting:
+                self._fail(one.coded.step, error, one.done)
+            raise
+        self._diffs.waiting.clear()
+        for one, entry in zip(waiting, entries, strict=True):
+            one.done.set_result(describe_checkpoint(self._log.catalog, entry))
+
+    def _fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
+        self._release_step(step, error)
+        # Before anyone can ask for the result: who then sees the error takes it back.
+        if not done.done():
+            self._failures[step] = error
+            done.set_exception(error)
+
+    def _finish(self) -> None:
+        """The last thing a term does: flush, and if steps may wait at all, note that none was lost."""
+        self._flush_in_time()
+        if self._diffs is not None:
+            if self._diffs.options.batch > 1 and self._ended is None:
+                with contextlib.suppress(CkptError):
+                    self._commit(extra={CLOSED: True})
+            self._diffs.restart()
 
     def _persist(
         self,
@@ -386,6 +555,9 @@ class Writer:
         if self._ended is not None:
             return
         try:
+            if self._diffs is not None and self._diffs.waiting and self._backend.list("req/"):
+                # Prevents: granting a request to drop what a step that waits is coded against.
+                self._flush_in_time()
             requests.handle(self._log)
             folding.maintain(self._log)
         except (FencedError, CommitUnknownError) as error:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from ckptstore.formats.errors import CorruptLogError
 from ckptstore.formats.records import (
@@ -24,7 +24,10 @@ from ckptstore.formats.records import (
     SegmentEntry,
 )
 
-__all__ = ["Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
+__all__ = ["CLOSED", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
+
+CLOSED: Final = "closed"
+"""Member of a COMMIT: the term has ended, and nothing that it was given is missing. Kept in `TermEntry.extra`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +219,12 @@ class CatalogBuilder:
             return
         if record.term > catalog.term:  # its OPEN was in a damaged slot
             self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False))
-        if record.extra:
-            catalog.unknown += ((seq, record.extra),)
+        extra = dict(record.extra)
+        if extra.pop(CLOSED, None) is True:
+            entry = catalog.terms[record.term]
+            catalog.terms[record.term] = replace(entry, extra={**entry.extra, CLOSED: True})
+        if extra:
+            catalog.unknown += ((seq, extra),)
         if record.manifest is not None:
             catalog.manifests[record.manifest] = (record.term, seq)
         self._add(record, seq)
