@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptstore.chains import Chain
-from ckptstore.formats import codecs
-from ckptstore.formats.segment import RAW
+from ckptstore.formats import codecs, optim
+from ckptstore.formats.segment import RAW, TensorEntry
+from ckptstore.formats.steps import STEP
 from ckptstore.loading import Opened, choose, opened
 from ckptstore.staging import aligned
 from ckptstore.store import Store
@@ -19,6 +20,7 @@ from ckptstore.store import Store
 __all__ = ["Explanation", "PlanStep", "Rates", "explain", "measure_rates"]
 
 _PROBE = 16 << 20
+_NUMBERS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +30,12 @@ class Rates:
     Attributes:
         read: of stored bytes, checksums included.
         decode: of logical bytes, per layer of a chain.
+        replay: of logical bytes, per optimizer step.
     """
 
     read: float
     decode: float
+    replay: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +104,14 @@ def explain(store: Store, ref: str | int = "latest", select: str | Sequence[str]
         steps = []
         for encoding in found.plan.encodings:
             read = decoded = count = 0
+            seconds = 0.0
             for segment in encoding.segments:
                 reader = found.readers[segment]
                 for tensor in reader.doc.tensors.get(encoding.checkpoint[1], {}).values():
                     if (id(reader), tensor.name) in layers:
                         read += tensor.stored
                         decoded += 0 if tensor.codec == RAW else tensor.nbytes
+                        seconds += _seconds(tensor, rates)
                         count += 1
             steps.append(
                 PlanStep(
@@ -116,10 +122,16 @@ def explain(store: Store, ref: str | int = "latest", select: str | Sequence[str]
                     tensors=count,
                     bytes_read=read,
                     bytes_decoded=decoded,
-                    seconds=read / rates.read + decoded / rates.decode,
+                    seconds=seconds,
                 )
             )
         return Explanation(found.entry.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
+
+
+def _seconds(tensor: TensorEntry, rates: Rates) -> float:
+    if tensor.codec == RAW:
+        return tensor.stored / rates.read
+    return tensor.stored / rates.read + tensor.nbytes / (rates.replay if tensor.codec == STEP else rates.decode)
 
 
 def _all_layers(chains: Sequence[Chain]) -> set[tuple[int, str]]:
@@ -128,18 +140,34 @@ def _all_layers(chains: Sequence[Chain]) -> set[tuple[int, str]]:
 
 
 def measure_rates(found: Opened) -> Rates:
-    """Read up to 16 MiB of the plan's largest segment, and decode a made-up delta, against the clock."""
+    """Read up to 16 MiB of the plan's largest segment, and decode a made-up delta and step, against the clock."""
     largest = max(found.readers.values(), key=lambda reader: reader.entry.size)
     memory = aligned(min(_PROBE, largest.entry.size))
     began = time.perf_counter()
     largest.source.read_into(0, memory.data)
     read = len(memory) / max(time.perf_counter() - began, 1e-6)
-    old = np.linspace(-0.1, 0.1, 1 << 18, dtype=np.float32)
-    new = old + np.sin(np.arange(1 << 18, dtype=np.float32)) * np.float32(1e-5)
+    threads = min(4, os.cpu_count() or 1)
+    return Rates(read, _delta_rate() * threads, _replay_rate() * threads)
+
+
+def _delta_rate() -> float:
+    old = np.linspace(-0.1, 0.1, _NUMBERS, dtype=np.float32)
+    new = old + np.sin(np.arange(_NUMBERS, dtype=np.float32)) * np.float32(1e-5)
     codec = codecs.codec("diff", {"word": 4})
     payload = codecs.encode(codec, new, old)
     state = codecs.as_bytes(old).copy()
     began = time.perf_counter()
     codecs.fold([(codec, payload)], state)
-    decode = len(state) / max(time.perf_counter() - began, 1e-6)
-    return Rates(read, decode * min(4, os.cpu_count() or 1))
+    return len(state) / max(time.perf_counter() - began, 1e-6)
+
+
+def _replay_rate() -> float:
+    rule = optim.AdamW().rule(optim.Step(count=1000, lr=1e-3))
+    wave = np.sin(np.arange(_NUMBERS, dtype=np.float32))
+    old = [wave * np.float32(scale) for scale in (1e-1, 1e-4)] + [np.square(wave * np.float32(1e-4))]
+    new = [part.copy() for part in old]
+    optim.advance(rule, new, np.roll(wave, 7) * np.float32(1e-4))
+    payload = optim.predicted.encode(rule, old, new)
+    began = time.perf_counter()
+    optim.predicted.decode(rule, payload, old)
+    return 12 * _NUMBERS / max(time.perf_counter() - began, 1e-6)

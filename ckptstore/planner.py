@@ -11,12 +11,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptionError
 from ckptstore.formats.records import CheckpointId, Encoding, Node
 
-__all__ = ["Plan", "plan", "plan_all", "stored_bytes"]
+__all__ = ["TYPICAL", "Cost", "Plan", "WorkRates", "plan", "plan_all", "restore_seconds", "stored_bytes"]
 
 Cost = Callable[[Encoding], float]
 _Settled = tuple[float, Encoding]
@@ -36,34 +37,67 @@ class Plan:
         return tuple(dict.fromkeys(segment for encoding in self.encodings for segment in encoding.segments))
 
 
+@dataclass(frozen=True, slots=True)
+class WorkRates:
+    """What a machine does in a second, in bytes.
+
+    Attributes:
+        read: stored bytes, checksums included.
+        decode: logical bytes of a delta, or of a compressed full.
+        replay: logical bytes of the state through one optimizer step.
+    """
+
+    read: float
+    decode: float
+    replay: float
+
+
+TYPICAL: Final = WorkRates(read=1.5e9, decode=1.5e9, replay=1.0e9)
+"""Measured on two cores and a local disk (docs/benchmarks.md). Only their proportions decide between plans."""
+
+
+def restore_seconds(catalog: Catalog, rates: WorkRates = TYPICAL) -> Cost:
+    """The cost that decides by default: the time to read an encoding and to decode or replay it."""
+
+    def cost(encoding: Encoding) -> float:
+        entry = catalog.find(encoding.checkpoint)
+        logical = 0 if entry is None else entry.nbytes
+        seconds = encoding.bytes / rates.read
+        if encoding.kind == "gradient":
+            return seconds + logical / rates.replay
+        if encoding.kind == "full" and encoding.bytes >= logical:
+            return seconds  # uncompressed: read into place
+        return seconds + logical / rates.decode
+
+    return cost
+
+
 def stored_bytes(encoding: Encoding) -> float:
-    """The plainest cost: bytes to read."""
+    """The plainest cost: bytes to read. What compaction asks for."""
     return float(encoding.bytes)
 
 
-def plan(
-    catalog: Catalog, target: CheckpointId, cost: Cost = stored_bytes, avoid: frozenset[str] = frozenset()
-) -> Plan:
+def plan(catalog: Catalog, target: CheckpointId, cost: Cost | None = None, avoid: frozenset[str] = frozenset()) -> Plan:
     """The cheapest way to restore `target`.
 
     Args:
         catalog: the folded log.
         target: a checkpoint of the catalog.
-        cost: price of one encoding; must not be negative.
+        cost: price of one encoding, not negative; None: `restore_seconds`.
         avoid: segments not to use, for instance because they turned out damaged.
 
     Raises:
         CorruptionError: no chain of intact encodings leads to it; the message names what is missing.
     """
-    settled = _cheapest(catalog, _reachable(catalog, target.node), cost, avoid)
+    settled = _cheapest(catalog, _reachable(catalog, target.node), cost or restore_seconds(catalog), avoid)
     return _follow(catalog, target, settled, avoid)
 
 
 def plan_all(
-    catalog: Catalog, cost: Cost = stored_bytes, avoid: frozenset[str] = frozenset()
+    catalog: Catalog, cost: Cost | None = None, avoid: frozenset[str] = frozenset()
 ) -> dict[Node, Plan | CorruptionError]:
     """The plan of every promised checkpoint, or what `plan` would raise: in one pass, whatever the chains."""
-    settled = _cheapest(catalog, catalog.encodings, cost, avoid)
+    settled = _cheapest(catalog, catalog.encodings, cost or restore_seconds(catalog), avoid)
     found: dict[Node, Plan | CorruptionError] = {}
     for node, entry in catalog.checkpoints.items():
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptionError
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
-from ckptstore.planner import Plan, plan, plan_all
+from ckptstore.planner import Plan, WorkRates, plan, plan_all, restore_seconds, stored_bytes
 
 Edge = tuple[int, int | None, int]  # step, step of its base or None, bytes
 
@@ -38,21 +39,38 @@ def steps(found: Plan) -> list[int]:
 
 def test_the_cheapest_path_wins() -> None:
     catalog = catalog_of([(1, None, 100), (2, 1, 10), (3, 2, 10), (3, None, 125), (4, 3, 5), (4, 2, 12)])
-    assert steps(plan(catalog, identity(4))) == [1, 2, 4]
-    assert steps(plan(catalog, identity(3))) == [1, 2, 3]
-    damaged = frozenset(plan(catalog, identity(2)).segments)
-    assert steps(plan(catalog, identity(4), avoid=damaged)) == [3, 4]
+    assert steps(plan(catalog, identity(4), stored_bytes)) == [1, 2, 4]
+    assert steps(plan(catalog, identity(3), stored_bytes)) == [1, 2, 3]
+    damaged = frozenset(plan(catalog, identity(2), stored_bytes).segments)
+    assert steps(plan(catalog, identity(4), stored_bytes, avoid=damaged)) == [3, 4]
     assert plan(catalog, identity(4), lambda _: 1.0).encodings[0].checkpoint == (1, 3)
 
 
 def test_circles_are_walked_around() -> None:
     """Compaction may turn chains round: 1 builds on 3 and 3 on 1, and both have another way, too."""
     catalog = catalog_of([(1, 3, 1), (1, None, 100), (2, 1, 1), (3, 2, 1), (3, None, 50), (4, 1, 1), (4, 3, 9)])
-    assert steps(plan(catalog, identity(1))) == [3, 1]
-    assert steps(plan(catalog, identity(2))) == [3, 1, 2]
-    assert steps(plan(catalog, identity(4))) == [3, 1, 4]
+    assert steps(plan(catalog, identity(1), stored_bytes)) == [3, 1]
+    assert steps(plan(catalog, identity(2), stored_bytes)) == [3, 1, 2]
+    assert steps(plan(catalog, identity(4), stored_bytes)) == [3, 1, 4]
     with pytest.raises(CorruptionError, match="1@1 cannot be restored: its chain of bases does not end in a full"):
         plan(catalog_of([(1, 2, 1), (2, 1, 1)]), identity(1))
+
+
+def test_replaying_has_its_price() -> None:
+    """A hundred steps are few bytes, and a hundred passes over the state: a full nearby is faster to restore."""
+    edges = [(0, None, 1000), *((step, step - 1, 10) for step in range(1, 101)), (80, None, 2000)]
+    catalog = catalog_of(edges)
+    for node, entry in catalog.checkpoints.items():
+        catalog.checkpoints[node] = replace(entry, nbytes=1000)
+        catalog.encodings[node] = tuple(
+            edge if edge.base is None else replace(edge, kind="gradient") for edge in catalog.encodings[node]
+        )
+    assert len(plan(catalog, identity(100)).encodings) == 21
+    assert len(plan(catalog, identity(81), stored_bytes).encodings) == 82
+    found = plan(catalog, identity(81))
+    assert len(found.encodings) == 2
+    cost = restore_seconds(catalog, WorkRates(read=100, decode=50, replay=10))
+    assert plan(catalog, identity(81), cost).cost == pytest.approx(2000 / 100 + 10 / 100 + 1000 / 10)
 
 
 def test_what_is_missing_is_named() -> None:
@@ -87,7 +105,7 @@ def test_plans_agree_with_all_paths(edges: list[Edge]) -> None:
             default=float("inf"),
         )
 
-    together = plan_all(catalog)
+    together = plan_all(catalog, stored_bytes)
     for _, step in catalog.checkpoints:
         expected = cheapest(step, frozenset())
         found = together[1, step]
@@ -97,4 +115,4 @@ def test_plans_agree_with_all_paths(edges: list[Edge]) -> None:
                 plan(catalog, identity(step))
         else:
             assert isinstance(found, Plan)
-            assert found.cost == expected == plan(catalog, identity(step)).cost
+            assert found.cost == expected == plan(catalog, identity(step), stored_bytes).cost
