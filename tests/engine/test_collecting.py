@@ -100,6 +100,10 @@ def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
         (holder,) = done.holders
         assert holder.segments == (segment,)
         assert holder.reader["pid"] == os.getpid()
+        # A reader claims what it reads; only what is garbage keeps anything from being deleted.
+        live = [entry.id for entry in store.view().catalog.segments.values()]
+        with Pin(store.backend, live):
+            assert collect(store).holders == done.holders
     assert collect(store).segments == (segment,)
 
 

@@ -17,6 +17,7 @@ from ckptstore.formats.errors import (
     CorruptLogError,
     FencedError,
     IncompatibleFormatError,
+    KeyExistsError,
     ReadOnlyError,
     StepOrderError,
     StorageError,
@@ -24,7 +25,7 @@ from ckptstore.formats.errors import (
 )
 from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, fold_of, manifest_key, slot_key
 from ckptstore.log import Term, View, open_term, read
-from tests.engine.log_world import HASTE, Actor, Fate, World, full, save, scripted, segments_of
+from tests.engine.log_world import HASTE, Actor, Fate, FaultyBackend, World, full, save, scripted, segments_of
 
 
 def latest(catalog: object) -> CheckpointId | None:
@@ -235,9 +236,12 @@ class TestDamage:
         with pytest.raises(CorruptLogError, match="slot 2"):
             view(world)
 
-    def test_a_record_out_of_order_that_nobody_folded_is_damage(self) -> None:
+    @pytest.mark.parametrize("kind", ["OPEN of the same term", "COMMIT of a term without an OPEN"])
+    def test_a_record_out_of_order_that_nobody_folded_is_damage(self, kind: str) -> None:
         world, _ = self.store(2)
         data = texts.encode_open(OpenRecord(1, None, "0" * 32, 0.0), seq=3, run=world.fmt.run)
+        if kind.startswith("COMMIT"):
+            data, _ = texts.encode_commit(full(2, 3), seq=3, run=world.fmt.run, manifest="")
         world.create(slot_key(3), data)
         found = view(world)
         assert found.damage == (3,)
@@ -319,6 +323,9 @@ class TestOpen:
         folding.trim(world, world.fmt, first.view())
         slow.step()  # creates slot 2, which was deleted
         assert world.get(slot_key(2)) != world.canon[2]
+        while slow.at is not None and slow.at[0] != "list":  # the anchor above: its view was stale, no slot is read
+            assert slow.at[0] != "get"
+            slow.step()
         slow.finish()
         assert slow.error is None
         assert terms[0].catalog == world.catalog()
@@ -377,6 +384,15 @@ class TestOpen:
         world.read_only = True
         with pytest.raises(ReadOnlyError, match="read-only"):
             opened(world)
+
+    def test_a_slot_that_exists_and_does_not_is_the_mediums_fault(self) -> None:
+        class Odd(World):
+            def create(self, key: str, data: bytes) -> None:
+                raise KeyExistsError(f"{key} exists")
+
+        with pytest.raises(StorageError, match="by turns") as caught:
+            opened(Odd())
+        assert not isinstance(caught.value, KeyExistsError)
 
     def test_a_medium_that_refuses_every_create_is_reported(self) -> None:
         world = World()
@@ -561,6 +577,38 @@ class TestManifest:
         slow.finish()
         assert found[0].damage == ()
         assert found[0].catalog.latest() == view(world).catalog.latest()
+
+    def test_also_where_every_slot_after_it_is_still_there(self) -> None:
+        world = World(every=3)
+        term = opened(world)
+        save(term, 1)
+        term.commit(self.big(term, 2))
+        found: list[View] = []
+        slow = Actor(world, "slow", lambda backend: found.append(read(backend, world.fmt, patience=HASTE)))
+        while slow.at is None or not slow.at[1].startswith("seg/"):
+            slow.step()
+        for step in (3, 4):
+            save(term, step)
+            folding.fold(world, world.fmt, view(world))
+        folding.trim(world, world.fmt, view(world))
+        assert world.list("log/") == [slot_key(seq) for seq in (0, 3, 4)]
+        slow.finish()
+        assert found[0].damage == ()
+        assert found[0].catalog == view(world).catalog
+
+    def test_a_manifest_under_anothers_name_is_not_pointed_to(self) -> None:
+        world = World()
+
+        def fate(operation: str, key: str) -> Fate:
+            if operation == "create" and key.startswith("seg/"):
+                world.create(key, b"what somebody else wrote")
+            return "ok"
+
+        term = opened(world, FaultyBackend(world, fate))
+        with pytest.raises(StorageError, match="exists already"):
+            term.commit(self.big(term, 1))
+        assert len(world.canon) == 1
+        save(term, 1)
 
 
 def test_folds_are_named_by_slot_and_hash() -> None:

@@ -147,6 +147,21 @@ def test_a_request_to_an_older_term_is_void(here: Setting) -> None:
         save(here.term, 4)
 
 
+@pytest.mark.parametrize("handled", [False, True])
+@pytest.mark.parametrize("what", ["drops", "retires", "tags"])
+def test_after_a_newer_term_began_only_what_is_there_was_accepted(here: Setting, what: str, handled: bool) -> None:
+    old = here.of(here.last)
+    entry = here.segment()
+    here.post(segments=[entry], encodings=[here.rebuilt(entry, here.last)])
+    requests.handle(here.term)
+    changes: dict[str, Any] = {"drops": old, "retires": [here.middle.node], "tags": {"best": here.full.node}}
+    request = here.post(**{what: changes[what]})
+    if handled:
+        assert requests.handle(here.term) == 1
+    here.open()
+    assert here.outcome(request).answer == ("accepted" if handled else "void")
+
+
 def test_a_request_to_a_newer_term_is_left_to_it(here: Setting) -> None:
     here.open()
     here.post(term=2, tags={"best": here.last.node})
