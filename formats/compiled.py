@@ -22,7 +22,8 @@ later processes, or in the user's cache folder, or not at all where neither can 
 
 Loops release the interpreter lock, never reorder floating point, and check no bounds: whoever reads positions from
 a payload compares them first. Integers are promoted to 64 bits between loads and stores; mixing ``np.uint64`` with
-a plain integer makes a float, as in numpy, so cast constants.
+a plain integer makes a float, as in numpy, so cast constants. A loop of four or more passes over arrays that may be
+the same memory is compiled for the worst case: give what works in place a loop of its own.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ckptstore.formats.errors import MissingDependencyError, UsageError
 
 KINDS = ("numpy", "compiled")
 VARIABLE = "CKPTSTORE_KERNELS"
+WORDS = (1, 2, 4, 8)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = threading.RLock()
@@ -99,6 +101,16 @@ def loop(*arguments: str) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]:
     return lambda function: Loop(function, arguments)
 
 
+def loops(*arguments: str) -> Callable[[Callable[..., Any]], dict[int, Loop[..., Any]]]:
+    """Declare a loop for every word size, by that size: ``u`` (or ``u!``) among ``arguments`` stands for the words."""
+
+    def declare(function: Callable[..., Any]) -> dict[int, Loop[..., Any]]:
+        kinds = {word: [a.replace("u", f"u{word}") if a in ("u", "u!") else a for a in arguments] for word in WORDS}
+        return {word: loop(*kinds[word])(function) for word in WORDS}
+
+    return declare
+
+
 class Loop(Generic[_P, _R]):
     """A function that numba compiles when it is first called."""
 
@@ -117,6 +129,14 @@ class Loop(Generic[_P, _R]):
             if self._machine is None:
                 self._machine = _jit(self._function, self._arguments)
             return self._machine
+
+
+def inner(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let loops of the same module call a function of their own. Imports numba at once, as such modules may."""
+    import numba
+
+    found: Callable[_P, _R] = numba.njit(nogil=True, error_model="numpy")(function)
+    return found
 
 
 def _jit(function: Callable[_P, _R], arguments: tuple[str, ...]) -> Callable[_P, _R]:

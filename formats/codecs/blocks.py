@@ -21,16 +21,13 @@ No group costs more than its words and one byte.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.formats.codecs import kernels, planecoder
-from ckptstore.formats.codecs.kernels import Bytes, Words
-from ckptstore.formats.codecs.planecoder import FILL, RAW, SAMPLE, ZSTD, Cursor
+from ckptstore.formats.codecs.kernels import ADD, SAMPLE, XOR, Bytes, Words
+from ckptstore.formats.codecs.planecoder import FILL, RAW, ZSTD, Cursor
 from ckptstore.formats.errors import CorruptSegmentError
 
 CHUNK = 16 << 20
@@ -42,8 +39,7 @@ MARGIN = 32
 ZERO_GROUP = 255
 NARROW, HALVES = 16, 32
 _WIDTHS = (0, 1, 2, 4, 8)
-_Sparse: TypeAlias = "tuple[npt.NDArray[np.intp], Words]"
-_Tile: TypeAlias = "tuple[slice, Words]"
+_NOTHING = np.empty(0, np.uint8)
 _counts = struct.Struct("<II")
 
 
@@ -103,33 +99,29 @@ def _plan(words: Words, level: int, nested: bool) -> _Plan:
     if count > size:
         run, stride = size // 8, count // 8
         sampled = words[: stride * 8].reshape(8, stride)[:, :run].reshape(-1)
+    planes = [kernels.scratch(f"sample{byte}", len(sampled)) for byte in range(word)]
+    kernels.split(sampled, list(planes))
     if word > 1 and not nested and 20 * np.count_nonzero(sampled >> 8) <= len(sampled):
         mode = planecoder.choose_mode(np.minimum(sampled, 255).astype(np.uint8), level)
         if mode in planecoder.PACKED_BITS or word > 2 or not sampled.any():
             return _Plan(0 if mode == FILL else planecoder.PACKED_BITS.get(mode, 8), 0, (mode,))
-    table = sampled.view(np.uint8).reshape(-1, word)
-    modes = tuple(planecoder.choose_mode(np.ascontiguousarray(table[:, byte]), level) for byte in range(word))
+    modes = tuple(planecoder.choose_mode(plane, level) for plane in planes)
     uncoded = next((byte for byte, mode in enumerate(modes) if mode != RAW), word)
     wide = uncoded if uncoded in (word, 4) else min(uncoded, 2) // 2 * 2
     packed = planecoder.PACKED_BITS.get(modes[wide]) if 2 * wide == word else None
-    if packed is None or nested or 20 * np.count_nonzero(table[:, wide + 1 :]) > len(table):
+    if packed is None or nested or 20 * sum(map(np.count_nonzero, planes[wide + 1 :])) > len(sampled):
         return _Plan(None, wide, modes)
     return _Plan(packed, wide, modes)
 
 
 def _write_planes(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int:
     word, count, wide = words.itemsize, len(words), plan.wide
-    planes: list[Words] = [kernels.scratch("plane0", count, wide)] if wide else []
-    planes += [kernels.scratch(f"plane{byte}", count) for byte in range(wide, word)]
-    step = kernels.TILE // word
-    for start in range(0, count, step):
-        tile = slice(start, start + step)
-        kernels.split(words[tile], wide, [plane[tile] for plane in planes])
     out[at] = wide
     at += 1
-    if wide:
-        out[at : at + count * wide] = planes[0].view(np.uint8)
-        at += count * wide
+    planes: list[Words] = [out[at : at + count * wide].view(kernels.WORDS[wide])] if wide else []
+    planes += [kernels.scratch(f"plane{byte}", count) for byte in range(wide, word)]
+    kernels.split(words, planes)
+    at += count * wide
     for plane, mode in zip(planes[1 if wide else 0 :], plan.modes[wide:], strict=True):
         at = planecoder.encode(plane, out, at, mode, level)
     return at
@@ -144,140 +136,78 @@ def _write_narrow(words: Words, out: Bytes, at: int, plan: _Plan, level: int) ->
 def _write_halves(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int | None:
     """The form of halves, or None where it might not be smaller than the words."""
     count, half = len(words), plan.wide
-    low, high = kernels.scratch("low half", count, half), kernels.scratch("high half", count, half)
-    step = kernels.TILE // words.itemsize
-    for start in range(0, count, step):
-        tile = slice(start, start + step)
-        kernels.halve(words[tile], low[tile], high[tile])
     out[at] = HALVES + (plan.narrow or 0)
-    out[at + 1 : at + 1 + count * half] = low.view(np.uint8)
-    return _write_packed(high, out, at + 1 + count * half, plan, level)
+    at += 1
+    low, high = out[at : at + count * half].view(kernels.WORDS[half]), kernels.scratch("high half", count, half)
+    kernels.split(words, [low, high])
+    return _write_packed(high, out, at + count * half, plan, level)
 
 
 def _write_packed(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int | None:
     """The body of the narrow form, or None where it might not be smaller than the words."""
     count, bits = len(words), plan.narrow or 0
-    where, steps = kernels.steps(words >= (1 << bits))
-    if 16 + -(-count * bits // 8) + len(steps) + len(where) * words.itemsize > count * words.itemsize:
+    rest = kernels.scratch("plane0", count) if bits else _NOTHING
+    steps, greater = kernels.take_exceptions(words, 1 << bits, rest)
+    if 16 + -(-count * bits // 8) + len(steps) + greater.nbytes > words.nbytes:
         return None
     if bits:
-        small = kernels.scratch("plane0", count)
-        np.copyto(small, words, casting="unsafe")
-        small[where] = 0
-        packed = kernels.pack_small(small, bits) if bits < 8 else small
+        packed = kernels.pack_small(rest, bits) if bits < 8 else rest
         at = planecoder.encode(packed, out, at, plan.modes[0] if bits == 8 else None, level, depth=1)
-    _counts.pack_into(out.data, at, len(steps), len(where))
+    _counts.pack_into(out.data, at, len(steps), len(greater))
     mode = RAW if level == planecoder.FAST and len(steps) < SAMPLE else ZSTD
     at = planecoder.encode(steps, out, at + 8, mode, level, depth=1)
-    if not len(where):
-        return at
-    return write_group(words[where] - words.dtype.type(1 << bits), out, at, level, nested=True)
+    return write_group(greater, out, at, level, nested=True) if len(greater) else at
 
 
 # ----------------------------------------------------------------------------------------------------- decoding
 
 
-def read_group(
-    cursor: Cursor, count: int, word: int, folded: bool = False, into: Words | None = None
-) -> Iterator[_Tile] | None:
-    """The ``count`` words of the group at ``cursor``, as tiles: (which words, an array of them).
+def read_group(cursor: Cursor, word: int, how: int, base: Words, out: Words) -> None:
+    """Decode the group at ``cursor`` into ``out``, one word for each it has room for, as ``kernels.combine`` says.
 
-    The arrays are parts of ``into``, or of scratch memory that the caller may destroy. ``folded`` undoes the folding
-    of the words. None means that all words are zero. Raises ``CorruptSegmentError``, before the first tile, where the
-    group is not well-formed.
+    ``out`` may be ``base``. Raises ``CorruptSegmentError``, before ``out`` is touched, where the group is not
+    well-formed.
     """
     form = cursor.byte()
     if form == ZERO_GROUP:
-        return None
+        if how not in (ADD, XOR):
+            out.fill(0)
+        elif not np.may_share_memory(base, out):
+            np.copyto(out, base)
+        return
+    kernels.combine(_read_planes(cursor, len(out), word, form), how, base, out)
+
+
+def _read_planes(cursor: Cursor, count: int, word: int, form: int) -> list[Words]:
+    """The planes of a group, lowest first; one plane of all bytes for the narrow form."""
     if form >= NARROW and form - NARROW in _WIDTHS and word > 1:
-        planes, exceptions = _read_packed(cursor, count, word, form - NARROW)
-        return _merge(planes, _Overlay(*exceptions, 0), count, word, folded, into)
+        return [_read_packed(cursor, count, word, form - NARROW)]
     if form >= HALVES and form - HALVES in _WIDTHS and word > 1:
-        half = word // 2
-        low = cursor.take(count * half).view(kernels.WORDS[half])
-        (small,), (where, values) = _read_packed(cursor, count, half, form - HALVES)
-        high = kernels.scratch("high half", count, half)
-        np.copyto(high, small)
-        high[where] = values
-        return _merge([low, high], None, count, word, folded, into)
-    planes, top = _read_planes(cursor, count, word, form)
-    if top and word > 2:
-        # Two planes in one: laying the sparse one over bytes once costs less than over the words of every tile.
-        where, values = top
-        pair = kernels.scratch("pair", count, 2)
-        np.copyto(pair, planes[-1])
-        pair[where] |= values.astype(np.uint16) << 8
-        return _merge([*planes[:-1], pair], None, count, word, folded, into)
-    return _merge(planes, _Overlay(*top, word - 1) if top else None, count, word, folded, into)
+        low = cursor.take(count * (word // 2)).view(kernels.WORDS[word // 2])
+        return [low, _read_packed(cursor, count, word // 2, form - HALVES)]
+    if form > word or form not in (0, 2, 4, word):
+        raise CorruptSegmentError(f"a group of {word}-byte words has unknown form {form}")
+    planes: list[Words] = [cursor.take(count * form).view(kernels.WORDS[form])] if form else []
+    return planes + [planecoder.decode(cursor, count, f"plane{byte}") for byte in range(form, word)]
 
 
-def _read_planes(cursor: Cursor, count: int, word: int, wide: int) -> tuple[list[Words], _Sparse | None]:
-    """The planes of a group from the lowest; the top one apart where it is sparse."""
-    if wide > word or wide not in (0, 2, 4, word):
-        raise CorruptSegmentError(f"a group of {word}-byte words has unknown form {wide}")
-    planes: list[Words] = []
-    if wide:
-        planes.append(cursor.take(count * wide).view(kernels.WORDS[wide]))
-    if wide == word:
-        return planes, None
-    planes += [planecoder.decode(cursor, count, f"plane{byte}") for byte in range(wide, word - 1)]
-    top = planecoder.decode_sparse(cursor, count) if planes else None
-    if top is None:
-        planes.append(planecoder.decode(cursor, count, f"plane{word - 1}"))
-    return planes, top
-
-
-def _read_packed(cursor: Cursor, count: int, word: int, bits: int) -> tuple[list[Words], _Sparse]:
-    """The body of the narrow form: low bytes as the only plane, and the words to lay over the zeros among them."""
+def _read_packed(cursor: Cursor, count: int, word: int, bits: int) -> Words:
+    """The body of the narrow form."""
+    small = kernels.scratch("narrow", count)
     if bits == 8:
         small = planecoder.decode(cursor, count, "narrow", 1)
+    elif bits:
+        kernels.unpack_small(planecoder.decode(cursor, -(-count * bits // 8), "packed", 1), bits, small)
     else:
-        small = kernels.scratch("narrow", count)
-        if bits:
-            kernels.unpack_small(planecoder.decode(cursor, -(-count * bits // 8), "packed", 1), bits, small)
-        else:
-            small.fill(0)
-    where, found = planecoder.decode_positions(cursor, count, "top", 1)
+        small.fill(0)
+    steps, found = planecoder.decode_steps(cursor, count, "top", 1)
     if found and cursor.left and cursor.data[cursor.position] in range(NARROW, ZERO_GROUP):
         raise CorruptSegmentError("narrow groups do not nest")
     greater = np.zeros(found, kernels.WORDS[word])
-    for tile, merged in (read_group(cursor, found, word) or ()) if found else ():
-        np.copyto(greater[tile], merged)
-    greater += greater.dtype.type(1 << bits)
-    return [small], (where, greater)
-
-
-@dataclass(frozen=True, slots=True)
-class _Overlay:
-    """Words ``values`` at ``where``, to be combined (xor) with the bytes from ``position`` up of merged planes."""
-
-    where: npt.NDArray[np.intp]
-    values: Words
-    position: int
-
-    def apply(self, tile: slice, merged: Words, folded: bool) -> None:
-        """Lay over ``merged``, the words of a tile. Unfolding xors every bit with the same one, one place lower."""
-        first, last = np.searchsorted(self.where, (tile.start, tile.stop))
-        values = self.values[first:last].astype(merged.dtype)
-        if not folded:
-            values <<= 8 * self.position
-        elif self.position:
-            values <<= 8 * self.position - 1
-        else:
-            kernels.unfold(values, values)
-        merged[self.where[first:last] - tile.start] ^= values
-
-
-def _merge(
-    planes: list[Words], overlay: _Overlay | None, count: int, word: int, folded: bool, into: Words | None
-) -> Iterator[_Tile]:
-    """Merge tile by tile; zeros of the planes that the overlay covers become its words."""
-    kernel = kernels.merge_folded if folded else kernels.merge
-    step = kernels.TILE // word
-    for start in range(0, count, step):
-        tile = slice(start, min(start + step, count))
-        merged = kernels.scratch("merged", tile.stop - start, word) if into is None else into[tile]
-        kernel([plane[tile] for plane in planes], merged)
-        if overlay is not None:
-            overlay.apply(tile, merged, folded)
-        yield tile, merged
+    if found:
+        read_group(cursor, word, kernels.PUT, greater, greater)
+    words = kernels.scratch("narrow words", count, word)
+    np.copyto(words, small)
+    if not kernels.put_exceptions(steps, greater, 1 << bits, words):
+        raise CorruptSegmentError(f"the steps to {found} exceptions among {count} words do not fit")
+    return words

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
-from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, ZERO_GROUP, bound
+from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, OVERHEAD, ZERO_GROUP, block_count, bound
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import FAST, Cursor
 from ckptstore.formats.errors import CorruptSegmentError, FormatError
@@ -72,7 +72,8 @@ def encode(
     for start in range(0, len(data), BLOCK):
         block = data[start : start + BLOCK]
         at = codec.write(block, reference[start * ratio : (start + len(block)) * ratio], target, at, level)
-    unchanged = ratio and len(data) % codec.word == 0 and bool((target[:at] == ZERO_GROUP).all())
+    few = ratio and len(data) % codec.word == 0 and at <= OVERHEAD * block_count(len(data))
+    unchanged = few and bool((target[:at] == ZERO_GROUP).all())
     return target[: 0 if unchanged else at]
 
 

@@ -13,7 +13,7 @@ their size (bf16: up to a quarter) below their order-0 entropy, at half the spee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,8 +22,8 @@ import numpy as np
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import read_group, write_group
 from ckptstore.formats.codecs.coding import Fields
-from ckptstore.formats.codecs.kernels import Bytes, Words
-from ckptstore.formats.codecs.plain import WORD_SIZES, tiles, words_of, write_tail
+from ckptstore.formats.codecs.kernels import Bytes, Counts, Words
+from ckptstore.formats.codecs.plain import WORD_SIZES, words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor
 from ckptstore.formats.errors import FormatError
 
@@ -63,12 +63,8 @@ class Xor:
         """See `Codec.read`."""
         words, tail = words_of(out, self.word)
         reference, _ = words_of(base, self.word)
-        group = read_group(cursor, len(words), self.word) if len(words) else None
-        if group is None:
-            np.copyto(words, reference)
-        else:
-            for tile, merged in group:
-                np.bitwise_xor(reference[tile], merged, out=words[tile])
+        if len(words):
+            read_group(cursor, self.word, kernels.XOR, reference, words)
         tail[:] = cursor.take(len(tail))
 
 
@@ -123,13 +119,12 @@ class Diff:
         words, tail = words_of(block, self.word)
         reference, _ = words_of(base, self.word)
         delta = kernels.scratch("mapped", len(words), self.word)
-        for tile in tiles(len(words), self.word):
-            kernels.difference(words[tile], reference[tile], delta[tile])
+        kernels.difference(words, reference, delta)
         if self.context and len(words):
-            sorting = _Sorting(reference, self.context)
+            labels, counts = _classes(reference, self.context)
             gathered = kernels.scratch("sorted", len(words), self.word)
-            sorting.gather(delta, gathered)
-            for start, stop in sorting.runs():
+            kernels.sort(delta, labels, counts, gathered)
+            for start, stop in _runs(counts):
                 at = write_group(gathered[start:stop], out, at, level)
         elif len(words):
             at = write_group(delta, out, at, level)
@@ -140,91 +135,27 @@ class Diff:
         words, tail = words_of(out, self.word)
         reference, _ = words_of(base, self.word)
         if self.context and len(words):
-            self._read_sorted(cursor, reference, words, self.context)
-        else:
-            group = read_group(cursor, len(words), self.word, folded=True) if len(words) else None
-            if group is None:
-                np.copyto(words, reference)
-            else:
-                for tile, delta in group:
-                    np.add(reference[tile], delta, out=words[tile])
+            labels, counts = _classes(reference, self.context)
+            gathered = kernels.scratch("sorted", len(words), self.word)
+            for start, stop in _runs(counts):
+                read_group(cursor, self.word, kernels.PUT, gathered, gathered[start:stop])
+            kernels.add_unsorted(gathered, labels, counts, reference, words)
+        elif len(words):
+            read_group(cursor, self.word, kernels.ADD, reference, words)
         tail[:] = cursor.take(len(tail))
 
-    def _read_sorted(self, cursor: Cursor, reference: Words, words: Words, context: Context) -> None:
-        sorting = _Sorting(reference, context)
-        gathered = kernels.scratch("sorted", len(words), self.word)
-        for start, stop in sorting.runs():
-            run = gathered[start:stop]
-            group = read_group(cursor, stop - start, self.word, folded=True, into=run)
-            if group is None:
-                run.fill(0)
-            else:
-                for _ in group:
-                    pass
-        for tile, delta in sorting.scatter(gathered):
-            np.add(reference[tile], delta, out=words[tile])
+
+def _classes(reference: Words, context: Context) -> tuple[Bytes, Counts]:
+    """The class of every word of a block, and how many words of each quarter of it have each class."""
+    labels = kernels.scratch("labels", len(reference))
+    return labels, kernels.classify(reference, context.shift, context.low, context.high, labels)
 
 
-class _Sorting:
-    """The order of a block's words by class: stable within tiles, tiles of one class one after another.
-
-    A counting sort of a tile that fits the cache is nearly three times as fast as one of the whole block.
-    """
-
-    def __init__(self, reference: Words, context: Context) -> None:
-        self._word = reference.itemsize
-        self._tiles = tiles(len(reference), reference.itemsize)
-        self._orders = []
-        self._counts = np.zeros((len(self._tiles), context.count), np.intp)
-        for row, tile in enumerate(self._tiles):
-            labels = kernels.scratch("labels", tile.stop - tile.start)
-            kernels.classes(reference[tile], context.shift, context.low, context.high, labels)
-            self._orders.append(kernels.stable_order(labels))
-            for label in range(context.count - 1):
-                self._counts[row, label] = np.count_nonzero(labels == label)
-            self._counts[row, -1] = len(labels) - self._counts[row].sum()
-
-    def runs(self) -> list[tuple[int, int]]:
-        """Ranges of the sorted words that are coded together: one class, or neighbours that are few."""
-        ends = self._counts.sum(axis=0).cumsum().tolist()
-        cuts = [0]
-        for end in ends:
-            if end - cuts[-1] >= _FEW and ends[-1] - end >= _FEW:
-                cuts.append(end)
-        return list(zip(cuts, [*cuts[1:], ends[-1]], strict=True))
-
-    def gather(self, words: Words, out: Words) -> None:
-        """Sort ``words`` into ``out``."""
-        for tile, order, places in self._places():
-            sorted_tile = kernels.scratch("merged", len(order), self._word)
-            np.take(words[tile], order, out=sorted_tile, mode="clip")
-            at = 0
-            for place in places:
-                size = place.stop - place.start
-                out[place] = sorted_tile[at : at + size]
-                at += size
-
-    def scatter(self, words: Words) -> Iterator[tuple[slice, Words]]:
-        """Undo the sort: the words of each tile, in a scratch array that the caller may destroy."""
-        for tile, order, places in self._places():
-            sorted_tile = kernels.scratch("low", len(order), self._word)
-            np.concatenate([words[place] for place in places], out=sorted_tile)
-            unsorted = kernels.scratch("merged", len(order), self._word)
-            unsorted[order] = sorted_tile
-            yield tile, unsorted
-
-    def _places(self) -> Iterator[tuple[slice, np.ndarray[Any, np.dtype[np.intp]], list[slice]]]:
-        """For each tile: its order, and where the words of each of its classes lie in the sorted block."""
-        totals = self._counts.sum(axis=0)
-        starts = np.concatenate([[0], totals.cumsum()[:-1]]) + np.vstack(
-            [np.zeros_like(totals), self._counts.cumsum(axis=0)[:-1]]
-        )
-        for row, (tile, order) in enumerate(zip(self._tiles, self._orders, strict=True)):
-            yield (
-                tile,
-                order,
-                [
-                    slice(int(start), int(start + count))
-                    for start, count in zip(starts[row], self._counts[row], strict=True)
-                ],
-            )
+def _runs(counts: Counts) -> list[tuple[int, int]]:
+    """Ranges of the sorted words that are coded together: one class, or neighbours that are few."""
+    ends = counts.sum(axis=0).cumsum().tolist()
+    cuts = [0]
+    for end in ends:
+        if end - cuts[-1] >= _FEW and ends[-1] - end >= _FEW:
+            cuts.append(end)
+    return list(zip(cuts, [*cuts[1:], ends[-1]], strict=True))

@@ -11,16 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
-from ckptstore.formats.codecs import kernels
+from ckptstore.formats.codecs import kernels, rounding
 from ckptstore.formats.codecs.blocks import read_group, write_group
 from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import Bytes, Words
-from ckptstore.formats.codecs.plain import tiles, words_of, write_tail
+from ckptstore.formats.codecs.plain import words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor
 
-_ROUND: dict[str, Callable[[Words, Words], None]] = {"BF16": kernels.to_bfloat16, "F16": kernels.to_float16}
+_ROUND: dict[str, Callable[[Words, Words], None]] = {"BF16": rounding.to_bfloat16, "F16": rounding.to_float16}
 TARGETS = tuple(_ROUND)
 
 
@@ -51,24 +49,16 @@ class Derive:
         words, tail = words_of(block, 2)
         master, _ = words_of(base, 4)
         delta = kernels.scratch("mapped", len(words), 2)
-        for tile in tiles(len(words), 4):
-            rounded = self._rounded(master[tile])
-            kernels.difference(words[tile], rounded, delta[tile])
+        rounded = kernels.scratch("rounded", len(words), 2)
+        _ROUND[self.to](master, rounded)
+        kernels.difference(words, rounded, delta)
         return write_tail(tail, out, write_group(delta, out, at, level) if len(words) else at)
 
     def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
         """See `Codec.read`."""
         words, tail = words_of(out, 2)
         master, _ = words_of(base, 4)
-        for tile in tiles(len(words), 4):
-            np.copyto(words[tile], self._rounded(master[tile]))
-        group = read_group(cursor, len(words), 2, folded=True) if len(words) else None
-        if group is not None:
-            for tile, delta in group:
-                np.add(words[tile], delta, out=words[tile])
+        if len(words):
+            _ROUND[self.to](master, words)
+            read_group(cursor, 2, kernels.ADD, words, words)
         tail[:] = cursor.take(len(tail))
-
-    def _rounded(self, master: Words) -> Words:
-        rounded = kernels.scratch("rounded", len(master), 2)
-        _ROUND[self.to](master, rounded)
-        return rounded

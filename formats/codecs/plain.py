@@ -15,6 +15,7 @@ from ckptstore.formats.codecs.planecoder import Cursor
 WORD_SIZES = (1, 2, 4, 8)
 MAPS = ("none", "rotate", "fold")
 _FORWARD: dict[str, Callable[[Words, Words], None]] = {"rotate": kernels.rotate_left, "fold": kernels.fold}
+_BACKWARD = {"none": kernels.PUT, "rotate": kernels.ROTATE, "fold": kernels.UNFOLD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +83,15 @@ class Planes:
         mapped = words
         if self.map != "none":
             mapped = kernels.scratch("mapped", len(words), self.word)
-            for tile in tiles(len(words), self.word):
-                _FORWARD[self.map](words[tile], mapped[tile])
+            _FORWARD[self.map](words, mapped)
         return write_tail(tail, out, write_group(mapped, out, at, level) if len(words) else at)
 
     def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
         """See `Codec.read`."""
         del base
         words, tail = words_of(out, self.word)
-        group = read_group(cursor, len(words), self.word, self.map == "fold", into=words) if len(words) else None
-        if group is None:
-            words.fill(0)
-        else:
-            for _, merged in group:
-                if self.map == "rotate":
-                    kernels.rotate_right(merged, merged)
+        if len(words):
+            read_group(cursor, self.word, _BACKWARD[self.map], words, words)
         tail[:] = cursor.take(len(tail))
 
 
@@ -110,9 +105,3 @@ def write_tail(tail: Bytes, out: Bytes, at: int) -> int:
     """Store the bytes that make no whole word as they are."""
     out[at : at + len(tail)] = tail
     return at + len(tail)
-
-
-def tiles(count: int, word: int) -> list[slice]:
-    """Runs of words that stay in a core's cache."""
-    step = kernels.TILE // word
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

@@ -27,24 +27,23 @@ import struct
 import threading
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from ckptstore.formats.codecs import kernels
-from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.codecs.kernels import N_LOG_N, SAMPLE, Bytes
 from ckptstore.formats.errors import CorruptSegmentError
 
 RAW, FILL, ZSTD, SPARSE, PACK1, PACK2, PACK4 = range(7)
 DEPTH = 3
 FAST, THRIFTY = 0, 1
-SAMPLE = 4096
 _INCOMPRESSIBLE = 7.88  # bits per value of a sample; below it coding gains at least 1 %
 _PIECES = 8
 _SMALL = 48
 SAMPLED = 512
 _FRAME_WINDOW = 1 << 20
+_NOTHING = np.empty(0, np.uint8)
 _local = threading.local()
-_N_LOG_N = np.concatenate([np.zeros(1), np.arange(1, SAMPLE + 1) * np.log2(np.arange(1, SAMPLE + 1))])
+_ONE = 1 << 20  # a bit, as N_LOG_N counts
 _length = struct.Struct("<I")
 _counts = struct.Struct("<II")
 PACKED_BITS = {SPARSE: 0, PACK1: 1, PACK2: 2, PACK4: 4}
@@ -104,28 +103,29 @@ def sample(values: Bytes, count: int = SAMPLE) -> Bytes:
     return values[: stride * _PIECES].reshape(_PIECES, stride)[:, :run].reshape(-1)
 
 
-def _frame_cost(counts: npt.NDArray[np.intp]) -> float:
-    """Bits that a zstd frame is expected to spend on the values of a histogram of at most ``SAMPLE``.
+def _frame_cost(total: int, top: int, information: int) -> float:
+    """Bits that a zstd frame is expected to spend on ``total`` values of a sample (``kernels.survey``).
 
     A Huffman code spends one bit a value at least, however skewed they are; and where one value takes more than a
     quarter, zstd finds short matches in its runs that cost up to a third of a bit more than the codes would. Very
     long runs make up for that: some 22 bits for each value that ends one (all of this is measured, not derived).
     """
-    total, top = int(counts.sum()), int(counts.max())
-    information = float(_N_LOG_N.take(counts).sum())
     matches = 0.33 * total * min(1.0, max(0.0, 5 * (top / total - 0.27)))
     if 5 * top <= 2 * total:
-        return float(_N_LOG_N[total]) - information + matches
+        return _n_log_n(total) - information / _ONE + matches
     rest = total - top
-    codes = total + float(_N_LOG_N[rest] - (information - _N_LOG_N[top])) + matches
+    codes = total + _n_log_n(rest) - information / _ONE + _n_log_n(top) + matches
     return min(codes, 22.0 * rest)
 
 
-def _exceptions_cost(counts: npt.NDArray[np.intp], total: int) -> float:
-    """Bits that exceptions of this histogram cost among ``total`` values: where they are, and what."""
-    count = int(counts.sum())
-    positions = float(_N_LOG_N[total] - _N_LOG_N[count] - _N_LOG_N[total - count])
-    return 1.05 * positions + float(_N_LOG_N[count] - _N_LOG_N.take(counts).sum()) + 0.2 * count
+def _exceptions_cost(count: int, information: int, total: int) -> float:
+    """Bits that ``count`` exceptions among ``total`` values cost: where they are, and what."""
+    positions = _n_log_n(total) - _n_log_n(count) - _n_log_n(total - count)
+    return 1.05 * positions + _n_log_n(count) - information / _ONE + 0.2 * count
+
+
+def _n_log_n(count: int) -> float:
+    return int(N_LOG_N[count]) / _ONE
 
 
 def choose_mode(values: Bytes, level: int = FAST, depth: int = 0) -> int:
@@ -133,27 +133,29 @@ def choose_mode(values: Bytes, level: int = FAST, depth: int = 0) -> int:
 
     At ``FAST`` a slower mode has to save a tenth of a bit per value, and more inside another packed plane.
     """
-    counts = kernels.histogram(values)
-    total, top = len(values), int(counts.max())
+    zeros, top, information = kernels.survey(values)
+    total = len(values)
     if top == total:
         return FILL
-    best, mode = _frame_cost(counts), ZSTD
+    best, mode = _frame_cost(total, top, information), ZSTD
     if best > _INCOMPRESSIBLE * total:
         return RAW
-    if 20 * counts[0] > 19 * total:
+    if 20 * zeros > 19 * total:
         return SPARSE
-    if 4 * counts[0] < total:
+    if 4 * zeros < total:
         return ZSTD
     worth = 0.1 * (1 + 2 * depth) * total if level == FAST else 0.005 * best
-    for packed_mode, bits in ((SPARSE, 0), (PACK4, 4), (PACK2, 2), (PACK1, 1)):
-        greater = counts[1 << bits :]
-        exceptions = int(greater.sum())
+    if level != FAST or 9 * (total - zeros) <= total:
+        cost = _exceptions_cost(total - zeros, information - int(N_LOG_N[zeros]), total)
+        if 4 * (total - zeros) <= total and cost < best - worth:
+            if level == FAST:
+                return SPARSE
+            best, mode = cost, SPARSE
+    for packed_mode, bits in ((PACK4, 4), (PACK2, 2), (PACK1, 1)):
+        exceptions, greater, packed_top, packed = kernels.survey_packed(values, bits)
         if 4 * exceptions > total or (level == FAST and (9 * exceptions > total or packed_mode == PACK1)):
-            continue
-        cost = _exceptions_cost(greater, total)
-        if bits:
-            packed = kernels.pack_small(np.where(values >> bits, np.uint8(0), values), bits)
-            cost += _frame_cost(kernels.histogram(packed))
+            break
+        cost = _exceptions_cost(exceptions, greater, total) + _frame_cost(-(-total * bits // 8), packed_top, packed)
         if cost < best - worth:
             best, mode = cost, packed_mode
             if level == FAST:
@@ -198,20 +200,17 @@ def encode(values: Bytes, out: Bytes, at: int, mode: int | None = None, level: i
 def _encode_packed(values: Bytes, out: Bytes, at: int, mode: int, level: int, depth: int) -> int | None:
     """The packed or sparse form, or None where it might not be smaller than the values."""
     bits = PACKED_BITS[mode]
-    where, steps = kernels.steps(values >= (1 << bits))
-    if 9 + -(-len(values) * bits // 8) + len(steps) + len(where) + 3 > len(values):
+    rest = kernels.scratch(f"small{depth}", len(values)) if bits else _NOTHING
+    steps, greater = kernels.take_exceptions(values, 1 << bits, rest)
+    if 9 + -(-len(values) * bits // 8) + len(steps) + len(greater) + 3 > len(values):
         return None
     out[at] = mode
     at += 1
     if bits:
-        small = kernels.scratch(f"small{depth}", len(values))
-        np.copyto(small, values)
-        small[where] = 0
-        at = encode(kernels.pack_small(small, bits), out, at, None, level, depth + 1)
-    _counts.pack_into(out.data, at, len(steps), len(where))
+        at = encode(kernels.pack_small(rest, bits), out, at, None, level, depth + 1)
+    _counts.pack_into(out.data, at, len(steps), len(greater))
     at = encode(steps, out, at + 8, RAW if level == FAST and len(steps) < SAMPLE else ZSTD, level, depth + 1)
-    greater = values[where] - np.uint8(1 << bits)
-    return encode(greater, out, at, None if level and len(where) >= SAMPLE else ZSTD, level, depth + 1)
+    return encode(greater, out, at, None if level and len(greater) >= SAMPLE else ZSTD, level, depth + 1)
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
@@ -225,16 +224,6 @@ def _compressor(level: int) -> zstandard.ZstdCompressor:
 
 
 # ----------------------------------------------------------------------------------------------------- decoding
-
-
-def decode_sparse(cursor: Cursor, count: int) -> tuple[npt.NDArray[np.intp], Bytes] | None:
-    """Where a plane is not zero, ascending, and its values there, if its piece says just that; else None, and the
-    cursor stays where it is."""
-    if not cursor.left or cursor.data[cursor.position] != SPARSE:
-        return None
-    cursor.byte()
-    where, greater = _exceptions(cursor, count, "top", 0)
-    return where, greater + np.uint8(1)
 
 
 def decode(cursor: Cursor, count: int, role: str = "plane", depth: int = 0) -> Bytes:
@@ -260,26 +249,19 @@ def decode(cursor: Cursor, count: int, role: str = "plane", depth: int = 0) -> B
         kernels.unpack_small(decode(cursor, -(-count * bits // 8), f"{role}<", depth + 1), bits, values)
     else:
         values.fill(0)
-    where, greater = _exceptions(cursor, count, role, depth)
-    values[where] = greater + np.uint8(1 << bits)
+    steps, exceptions = decode_steps(cursor, count, role, depth)
+    greater = decode(cursor, exceptions, f"{role}>", depth + 1)
+    if not kernels.put_exceptions(steps, greater, 1 << bits, values):
+        raise CorruptSegmentError(f"the steps to {exceptions} exceptions among {count} values do not fit")
     return values
 
 
-def _exceptions(cursor: Cursor, count: int, role: str, depth: int) -> tuple[npt.NDArray[np.intp], Bytes]:
-    """Positions and values of the exceptions among ``count`` values; the positions ascend and are in range."""
-    where, exceptions = decode_positions(cursor, count, role, depth)
-    return where, decode(cursor, exceptions, f"{role}>", depth + 1)
-
-
-def decode_positions(cursor: Cursor, count: int, role: str, depth: int) -> tuple[npt.NDArray[np.intp], int]:
-    """Where the exceptions among ``count`` values are, ascending and in range, and how many."""
+def decode_steps(cursor: Cursor, count: int, role: str, depth: int) -> tuple[Bytes, int]:
+    """The steps to the exceptions among ``count`` values, and how many exceptions there are: no more than values."""
     step_count, exceptions = _counts.unpack(cursor.take(8).data)
     if exceptions > count or step_count > exceptions + count // 255:
         raise CorruptSegmentError(f"{exceptions} exceptions in {step_count} steps among {count} values")
-    where = kernels.positions_of_steps(decode(cursor, step_count, f"{role}+", depth + 1))
-    if len(where) != exceptions or (exceptions and where[-1] >= count):
-        raise CorruptSegmentError(f"the steps to {exceptions} exceptions among {count} values do not fit")
-    return where, exceptions
+    return decode(cursor, step_count, f"{role}+", depth + 1), exceptions
 
 
 def _decode_frame(frame: Bytes, count: int) -> Bytes:

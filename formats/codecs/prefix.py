@@ -15,7 +15,7 @@ A block is one form byte and a body::
                     2**(k-1) and at most 2**k entries, in order, k bits each
         suffixes    the lower bits of all words
 
-Every section is packed by ``kernels.pack_bits``.
+Every section is packed by ``bitpacking.pack_bits``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.formats.codecs import kernels
+from ckptstore.formats.codecs import bitpacking
 from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
 from ckptstore.formats.codecs.plain import WORD_SIZES, words_of, write_tail
@@ -94,13 +94,16 @@ class Prefix:
         ranks = table.cumsum(axis=1, dtype=np.uint16).reshape(-1)
         indices = ranks[slots] - np.uint16(1)
         entries = (np.flatnonzero(present) & ((1 << self.bits) - 1)).astype(np.uint16)
-        sections = [kernels.pack_bits((sizes - 1).astype(np.uint16), self.bits), kernels.pack_bits(entries, self.bits)]
+        sections = [
+            bitpacking.pack_bits((sizes - 1).astype(np.uint16), self.bits),
+            bitpacking.pack_bits(entries, self.bits),
+        ]
         widths = _widths(sizes)[owner]
         for width in range(1, self.bits + 1):
             chosen = indices[widths == width]
             if len(chosen):
-                sections.append(kernels.pack_bits(chosen, width))
-        return [*sections, kernels.pack_bits(words, suffix)]
+                sections.append(bitpacking.pack_bits(chosen, width))
+        return [*sections, bitpacking.pack_bits(words, suffix)]
 
     def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
         """See `Codec.read`."""
@@ -131,8 +134,8 @@ class Prefix:
         if (indices >= sizes[owner]).any():
             raise CorruptSegmentError("a prefix index points past its dictionary")
         suffix = 8 * self.word - self.bits
-        packed = cursor.take(kernels.packed_size(len(words), suffix))
-        np.copyto(words, kernels.unpack_bits(packed, len(words), suffix, self.word))
+        packed = cursor.take(bitpacking.packed_size(len(words), suffix))
+        np.copyto(words, bitpacking.unpack_bits(packed, len(words), suffix, self.word))
         np.bitwise_or(words, entries[starts[owner] + indices].astype(WORDS[self.word]) << suffix, out=words)
 
     def _groups(self, count: int) -> tuple[int, npt.NDArray[np.intp]]:
@@ -155,5 +158,5 @@ def _widths(sizes: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
 
 
 def _unpack(cursor: Cursor, count: int, bits: int) -> npt.NDArray[np.uint16]:
-    packed = cursor.take(kernels.packed_size(count, bits))
-    return kernels.unpack_bits(packed, count, bits, 2).astype(np.uint16)
+    packed = cursor.take(bitpacking.packed_size(count, bits))
+    return bitpacking.unpack_bits(packed, count, bits, 2).astype(np.uint16)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.formats import codecs, dtypes
+from ckptstore.formats.codecs import rounding
 from ckptstore.formats.errors import FormatError
 from tests.formats.codec_data import ALL_DTYPES, image, pair
 
@@ -68,7 +69,7 @@ def test_integers_fold_and_floats_rotate() -> None:
 def test_a_copy_of_the_master_is_derived() -> None:
     master = image("F32", "numbers", 50_000, 3).view("<u4")
     copy = np.empty(50_000, "<u2")
-    codecs.kernels.to_bfloat16(master, copy)
+    rounding.to_bfloat16(master, copy)
     older = copy + np.uint16(1)
     choice = codecs.choose("BF16", [codecs.Sample(copy, older, master)])
     assert (choice.name, choice.params, choice.ratio) == ("derive", {"to": "BF16"}, float("inf"))

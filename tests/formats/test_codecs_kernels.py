@@ -1,6 +1,10 @@
-"""The kernels against their definitions in Python integers: what a compiled implementation must match too."""
+"""The kernels, in numpy and compiled, against their definitions in Python integers."""
 
 from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -8,10 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats.codecs import kernels
+from ckptstore.formats import codecs, compiled
+from ckptstore.formats.codecs import bitpacking, kernels, rounding
+from tests.formats.codec_data import CHANGES, CLASSES, base_of, codecs_of, pair
 
 WORD_SIZES = (1, 2, 4, 8)
-BITS = {1: 8, 2: 16, 4: 32, 8: 64}
+SPLITS = [(1, 1), (2, 1, 1), (1, 1, 1, 1), (2, 2), (4, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1), (1,) * 8, (4, 4)]
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True, params=["numpy", pytest.param("compiled", marks=needs_numba)])
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Everything here holds for both forms."""
+    compiled.use(request.param)
+    yield request.param
+    compiled.use(None)
 
 
 def numbers(word: int, seed: int, count: int) -> np.ndarray:
@@ -31,8 +46,13 @@ def test_difference_is_zigzag_of_the_wrapped_difference(word: int) -> None:
         d = (a - b) % (1 << bits)
         signed = d - (1 << bits) if d >> (bits - 1) else d
         assert z == (2 * signed if signed >= 0 else -2 * signed - 1)
-    kernels.unfold(out, out)
-    assert (base + out == new).all()
+    folded, delta = np.empty_like(new), new - base
+    kernels.fold(delta, folded)
+    assert (folded == out).all()
+    kernels.combine([out], kernels.ADD, base, folded)
+    assert (folded == new).all()
+    kernels.fold(delta, delta)
+    assert (delta == out).all()
 
 
 @pytest.mark.parametrize("word", WORD_SIZES)
@@ -41,29 +61,45 @@ def test_rotations(word: int) -> None:
     out = np.empty_like(values)
     kernels.rotate_left(values, out)
     assert out.tolist() == [((v << 1) | (v >> (bits - 1))) % (1 << bits) for v in values.tolist()]
-    kernels.rotate_right(out, out)
+    kernels.combine([out.copy()], kernels.ROTATE, out, out)
     assert (out == values).all()
 
 
-@pytest.mark.parametrize(("word", "wide"), [(1, 0), (2, 0), (4, 0), (4, 2), (8, 0), (8, 2), (8, 4)])
-@pytest.mark.parametrize("zero_above", [False, True])
-def test_planes(word: int, wide: int, zero_above: bool) -> None:
-    values = numbers(word, 4, 1000)
-    planes = [np.empty(1000, kernels.WORDS[wide])] if wide else []
-    planes += [np.empty(1000, np.uint8) for _ in range(wide, word)]
-    if zero_above and len(planes) > 1:
-        values &= values.dtype.type((1 << (8 * word - 8)) - 1)
-    kernels.split(values, wide, planes)
-    image = values.view(np.uint8).reshape(-1, word)
-    for byte, plane in enumerate(planes[1 if wide else 0 :], wide):
-        assert (plane == image[:, byte]).all()
-    out, unfolded = np.empty_like(values), np.empty_like(values)
-    kernels.unfold(values, unfolded)
-    for some in (planes, planes[:-1]) if zero_above and len(planes) > 1 else (planes,):
-        kernels.merge(some, out)
-        assert (out == values).all()
-        kernels.merge_folded(some, out)
-        assert (out == unfolded).all()
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 4095, 70_001])
+def test_planes(sizes: tuple[int, ...], count: int) -> None:
+    """Every way to take words apart, and everything that may be done when they are put together again."""
+    word = sum(sizes)
+    values, base = numbers(word, 4, count), numbers(word, 5, count)
+    room = np.full(count * word + 9, 0xC3, np.uint8)  # planes may begin at any byte, and none is overrun
+    planes, at = [], 1
+    for size in sizes:
+        planes.append(room[at : at + size * count].view(kernels.WORDS[size]))
+        at += size * count
+    kernels.split(values, planes)
+    assert room[0] == 0xC3
+    assert (room[at:] == 0xC3).all()
+    at = 0
+    for plane, size in zip(planes, sizes, strict=True):
+        assert (plane == values >> values.dtype.type(8 * at) & values.dtype.type((1 << 8 * size) - 1)).all()
+        at += size
+    one, last = values.dtype.type(1), values.dtype.type(8 * word - 1)
+    unfolded = np.where(values & one, ~(values >> one), values >> one)
+    expected = {
+        kernels.PUT: values,
+        kernels.UNFOLD: unfolded,
+        kernels.ROTATE: values >> one | values << last,
+        kernels.ADD: base + unfolded,
+        kernels.XOR: base ^ values,
+    }
+    for some in (planes, [values]):
+        for how, result in expected.items():
+            out = np.empty_like(values)
+            kernels.combine(some, how, base, out)
+            assert (out == result).all(), how
+            out = base.copy()
+            kernels.combine(some, how, out, out)
+            assert (out == result).all(), (how, "in place")
 
 
 @settings(deadline=None)
@@ -87,13 +123,13 @@ def test_small_numbers_pack(values: list[int], bits: int) -> None:
 def test_numbers_of_any_width_pack(word: int, data: st.DataObject) -> None:
     bits = data.draw(st.integers(0, 8 * word))
     values = numbers(word, data.draw(st.integers(0, 999)), data.draw(st.integers(0, 60)))
-    packed = kernels.pack_bits(values, bits)
-    assert len(packed) == kernels.packed_size(len(values), bits)
+    packed = bitpacking.pack_bits(values, bits)
+    assert len(packed) == bitpacking.packed_size(len(values), bits)
     count, whole, rest = len(values), bits // 8, bits % 8
     expected = [v >> 8 * byte & 0xFF for byte in range(whole) for v in values.tolist()]
     stream = sum((v >> 8 * whole & ((1 << rest) - 1)) << rest * i for i, v in enumerate(values.tolist()))
     assert packed.tolist() == expected + list(stream.to_bytes(len(packed) - count * whole, "little"))
-    unpacked = kernels.unpack_bits(packed, count, bits, word)
+    unpacked = bitpacking.unpack_bits(packed, count, bits, word)
     assert unpacked.tolist() == [v & ((1 << bits) - 1) for v in values.tolist()]
 
 
@@ -122,14 +158,104 @@ def test_gaps_about_the_longest_step() -> None:
     assert kernels.positions_of_steps(steps).tolist() == where.tolist()
 
 
+@pytest.mark.parametrize("word", WORD_SIZES)
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 3000),
+    st.sampled_from([0, 0.001, 0.02, 0.5, 1]),
+    st.sampled_from([0, 1, 2, 4, 8]),
+    st.integers(0, 99),
+)
+def test_exceptions(word: int, count: int, density: float, bits: int, seed: int) -> None:
+    if bits == 8 * word:
+        return
+    rng, limit = np.random.default_rng(seed), 1 << bits
+    values = np.where(rng.random(count) < density, numbers(word, seed, count), 0).astype(kernels.WORDS[word])
+    values[rng.random(count) < 0.1] = limit - 1
+    rest = np.full(count if bits else 0, 7, np.uint8)
+    steps, greater = kernels.take_exceptions(values, limit, rest)
+    where = [i for i, value in enumerate(values.tolist()) if value >= limit]
+    assert kernels.positions_of_steps(steps).tolist() == where
+    assert steps.tolist() == kernels.steps(values >= limit)[1].tolist()
+    assert greater.tolist() == [value - limit for value in values[where].tolist()]
+    if bits:
+        assert rest.tolist() == [value if value < limit else 0 for value in values.tolist()]
+    out = np.where(values < limit, values, 0).astype(values.dtype)
+    assert kernels.put_exceptions(steps, greater, limit, out)
+    assert (out == values).all()
+
+
+@pytest.mark.parametrize("word", WORD_SIZES)
+def test_exceptions_that_do_not_fit(word: int) -> None:
+    """Too many steps or too few, and steps past the end: refused, and nothing written outside."""
+    kind = kernels.WORDS[word]
+
+    def put(steps: list[int], greater: list[int], count: int) -> list[int] | None:
+        room = np.full(count + 20, 99, kind)
+        room[10 : 10 + count] = 0
+        fits = kernels.put_exceptions(np.array(steps, np.uint8), np.array(greater, kind), 16, room[10 : 10 + count])
+        assert (room[:10] == 99).all()
+        assert (room[10 + count :] == 99).all()
+        return np.flatnonzero(room[10 : 10 + count]).tolist() if fits else None
+
+    assert put([], [], 0) == []
+    assert put([0, 255, 0, 2], [1, 2, 3], 300) == [0, 256, 259]
+    assert put([255, 255], [], 300) == []
+    assert put([255, 45], [1], 300) is None
+    assert put([255, 44], [1], 300) == [299]
+    assert put([0, 0], [1], 300) is None
+    assert put([0], [1, 2], 300) is None
+    assert put([0], [1], 0) is None
+
+
+def n_log_n(counts: list[int]) -> int:
+    return sum(int(kernels.N_LOG_N[count]) for count in counts)
+
+
+def test_the_table_of_information() -> None:
+    for count in (0, 1, 2, 3, 1000, kernels.SAMPLE):
+        exact = count * math.log2(count) if count else 0
+        assert int(kernels.N_LOG_N[count]) == pytest.approx(exact * (1 << 20), abs=1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 700, 4096])
+@pytest.mark.parametrize("most", [1, 2, 20, 256])
+def test_surveys_count(count: int, most: int) -> None:
+    values = (np.random.default_rng(count).random(count) ** 3 * most).astype(np.uint8)
+    listed = values.tolist()
+    counts = [listed.count(value) for value in range(256)]
+    assert kernels.survey(values) == (counts[0], max(counts), n_log_n(counts))
+    for bits in (1, 2, 4):
+        packed = kernels.pack_small(np.where(values < 1 << bits, values, 0).astype(np.uint8), bits).tolist()
+        packs = [packed.count(byte) for byte in range(256)]
+        greater = counts[1 << bits :]
+        assert kernels.survey_packed(values, bits) == (sum(greater), n_log_n(greater), max(packs), n_log_n(packs))
+
+
 def test_classes_are_clipped_exponents() -> None:
     base = np.array([0.0, -0.0, 1e-30, -1.0, 1.9, 2.0, 3e38, np.inf, -np.nan], "<f4").view("<u4")
-    out = np.empty(len(base), np.uint8)
-    kernels.classes(base, 23, 120, 130, out)
+    labels = np.empty(len(base), np.uint8)
+    counts = kernels.classify(base, 23, 120, 130, labels)
     exponents = [(v & 0x7FFFFFFF) >> 23 for v in base.tolist()]
-    assert out.tolist() == [min(max(e, 120), 130) - 120 for e in exponents]
-    order = kernels.stable_order(out)
-    assert order.tolist() == sorted(range(len(out)), key=lambda i: out[i])
+    assert labels.tolist() == [min(max(e, 120), 130) - 120 for e in exponents]
+    quarters = [labels[:2], labels[2:4], labels[4:6], labels[6:]]
+    assert counts.tolist() == [[part.tolist().count(label) for label in range(11)] for part in quarters]
+
+
+@pytest.mark.parametrize("word", WORD_SIZES)
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 70_001, 150_000])
+def test_sorting_by_class_is_stable(word: int, count: int) -> None:
+    base, words = numbers(word, 6, count), numbers(word, 7, count)
+    labels, out = np.empty(count, np.uint8), np.empty_like(words)
+    counts = kernels.classify(base, 8 * word - 5, 3, 12, labels)
+    kernels.sort(words, labels, counts, out)
+    assert (out == words[np.argsort(labels, kind="stable")]).all()
+    expected, back = np.empty_like(words), np.empty_like(words)
+    kernels.combine([words], kernels.ADD, base, expected)
+    kernels.add_unsorted(out, labels, counts, base, back)
+    assert (back == expected).all()
+    kernels.add_unsorted(out, labels, counts, base, base)
+    assert (base == expected).all()
 
 
 def fp32_cases() -> np.ndarray:
@@ -145,7 +271,7 @@ def fp32_cases() -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("kernel", "narrow", "nan"),
-    [(kernels.to_bfloat16, ml_dtypes.bfloat16, 0x7FC0), (kernels.to_float16, np.float16, 0x7E00)],
+    [(rounding.to_bfloat16, ml_dtypes.bfloat16, 0x7FC0), (rounding.to_float16, np.float16, 0x7E00)],
 )
 def test_rounding_is_to_nearest_even(kernel: object, narrow: type, nan: int) -> None:
     values = fp32_cases()
@@ -163,3 +289,21 @@ def test_scratch_is_one_buffer_for_a_role() -> None:
     first.fill(7)
     assert kernels.scratch("test", 50, 4).tolist() == [7] * 50
     assert not np.shares_memory(first, kernels.scratch("another", 100, 4))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F64", "U8"])
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_both_forms_write_the_same_bytes(dtype: str, kind: str, form: str) -> None:
+    """What a store holds does not depend on what is installed."""
+    for change in CHANGES:
+        base, image = pair(dtype, kind, change, 30_000, 11)
+        for codec in codecs_of(dtype):
+            for level in (codecs.FAST, codecs.THRIFTY):
+                payload = codecs.encode(codec, image, base_of(codec, base), level=level).tobytes()
+                compiled.use("numpy")
+                try:
+                    assert codecs.encode(codec, image, base_of(codec, base), level=level).tobytes() == payload, codec
+                    assert (codecs.decode(codec, payload, len(image), base_of(codec, base)) == image).all()
+                finally:
+                    compiled.use(form)
+                assert (codecs.decode(codec, payload, len(image), base_of(codec, base)) == image).all()
