@@ -6,7 +6,7 @@ QUICK ?=
 SIZE ?= 500MB
 ROUNDS ?= 5
 
-.PHONY: demo test check lint types layers bench bench-commands bench-codecs bench-chains crash powercut mutants fuzz torture clean
+.PHONY: demo test check lint types layers bench bench-commands bench-codecs bench-chains exact crash powercut mutants fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -58,6 +58,9 @@ bench-chains: .venv/.bench-ready  ## delta chains: bytes against restore time
 # The crash campaign in full; `make test` runs short forms of all of it.
 N ?= 200
 SECONDS ?= 60
+
+exact: .venv/.ready  ## 1,000 training steps as gradient diffs: restored and resumed, bit for bit
+	$(BIN)/python -m tools.exact --json bench-out/exact.json
 
 crash: .venv/.ready  ## enumerated power cuts, SIGKILL at every crash point, faults at every place
 	$(BIN)/python -m tools.crash.states --limit 4000

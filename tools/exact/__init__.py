@@ -1,0 +1,1 @@
+"""Does every step come back? A real training run in gradient diffs, restored and resumed at random steps, by bits."""
