@@ -110,9 +110,20 @@ GOOD = {"t": entry("F32", [2, 3], 0, 24)}
         ({"t": {"dtype": "F32", "shape": [2, 3]}}, FormatError, "data_offsets"),
         ({"t": {**GOOD["t"], "data_offsets": [0, 24.0]}}, FormatError, "data_offsets"),
         ({"t": {**GOOD["t"], "dtype": ["F32"]}}, UnsupportedStateError, "dtype"),
+        ({"t": {**GOOD["t"], "data_offsets": [0]}}, FormatError, "data_offsets"),
+        ({"t": {**GOOD["t"], "data_offsets": [0, 24, 48]}}, FormatError, "data_offsets"),
+        ({"t": {**GOOD["t"], "shape": None}}, FormatError, "shape"),
+        ({"t": {**GOOD["t"], "shape": {}}}, FormatError, "shape"),
         ({"t": [0, 24]}, FormatError, "data_offsets"),
         ({"__metadata__": {"a": 1}, **GOOD}, FormatError, "__metadata__"),
         ({"__metadata__": [], **GOOD}, None, ""),
+        ({"__metadata__": ["a"], **GOOD}, FormatError, "__metadata__"),
+        (
+            {"__metadata__": {"ckptstore.dtypes": '{"t": "C64"}'}, "t": entry("U32", [3, 2], 0, 24)},
+            FormatError,
+            "stored as U32, which is not how C64 is stored",
+        ),
+        ({"__metadata__": {"ckptstore.dtypes": '{"t": ["C64"]}'}, **GOOD}, FormatError, "C64"),
         ({"__metadata__": {"ckptstore": "{}"}, **GOOD}, UsageError, "segment of a checkpoint store"),
         ({"__metadata__": {"ckptstore.dtypes": "[]"}, **GOOD}, FormatError, "ckptstore.dtypes"),
         ({"__metadata__": {"ckptstore.dtypes": '{"t": "C64"}'}, **GOOD}, FormatError, "not how C64 is stored"),
@@ -233,12 +244,25 @@ def test_an_index_that_lies(tmp_path: Path, kind: str) -> None:
         ({**good, "d": "../../etc/passwd"}, "not a file beside the index"),
         ({}, "no weight_map"),
         ({"a": 5}, "no weight_map"),
+        (["a"], "no weight_map"),
     ]:
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(FormatError, match=message):
             open_file(index)
     index.write_text("{}")
     with pytest.raises(FormatError):
+        open_file(index)
+    with index.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(FormatError, match="too long for an index"):
+        open_file(index)
+
+
+def test_a_shard_that_is_no_dict(tmp_path: Path) -> None:
+    torch.save(["a"], tmp_path / "one.bin")
+    index = tmp_path / "model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.bin"}}))
+    with pytest.raises(FormatError, match="not a list"):
         open_file(index)
 
 
