@@ -44,6 +44,20 @@ def names_below(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
+# Sources
+
+
+@pytest.mark.parametrize("length", [1, BLOCK, 4 << 20])
+def test_a_source_ends_where_the_segment_did_when_it_was_opened(tmp_path: Path, length: int) -> None:
+    backend = LocalBackend(tmp_path)
+    write_segment(backend, filled(3 * BLOCK))
+    with backend.open_source(SEGMENT) as source:
+        with (tmp_path / SEGMENT).open("ab") as file:
+            file.write(b"x" * length)  # whatever grew it, these are not the segment's bytes
+        with pytest.raises(CorruptSegmentError, match=f"ends at byte {3 * BLOCK}"):
+            source.read_into(3 * BLOCK, aligned(length))
+
+
 # Temporaries
 
 
