@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.backends.base import Backend
+from ckptstore.crashpoints import crash_point
 from ckptstore.formats.errors import KeyNotFoundError, ReadOnlyError, UsageError
 from ckptstore.pins import DEAD_AFTER, REFRESH_EVERY, PinWatch, Survey
 from ckptstore.store import Store
@@ -183,7 +184,9 @@ def _delete(backend: Backend, segments: Sequence[str], sizes: Mapping[str, int],
     total = sum(sizes[key] for key in segments)
     done = 0
     for key in segments:
+        crash_point("gc.before-delete")
         backend.delete(key)
+        crash_point("gc.deleted")
         done += sizes[key]
         if progress is not None:
             progress(done, total)

@@ -32,6 +32,10 @@ CRASH_POINTS: Final = (
     "fold.before-delete",
     "fold.deleted",
     "pin.created",
+    "merge.verified",
+    "merge.posted",
+    "gc.before-delete",
+    "gc.deleted",
 )
 _ENVIRONMENT: Final = "CKPTSTORE_CRASH_AT"
 _name = ""

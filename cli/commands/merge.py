@@ -1,0 +1,155 @@
+"""``ckpt merge``: fold the diffs of a range into one segment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import STORE, opened
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import duration, emit, note, progress, size, some, table
+
+if TYPE_CHECKING:
+    from ckptstore.merging import Merged, RestoreCost
+
+NOT_MERGED = 1
+"""Exit code when the change was refused or void, or nobody answered in time."""
+
+
+@make_command(
+    "merge",
+    examples=[
+        "ckpt merge runs/gpt 1000..1100 --dry-run",
+        "ckpt merge runs/gpt 1000..1100                  # a training run is writing: it is asked",
+        "ckpt merge runs/gpt 1000@2..latest --keep-steps --take-over",
+    ],
+)
+@STORE
+@click.argument("steps", metavar="A..B")
+@click.option("--keep-steps", is_flag=True, help="Keep every step of the range, all of them in one segment.")
+@click.option("--dry-run", is_flag=True, help="Write nothing: do the work, and show what would become of it.")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="No run is writing: commit it here. Opens a new term; a run that does write is stopped by that.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    metavar="SECONDS",
+    help="How long to wait for the writing run's answer. Default: 60.",
+)
+def command(
+    store: str, steps: str, keep_steps: bool, dry_run: bool, take_over: bool, timeout: float, as_json: bool
+) -> int:
+    """Fold the diffs of a range into one segment.
+
+    The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit; of its other diffs none does,
+    unless with --keep-steps. Fulls stay, and so does what a tag names or another term continues from. What was
+    written is read back and compared before anything else is given up. Then `ckpt gc` frees the space.
+    """
+    from ckptstore.merging import merge
+
+    target = opened(store)
+    with progress("merging") as advance:
+        done = merge(
+            target,
+            steps,
+            keep_steps=keep_steps,
+            take_over=take_over,
+            dry_run=dry_run,
+            timeout=timeout,
+            progress=advance,
+        )
+    if as_json:
+        emit(_json(store, done))
+    else:
+        _print(done, timeout)
+    return 0 if done.answer in ("accepted", "planned") else NOT_MERGED
+
+
+def _json(store: str, done: Merged) -> dict[str, Any]:
+    return {
+        "store": store,
+        "first": done.first,
+        "last": done.last,
+        "answer": done.answer,
+        "reason": done.reason,
+        "method": done.method,
+        "folded": list(done.folded),
+        "retired": list(done.retired),
+        "held": [{"ref": ref, "why": why} for ref, why in done.held.items()],
+        "fulls": list(done.fulls),
+        "written": list(done.written),
+        "bytes_written": done.written_nbytes,
+        "dropped": list(done.dropped),
+        "bytes_dropped": done.dropped_nbytes,
+        "bytes": done.logical,
+        "restore_before": _cost(done.before),
+        "restore_after": _cost(done.after),
+    }
+
+
+def _cost(cost: RestoreCost) -> dict[str, Any]:
+    return {
+        "bytes_read": cost.nbytes,
+        "segments": cost.segments,
+        "layers": cost.layers,
+        "seconds": round(cost.seconds, 4),
+    }
+
+
+_METHODS = {
+    "concatenated": "chunks copied as they are",
+    "materialized": "coded anew",
+    "kept": "needs none of the others",
+}
+
+
+def _print(done: Merged, timeout: float) -> None:
+    would = "would be " if done.answer != "accepted" else ""
+    last = done.folded[-1] if done.folded else done.last
+    if done.folded:
+        click.echo(f"{would}folded into one segment: {some(done.folded)}")
+    click.echo(f"{last}: {_METHODS[done.method]}")
+    if done.retired:
+        click.echo(f"{would}retired: {some(done.retired)}")
+    for ref, why in done.held.items():
+        click.echo(f"stays: {ref}, {why}")
+    if done.fulls:
+        click.echo(f"fulls, which stay: {some(done.fulls)}")
+    click.echo(
+        table(
+            ["", ">STORED", f">TO RESTORE {last}", ">SEGMENTS", ">LAYERS", ">TIME"],
+            [
+                ["before", size(done.dropped_nbytes), *_row(done.before)],
+                ["after", size(done.written_nbytes), *_row(done.after)],
+            ],
+        )
+    )
+    _closing(done, timeout)
+
+
+def _row(cost: RestoreCost) -> list[str]:
+    return [size(cost.nbytes), f"{cost.segments:,}", f"{cost.layers:,}", duration(cost.seconds)]
+
+
+def _closing(done: Merged, timeout: float) -> None:
+    if done.answer == "accepted":
+        if done.dropped:
+            note(f"{len(done.dropped):,} segments are not needed any more: `ckpt gc` deletes them")
+        return
+    if done.answer == "planned":
+        note("nothing was written (--dry-run); sizes are measured, not estimated")
+        return
+    if done.reason:
+        note(done.reason)
+    if done.answer == "waiting":
+        note(
+            f"no answer in {timeout:g} s. The request stays and may still be accepted: a run looks for requests "
+            "every 5 s and after each save. `ckpt log` shows whether it was. If no run is writing: --take-over"
+        )
+    else:
+        note(f"{done.answer}: nothing was changed; the same command plans anew")

@@ -1,0 +1,120 @@
+"""`ckpt merge`: what it shows, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.deltas import DeltaOptions
+from ckptstore.intervals import RestoreBound
+from tests.cli.conftest import Run, assert_documented, documented
+from tests.engine.states import same
+from tests.engine.test_deltas import trajectory
+
+STATES = trajectory(6)
+CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """Steps 1 to 6: a full and a chain of deltas; 3 is tagged."""
+    root = tmp_path / "run"
+    with ckptstore.open(root).writer(deltas=CHAIN, poll_seconds=None) as writer:
+        for step, state in enumerate(STATES, 1):
+            writer.save(state, step=step)
+        writer.tag("best", 3)
+    return root
+
+
+def steps(root: Path) -> list[int]:
+    return [info.step for info in ckptstore.open(root).checkpoints()]
+
+
+def test_a_plan_and_what_becomes_of_it(ckpt: Run, chain: Path) -> None:
+    planned = ckpt("merge", chain, "1..6", "--dry-run")
+    assert planned.code == 0
+    assert "would be folded into one segment: 4@1, 5@1, 6@1" in planned.out
+    assert "would be retired: 2@1, 4@1, 5@1" in planned.out
+    assert "stays: 3@1, tag 'best' names it" in planned.out
+    assert "fulls, which stay: 1@1" in planned.out
+    assert "nothing was written" in planned.err
+    assert steps(chain) == [1, 2, 3, 4, 5, 6]
+    found = ckpt("merge", chain, "1..6", "--take-over", "--json").json
+    assert_documented(found, documented("ckpt merge")[0])
+    assert found["answer"] == "accepted"
+    assert found["restore_before"]["layers"] == 6
+    assert found["restore_after"]["layers"] == 4
+    assert steps(chain) == [1, 3, 6]
+    collected = ckpt("gc", chain, "--json").json
+    assert sorted(collected["segments"]) == sorted(found["dropped"])
+    assert collected["bytes"] == found["bytes_dropped"]
+    assert ckpt("verify", chain).code == 0
+    for step in (1, 3, 6):
+        same(STATES[step - 1], ckptstore.open(chain).load(step))
+
+
+def test_keep_steps_as_text(ckpt: Run, chain: Path) -> None:
+    outcome = ckpt("merge", chain, "2..latest", "--keep-steps", "--take-over")
+    assert outcome.code == 0
+    assert outcome.out.startswith("folded into one segment: 2@1, 3@1, 4@1, 5@1, 6@1\n6@1: chunks copied as they are\n")
+    assert "TO RESTORE 6@1" in outcome.out
+    assert "5 segments are not needed any more: `ckpt gc`" in outcome.err
+    assert steps(chain) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_live_run_is_asked(ckpt: Run, chain: Path) -> None:
+    stop = threading.Event()
+
+    def train() -> None:
+        with ckptstore.open(chain).writer(poll_seconds=0.05):
+            stop.wait()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        while len(ckptstore.open(chain).terms()) < 2:
+            pass
+        found = ckpt("merge", chain, "4@1..5@1", "--json").json
+    finally:
+        stop.set()
+        thread.join()
+    assert found["answer"] == "accepted"
+    assert len(ckptstore.open(chain).terms()) == 2  # nobody was fenced
+    assert steps(chain) == [1, 2, 3, 5, 6]
+
+
+def test_nobody_answers(ckpt: Run, chain: Path) -> None:
+    outcome = ckpt("merge", chain, "4..6", "--timeout", "0.1")
+    assert outcome.code == 1
+    assert "no answer in 0.1 s. The request stays" in outcome.err
+    assert "--take-over" in outcome.err
+    assert steps(chain) == [1, 2, 3, 4, 5, 6]
+    found = ckpt("merge", chain, "4..6", "--timeout", "0", "--json")
+    assert found.code == 1
+    assert_documented(found.json, documented("ckpt merge")[0])
+    assert found.json["answer"] == "waiting"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["1"], 2, "'1' is no range; write A..B"),
+        (["1..2"], 2, "nothing to merge"),
+        (["5..2"], 2, "write 2..5"),
+        (["1..77"], 3, "no checkpoint of step 77"),
+        (["4..6", "--timeout", "-1"], 2, "timeout"),
+    ],
+)
+def test_errors(ckpt: Run, chain: Path, arguments: list[str], code: int, message: str) -> None:
+    outcome = ckpt("merge", chain, *arguments, "--take-over")
+    assert outcome.code == code
+    assert message in outcome.err
+    assert len(ckptstore.open(chain).terms()) == 1
+
+
+def test_no_store(ckpt: Run, tmp_path: Path) -> None:
+    assert ckpt("merge", tmp_path / "nothing", "1..2").code == 3
+    assert not (tmp_path / "nothing").exists()
