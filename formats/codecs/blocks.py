@@ -154,7 +154,7 @@ def _write_packed(words: Words, out: Bytes, at: int, plan: _Plan, level: int) ->
         packed = kernels.pack_small(rest, bits) if bits < 8 else rest
         at = planecoder.encode(packed, out, at, plan.modes[0] if bits == 8 else None, level, depth=1)
     _counts.pack_into(out.data, at, len(steps), len(greater))
-    mode = RAW if level == planecoder.FAST and len(steps) < SAMPLE else ZSTD
+    mode = RAW if level == planecoder.FAST and len(steps) < planecoder.SAMPLED else ZSTD
     at = planecoder.encode(steps, out, at + 8, mode, level, depth=1)
     return write_group(greater, out, at, level, nested=True) if len(greater) else at
 

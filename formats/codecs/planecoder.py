@@ -131,7 +131,7 @@ def _n_log_n(count: int) -> float:
 def choose_mode(values: Bytes, level: int = FAST, depth: int = 0) -> int:
     """The mode expected to make the smallest piece of a plane, of which ``values`` are at most ``SAMPLE``.
 
-    At ``FAST`` a slower mode has to save a tenth of a bit per value, and more inside another packed plane.
+    At ``FAST`` a slower mode has to save a twentieth of a bit per value, and more inside another packed plane.
     """
     zeros, top, information = kernels.survey(values)
     total = len(values)
@@ -144,16 +144,16 @@ def choose_mode(values: Bytes, level: int = FAST, depth: int = 0) -> int:
         return SPARSE
     if 4 * zeros < total:
         return ZSTD
-    worth = 0.1 * (1 + 2 * depth) * total if level == FAST else 0.005 * best
-    if level != FAST or 9 * (total - zeros) <= total:
+    worth = 0.05 * (1 + 2 * depth) * total if level == FAST else 0.005 * best
+    if 4 * (total - zeros) <= total:
         cost = _exceptions_cost(total - zeros, information - int(N_LOG_N[zeros]), total)
-        if 4 * (total - zeros) <= total and cost < best - worth:
+        if cost < best - worth:
             if level == FAST:
                 return SPARSE
             best, mode = cost, SPARSE
     for packed_mode, bits in ((PACK4, 4), (PACK2, 2), (PACK1, 1)):
         exceptions, greater, packed_top, packed = kernels.survey_packed(values, bits)
-        if 4 * exceptions > total or (level == FAST and (9 * exceptions > total or packed_mode == PACK1)):
+        if 4 * exceptions > total or (level == FAST and packed_mode == PACK1):
             break
         cost = _exceptions_cost(exceptions, greater, total) + _frame_cost(-(-total * bits // 8), packed_top, packed)
         if cost < best - worth:
@@ -209,7 +209,7 @@ def _encode_packed(values: Bytes, out: Bytes, at: int, mode: int, level: int, de
     if bits:
         at = encode(kernels.pack_small(rest, bits), out, at, None, level, depth + 1)
     _counts.pack_into(out.data, at, len(steps), len(greater))
-    at = encode(steps, out, at + 8, RAW if level == FAST and len(steps) < SAMPLE else ZSTD, level, depth + 1)
+    at = encode(steps, out, at + 8, RAW if level == FAST and len(steps) < SAMPLED else ZSTD, level, depth + 1)
     return encode(greater, out, at, None if level and len(greater) >= SAMPLE else ZSTD, level, depth + 1)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import pytest
 
-from ckptstore.formats import codecs, dtypes
+from ckptstore.formats import codecs, compiled, dtypes
 
 WORDS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 MANTISSA = {"F64": 52, "F32": 23, "BF16": 7, "F16": 10, "C128": 52, "C64": 23, "C32": 10}
@@ -100,3 +102,13 @@ def base_of(codec: codecs.Codec, base: Bytes) -> Bytes | None:
 
 
 ALL_DTYPES = tuple(dtypes.DTYPES)
+
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True, params=["numpy", pytest.param("compiled", marks=needs_numba)])
+def both_forms(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run all tests of a module with the kernels in numpy, then compiled. A module says ``form = both_forms``."""
+    compiled.use(request.param)
+    yield request.param
+    compiled.use(None)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import planecoder
 from ckptstore.formats.errors import CorruptSegmentError, FormatError
-from tests.formats.codec_data import base_of, codecs_of, pair
+from tests.formats.codec_data import base_of, both_forms, codecs_of, pair
 
+form = both_forms
 DTYPES = ("F32", "BF16", "U8", "F64")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -14,19 +12,12 @@ from hypothesis import strategies as st
 
 from ckptstore.formats import codecs, compiled
 from ckptstore.formats.codecs import bitpacking, kernels, rounding
-from tests.formats.codec_data import CHANGES, CLASSES, base_of, codecs_of, pair
+from tests.formats.codec_data import CHANGES, CLASSES, base_of, both_forms, codecs_of, pair
 
 WORD_SIZES = (1, 2, 4, 8)
 SPLITS = [(1, 1), (2, 1, 1), (1, 1, 1, 1), (2, 2), (4, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1), (1,) * 8, (4, 4)]
-needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
-
-
-@pytest.fixture(scope="module", autouse=True, params=["numpy", pytest.param("compiled", marks=needs_numba)])
-def form(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Everything here holds for both forms."""
-    compiled.use(request.param)
-    yield request.param
-    compiled.use(None)
+form = both_forms
+"""Everything here holds for both."""
 
 
 def numbers(word: int, seed: int, count: int) -> np.ndarray:

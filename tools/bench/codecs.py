@@ -2,6 +2,7 @@
 
     python -m tools.bench.codecs                     all cases: a quarter of an hour on an idle machine
     python -m tools.bench.codecs --only 'delta/*bf16*' --rounds 3
+    CKPTSTORE_KERNELS=numpy python -m tools.bench.codecs --methods '[dxpZ]*'    the same without compiled kernels
 
 Prints a table for each case, then what the project promises of its codecs and whether it held, and writes all of
 it to ``bench-out/codecs.json`` and ``codecs.png``. The trajectories are trained on first use (five minutes) and
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.formats import codecs
+from ckptstore.formats import codecs, compiled
 from tools.bench import codec_report, machine
 from tools.bench.codec_cases import CASES, Case, Part, load
 from tools.bench.codec_methods import Method, others, ours
@@ -33,34 +34,48 @@ from tools.bench.codec_methods import Method, others, ours
 PREFIX_BITS = range(7, 13)
 
 
-def measure(method: Method, parts: Sequence[Part], rounds: int) -> dict[str, Any]:
-    """Sizes, and medians of the processor time that one core needs; every decoded byte is compared."""
-    scratch: dict[str, np.ndarray] = {}
+def measure(methods: Sequence[Method], parts: Sequence[Part], rounds: int) -> list[dict[str, Any]]:
+    """Sizes, and medians of the processor time that one core needs; every decoded byte is compared.
+
+    The methods take turns, so that a busy or throttled machine slows all of them alike; slow ones run once.
+    """
     logical = sum(len(part.data) for part in parts)
+    payloads = {method.label: checked(method, parts) for method in methods}
+    scratch: dict[str, dict[str, np.ndarray]] = {method.label: {} for method in methods}
+
+    def encode(method: Method) -> None:
+        for part in parts:
+            method.encode(part, scratch[method.label])
+
+    def decode(method: Method) -> None:
+        for payload, part in zip(payloads[method.label], parts, strict=True):
+            method.decode(payload, part, scratch[method.label])
+
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for turn in range(rounds):
+        for method in methods:
+            if not (turn and method.slow):
+                for name, work in (("encode", encode), ("decode", decode)):
+                    seconds.setdefault((method.label, name), []).append(_processor_time(lambda w=work, m=method: w(m)))
+    rows = []
+    for method in methods:
+        stored = sum(map(len, payloads[method.label]))
+        rates = {name: logical / statistics.median(seconds[method.label, name]) for name in ("encode", "decode")}
+        ratio = logical / stored if stored else None
+        rows.append({"method": method.label, "ratio": ratio, "stored": stored, **rates})
+    return rows
+
+
+def checked(method: Method, parts: Sequence[Part]) -> list[bytes]:
+    """The parts' payloads, after decoding them and comparing every byte."""
+    scratch: dict[str, np.ndarray] = {}
     payloads = [bytes(method.encode(part, scratch)) for part in parts]
     for payload, part in zip(payloads, parts, strict=True):
         before = zlib.crc32(part.data)
         if method.decode(payload, part, scratch).tobytes() != part.data.tobytes():
             raise AssertionError(f"{method.label} does not return what it was given")
         assert zlib.crc32(part.data) == before, f"{method.label} changed its input"
-
-    def encode() -> None:
-        for part in parts:
-            method.encode(part, scratch)
-
-    def decode() -> None:
-        for payload, part in zip(payloads, parts, strict=True):
-            method.decode(payload, part, scratch)
-
-    repeats = 1 if method.slow else rounds
-    stored = sum(map(len, payloads))
-    return {
-        "method": method.label,
-        "ratio": logical / stored if stored else None,
-        "stored": stored,
-        "encode": logical / statistics.median(_processor_time(encode) for _ in range(repeats)),
-        "decode": logical / statistics.median(_processor_time(decode) for _ in range(repeats)),
-    }
+    return payloads
 
 
 def measure_cores(method: Method, parts: Sequence[Part], rounds: int, cores: int) -> dict[str, float]:
@@ -134,12 +149,10 @@ def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     parts = load(case, options.limit)
     found, missing = others(case)
     methods = [m for m in [*ours(case, parts), *found] if fnmatch.fnmatch(m.label, options.methods)]
-    rows = []
-    for method in methods:
-        row = measure(method, parts, options.rounds)
+    rows = measure(methods, parts, options.rounds)
+    for method, row in zip(methods, rows, strict=True):
         if not method.slow and not options.one_core:
-            row |= measure_cores(method, parts, options.rounds, os.cpu_count() or 1)
-        rows.append(row)
+            row.update(measure_cores(method, parts, options.rounds, os.cpu_count() or 1))
     result = {
         "case": name_of(case),
         "label": case.label,
@@ -180,8 +193,9 @@ def main() -> None:
             codec_report.show(results[-1])
     report = {
         "machine": machine.describe(options.out),
-        "versions": {package: machine._version(package) for package in ("zipnn", "blosc2", "lz4", "pcodec")},
+        "versions": {package: machine._version(package) for package in ("zipnn", "blosc2", "lz4", "pcodec", "numba")},
         "rounds": options.rounds,
+        "kernels": compiled.kind(),
         "cases": results,
         "promises": codec_report.promises(results),
     }

@@ -308,56 +308,122 @@ def _clip(gradients: list[Tensor]) -> float:
     return float(factor)
 
 
-def _train_lm(recipe: Recipe, start: Trajectory | None, out: Trajectory) -> Iterator[tuple[int, float]]:
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One step of a language model: what backward produced (before clipping, by parameter), and its numbers.
+
+    With ``keep``, the optimizer consumed ``sparse`` in place of the clipped gradient: indices and values by parameter.
+    """
+
+    gradients: Mapping[str, Tensor]
+    lr: float
+    clip: float
+    loss: float
+    sparse: Mapping[str, tuple[Tensor, Tensor]]
+
+
+class LanguageRun:
     """An fp32 language model under AdamW; with ``kind`` "bf16", bf16 weights and gradients over an fp32 master."""
-    half = recipe.kind == "bf16"
-    torch.manual_seed(7)
-    tokens = _tokens(recipe.vocabulary, packages=recipe.name == "finetune")
-    model = _LanguageModel(recipe)
-    if start is not None:
-        assert recipe.start is not None
-        with safe_open(start.path(recipe.start[1]), framework="pt") as file:
-            model.load_state_dict({name: file.get_tensor(f"model.{name}") for name in model.state_dict()})
-    master = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()} if half else {}
-    if half:
-        model = model.to(torch.bfloat16)
-    weights = dict(model.named_parameters())
-    trained = master or weights
-    optimizer = torch.optim.AdamW(trained.values(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    if half and start is not None:
-        _continue(optimizer, trained, start)
-    saved = set(recipe.saved())
-    for step in range(1, recipe.steps + 1):
-        lr = optimizer.param_groups[0]["lr"] = _rate(recipe, step)
-        inputs, targets = _batch(tokens, recipe, step)
-        loss = functional.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
-        model.zero_grad()
+
+    def __init__(self, recipe: Recipe, start: Trajectory | None) -> None:
+        self.recipe = recipe
+        half = recipe.kind == "bf16"
+        torch.manual_seed(7)
+        self.tokens = _tokens(recipe.vocabulary, packages=recipe.name == "finetune")
+        model = _LanguageModel(recipe)
+        if start is not None:
+            assert recipe.start is not None
+            with safe_open(start.path(recipe.start[1]), framework="pt") as file:
+                model.load_state_dict({name: file.get_tensor(f"model.{name}") for name in model.state_dict()})
+        self.master = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()} if half else {}
+        self.model = model.to(torch.bfloat16) if half else model
+        self.weights = dict(self.model.named_parameters())
+        self.trained = self.master or self.weights
+        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self._left: dict[str, Tensor] = {}  # what compression kept back (error feedback)
+        if half and start is not None:
+            assert recipe.start is not None
+            _continue(self.optimizer, self.trained, start, recipe.start[1], recipe.start[1])
+
+    def resume(self, trajectory: Trajectory, step: int) -> None:
+        """Go to the state that a trajectory of the same recipe has saved."""
+        with safe_open(trajectory.path(step), framework="pt") as file, torch.no_grad():
+            for prefix, tensors in (("model", self.weights), ("master", self.master)):
+                for name, tensor in tensors.items():
+                    tensor.copy_(file.get_tensor(f"{prefix}.{name}"))
+        before = self.recipe.start[1] if self.master and self.recipe.start else 0
+        _continue(self.optimizer, self.trained, trajectory, step, before + step)
+
+    def take(self, step: int, keep: float | None = None, kind: torch.dtype = torch.float32) -> Taken:
+        """Step ``step`` of the run; with ``keep``, only this share of the clipped gradient is applied, as ``kind``."""
+        lr = self.optimizer.param_groups[0]["lr"] = _rate(self.recipe, step)
+        inputs, targets = _batch(self.tokens, self.recipe, step)
+        loss = functional.cross_entropy(self.model(inputs).flatten(0, 1).float(), targets.flatten())
+        self.model.zero_grad()
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in weights.items() if p.grad is not None}
-        for name, parameter in master.items():
+        gradients = {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
+        for name, parameter in self.master.items():
             parameter.grad = gradients[name].float()
-        factor = _clip([p.grad for p in trained.values() if p.grad is not None])
-        optimizer.step()
+        factor = _clip([p.grad for p in self.trained.values() if p.grad is not None])
+        sparse = {} if keep is None else self._compress(keep, kind)
+        self.optimizer.step()
         with torch.no_grad():
-            for name, parameter in master.items():
-                weights[name].copy_(parameter)
+            for name, parameter in self.master.items():
+                self.weights[name].copy_(parameter)
+        return Taken(gradients, lr, factor, loss.item(), sparse)
+
+    def _compress(self, keep: float, kind: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Leave the largest entries of the whole model's gradient, and keep the others back for the next steps."""
+        dense = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        for name, gradient in dense.items():
+            gradient += self._left.get(name, torch.zeros(()))
+        sizes = torch.cat([gradient.abs().flatten() for gradient in dense.values()])
+        least = sizes.topk(int(keep * len(sizes))).values[-1]
+        found = {}
+        for name, gradient in dense.items():
+            indices = torch.nonzero(gradient.abs().flatten() >= least).flatten()
+            values = gradient.flatten()[indices].to(kind)
+            applied = torch.zeros_like(gradient).flatten().index_copy_(0, indices, values.float()).view_as(gradient)
+            self._left[name] = gradient - applied
+            gradient.copy_(applied)
+            found[name] = indices, values
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights and the optimizer's tensors, live, named as in a trajectory's files."""
+        state: dict[str, Tensor] = {f"model.{name}": p for name, p in self.weights.items()}
+        state |= {f"master.{name}": p for name, p in self.master.items()}
+        return state | _moments(self.optimizer, self.trained)
+
+
+def _train_lm(recipe: Recipe, start: Trajectory | None, out: Trajectory) -> Iterator[tuple[int, float]]:
+    run, saved = LanguageRun(recipe, start), set(recipe.saved())
+    for step in range(1, recipe.steps + 1):
+        taken = run.take(step)
         if step in saved:
-            state = {f"model.{name}": p for name, p in weights.items()}
-            state |= {f"master.{name}": p for name, p in master.items()}
-            state |= _moments(optimizer, trained) | {f"gradient.{name}": g for name, g in gradients.items()}
-            _save(out.path(step), state, {"step": step, "lr": lr, "clip": factor.hex(), "loss": loss.item()})
-        yield step, loss.item()
+            state = run.state() | {f"gradient.{name}": g for name, g in taken.gradients.items()}
+            _save(out.path(step), state, {"step": step, "lr": taken.lr, "clip": taken.clip.hex(), "loss": taken.loss})
+        yield step, taken.loss
 
 
-def _continue(optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], start: Trajectory) -> None:
+def run_from(trajectory: Trajectory, step: int) -> LanguageRun:
+    """The run of a cached trajectory, at one of its saved steps: what it takes next is what the trajectory took."""
+    torch.set_num_threads(THREADS)
+    torch.use_deterministic_algorithms(True)
+    recipe = trajectory.recipe
+    run = LanguageRun(recipe, ensure(recipe.start[0], trajectory.folder.parent) if recipe.start else None)
+    run.resume(trajectory, step)
+    return run
+
+
+def _continue(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], start: Trajectory, step: int, count: int
+) -> None:
     """Give a branch the moments of the state it starts from, so that it is as late as its parent."""
-    assert start is not None
-    step = RECIPES["bf16"].start
-    assert step is not None
-    with safe_open(start.path(step[1]), framework="pt") as file:
+    with safe_open(start.path(step), framework="pt") as file:
         for name, parameter in trained.items():
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(step[1])),
+                "step": torch.tensor(float(count)),
                 "exp_avg": file.get_tensor(f"exp_avg.{name}"),
                 "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}"),
             }
