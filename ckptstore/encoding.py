@@ -19,7 +19,7 @@ import numpy as np
 from ckptstore.backends.base import Backend
 from ckptstore.blocks import BlockStream
 from ckptstore.crashpoints import crash_point
-from ckptstore.formats import codecs, hashing, jsontext
+from ckptstore.formats import codecs, digest, hashing, jsontext
 from ckptstore.formats.codecs import CodecChoice, Policy, Sample
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, chunk_extents, split
 from ckptstore.formats.records import CheckpointId, SegmentEntry
@@ -100,11 +100,19 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A coded chunk. A raw payload is the state's own memory."""
+    """A coded chunk. A raw payload is the state's own memory.
+
+    Attributes:
+        payload: stored bytes.
+        logical: decoded bytes.
+        decoded_hash: their `chunk_hash`.
+        digest: their share of the tensor's state digest, or None.
+    """
 
     payload: Bytes
     logical: int
     decoded_hash: str
+    digest: int | None = None
 
 
 def write_packed(
@@ -158,7 +166,7 @@ def write_packed(
         )
         begun(draft.segment)
         own = [plans[spec.name] for spec in members]
-        with closing(code_all(own, flat, base, encoders, threads)) as coded:
+        with closing(code_all(own, flat, base, encoders, threads, digests=True)) as coded:
             entry, tensors = _write_segment(backend, draft, own, coded, staging, pool, progress)
         written.append(entry)
         parts += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
@@ -205,15 +213,21 @@ def _append(
 ) -> TensorEntry:
     """Append the next coded chunks, which are those of one tensor."""
     chunks = []
+    digests: list[int] = []
     for _ in chunk_extents(plan.spec.nbytes):
         piece = next(coded)
+        if piece.digest is not None:
+            digests.append(piece.digest)
         at = stream.position
         stream.append(piece.payload)
         stored = hashing.chunk_hash(piece.payload.data)
         chunks.append(Chunk(at, len(piece.payload), piece.logical, stored, piece.decoded_hash))
         if progress is not None:
             progress(piece.logical)
-    return TensorEntry(plan.spec.name, plan.spec.dtype, plan.spec.shape, tuple(chunks), plan.choice.name, plan.params)
+    spec, number = plan.spec, None
+    if len(digests) == len(chunks):
+        number = digest.combine(*digests, nbytes=spec.nbytes)
+    return TensorEntry(spec.name, spec.dtype, spec.shape, tuple(chunks), plan.choice.name, plan.params, digest=number)
 
 
 # -- choosing
@@ -317,13 +331,19 @@ def _master_for(
 
 
 def code_all(
-    plans: Sequence[TensorPlan], flat: FlatState, base: Base | None, encoders: ThreadPoolExecutor, threads: int
+    plans: Sequence[TensorPlan],
+    flat: FlatState,
+    base: Base | None,
+    encoders: ThreadPoolExecutor,
+    threads: int,
+    *,
+    digests: bool = False,
 ) -> Generator[Coded]:
     """Coded chunks in order; at most `threads` + 1 groups of chunks are under way."""
     window: deque[Future[list[Coded]]] = deque()
     try:
         for group in _groups(plans):
-            window.append(encoders.submit(_code, group, flat, base))
+            window.append(encoders.submit(_code, group, flat, base, digests))
             if len(window) > threads:
                 yield from window.popleft().result()
         while window:
@@ -346,7 +366,9 @@ def _groups(plans: Sequence[TensorPlan]) -> Iterator[list[tuple[TensorPlan, int,
         yield group
 
 
-def _code(group: Sequence[tuple[TensorPlan, int, int]], flat: FlatState, base: Base | None) -> list[Coded]:
+def _code(
+    group: Sequence[tuple[TensorPlan, int, int]], flat: FlatState, base: Base | None, digests: bool
+) -> list[Coded]:
     coded = []
     for plan, start, length in group:
         image = host_bytes(plan.source, start, length)
@@ -359,7 +381,8 @@ def _code(group: Sequence[tuple[TensorPlan, int, int]], flat: FlatState, base: B
             assert plan.master is not None
             reference = host_bytes(flat.tensors[plan.master], 2 * start, 2 * length)
         payload = image if codec.name == "raw" else codecs.encode(codec, image, reference, level=plan.choice.level)
-        coded.append(Coded(payload, length, hashing.chunk_hash(image.data)))
+        share = digest.partial(image, start // 4) if digests else None
+        coded.append(Coded(payload, length, hashing.chunk_hash(image.data), share))
     return coded
 
 

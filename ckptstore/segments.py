@@ -14,7 +14,7 @@ import xxhash
 from ckptstore.backends.base import Backend
 from ckptstore.blocks import BlockStream
 from ckptstore.crashpoints import crash_point
-from ckptstore.formats import hashing, jsontext
+from ckptstore.formats import digest, hashing, jsontext
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, Layout, TensorSpec, chunk_extents, split
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
@@ -101,7 +101,7 @@ def _write_plain(
     pool: ThreadPoolExecutor,
     progress: Callable[[int], None] | None,
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
-    layout = plan_plain(specs, doc, digests=False)
+    layout = plan_plain(specs, doc, digests=True)
     key = SegmentEntry(doc.segment, doc.term, layout.size, layout.header_size, "").key
     crash_point("save.begin")
     sink = backend.open_sink(key, layout.size)
@@ -134,10 +134,11 @@ def _stream_tensor(
     source: TensorSource,
     progress: Callable[[int], None] | None,
 ) -> TensorEntry:
-    """Append one tensor, hashing every chunk as it passes."""
+    """Append one tensor, hashing every chunk, and summing up the state digest, as it passes."""
     assert stream.position == layout.offsets[spec.name], (spec.name, stream.position)
     view = source.view()
     hashes: list[str] = []
+    running = digest.Running()
     for start, length in chunk_extents(spec.nbytes):
         hasher = xxhash.xxh3_64()
         done = 0
@@ -145,12 +146,13 @@ def _stream_tensor(
             piece = stream.space(min(_PIECE, length - done))
             _copy(source, view, start + done, piece)
             hasher.update(piece.data)
+            running.update(piece)
             stream.advance(len(piece))
             if progress is not None:
                 progress(len(piece))
             done += len(piece)
         hashes.append(hasher.hexdigest())
-    return raw_entry(layout, spec, hashes)
+    return raw_entry(layout, spec, hashes, running.result())
 
 
 def _copy(source: TensorSource, view: Bytes | None, offset: int, out: Bytes) -> None:

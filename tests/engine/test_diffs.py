@@ -368,3 +368,42 @@ def test_saves_of_several_threads(tmp_path: Path) -> None:
             thread.join()
     for step, state in truth.items():
         same(state, store.load(step))
+
+
+def test_a_wrong_state_digest_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest is training's word on what a replay has to lead to; chunk hashes are the coder's."""
+    from ckptstore import diffs
+    from ckptstore.formats import digest
+
+    def spoiled(source: Any) -> int:
+        return digest.digest(source.view()) ^ (source.nbytes == 12)  # the tensors named "norm"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(diffs, "_digest", spoiled)
+        store, truth = fill(tmp_path / "store", DiffOptions(batch=3), 7)
+    with pytest.raises(
+        ckptstore.CorruptSegmentError, match=r"tensor '\w+.norm': its state digest is not that of step 4"
+    ):
+        store.load(4)
+    with pytest.raises(ckptstore.CorruptSegmentError, match="state digest"):
+        store.load(4, into=Trainer().state())
+    same(truth[6], store.load(6))  # in the middle of a batch: no digest
+    same(truth[4]["v"]["wide"], store.load(4, select="v.wide")["v"]["wide"])
+
+
+def test_the_first_wrong_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that goes wrong says where, not only that the end is wrong."""
+    store, truth = fill(tmp_path / "store", DiffOptions(batch=3), 9)
+    decode = optim.decode
+    fifth = ADAM.rule(optim.Step(count=5, lr=1e-3 / 6, clip=0.7)).params
+
+    def wrong(layers: Any, state: Any) -> None:
+        for layer in layers:
+            decode([layer], state)
+            if layer.rule.params == fifth and len(state[0]) > 1000:
+                state[1].view("<u4")[7] ^= 1 << 20
+
+    monkeypatch.setattr(optim, "decode", wrong)
+    same(truth[4], store.load(4))
+    with pytest.raises(ckptstore.CorruptSegmentError, match=r"saved in step 5; the steps before it are right"):
+        store.load(9)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptstore.formats import compiled
 from ckptstore.formats import digest as d
 
 MASK = (1 << 64) - 1
@@ -175,3 +176,32 @@ def test_far_positions() -> None:
             for i in range(data.size // 4)
         )
         assert d.partial(data, first) == expected & MASK
+
+
+@given(st.lists(st.binary(max_size=9), max_size=40))
+def test_bytes_that_pass_by_in_pieces(pieces: list[bytes]) -> None:
+    running = d.Running()
+    for piece in pieces:
+        running.update(piece)
+    assert running.result() == d.digest(b"".join(pieces))
+
+
+@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("first", [0, 1, B - 1, B, 5 * B + 3])
+@pytest.mark.parametrize("size", [0, 4, 8, 4 * B - 4, 4 * B, 8 * B + 12, 12 * B + 3])
+def test_both_kinds_of_kernels(kind: str, first: int, size: int, request: pytest.FixtureRequest) -> None:
+    if kind == "compiled":
+        pytest.importorskip("numba")
+    data = np.frombuffer(random.Random(size).randbytes(size + 1), np.uint8)[1:]  # at any address
+    words = np.frombuffer(data.tobytes() + bytes(-size % 4), "<u4").astype(object)
+    weights = d.weights()
+    expected = sum(
+        int(word) * int(weights[(first + p) % B]) * int(d.multipliers((first + p) // B, 1)[0])
+        for p, word in ((p, word) for p, word in enumerate(words) if p < 40 or p > len(words) - 40)
+    )
+    kept = np.zeros(size, np.uint8)
+    kept[:160] = data[:160]
+    kept[max(0, (len(words) - 39) * 4) :] = data[max(0, (len(words) - 39) * 4) :]
+    request.addfinalizer(lambda: compiled.use(None))
+    compiled.use(kind)
+    assert d.partial(kept, first) == expected & MASK
