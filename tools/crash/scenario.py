@@ -1,8 +1,11 @@
 """What the crash tests run and check: a store's life in small, whose every state can be computed again.
 
-`live` saves, tags, folds, trims, resumes, forks and restores on any backend, and reports each acknowledgement. `check`
-looks at what a crash left: every acknowledged checkpoint, and every other one that is visible, restores bit for bit; no
-byte is damaged; and the next writer goes on.
+`live` saves, tags, folds, trims, resumes, forks, restores, merges (through the live writer and by taking over) and
+collects on any backend, and reports each acknowledgement. `check` looks at what a crash left: every acknowledged
+checkpoint that nobody asked to retire, and every other one that is visible, restores bit for bit; no byte is damaged;
+and the next writer goes on.
+
+An acknowledgement is a REF that the store has promised, or ``-REF``: from here on it may be gone.
 """
 
 from __future__ import annotations
@@ -15,14 +18,20 @@ import numpy as np
 
 from ckptstore import folding
 from ckptstore.backends.base import Backend
+from ckptstore.collecting import collect
+from ckptstore.deltas import DeltaOptions
 from ckptstore.formats.errors import CheckpointNotFoundError, StoreNotFoundError
 from ckptstore.formats.records import FORMAT_KEY, FormatFile
 from ckptstore.formats.texts import encode_format
+from ckptstore.intervals import RestoreBound
+from ckptstore.merging import merge
 from ckptstore.store import Store
 from ckptstore.verification import verify
 
-__all__ = ["Violation", "check", "compare", "create", "live", "same_state", "state_of"]
+__all__ = ["Violation", "check", "compare", "create", "live", "promised", "same_state", "state_of"]
 
+CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
+"""A full, then deltas, each against the one before."""
 ANCHOR_EVERY = 4
 """Instead of 1024: slots become deletable within a short life."""
 
@@ -34,7 +43,10 @@ class Violation(AssertionError):  # noqa: N818  # the word of the trade
 def state_of(term: int, step: int) -> dict[str, Any]:
     """The state that the writer of `term` saves at `step`."""
     rng = np.random.default_rng([term, step])
+    drift = np.arange(500, dtype=np.float32)
+    drift[: step % 50] += step
     return {
+        "drift": drift,  # a delta of it is small
         "weight": rng.integers(0, 256, 6000 + 37 * step, dtype=np.uint8),
         "moment": rng.standard_normal((5, 7)),
         "step": step,
@@ -43,10 +55,11 @@ def state_of(term: int, step: int) -> dict[str, Any]:
 
 
 def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 1) -> None:
-    """One store's life: creation, then `rounds` times three terms with folds, a fork and a restore.
+    """One store's life: creation, then `rounds` times four terms with folds, a fork, a restore, merges and gc.
 
     Args:
-        acknowledge: called with a REF as soon as the store has promised that checkpoint.
+        acknowledge: called with a REF as soon as the store has promised that checkpoint, and with ``-REF`` before it is
+            asked to retire it.
     """
     create(backend)
     store = Store(backend)
@@ -57,6 +70,10 @@ def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 
         _maintain(store)
         store.load(first, framework="numpy")
         _term(store, acknowledge, parent=first, saves=2)  # goes back: a fork
+        _maintain(store)
+        merged = _merging_term(store, acknowledge)
+        merge(store, merged, keep_steps=True, take_over=True)
+        collect(store)
         _maintain(store)
 
 
@@ -84,6 +101,25 @@ def _term(store: Store, acknowledge: Callable[[str], None], *, parent: str, save
     return refs[0]
 
 
+def _merging_term(store: Store, acknowledge: Callable[[str], None]) -> str:
+    """One term of deltas, each against the one before; some are merged while it goes on -> a range that is left."""
+    with store.writer(deltas=CHAIN, threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        begin = 1 + (0 if writer.parent is None else writer.parent.step)
+        for step in range(begin, begin + 6):
+            if step == begin + 4:  # a full and three deltas: the last of them stays
+                for gone in (begin + 1, begin + 2):
+                    acknowledge(f"-{gone}@{writer.term}")
+                merge(store, f"{begin}@{writer.term}..{begin + 3}@{writer.term}", timeout=0)
+            acknowledge(writer.save(state_of(writer.term, step), step=step).ref)  # then it looks for requests
+    return f"{begin}@{writer.term}..{step}@{writer.term}"
+
+
+def promised(acknowledged: Iterable[str]) -> set[str]:
+    """The REFs that have to be there after these acknowledgements, in any order."""
+    labels = set(acknowledged)
+    return {label for label in labels if not label.startswith("-") and f"-{label}" not in labels}
+
+
 def _maintain(store: Store) -> None:
     view = store.view()
     folding.fold(store.backend, store.format, view)
@@ -94,25 +130,25 @@ def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) 
     """Check what a crash left; returns the number of checkpoints restored.
 
     Args:
-        acknowledged: REFs that were promised before the crash.
+        acknowledged: what was acknowledged before the crash.
         write: also go on writing, and check again.
 
     Raises:
         Violation: a promise is broken.
     """
-    promised = set(acknowledged)
+    wanted = promised(acknowledged)
     store = Store(backend)
     try:
         store.format  # noqa: B018
     except StoreNotFoundError:
-        if promised:
-            raise Violation(f"the store is gone, and with it {sorted(promised)}") from None
+        if wanted:
+            raise Violation(f"the store is gone, and with it {sorted(wanted)}") from None
         return 0
     report = verify(store, threads=1)
     if not report.ok:
         raise Violation(f"damage after a crash: {report.damage}")
     visible = {info.ref for info in store.checkpoints()}
-    if missing := promised - visible:
+    if missing := wanted - visible:
         raise Violation(f"acknowledged and gone: {sorted(missing)}")
     for ref in sorted(visible):  # a checkpoint that nobody promised may be there, but then it is whole
         compare(store, ref)
@@ -121,7 +157,7 @@ def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) 
         with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
             step = 1 + (0 if writer.parent is None else writer.parent.step)
             new = writer.save(state_of(writer.term, step), step=step).ref
-        restored += check(backend, promised | {new}, write=False)
+        restored += check(backend, wanted | {new}, write=False)
     return restored
 
 

@@ -16,7 +16,7 @@ from ckptstore.store import Store
 from tools.crash.enumerate import CrashState, crash_states
 from tools.crash.faults import Fault, FaultyPosix
 from tools.crash.recording import RecordingPosix
-from tools.crash.scenario import Violation, check, compare, live
+from tools.crash.scenario import Violation, check, compare, live, promised
 
 __all__ = ["Campaign", "Known", "explore"]
 
@@ -55,19 +55,19 @@ class Known:
         Raises:
             Violation: a promise is broken.
         """
-        promised = set(map(str, state.acknowledged))
+        wanted = promised(map(str, state.acknowledged))
         posix = state.mount()
         store = Store(LocalBackend("/store", posix))
         try:
             catalog = store.view().catalog
         except StoreNotFoundError:
-            if promised:
-                raise Violation(f"the store is gone, and with it {sorted(promised)}") from None
+            if wanted:
+                raise Violation(f"the store is gone, and with it {sorted(wanted)}") from None
             return 0
         if catalog.damage:
             raise Violation(f"slots {catalog.damage} are damaged or missing")
         refs = {entry.ref: entry for entry in catalog.checkpoints.values()}
-        if missing := promised - refs.keys():
+        if missing := wanted - refs.keys():
             raise Violation(f"acknowledged and gone: {sorted(missing)}")
         files = {path: blob for path, blob in state.image.walk() if blob is not None}
         for ref, entry in refs.items():

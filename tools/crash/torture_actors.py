@@ -24,18 +24,21 @@ from ckptstore.formats.errors import (
     CheckpointNotFoundError,
     CkptError,
     CommitUnknownError,
+    CorruptSegmentError,
     FencedError,
     StorageError,
+    UsageError,
     WriterClosedError,
 )
 from ckptstore.formats.records import Node
 from ckptstore.formats.retention import droppable
+from ckptstore.merging import merge
 from ckptstore.pins import PinWatch, claim
 from ckptstore.store import Store
 from ckptstore.view import exists
 from tools.crash import faults
 from tools.crash.faults import Fault, FaultyPosix
-from tools.crash.scenario import Violation, same_state, state_of
+from tools.crash.scenario import CHAIN, Violation, same_state, state_of
 
 __all__ = ["ACTORS", "Journal", "Stage", "perform"]
 
@@ -108,7 +111,7 @@ def train(stage: Stage) -> None:
     store = stage.store()
     known = [info.ref for info in store.checkpoints()]
     parent = chance.choice(known) if known and chance.random() < 0.2 else "latest"
-    options: dict[str, Any] = {"deltas": chance.choice([None, None, 3])}
+    options: dict[str, Any] = {"deltas": chance.choice([None, 3, CHAIN])}
     with store.writer(parent=parent, threads=1, staging_bytes=32 << 20, poll_seconds=0.1, **options) as writer:
         step = 0 if writer.parent is None else writer.parent.step
         pending = []
@@ -201,6 +204,45 @@ def request(stage: Stage) -> None:
     stage.note(**{answer: 1}, **({"retired": refs} if answer == "accepted" else {}))
 
 
+def fold_diffs(stage: Stage) -> None:
+    """Merge some range of some term beside its live writer, now and then instead of it."""
+    store = stage.store()
+    nodes = sorted(store.view().catalog.checkpoints)
+    term = stage.chance.choice(sorted({term for term, _ in nodes})[-3:]) if nodes else 0
+    steps = [step for number, step in nodes if number == term]
+    if len(steps) < 3:
+        time.sleep(0.1)
+        return
+    first = stage.chance.randrange(len(steps) - 2)
+    chosen = steps[first : first + stage.chance.randint(3, 12)]
+    keep_steps = stage.chance.random() < 0.5
+    if not keep_steps:  # before it is asked for: from here on they may be gone
+        stage.note(retiring=[f"{step}@{term}" for step in chosen[:-1]])
+    begin = time.monotonic()
+    try:
+        done = merge(
+            store,
+            f"{chosen[0]}@{term}..{chosen[-1]}@{term}",
+            keep_steps=keep_steps,
+            take_over=stage.chance.random() < 0.05,
+            timeout=5,
+        )
+    except UsageError:  # nothing to merge
+        stage.note(nothing_to_merge=1)
+        time.sleep(0.1)
+        return
+    except CorruptSegmentError:
+        if time.monotonic() - begin < PIN_DEAD_AFTER / 2:
+            raise
+        stage.note(slow=f"{term}")
+        return
+    event = {f"merge {done.answer}": 1}
+    if done.answer == "accepted":
+        event |= {f"merge {done.method}": 1}
+        stage.note(retired=list(done.retired), folded=list(done.folded))
+    stage.note(**event)
+
+
 def maintain(stage: Stage) -> None:
     """Fold and trim beside the writer."""
     store = stage.store()
@@ -249,6 +291,7 @@ ACTORS: Final[Mapping[str, tuple[Callable[[Stage], None], int]]] = {
     "reader": (read, 2),
     "auditor": (audit, 1),
     "requester": (request, 1),
+    "merger": (fold_diffs, 1),
     "maintainer": (maintain, 1),
     "collector": (gather, 1),
     "filler": (fill, 1),
