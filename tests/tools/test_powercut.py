@@ -81,7 +81,7 @@ def test_what_a_file_system_hides_is_explained() -> None:
 
 
 def test_every_sync_of_the_backend_belongs_to_a_site() -> None:
-    seen = set()
+    seen, elsewhere = set(), set()
 
     class Watching(ForgetfulBackend):
         def __init__(self) -> None:
@@ -92,12 +92,17 @@ def test_every_sync_of_the_backend_belongs_to_a_site() -> None:
     original = posix._sync
 
     def sync(call: object, name: str, fd: int) -> None:
-        seen.add(site_of(posix._paths[fd], "/store"))
+        site = site_of(posix._paths[fd], "/store")
+        if site is None:
+            elsewhere.add(posix._paths[fd])
+        else:
+            seen.add(site)
         original(call, name, fd)  # type: ignore[arg-type]
 
     posix._sync = sync  # type: ignore[method-assign,assignment]
     live(backend, lambda _: None)
     assert seen == set(SITES) - {"settle"}
+    assert elsewhere == {"/store/req"}  # nobody is promised anything about a request that was not answered
 
 
 @pytest.mark.parametrize("site", sorted(set(SITES) - {"settle"}))
