@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import re
 import warnings
@@ -27,15 +29,30 @@ def load(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on its own storage classes and file versions
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            if zipfile.is_zipfile(path):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            with _Bounded(io.FileIO(path)) as file:
+                return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
     except OSError as error:
         raise StorageError(error.errno, error.strerror, str(path)) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-        # torch reports damage in many ways; its first line says what, the rest is advice for programmers.
+    except MemoryError:
+        raise
+    except Exception as error:
+        # torch reports damage by whatever error comes first, assertions included; the first line of what it says tells
+        # what, the rest is advice for programmers.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FormatError(f"{path}: torch cannot load it: {first:.200}") from error
+
+
+class _Bounded(io.BufferedReader):
+    """A file that gives no more than it has: a pickle says how long its texts are, and memory is taken for that."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """At most `size` bytes."""
+        left = os.fstat(self.fileno()).st_size - self.tell()
+        return super().read(left if size is None or size < 0 else min(size, max(left, 0)))
 
 
 def _refused(path: Path, error: pickle.UnpicklingError) -> UnsupportedStateError | FormatError:

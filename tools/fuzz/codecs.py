@@ -1,4 +1,7 @@
-"""The codec target: ``codec, base, length`` in eight bytes, then a payload; or JSON, as the parameters of a codec."""
+"""The codec target: ``codec, base, length`` in eight bytes, then a payload; or JSON, as the parameters of a codec.
+
+Where kernels are compiled, both their forms read every payload, and have to agree about it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from typing import Any, Final
 import numpy as np
 
 from ckptstore.formats import codecs
-from ckptstore.formats.codecs import kernels
-from ckptstore.formats.errors import CkptError
+from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.errors import CkptError, CorruptionError
 from tools.fuzz.guard import Target, Violation
+from tools.fuzz.kernels import both_forms, poison
 
-__all__ = ["CODECS"]
+__all__ = ["CODECS", "KINDS"]
 
 _HEAD: Final = struct.Struct("<BBxxI")
 _LONGEST: Final = 3 << 19  # one block and a half
@@ -49,10 +53,8 @@ def _run(data: bytes) -> bool:
     name, params = KINDS[kind % len(KINDS)]
     codec, payload = codecs.codec(name, params), data[_HEAD.size :]
     base = _base(length * codec.base_ratio, seed)
-    first = _decoded(codec, payload, length, base)
-    # Nothing that was in scratch memory before may show in what is decoded.
-    for buffer in vars(kernels._local).values():
-        buffer.fill(0xA5)
+    first = both_forms(lambda: _decoded(codec, payload, length, base), (CorruptionError,))
+    poison()
     if _decoded(codec, payload, length, base) != first:
         raise Violation(f"{codec}: one payload decodes to two things")
     if codec.base_ratio < 2:
@@ -87,8 +89,23 @@ def _params(data: bytes) -> bool:
     return True
 
 
-def _base(length: int, seed: int) -> codecs.Buffer:
-    return np.random.default_rng(seed % 4).integers(0, 256 if seed % 2 else 3, length, dtype=np.uint8)
+def _base(length: int, seed: int) -> Bytes:
+    """Bytes of a base: small, any, weights in fp32, the same rounded to bf16, none but zeros, doubles."""
+    rng = np.random.default_rng(seed)
+    match seed % 6:
+        case 0:
+            return rng.integers(0, 3, length, dtype=np.uint8)
+        case 1:
+            return rng.integers(0, 256, length, dtype=np.uint8)
+        case 2:
+            return rng.normal(0, 0.02, length // 4 + 1).astype("<f4").view(np.uint8)[:length].copy()
+        case 3:
+            halves = rng.normal(0, 0.02, length // 2 + 1).astype("<f4").view("<u4") >> 16
+            return halves.astype("<u2").view(np.uint8)[:length].copy()
+        case 4:
+            return np.zeros(length, np.uint8)
+        case _:
+            return rng.normal(0, 0.02, length // 8 + 1).astype("<f8").view(np.uint8)[:length].copy()
 
 
 def _decoded(codec: codecs.Codec, payload: bytes, length: int, base: Any) -> bytes:
@@ -101,24 +118,83 @@ def _decoded(codec: codecs.Codec, payload: bytes, length: int, base: Any) -> byt
     return room[_GUARD : _GUARD + length].tobytes()
 
 
+def _moves(change: int, rng: np.random.Generator, count: int, bits: int) -> Any:
+    """What training does to words of so many bits, each the reason of a form."""
+    match change:
+        case 0:
+            return np.zeros(count)
+        case 1:  # few are changed
+            return np.where(rng.random(count) < 0.01, 0x11, 0)
+        case 2:
+            return rng.random(count) < 0.3
+        case 3:
+            return rng.geometric(0.6, count) - 1
+        case 4:  # up and down
+            return rng.integers(-2, 3, count)
+        case 5:  # small, and a few that are not
+            return np.where(rng.random(count) < 0.02, 5 << (bits - 4), rng.geometric(0.2, count))
+        case 6:  # the low half at random under a small high one
+            return rng.integers(0, 1 << bits // 2, count) + ((rng.geometric(0.97, count) - 1) << bits // 2)
+        case 7:
+            return rng.normal(0, 2.0 ** (bits // 2), count)
+        case _:
+            return rng.integers(0, 1 << bits - 1, count)
+
+
+_CHANGES: Final = 9
+
+
+_NARROW, _HALVES = 16, 32
+"""First forms of a group: narrow words, and halves of which the high ones are narrow."""
+_LENGTHS: Final = {1: (40, 6001, (1 << 20) + 5000), 6: (700, 30_003)}
+
+
+def _changed(codec: codecs.Codec, length: int, base: Bytes, change: int, seed: int) -> Bytes:
+    word = codec.word
+    count = length // word + 1
+    before = np.zeros(count * word, np.uint8)
+    if codec.base_ratio == 1:
+        before[:length] = base  # others may have one of another length: it says nothing about the words
+    moved = np.asarray(_moves(change, np.random.default_rng(seed), count, 8 * word)).astype(np.int64)
+    image = before.view(f"<u{word}") + moved.astype(f"<u{word}")
+    return np.ascontiguousarray(image).view(np.uint8)[:length].copy()
+
+
 def _seeds() -> list[bytes]:
     found = [json.dumps({"name": name, "params": params}).encode() for name, params in KINDS]
     for kind, (name, params) in enumerate(KINDS):
         codec = codecs.codec(name, params)
-        for seed, length in ((1, 40), (2, 700), (3, 6001), (2, (1 << 20) + 5000)):
-            if length > 1 << 20 and kind % 5:
-                continue
-            base = _base(length * codec.base_ratio, seed)
-            image = np.array(_base(length, 0 if length % 2 else seed))
-            if codec.base_ratio == 1:
-                image = np.array(base)
-            image[:: 50 + seed] ^= 0x11
-            try:
-                payload = codecs.encode(codec, image, base if codec.base_ratio else None).tobytes()
-            except CkptError as error:
-                raise Violation(f"{codec} does not encode: {error}") from error
-            if len(payload) < 1 << 15:
-                found.append(_HEAD.pack(kind, seed, length) + payload)
+        for change in range(_CHANGES):
+            lengths = _LENGTHS.get(change, (700, 6001 + change))
+            for length in lengths:
+                seed = (2, 3, 1, 5, 0, 4)[(change + length + kind) % 6]
+                base = _base(length * codec.base_ratio, seed)
+                image = _changed(codec, length, base, change, seed)
+                for level in (0, 1):
+                    try:
+                        payload = codecs.encode(codec, image, base if codec.base_ratio else None, level=level).tobytes()
+                    except CkptError as error:
+                        raise Violation(f"{codec} does not encode: {error}") from error
+                    if len(payload) < 1 << 15:
+                        found.append(_HEAD.pack(kind, seed, length) + payload)
+    return list(dict.fromkeys([*found, *_halves()]))
+
+
+def _halves() -> list[bytes]:
+    """Groups of the form of halves, put together: the encoder takes it only for longer payloads than are fuzzed."""
+    found = []
+    for kind, (name, params) in enumerate(KINDS):
+        word = params.get("word", 0)
+        if name not in ("planes", "xor", "diff") or word < 4 or "context" in params:
+            continue
+        for number, change in enumerate((0, 1, 2, 3, 5)):
+            count = 300 + number
+            high = _changed(codecs.Planes(word // 2), count * word // 2, np.zeros(0, np.uint8), change, number)
+            narrow = codecs.encode(codecs.Planes(word // 2), high).tobytes()
+            if narrow[0] in range(_NARROW, _HALVES):
+                low = np.random.default_rng(number).bytes(count * word // 2)
+                payload = bytes([narrow[0] - _NARROW + _HALVES]) + low + narrow[1:]
+                found.append(_HEAD.pack(kind, number % 6, count * word) + payload)
     return found
 
 

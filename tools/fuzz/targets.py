@@ -40,6 +40,8 @@ from tools.fuzz import seeds
 from tools.fuzz.codecs import CODECS
 from tools.fuzz.files import WEIGHTFILES
 from tools.fuzz.guard import Target, Violation
+from tools.fuzz.optimizers import OPTIMIZERS
+from tools.fuzz.torchfiles import TORCHFILES
 
 __all__ = ["TARGETS"]
 
@@ -317,7 +319,9 @@ TARGETS: Final[dict[str, Target]] = {
         Target("jsontext", _jsontext, seeds.jsontexts, refusals=(FormatError,)),
         Target("ref", _ref, seeds.refs, refusals=(UsageError, CheckpointNotFoundError)),
         CODECS,
+        OPTIMIZERS,
         WEIGHTFILES,
+        TORCHFILES,
     )
 }
 """Every target by name."""

@@ -1,0 +1,104 @@
+"""Exceptions that do not fit their plane or group: refused by every form that has them, before anything is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ckptstore.formats import codecs, compiled
+from ckptstore.formats.errors import CorruptSegmentError
+
+COUNT = 100
+GUARD = 4096
+WORD = 4
+
+GOOD = ([3, 5, 89], 3)
+WRONG = {
+    "beyond the end": ([3, 96], 2),
+    "just beyond the end": ([3, 5, 90], 3),
+    "far beyond the end": ([254, 254], 2),
+    "fewer than there are": ([3, 255], 2),
+    "none at all": ([255], 1),
+    "more than there are": ([3, 5], 1),
+    "more than there is room for": ([0] * 101, 101),
+}
+
+
+@pytest.fixture(params=["numpy", "compiled"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "compiled" and importlib.util.find_spec("numba") is None:
+        pytest.skip("numba is not installed")
+    compiled.use(request.param)
+    yield request.param
+    compiled.use(None)
+
+
+def raw(values: bytes) -> bytes:
+    return b"\0" + values
+
+
+def exceptions(steps: list[int], count: int, values: bytes) -> bytes:
+    return struct.pack("<II", len(steps), count) + raw(bytes(steps)) + values
+
+
+def narrow(steps: list[int], count: int) -> bytes:
+    """A group of narrow words of 0 bits."""
+    return b"\x10" + exceptions(steps, count, bytes([WORD]) + b"\1\2\3\4" * count)
+
+
+def halves(steps: list[int], count: int) -> bytes:
+    """A group of halves, the high ones of 0 bits."""
+    return b"\x20" + b"\7\7" * COUNT + exceptions(steps, count, bytes([WORD // 2]) + b"\1\2" * count)
+
+
+def sparse(steps: list[int], count: int) -> bytes:
+    """Four planes, the lowest of them sparse."""
+    return b"\0\3" + exceptions(steps, count, raw(b"\5" * count)) + b"\1\0" * 3
+
+
+def sparse_top(steps: list[int], count: int) -> bytes:
+    """Four planes, the highest of them sparse."""
+    return b"\0" + b"\1\0" * 3 + b"\3" + exceptions(steps, count, raw(b"\5" * count))
+
+
+def packed(steps: list[int], count: int) -> bytes:
+    """Four planes, the second packed to 4 bits."""
+    return b"\0\1\0\6" + raw(bytes(COUNT // 2)) + exceptions(steps, count, raw(b"\5" * count)) + b"\1\0" * 2
+
+
+FORMS = (narrow, halves, sparse, sparse_top, packed)
+
+
+def decode(payload: bytes, codec: str) -> np.ndarray:
+    room = np.full(COUNT * WORD + 2 * GUARD, 0xC3, np.uint8)
+    out = room[GUARD:-GUARD]
+    base = np.zeros(COUNT * WORD, np.uint8)
+    try:
+        codecs.decode(codecs.codec(codec, {"word": WORD}), payload, out.size, None if codec == "planes" else base, out)
+    finally:
+        assert (room[:GUARD] == 0xC3).all()
+        assert (room[-GUARD:] == 0xC3).all()
+    return out.view("<u4")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("codec", ["planes", "xor", "diff"])
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_that_fit(form: object, codec: str) -> None:
+    words = decode(form(*GOOD), codec)  # type: ignore[operator]
+    usual, (first, second) = words[0], words[[3, 99]]
+    assert first == second != usual
+    assert np.flatnonzero(words != usual).tolist() == [3, 9, 99]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("codec", ["planes", "diff"])
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_that_do_not_fit(form: object, wrong: str, codec: str) -> None:
+    with pytest.raises(CorruptSegmentError, match=r"exceptions"):
+        decode(form(*WRONG[wrong]), codec)  # type: ignore[operator]

@@ -1,0 +1,48 @@
+"""What targets that run kernels share: both forms of these compared, and scratch memory that nothing may rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ckptstore.formats import compiled
+from ckptstore.formats.codecs import kernels
+from ckptstore.formats.errors import CkptError
+from tools.fuzz.guard import Violation
+
+__all__ = ["both_forms", "poison"]
+
+_R = TypeVar("_R")
+
+
+def both_forms(read: Callable[[], _R], refusals: Sequence[type[CkptError]]) -> _R:
+    """What `read` gives, or raises, with the kernels in use; where these are compiled, the reference has to agree.
+
+    Raises:
+        Violation: one form refuses what the other reads, or they read different things.
+    """
+    if compiled.kind() != "compiled":
+        return read()
+    compiled.use("numpy")
+    try:
+        found: _R = read()
+        refused = ""
+    except tuple(refusals) as error:
+        refused = type(error).__name__
+    finally:
+        compiled.use(None)
+    try:
+        again = read()
+    except tuple(refusals) as error:
+        if not refused:
+            raise Violation(f"the compiled kernels refuse what those in numpy read: {error}") from error
+        raise
+    if refused or again != found:
+        raise Violation(f"the compiled kernels read what those in numpy {'refuse' if refused else 'read otherwise'}")
+    return again
+
+
+def poison() -> None:
+    """Fill this thread's scratch memory: nothing that was in it may show in what is decoded."""
+    for buffer in vars(kernels._local).values():
+        buffer.fill(0xA5)
