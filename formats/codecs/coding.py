@@ -182,9 +182,9 @@ class Fields:
     def choice(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
         """The text ``key``, one of ``allowed``."""
         value = self._left.pop(key, default)
-        if not isinstance(value, str) or value not in allowed:
+        if value not in allowed:
             raise FormatError(f"codec {self._codec}: parameter {key!r} is {value!r}")
-        return value
+        return str(value)
 
     def integers(self, key: str, count: int) -> tuple[int, ...] | None:
         """A list of ``count`` integers from 0 to 65535, or None if absent."""

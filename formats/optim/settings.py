@@ -183,9 +183,9 @@ class Reader:
     def choice(self, key: str, allowed: tuple[str, ...]) -> str:
         """One of the texts ``allowed``."""
         value = self._left.pop(key, None)
-        if not isinstance(value, str) or value not in allowed:
+        if value not in allowed:
             raise self._bad(key, value)
-        return value
+        return str(value)
 
     def names(self, key: str, most: int) -> tuple[str, ...]:
         """One to ``most`` texts."""

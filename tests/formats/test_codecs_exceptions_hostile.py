@@ -96,6 +96,16 @@ def test_steps_that_fit(form: object, codec: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("mode", [7, 61, 255])
+def test_an_unknown_mode_is_not_taken_for_another(mode: int) -> None:
+    payload = bytearray(sparse(*GOOD))
+    assert payload[1] == 3
+    payload[1] = mode
+    with pytest.raises(CorruptSegmentError, match=f"unknown plane mode {mode}"):
+        decode(bytes(payload), "planes")
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("codec", ["planes", "diff"])
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("form", FORMS)

@@ -86,8 +86,8 @@ def run(sites: Sequence[Site], jobs: int, files_each: int | None = None) -> list
         benches = [stack.enter_context(Bench(repository(), Path(folder) / f"copy{number}")) for number in range(jobs)]
         known = baseline(benches, sites, files_each)
         print(f"{len(known.seconds)} tests take {sum(known.seconds.values()):.0f} s without a mutant", flush=True)
-        for test in sorted(known.failing):
-            print(f"fails without a mutant, does not count: {test}", flush=True)
+        for file, count in sorted(Counter(test.partition("::")[0] for test in known.failing).items()):
+            print(f"{count} tests of {file} fail without a mutant and do not count", flush=True)
 
         def tell(verdict: Verdict) -> None:
             print(f"{verdict.seconds:6.1f} s  {verdict.outcome:9}{verdict.site.name}  {verdict.by}", flush=True)

@@ -43,7 +43,9 @@ class Copy:
 
     def environment(self) -> dict[str, str]:
         """Environment variables of processes that shall import the copy."""
-        return {**os.environ, "PYTHONPATH": str(self.root), "CKPTSTORE_MUTANTS": "1"}
+        # Kernels in numpy: compiled ones would be compiled for every mutant. Tests of the latter ask for them.
+        own = {"PYTHONPATH": str(self.root), "CKPTSTORE_MUTANTS": "1", "CKPTSTORE_KERNELS": "numpy"}
+        return {**os.environ, **own}
 
     def write(self, path: str, data: bytes) -> None:
         """Change one file. Python takes the change up: the time is new, which cached byte code is checked by."""

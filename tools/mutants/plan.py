@@ -17,10 +17,16 @@ _REGRESSIONS: Final = (f"{_FORMATS}regressions.py",)
 _CRASHES: Final = tuple(f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "powercut", "crash_store"))
 _LOG: Final = tuple(f"{_ENGINE}{name}.py" for name in ("log", "folding", "pins", "requests", "log_machine"))
 _STORE: Final = tuple(
-    f"{_ENGINE}{name}.py" for name in ("hostile_segments", "store", "deltas*", "gradients*", "inspection", "damage")
+    f"{_ENGINE}{name}.py" for name in ("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 )
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
+    "formats/*compiled*.py": (
+        f"{_FORMATS}codecs_exceptions_hostile.py",
+        f"{_FORMATS}codecs_kernels.py",
+        f"{_FORMATS}optim_compiled.py",
+    ),
+    "formats/steps.py": (f"{_ENGINE}diffs.py", f"{_ENGINE}diff_*.py"),
     "formats/codecs/*": (f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs_kernels.py", f"{_FORMATS}codecs*.py"),
     "formats/jsontext.py": (f"{_FORMATS}jsontext.py", f"{_FORMATS}state.py"),
     "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),

@@ -31,7 +31,7 @@ KINDS: Final = ("durability", "checksum", "fence", "anchor", "pin", "bounds", "r
 ROOMS: Final = ("formats", "ckptstore")
 
 _SYNCS: Final = frozenset({"fsync", "fdatasync", "_fsync", "settle", "sync", "_sync"})
-_CHECKING: Final = re.compile(r"_?(check|require|verify)_\w+|_?finish(ed)?")
+_CHECKING: Final = re.compile(r"_?(check|require|verify)_\w+|finish|_?finished")
 _CHECKSUMS: Final = re.compile(r"check_(header|chunk|identity|decoded|digest)")
 _PREDICATES: Final = {"intact": "checksum", "never_deleted": "anchor"}
 _DAMAGE: Final = frozenset(
@@ -41,6 +41,7 @@ _FENCES: Final = frozenset({"FencedError", "CommitUnknownError", "WriterClosedEr
 _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})
 _RULES: Final = frozenset({"formats/retention.py"})
 _PROTOCOL: Final = frozenset({"view", "log", "folding", "pins", "requests", "collecting", "compaction"})
+_ENCODES: Final = re.compile(r"_?(write|plan|encode)(_|$)")
 _HASHES: Final = re.compile(r"hash|digest|checksum|xxh3|\.state\b|intact")
 _ANCHORS: Final = re.compile(r"anchor|never_deleted|\bkept\b|\bpresent\b|\bexists\b")
 _PINS: Final = re.compile(r"segments|pinned|\bbefore\b|_dead_after|_seen")
@@ -76,6 +77,11 @@ class Site:
     def name(self) -> str:
         """Stable under changes elsewhere in the file: what ``--only`` is matched with."""
         return f"{self.path}::{self.where}::{self.kind}::{self.source}" + (f"#{self.number}" if self.number > 1 else "")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is in code that is compiled, and can neither be instrumented nor be run before it is."""
+        return Path(self.path).stem.startswith("compiled")
 
     def mutate(self, source: bytes) -> bytes:
         """The file with this check missing."""
@@ -117,7 +123,7 @@ class _Finder(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.protocol = path.startswith("ckptstore/") and Path(path).stem in _PROTOCOL
-        self.decoder = path.startswith("formats/")
+        self.decoder = path.startswith("formats/") and path != "formats/compiled.py"  # that reads nothing
         self.scopes: list[str] = []
         self.returns: list[str] = []
         self.found: list[Site] = []
@@ -192,7 +198,9 @@ class _Finder(ast.NodeVisitor):
     def visit_IfExp(self, node: ast.IfExp) -> None:
         nothing = isinstance(node.orelse, ast.Constant) and node.orelse.value is None
         nothing_if = isinstance(node.body, ast.Constant) and node.body.value is None
-        if self.decoder and nothing and not isinstance(node.test, ast.Name):
+        # What an encoder chooses between is no check; nor is whether a caller gave a function.
+        reads = self.decoder and nothing and not _ENCODES.match("".join(self.scopes[-1:]))
+        if reads and not isinstance(node.test, ast.Name | ast.Attribute):
             self._atoms(node.test, True, "bounds")
         elif self.protocol:
             self._atoms(node.test, True, "rule" if self.returns[-1:] == ["str | None"] and nothing_if else None)
