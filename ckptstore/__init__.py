@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         WriterError,
     )
     from ckptstore.intervals import RestoreBound
-    from ckptstore.store import DeterminismWarning, LostStepsWarning, Store
+    from ckptstore.store import DeterminismWarning, LossyWarning, LostStepsWarning, Store
     from ckptstore.store import open_store as open
     from ckptstore.updates import Update
     from ckptstore.verification import Damage, VerificationReport, verify
@@ -62,7 +62,7 @@ _HOMES = {
         " StepOrderError StorageError StoreNotFoundError TensorNotFoundError UnsupportedBackendError"
         " UnsupportedStateError UsageError WriterClosedError WriterError"
     ),
-    "store": "DeterminismWarning LostStepsWarning Store open",
+    "store": "DeterminismWarning LossyWarning LostStepsWarning Store open",
     "updates": "Update",
     "verification": "Damage VerificationReport verify",
     "writer": "PendingSave Writer",
@@ -84,6 +84,7 @@ __all__ = [
     "FencedError",
     "FormatError",
     "IncompatibleFormatError",
+    "LossyWarning",
     "LostStepsWarning",
     "MissingDependencyError",
     "NotFoundError",

@@ -11,7 +11,7 @@ from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.steps import Group, groups_of
 from ckptstore.layers import Layer
 from ckptstore.reading import SegmentReader
-from ckptstore.replaying import Cell, Program, Stage
+from ckptstore.replaying import Cell, Program, Room, Stage
 
 __all__ = ["Held", "assemble", "held_by"]
 
@@ -161,7 +161,8 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root]) -> dict[_Root, Progr
         layer = held[number][name]
         cell = Cell(name, *_spec(layer.tensor))
         results.setdefault(needs.find(cell), {})[name] = (cell, layer)
-    programs = {top: Program(tuple(stages[top]), found) for top, found in results.items()}
+    room = Room()
+    programs = {top: Program(tuple(stages[top]), found, room) for top, found in results.items()}
     return {
         (name, number): programs[needs.find(Cell(name, *_spec(held[number][name].tensor)))] for name, number in roots
     }

@@ -77,6 +77,7 @@ def write_batch(
             steps=tuple(part.step.step for part in parts),
             bases=tuple(part.step.base for part in parts),
             trees={part.step.step: part.step.tree for part in parts if part.first},
+            lossy=any(part.step.lossy for part in parts),
         )
         begun(draft.segment)
         entry, payload = _write_segment(backend, draft, parts, staging, pool, digests or {}, steps[-1].step)
@@ -91,7 +92,7 @@ def write_batch(
             kind=KIND,
             base=step.base,
             segments=tuple(used[step.step]),
-            lossy=False,
+            lossy=step.lossy,
             bytes=step.stored + share + (left if step is steps[-1] else 0),
         )
         for step in steps

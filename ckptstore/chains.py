@@ -87,7 +87,7 @@ def decode_chunk(chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify
         StorageError: the medium failed.
     """
     if chain.program is not None:
-        chain.program.decode(index, {chain.tensor.name: out}, verify=verify)
+        chain.program.decode_one(chain.tensor.name, index, out, verify=verify)
         return
     for number, layer in enumerate(chain.layers):
         base: Bytes | None = out if layer.base_ratio else None

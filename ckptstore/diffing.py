@@ -25,7 +25,7 @@ from ckptstore.formats.steps import STEP, Group, follower_params
 from ckptstore.staging import Bytes
 from ckptstore.updates import Update
 
-__all__ = ["EncodedStep", "EncodedTensor", "StepChoices", "encode_step"]
+__all__ = ["Base", "EncodedStep", "EncodedTensor", "StepChoices", "encode_step", "fitting_updates", "numbers_of"]
 
 _SMALL: Final = 1 << 18
 """Bytes of a tensor up to which its parameter is laid end to end with others."""
@@ -68,6 +68,7 @@ class EncodedStep:
         units: tensors that have to be in one segment, together.
         state: the state hash.
         nbytes: logical bytes.
+        lossy: it is not what training had.
     """
 
     step: int
@@ -76,6 +77,7 @@ class EncodedStep:
     units: tuple[tuple[EncodedTensor, ...], ...]
     state: str
     nbytes: int
+    lossy: bool = False
 
     @property
     def tensors(self) -> int:
@@ -175,6 +177,7 @@ def encode_step(
     step_choices: StepChoices,
     encoders: ThreadPoolExecutor,
     threads: int,
+    lossy: bool = False,
 ) -> EncodedStep:
     """Code `flat` against the step before.
 
@@ -184,8 +187,9 @@ def encode_step(
         base: the state one step before.
         choices: codecs chosen before for what no optimizer moved; updated. `step_choices`: the same for steps.
         encoders: threads that code; `threads`: how many those are.
+        lossy: `flat` is not what training had.
     """
-    joined = list(_join(_usable(updates, flat, base), flat, base))
+    joined = list(_join(fitting_updates(updates, flat, base), flat, base))
     coded = _code_joined(joined, step_choices, encoders, threads)
     units = [unit for unit in coded if unit is not None]
     moved = {tensor.spec.name for unit in units for tensor in unit}
@@ -195,13 +199,13 @@ def encode_step(
     parts = [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
     state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
     nbytes = sum(source.nbytes for source in flat.tensors.values())
-    return EncodedStep(step, base.id, flat.tree, tuple(units), state, nbytes)
+    return EncodedStep(step, base.id, flat.tree, tuple(units), state, nbytes, lossy)
 
 
 # -- what is coded together
 
 
-def _usable(updates: Sequence[Update], flat: FlatState, base: Base) -> Iterator[Update]:
+def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> Iterator[Update]:
     """The updates whose tensors are there, before and after, fp32 and of one shape, and of no other update."""
     taken: set[str] = set()
     for update in updates:
@@ -271,6 +275,14 @@ def _numbers(gradient: TensorSource | optim.SparseGradient | None, start: int, l
         start, length = 0, gradient.nbytes * 4 // _ITEMSIZES[gradient.dtype]
     item = _ITEMSIZES[gradient.dtype]
     return host_bytes(gradient, start * item // 4, length * item // 4).view(_WORDS[gradient.dtype])
+
+
+def numbers_of(gradient: TensorSource | None) -> npt.NDArray[np.float32]:
+    """A dense gradient as fp32: a copy."""
+    values = _numbers(gradient, 0, 0, False)
+    out = np.empty(len(values), "<f4")
+    optim.widen(values, out)
+    return out
 
 
 def _sparse_end_to_end(gradients: Sequence[TensorSource | optim.SparseGradient | None]) -> optim.SparseGradient:

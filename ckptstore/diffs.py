@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 from ckptstore.backends.base import Backend
 from ckptstore.batches import write_batch
@@ -23,9 +24,10 @@ from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, F
 from ckptstore.formats.state import TensorSource
 from ckptstore.snapshot import Snapshot
 from ckptstore.staging import Staging
+from ckptstore.summing import Sums
 from ckptstore.updates import Update
 
-__all__ = ["DiffOptions", "Diffs", "Waiting"]
+__all__ = ["DiffOptions", "Diffs", "Waiting", "Written"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class DiffOptions:
         flush_on_sigterm: write what waits when the process is told to end (only for writers that the main thread
             opens).
         policy: which codecs tensors get that no optimizer moves.
+        accumulate: ``concatenate``: every step of a batch is a checkpoint, exact. ``sum``: their gradients are added
+            up and applied as one step; the batch's last step is its only checkpoint, *lossy* under every optimizer,
+            and is marked so wherever it appears. Saves of the other steps answer with that one.
     """
 
     full_every: int = 100
@@ -49,6 +54,7 @@ class DiffOptions:
     batch_bytes: int = 256 << 20
     flush_on_sigterm: bool = True
     policy: Policy = FAST_POLICY
+    accumulate: Literal["concatenate", "sum"] = "concatenate"
 
     def __post_init__(self) -> None:
         if self.full_every < 1:
@@ -59,15 +65,36 @@ class DiffOptions:
             raise UsageError(f"seconds: {self.seconds}, more than 0 are needed, or None")
         if self.batch_bytes < 0:
             raise UsageError(f"batch_bytes: {self.batch_bytes}")
+        if self.accumulate not in ("concatenate", "sum"):
+            raise UsageError(f"accumulate: {self.accumulate!r}, 'concatenate' or 'sum'")
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A step that waits for its batch, and who waits for it."""
+    """A step that waits for its batch, and who waits for it.
 
-    coded: EncodedStep
+    Attributes:
+        coded: how it will be stored; None where gradients are summed up.
+    """
+
+    step: int
     time: float
     done: Future[CheckpointInfo]
+    coded: EncodedStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the COMMIT of a batch adds, and for each step that waited the checkpoint that it became."""
+
+    segments: tuple[SegmentEntry, ...]
+    encodings: tuple[Encoding, ...]
+    became: tuple[CheckpointEntry, ...]
+
+    @property
+    def checkpoints(self) -> tuple[CheckpointEntry, ...]:
+        """Each once."""
+        return tuple({entry.step: entry for entry in self.became}.values())
 
 
 class Diffs:
@@ -97,6 +124,8 @@ class Diffs:
         self._step_choices = StepChoices()
         self._previous: MemoryBase | None = None
         self._depth = 0
+        self._sums = Sums()
+        self._latest: Snapshot | None = None  # of what is being summed up
         self.waiting: list[Waiting] = []
 
     def due(self, restorable: Callable[[CheckpointId], bool]) -> bool:
@@ -121,7 +150,50 @@ class Diffs:
             StorageError, MemoryError: nothing has changed; `snapshot` is still the caller's.
         """
         assert self._previous is not None
-        coded = encode_step(
+        self._depth += 1
+        if self.options.accumulate == "sum":
+            self._sums.add(updates, snapshot.flat, self._previous)
+            self._keep_latest(snapshot)
+            self.waiting.append(Waiting(step, time.time(), done, None))
+            return len(self.waiting) >= self.options.batch
+        coded = self._encode(snapshot, updates, step)
+        self.waiting.append(Waiting(step, time.time(), done, coded))
+        self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
+        stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
+        return len(self.waiting) >= self.options.batch or stored > self.options.batch_bytes
+
+    def write(self, staging: Staging, pool: ThreadPoolExecutor, begun: Callable[[str], None]) -> Written:
+        """Make everything that waits durable.
+
+        Raises:
+            StorageError: the medium failed.
+        """
+        coded = [one.coded for one in self.waiting if one.coded is not None]
+        if self._latest is not None:
+            coded = [self._summed_up()]
+        segments, encodings = write_batch(
+            self._backend,
+            coded,
+            run=self._format.run,
+            term=self._term,
+            staging=staging,
+            pool=pool,
+            begun=begun,
+            digests=self._digests(),
+        )
+        last = self.waiting[-1]
+        became = tuple(
+            self._entry(one.coded or coded[-1], one.time if one.coded is not None else last.time)
+            for one in self.waiting
+        )
+        return Written(segments, encodings, became)
+
+    def _entry(self, coded: EncodedStep, moment: float) -> CheckpointEntry:
+        return CheckpointEntry(self._term, coded.step, coded.state, moment, coded.tensors, coded.nbytes)
+
+    def _encode(self, snapshot: Snapshot, updates: Sequence[Update], step: int, *, lossy: bool = False) -> EncodedStep:
+        assert self._previous is not None
+        return encode_step(
             snapshot.flat,
             updates,
             self._previous,
@@ -130,41 +202,30 @@ class Diffs:
             step_choices=self._step_choices,
             encoders=self._encoders,
             threads=self._threads,
+            lossy=lossy,
         )
-        self.waiting.append(Waiting(coded, time.time(), done))
-        self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
-        self._depth += 1
-        stored = sum(one.coded.stored for one in self.waiting)
-        return len(self.waiting) >= self.options.batch or stored > self.options.batch_bytes
 
-    def write(
-        self, staging: Staging, pool: ThreadPoolExecutor, begun: Callable[[str], None]
-    ) -> tuple[tuple[SegmentEntry, ...], tuple[CheckpointEntry, ...], tuple[Encoding, ...]]:
-        """Make everything that waits durable -> what the COMMIT adds.
-
-        Raises:
-            StorageError: the medium failed.
-        """
+    def _summed_up(self) -> EncodedStep:
+        """The one step that stands for all that wait."""
         assert self._previous is not None
-        segments, encodings = write_batch(
-            self._backend,
-            [one.coded for one in self.waiting],
-            run=self._format.run,
-            term=self._term,
-            staging=staging,
-            pool=pool,
-            begun=begun,
-            digests=self._digests(),
-        )
-        entries = tuple(
-            CheckpointEntry(self._term, one.coded.step, one.coded.state, one.time, one.coded.tensors, one.coded.nbytes)
-            for one in self.waiting
-        )
-        return segments, entries, encodings
+        assert self._latest is not None
+        step, snapshot = self.waiting[-1].step, self._latest
+        coded = self._encode(snapshot, self._sums.apply(snapshot.flat, self._previous), step, lossy=True)
+        self._sums.clear()
+        self._latest = None
+        self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
+        return coded
+
+    def _keep_latest(self, snapshot: Snapshot | None) -> None:
+        before, self._latest = self._latest, snapshot
+        if before is not None:
+            before.free()
 
     def restart(self) -> None:
         """Let go of the step in memory: the next checkpoint is a full. What waits is forgotten."""
         self.waiting.clear()
+        self._sums.clear()
+        self._keep_latest(None)
         self._advance(None)
 
     def _advance(self, following: MemoryBase | None) -> None:

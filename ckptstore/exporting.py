@@ -50,6 +50,7 @@ class ExportResult:
         tensors: number of distinct tensors.
         converted: what could not be written as it was, because a ``.pt`` that needs no trust has no form for it: numpy
             arrays became tensors, numpy scalars Python numbers, frozensets sets.
+        lossy: the checkpoint is not what training had, bit for bit (it was stored so on request).
     """
 
     ref: str
@@ -59,6 +60,7 @@ class ExportResult:
     nbytes: int
     tensors: int
     converted: tuple[str, ...] = ()
+    lossy: bool = False
 
 
 def export(
@@ -106,10 +108,10 @@ def export(
         chunks = _counted(found, total, progress)
         if format == "pt":
             converted = _write_pt(files.create(out, total), tree, chosen, chunks)
-            result = ExportResult(ref, format, (out,), None, total, len(chosen), tuple(converted))
+            result = ExportResult(ref, format, (out,), None, total, len(chosen), tuple(converted), found.lossy)
         else:
             paths, index = _write_shards(files, out, ref, tree, chosen, max_shard_bytes, chunks)
-            result = ExportResult(ref, format, paths, index, total, len(chosen))
+            result = ExportResult(ref, format, paths, index, total, len(chosen), lossy=found.lossy)
         files.publish()
         return result
 

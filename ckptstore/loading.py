@@ -9,6 +9,7 @@ import difflib
 import fnmatch
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,7 +35,7 @@ from ckptstore.pins import claim
 from ckptstore.planner import Plan, plan
 from ckptstore.reading import Progress, SegmentReader, copy_tensors, load_tensors, map_tensors
 from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
-from ckptstore.store import Store
+from ckptstore.store import LossyWarning, Store
 
 __all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "opened", "read_tensor", "tensors", "tree"]
 
@@ -75,6 +76,11 @@ class Opened:
     entry: CheckpointEntry
     plan: Plan
     readers: dict[str, SegmentReader]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether it is not what training had, because something on the way was stored so."""
+        return any(encoding.lossy for encoding in self.plan.encodings)
 
     @cached_property
     def tree(self) -> Any:
@@ -155,6 +161,8 @@ def load(store: Store, ref: str | int, options: LoadOptions) -> Any:
     with opened(store, ref) as found:
         available = found.chains
         names = choose(available, options.select, found.entry.ref)
+        if found.lossy:
+            warnings.warn(f"{found.entry.ref} is lossy: not the bits that training had", LossyWarning, stacklevel=3)
         wanted = {name: available[name] for name in names}
         threads = options.threads or min(4, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-read") as pool:

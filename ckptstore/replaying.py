@@ -1,9 +1,9 @@
 """Replaying optimizer steps: programs that restore, together, all tensors that steps have moved together.
 
 A *program* is what leads to the present of a set of tensors: fold this layer, fold that one, take this step, and the
-next ... Chunk k of every tensor needs chunk k of the others only, so threads take whole chunks. Consecutive steps of the
-same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the next
-ones are read.
+next ... Chunk k of every tensor needs chunk k of the others only, so threads take whole chunks. Consecutive steps of
+the same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the
+next ones are read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.layers import Layer, check_decoded, fold_layer, read_payload
 from ckptstore.staging import BLOCK_BYTES, SLACK, Bytes, aligned
 
-__all__ = ["Cell", "Program", "Stage"]
+__all__ = ["Cell", "Program", "Room", "Stage"]
 
 _WINDOW = 4 << 20
 """Payload bytes of steps taken in one pass: enough of them to keep the state in cache, few enough to read ahead."""
-_KEPT = 64 << 20
-"""Logical bytes of a program of small tensors whose result is kept for who asks for them one by one."""
+_KEPT = 512 << 20
+"""Logical bytes that are kept for those who ask for tensors one by one, and got others with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,27 @@ class Stage:
         return self.layers[0].group is not None
 
 
+class Room:
+    """Memory that the programs of one restore may keep results in."""
+
+    def __init__(self, nbytes: int = _KEPT) -> None:
+        self._left = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so much is left; then it is taken."""
+        with self._lock:
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        """Give memory back."""
+        with self._lock:
+            self._left += nbytes
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """How a set of tensors is restored together.
@@ -73,12 +94,14 @@ class Program:
     Attributes:
         stages: in the order of execution.
         results: name -> cell and last layer of the tensors that it restores.
+        room: for what is restored without having been asked for yet.
     """
 
     stages: tuple[Stage, ...]
     results: Mapping[str, tuple[Cell, Layer]]
+    room: Room = field(default_factory=Room)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _kept: dict[str, Bytes] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[str, int], Bytes] = field(default_factory=dict, repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,7 +134,7 @@ class Program:
         self,
         index: int,
         outs: Mapping[str, Bytes],
-        rooms: tuple[Bytes, Bytes] | None = None,
+        rooms: tuple[Bytes, Bytes],
         prefetch: ThreadPoolExecutor | None = None,
         *,
         verify: bool = True,
@@ -119,18 +142,14 @@ class Program:
         """Restore chunk `index` of the tensors that `outs` names into the memory it gives.
 
         Args:
-            rooms: memory for payloads, two of `BLOCK_BYTES` + `SLACK`; made if missing.
+            rooms: memory for payloads, two of `BLOCK_BYTES` + `SLACK`.
             prefetch: reads payloads ahead of their use.
 
         Raises:
             CorruptSegmentError: a payload or a result is not what was written; names segment, tensor and step.
             StorageError: the medium failed.
         """
-        if rooms is None and self._keeps:
-            self._decode_kept(outs, verify)
-            return
         memory = {self.results[name][0]: out for name, out in outs.items()}
-        rooms = rooms or (aligned(BLOCK_BYTES + SLACK), aligned(BLOCK_BYTES + SLACK))
         self._run(index, memory, rooms, prefetch, verify)
         try:
             for name, out in outs.items():
@@ -138,21 +157,25 @@ class Program:
         except CorruptSegmentError as error:
             raise self._first_wrong_step(index, rooms) or error from None
 
-    # -- many small tensors, asked for one by one
+    def decode_one(self, name: str, index: int, out: Bytes, *, verify: bool = True) -> None:
+        """Restore chunk `index` of one tensor. What comes with it is kept until it is asked for, as far as that fits.
 
-    @property
-    def _keeps(self) -> bool:
-        return self.chunks == 1 and len(self.results) > 1 and sum(cell.nbytes for cell in self.cells) <= _KEPT
-
-    def _decode_kept(self, outs: Mapping[str, Bytes], verify: bool) -> None:
+        Raises:
+            as `decode`.
+        """
         with self._lock:
-            if not self._kept:
-                found = {name: aligned(cell.nbytes) for name, (cell, _) in self.results.items()}
-                rooms = (aligned(BLOCK_BYTES + SLACK), aligned(BLOCK_BYTES + SLACK))
-                self.decode(0, found, rooms, verify=verify)
-                self._kept.update(found)
-        for name, out in outs.items():
-            out[:] = self._kept[name]
+            kept = self._kept.pop((name, index), None)
+            if kept is not None:
+                self.room.give(len(kept))
+                out[:] = kept
+                return
+            outs = {name: out}
+            for other, (cell, _) in self.results.items():
+                if other != name and (other, index) not in self._kept and self.room.take(_length(cell, index)):
+                    outs[other] = aligned(_length(cell, index))
+            rooms = (aligned(BLOCK_BYTES + SLACK), aligned(BLOCK_BYTES + SLACK))
+            self.decode(index, outs, rooms, verify=verify)
+            self._kept.update({(other, index): data for other, data in outs.items() if other != name})
 
     # -- execution
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptstore.reading import Progress
     from ckptstore.writer import Writer
 
-__all__ = ["DeterminismWarning", "LostStepsWarning", "Store", "open_store"]
+__all__ = ["DeterminismWarning", "LossyWarning", "LostStepsWarning", "Store", "open_store"]
 
 Framework = Literal["torch", "numpy"]
 
@@ -51,6 +51,10 @@ class DeterminismWarning(UserWarning):
 
 class LostStepsWarning(UserWarning):
     """The term before ended without closing, and steps that waited for their batch then are not in the store."""
+
+
+class LossyWarning(UserWarning):
+    """What was restored is not what training had: it was stored so on request (`DiffOptions.accumulate`)."""
 
 
 def open_store(url: str | os.PathLike[str], *, create: bool | None = None) -> Store:
@@ -372,8 +376,8 @@ def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:
     if any(term == parent.term and step > parent.step for term, step in catalog.checkpoints):
         return  # going back on purpose
     warnings.warn(
-        f"term {parent.term} ended without closing: up to {batch} steps after {parent.step} that waited for their batch "
-        f"({parent.step + 1} and following) are not in the store; training continues from {parent.ref}",
+        f"term {parent.term} ended without closing: up to {batch} steps after {parent.step} that waited for their "
+        f"batch ({parent.step + 1} and following) are not in the store; training continues from {parent.ref}",
         LostStepsWarning,
         stacklevel=3,
     )

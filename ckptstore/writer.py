@@ -467,19 +467,19 @@ class Writer:
         try:
             if self._ended is not None:
                 raise self._ended
-            segments, entries, encodings = self._diffs.write(self._staging, self._blocks, begun.append)
-            self._commit(segments=segments, checkpoints=entries, encodings=encodings)
+            written = self._diffs.write(self._staging, self._blocks, begun.append)
+            self._commit(segments=written.segments, checkpoints=written.checkpoints, encodings=written.encodings)
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
                 self._abandoned += begun
-            first, last = waiting[0].coded.step, waiting[-1].coded.step
+            first, last = waiting[0].step, waiting[-1].step
             error.add_note(f"steps {first} to {last}, which waited for their batch, were not saved")
             self._diffs.restart()
             for one in waiting:
-                self._fail(one.coded.step, error, one.done)
+                self._fail(one.step, error, one.done)
             raise
         self._diffs.waiting.clear()
-        for one, entry in zip(waiting, entries, strict=True):
+        for one, entry in zip(waiting, written.became, strict=True):
             one.done.set_result(describe_checkpoint(self._log.catalog, entry))
 
     def _fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:

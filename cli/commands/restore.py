@@ -79,10 +79,13 @@ def command(
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
         note(f"{len(result.converted)} values are of another type in a .pt file (numpy, frozenset): {some}")
+    if result.lossy:
+        note(f"{result.ref} is lossy: not the bits that training had; it was stored so on request")
     if as_json:
         emit(
             {
                 "ref": result.ref,
+                "lossy": result.lossy,
                 "format": result.format,
                 "paths": [str(path) for path in result.paths],
                 "index": None if result.index is None else str(result.index),

@@ -73,7 +73,7 @@ from ckptstore.formats.optim.groups import from_group
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
 from ckptstore.formats.optim.settings import Optimizer, Rule, Skip, Step
 from ckptstore.formats.optim.sgd import SGD, SGDRule
-from ckptstore.formats.optim.stepping import advance
+from ckptstore.formats.optim.stepping import advance, widen
 
 __all__ = [
     "CHUNK_NUMBERS",
@@ -102,6 +102,7 @@ __all__ = [
     "replayed",
     "rule",
     "sparse",
+    "widen",
 ]
 
 RULES: Mapping[str, Callable[[Mapping[str, Any]], Rule]] = MappingProxyType(

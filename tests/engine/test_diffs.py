@@ -407,3 +407,54 @@ def test_the_first_wrong_step_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     same(truth[4], store.load(4))
     with pytest.raises(ckptstore.CorruptSegmentError, match=r"saved in step 5; the steps before it are right"):
         store.load(9)
+
+
+def test_gradients_that_are_summed_up(tmp_path: Path) -> None:
+    """One checkpoint for a batch; everything about it says that it is not what training had."""
+    trainer, truth = Trainer(), {}
+    store = ckptstore.open(tmp_path / "store", create=True)
+    summed: dict[str, Any] = {}
+    expected: dict[str, list[Any]] = {}
+    with store.writer(diffs=DiffOptions(batch=4, accumulate="sum")) as writer:
+        pending = []
+        for step in range(1, 10):
+            trainer.train(0.02)
+            truth[step] = trainer.frozen()
+            pending.append(writer.save_async(trainer.state(), step, updates=trainer.updates()))
+            if step == 1:
+                expected = {name: [truth[1][part][name].copy() for part in ("master", "m", "v")] for name in SIZES}
+            if 1 < step <= 5:
+                for name, gradient in trainer.gradients.items():
+                    scaled = gradient.dense() * np.float32(0.7)
+                    summed[name] = summed[name] + scaled if name in summed else scaled
+        assert [one.result().step for one in pending] == [1, 5, 5, 5, 5, 9, 9, 9, 9]
+    assert [(info.step, info.kind, info.lossy) for info in store.checkpoints()] == [
+        (1, "full", False),
+        (5, "gradient", True),
+        (9, "gradient", True),
+    ]
+    same(truth[1], store.load(1))
+    with pytest.warns(ckptstore.LossyWarning, match="5@1 is lossy"):
+        found = store.load(5)
+    rule = ADAM.rule(optim.Step(count=5, lr=1e-3 / 6))
+    for name, state in expected.items():
+        optim.advance(rule, state, summed[name])
+        for part, array in zip(("master", "m", "v"), state, strict=True):
+            assert array.tobytes() == found[part][name].tobytes()
+    same(truth[5]["buffer"], found["buffer"])
+    same(truth[5]["rng"], found["rng"])
+    assert verify(store).ok
+    with pytest.warns(ckptstore.LossyWarning):
+        store.load(9)
+
+
+def test_a_sum_needs_every_gradient(tmp_path: Path) -> None:
+    trainer = Trainer()
+    store = ckptstore.open(tmp_path / "store", create=True)
+    with store.writer(diffs=DiffOptions(batch=4, accumulate="sum")) as writer:
+        writer.save(trainer.state(), 1)
+        trainer.train()
+        with pytest.raises(ckptstore.UsageError, match=r"there is none of 'master\.wide'"):
+            writer.save(trainer.state(), 2, updates=trainer.updates(gradients=False))
+        writer.save_async(trainer.state(), 3, updates=trainer.updates())
+    assert [info.step for info in store.checkpoints()] == [1, 3]

@@ -23,6 +23,7 @@ EXPECTED = [
     "FencedError",
     "FormatError",
     "IncompatibleFormatError",
+    "LossyWarning",
     "LostStepsWarning",
     "MissingDependencyError",
     "NotFoundError",
