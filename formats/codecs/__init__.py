@@ -66,11 +66,11 @@ from ckptstore.formats.codecs.choice import (
     word_size,
 )
 from ckptstore.formats.codecs.coding import Buffer, Codec, as_bytes, decode, encode, fold
-from ckptstore.formats.codecs.deltas import Context, Diff, Xor
+from ckptstore.formats.codecs.deltas import MAX_CLASSES, RUN, Context, Diff, Xor
 from ckptstore.formats.codecs.derive import Derive
 from ckptstore.formats.codecs.measure import difference_entropy, plane_entropy
 from ckptstore.formats.codecs.plain import Planes, Raw
-from ckptstore.formats.codecs.planecoder import FAST, THRIFTY
+from ckptstore.formats.codecs.planecoder import DEPTH, FAST, THRIFTY
 from ckptstore.formats.codecs.pooling import TINY, Member, Pool, plan_pools
 from ckptstore.formats.codecs.prefix import Prefix, distinct_prefixes
 from ckptstore.formats.errors import FormatError
@@ -79,9 +79,12 @@ __all__ = [
     "BLOCK",
     "CHUNK",
     "CODECS",
+    "DEPTH",
     "FAST",
     "FAST_POLICY",
+    "MAX_CLASSES",
     "PAPER_POLICY",
+    "RUN",
     "SMALL_POLICY",
     "THRIFTY",
     "TINY",

@@ -13,6 +13,7 @@ A *group* is a run of words coded together. Its first byte is its form::
                 piece of the steps (as in ``planecoder``), group of the words less 2**b (not narrow itself;
                 none without exceptions)
     32 + b      halves: the low half of each word (of 2, 4 or 8 bytes), uncoded; the high halves as in the narrow form
+                (b is less than the bits of a half)
     255         zero: all words are
 
 No group costs more than its words and one byte.
@@ -180,9 +181,9 @@ def read_group(cursor: Cursor, word: int, how: int, base: Words, out: Words) -> 
 
 def _read_planes(cursor: Cursor, count: int, word: int, form: int) -> list[Words]:
     """The planes of a group, lowest first; one plane of all bytes for the narrow form."""
-    if form >= NARROW and form - NARROW in _WIDTHS and word > 1:
+    if word > 1 and form - NARROW in _WIDTHS:
         return [_read_packed(cursor, count, word, form - NARROW)]
-    if form >= HALVES and form - HALVES in _WIDTHS and word > 1:
+    if word > 1 and form - HALVES in _WIDTHS and form - HALVES < 4 * word:
         low = cursor.take(count * (word // 2)).view(kernels.WORDS[word // 2])
         return [low, _read_packed(cursor, count, word // 2, form - HALVES)]
     if form > word or form not in (0, 2, 4, word):

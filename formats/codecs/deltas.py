@@ -28,7 +28,8 @@ from ckptstore.formats.codecs.planecoder import Cursor
 from ckptstore.formats.errors import FormatError
 
 MAX_CLASSES = 16
-_FEW = 4096  # a class of fewer words in a block is coded with the next: its code tables would cost more than it saves
+RUN = 4096
+"""A class of fewer words in a block is coded with the next: its code tables would cost more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,6 @@ def _runs(counts: Counts) -> list[tuple[int, int]]:
     ends = counts.sum(axis=0).cumsum().tolist()
     cuts = [0]
     for end in ends:
-        if end - cuts[-1] >= _FEW and ends[-1] - end >= _FEW:
+        if end - cuts[-1] >= RUN and ends[-1] - end >= RUN:
             cuts.append(end)
     return list(zip(cuts, [*cuts[1:], ends[-1]], strict=True))

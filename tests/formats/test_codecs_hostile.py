@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats import codecs
+from ckptstore.formats import codecs, compiled
 from ckptstore.formats.codecs import planecoder
 from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from tests.formats.codec_data import base_of, both_forms, codecs_of, pair
@@ -196,3 +196,35 @@ def test_a_failing_fold_names_the_damage_and_stays_in_bounds() -> None:
         codecs.fold([(codecs.Diff(4), payload), (codecs.Diff(4), payload[:-1])], room[32:-32])
     assert (room[:32] == 0xC3).all()
     assert (room[-32:] == 0xC3).all()
+
+
+def test_halves_hold_more_than_their_narrow_part() -> None:
+    """Of words of two bytes, halves have eight bits: narrow parts of eight would leave no number for exceptions."""
+    narrow = bytes([planecoder.FILL, 0])
+    exceptions = struct.pack("<II", 1, 1) + bytes([planecoder.RAW, 0, 1, 5])
+    for bits, fits in ((0, True), (4, True), (8, False)):
+        body = (narrow if bits else b"") + exceptions
+        payload = bytes([32 + bits]) + bytes(4) + body
+        found = attempt(codecs.Planes(2), payload, 8, None)
+        assert found == (bytes([0, 5 + (1 << bits)]) + bytes(6) if fits else None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None, max_examples=25)
+@given(st.data(), st.sampled_from(["numbers", "sparse", "bits"]), st.integers(0, 2**32))
+def test_both_forms_take_damage_alike(form: str, dtype: str, data: st.DataObject, kind: str, seed: int) -> None:
+    if form == "numpy":
+        return  # nothing to compare it with
+    count = data.draw(st.sampled_from([60, 600, 5000]))
+    base, image = pair(dtype, kind, "near" if seed % 2 else "few", count, seed)
+    for codec in codecs_of(dtype):
+        payload = bytearray(codecs.encode(codec, image, base_of(codec, base)).tobytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            if payload:
+                payload[data.draw(st.integers(0, min(len(payload), 80) - 1))] ^= data.draw(st.integers(1, 255))
+        found = attempt(codec, bytes(payload), len(image), base_of(codec, base))
+        compiled.use("numpy")
+        try:
+            assert attempt(codec, bytes(payload), len(image), base_of(codec, base)) == found
+        finally:
+            compiled.use(form)
