@@ -91,7 +91,9 @@ def describe_checkpoint(catalog: Catalog, entry: CheckpointEntry) -> CheckpointI
 
 def _described(catalog: Catalog, entry: CheckpointEntry, tags: Iterable[str]) -> CheckpointInfo:
     node = entry.node
-    encodings = catalog.encodings.get(node, ())
+    every = catalog.encodings.get(node, ())
+    # One whose base is gone stays as long as its segment does, which others read; it leads nowhere.
+    encodings = [one for one in every if one.base is None or catalog.find(one.base.node) is not None] or every
     cheapest = min(encodings, key=lambda encoding: encoding.bytes, default=None)
     base = None if cheapest is None or cheapest.base is None else f"{cheapest.base.step}@{cheapest.base.term}"
     return CheckpointInfo(

@@ -133,6 +133,7 @@ def write_packed(
     begun: Callable[[str], None],
     progress: Callable[[int], None] | None = None,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    lossy: bool = False,
 ) -> WrittenState:
     """Code `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
 
@@ -147,6 +148,7 @@ def write_packed(
         begun: called with the id of every segment before it exists.
         progress: called with the logical bytes of every chunk coded.
         limit: logical bytes per segment.
+        lossy: the state is not what training had.
 
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
@@ -163,6 +165,7 @@ def write_packed(
             steps=(step,),
             bases=() if base is None else (base.id,),
             trees={step: flat.tree} if number == 0 else {},
+            lossy=lossy,
         )
         begun(draft.segment)
         own = [plans[spec.name] for spec in members]

@@ -44,7 +44,6 @@ class _Piece:
     tree: Any
     entries: tuple[tuple[str, TensorEntry], ...]  # segment id, entry
     extra: Mapping[str, Any]
-    lossy: bool
 
     @property
     def stored(self) -> int:
@@ -101,7 +100,7 @@ def copy_encodings(
         draft = replace(
             draft,
             trees={piece.edge.checkpoint[1]: piece.tree for piece in group},
-            lossy=any(piece.lossy for piece in group),
+            lossy=any(piece.edge.lossy for piece in group),
             extra={**_common(group), **draft.extra},
         )
         begun(draft.segment)
@@ -183,7 +182,6 @@ def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _Piece:
     trees: list[Any] = []
     entries: list[tuple[str, TensorEntry]] = []
     extra: dict[str, Any] = {}
-    lossy = edge.lossy
     for segment in edge.segments:
         with closing(SegmentReader(backend, catalog.segments[segment])) as reader:
             doc = reader.doc
@@ -195,10 +193,9 @@ def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _Piece:
                 trees.append(doc.trees[step])
             entries += [(segment, entry) for entry in doc.tensors.get(step, {}).values()]
             extra |= doc.extra
-            lossy = lossy or doc.lossy
     if len(trees) != 1:
         raise CorruptSegmentError(f"{_keys(catalog, edge)}: {len(trees)} trees of step {step}, there has to be one")
-    return _Piece(edge, trees[0], tuple(entries), extra, lossy)
+    return _Piece(edge, trees[0], tuple(entries), extra)
 
 
 def _common(group: Sequence[_Piece]) -> dict[str, Any]:

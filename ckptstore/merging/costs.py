@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptstore.explaining import Rates
+from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Encoding
+from ckptstore.planner import WorkRates, restore_seconds
 
 __all__ = ["RestoreCost", "restore_cost"]
 
@@ -19,7 +21,7 @@ class RestoreCost:
         nbytes: stored bytes to read.
         segments: objects to read them from.
         layers: encodings on the way, the full included.
-        seconds: at the rates measured: reading, then decoding every layer above the full.
+        seconds: at the rates measured: reading, decoding deltas, replaying optimizer steps.
     """
 
     nbytes: int
@@ -28,9 +30,13 @@ class RestoreCost:
     seconds: float
 
 
-def restore_cost(encodings: Sequence[Encoding], logical: int, rates: Rates) -> RestoreCost:
-    """The cost of a plan for a state of `logical` bytes."""
-    nbytes = sum(edge.bytes for edge in encodings)
+def restore_cost(catalog: Catalog, encodings: Sequence[Encoding], rates: Rates) -> RestoreCost:
+    """The cost of a plan, of checkpoints that `catalog` knows."""
+    seconds = restore_seconds(catalog, WorkRates(rates.read, rates.decode, rates.replay))
     segments = {segment for edge in encodings for segment in edge.segments}
-    seconds = nbytes / rates.read + (len(encodings) - 1) * logical / rates.decode
-    return RestoreCost(nbytes, len(segments), len(encodings), seconds)
+    return RestoreCost(
+        nbytes=sum(edge.bytes for edge in encodings),
+        segments=len(segments),
+        layers=len(encodings),
+        seconds=sum(map(seconds, encodings)),
+    )

@@ -37,7 +37,7 @@ class Merged:
     Attributes:
         first, last: REFs of A and B.
         method: ``concatenated``: chunks copied as they are; ``materialized``: B coded again, as one delta or a full;
-            ``kept``: B is one encoding already, and others go.
+            ``kept``: B stays as it is stored, because it needs none of the others or neither would save bytes.
         answer: ``accepted``; ``refused`` or ``void``: nothing changed; ``waiting``: nobody answered yet, and it may
             still be accepted; ``planned``: a dry run.
         reason: why it was refused or is void; empty otherwise.
@@ -84,7 +84,7 @@ def merge(
     Args:
         text: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B.
         keep_steps: every checkpoint of the range stays restorable: stored chunks are copied as they are. Without it B
-            alone of the diffs stays, as whatever is smaller: its chain copied, or B coded as one delta.
+            alone of the diffs stays, as whatever leaves the fewest bytes: its chain copied, or B coded as one delta.
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
         dry_run: write nothing; do the work, and say what would become of it.
         timeout: seconds to wait for the live writer's answer; None: as long as it takes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -163,7 +163,6 @@ class Work:
             dropped |= set(unneeded(catalog.apply(record, catalog.next_seq), later, (), ()))
         with opened_plan(self._backend, catalog.segments, chosen.target, chosen.chain.encodings) as found:
             rates = measure_rates(found)
-        nbytes = chosen.target.nbytes
         return Prepared(
             self._term,
             chosen,
@@ -171,8 +170,8 @@ class Work:
             changes,
             later,
             tuple(catalog.segments[segment] for segment in sorted(dropped)),
-            restore_cost(chosen.chain.encodings, nbytes, rates),
-            restore_cost(made.chain, nbytes, rates),
+            restore_cost(catalog, chosen.chain.encodings, rates),
+            restore_cost(catalog, made.chain, rates),
         )
 
     @contextlib.contextmanager
@@ -192,17 +191,24 @@ class Work:
             self._begun.remove(segment)
 
     def _make(self, catalog: Catalog, chosen: Selection, *, keep_steps: bool) -> Made:
+        """Write what leaves the fewest bytes in the store: the new ones, less those that can then be dropped."""
+        kept = Made("kept", chosen.chain.encodings)
         if not chosen.rewrites:
-            return Made("kept", chosen.chain.encodings)
-        stored = copied_bytes(self._backend, catalog, chosen.folded) if chosen.copyable else None
+            return kept
         if keep_steps:
-            return self._copy(catalog, chosen, stored or 0)
+            return self._copy(catalog, chosen)
+        fewest = -_freed(catalog, chosen, ())
+        copied = fewest + 1
+        if chosen.copyable:
+            stored = copied_bytes(self._backend, catalog, chosen.folded)
+            copied = stored - _freed(catalog, chosen, chosen.folded)
         recoded = self._recode(catalog, chosen)
-        if stored is None or recoded.nbytes <= stored:
+        if recoded.nbytes - _freed(catalog, chosen, recoded.encodings) <= min(copied, fewest):
             return recoded
-        return self._copy(catalog, chosen, stored)
+        return self._copy(catalog, chosen) if copied <= fewest else kept
 
-    def _copy(self, catalog: Catalog, chosen: Selection, stored: int) -> Made:
+    def _copy(self, catalog: Catalog, chosen: Selection) -> Made:
+        stored = copied_bytes(self._backend, catalog, chosen.folded)
         self._tally.total += stored if self._dry_run else 2 * stored + chosen.target.nbytes
         segments, encodings = copy_encodings(
             self._backend,
@@ -274,6 +280,12 @@ class Work:
             "drops": drops,
             "retires": retires,
         }, later
+
+
+def _freed(catalog: Catalog, chosen: Selection, added: Sequence[Encoding]) -> int:
+    """Bytes of the segments that nothing needs any more, with these encodings instead of the present ones."""
+    renewed = {edge.checkpoint for edge in added}
+    return sum(catalog.segments[segment].size for segment in unneeded(catalog, chosen.retired, renewed, added))
 
 
 def _entry(catalog: Catalog, node: Node) -> CheckpointEntry:

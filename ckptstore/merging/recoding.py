@@ -85,6 +85,7 @@ def recode(
         StorageError: the medium failed.
     """
     state = StoredBase(found.entry.id, found.chains, _nothing)
+    lossy = found.plan.encodings[-1].lossy  # what is stored is what it is, however it is coded
     sources: dict[str, TensorSource] = {name: ChainSource(state, name) for name in found.chains}
     flat = FlatState(found.tree, sources)
     base = None if below is None else StoredBase(below.entry.id, below.chains, _nothing)
@@ -108,13 +109,14 @@ def recode(
             threads=threads,
             begun=begun,
             progress=progress,
+            lossy=lossy,
         )
         edge = Encoding(
             checkpoint=found.entry.node,
             kind="full" if against is None else "delta",
             base=None if against is None else against.id,
             segments=tuple(entry.id for entry in written.segments),
-            lossy=any(edge.lossy for edge in found.plan.encodings),
+            lossy=lossy,
             bytes=written.stored,
         )
         return list(written.segments), edge, written.state

@@ -104,7 +104,7 @@ def _cost(cost: RestoreCost) -> dict[str, Any]:
 _METHODS = {
     "concatenated": "chunks copied as they are",
     "materialized": "coded anew",
-    "kept": "needs none of the others",
+    "kept": "stored as it is",
 }
 
 
