@@ -109,7 +109,6 @@ class _Needs:
 
     def add(self, root: _Root) -> None:
         waiting: list[tuple[str, int, Layer | None]] = [(*root, None)]
-        seen: set[tuple[Cell, int]] = set()
         while waiting:
             name, number, above = waiting.pop()
             layer = self.held[number].get(name) if number >= 0 else None
@@ -118,22 +117,22 @@ class _Needs:
                 raise CorruptSegmentError(f"{where}: its base has no tensor {name!r}, or there is no base")
             if above is not None and above.tensor.name == name and _spec(layer.tensor) != _spec(above.tensor):
                 raise CorruptSegmentError(f"{above.where}: its base has another shape or dtype")
-            cell = Cell(name, *_spec(layer.tensor))
-            if (cell, number) in seen:
-                continue
-            seen.add((cell, number))
             if layer.group is not None:
+                if (number, layer.group.leader) in self.work:
+                    continue  # with everything below it: most tensors of a group come this way
                 members = [self.held[number][member] for member in layer.group.names]
                 cells = tuple(Cell(member.tensor.name, *_spec(member.tensor)) for member in members)
-                known = self.work.setdefault((number, layer.group.leader), cells) is not cells
-                for other in cells:
-                    self.join(cell, other)
-                if not known:
-                    waiting += [(member.tensor.name, number - 1, member) for member in members]
+                self.work[number, layer.group.leader] = cells
+                for other in cells[1:]:
+                    self.join(cells[0], other)
+                waiting += [(member.tensor.name, number - 1, member) for member in members]
                 continue
             if layer.base_ratio == 2:
                 raise CorruptSegmentError(f"{layer.where}: an optimizer's step builds on a rounded copy")
-            if self.work.setdefault((number, name), (cell,)) and layer.base_ratio:
+            if (number, name) in self.work:
+                continue
+            self.work[number, name] = (Cell(name, *_spec(layer.tensor)),)
+            if layer.base_ratio:
                 waiting.append((name, number - 1, layer))
 
     def find(self, cell: Cell) -> Cell:
