@@ -376,7 +376,7 @@ class LanguageRun:
         """Leave the largest entries of the whole model's gradient, and keep the others back for the next steps."""
         dense = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         for name, gradient in dense.items():
-            gradient += self._left.get(name, torch.zeros(()))
+            gradient.add_(self._left.get(name, torch.zeros(())))
         sizes = torch.cat([gradient.abs().flatten() for gradient in dense.values()])
         least = sizes.topk(int(keep * len(sizes))).values[-1]
         found = {}
