@@ -271,11 +271,9 @@ def _decode_frame(frame: Bytes, count: int) -> Bytes:
         decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_FRAME_WINDOW)
     try:
         parameters = zstandard.get_frame_parameters(frame.data)
-        if parameters.content_size != count or parameters.dict_id:
+        if parameters.content_size != count:
             raise CorruptSegmentError(f"a zstd frame declares {parameters.content_size} bytes where {count} belong")
-        values = np.frombuffer(decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
+        # It makes just as many, or an error; so does a dictionary that it names.
+        return np.frombuffer(decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
     except zstandard.ZstdError as error:
         raise CorruptSegmentError(f"a zstd frame of {len(frame)} bytes does not decode: {error}") from error
-    if len(values) != count:
-        raise CorruptSegmentError(f"a zstd frame made {len(values)} bytes where {count} belong")
-    return values

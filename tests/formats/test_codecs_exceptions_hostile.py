@@ -1,4 +1,4 @@
-"""Exceptions that do not fit their plane or group: refused by every form that has them, before anything is written."""
+"""Exceptions that do not fit their plane or group, and unknown forms: refused before anything is written."""
 
 from __future__ import annotations
 
@@ -103,6 +103,16 @@ def test_an_unknown_mode_is_not_taken_for_another(mode: int) -> None:
     payload[1] = mode
     with pytest.raises(CorruptSegmentError, match=f"unknown plane mode {mode}"):
         decode(bytes(payload), "planes")
+
+
+def test_an_unknown_form_of_a_prefix_block() -> None:
+    codec = codecs.codec("prefix", {"word": WORD, "bits": 9})
+    image = np.arange(COUNT, dtype="<u4").view(np.uint8)
+    payload = bytearray(codecs.encode(codec, image).tobytes())
+    assert payload[0] == 1
+    payload[0] = 2
+    with pytest.raises(CorruptSegmentError, match="unknown form 2"):
+        codecs.decode(codec, bytes(payload), image.size)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -26,6 +26,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"{_FORMATS}codecs_kernels.py",
         f"{_FORMATS}optim_compiled.py",
     ),
+    "formats/optim/*": (f"{_FORMATS}optim_hostile.py", f"{_FORMATS}optim.py", f"{_FORMATS}optim_arithmetic.py"),
     "formats/steps.py": (f"{_ENGINE}diffs.py", f"{_ENGINE}diff_*.py"),
     "formats/codecs/*": (f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs_kernels.py", f"{_FORMATS}codecs*.py"),
     "formats/jsontext.py": (f"{_FORMATS}jsontext.py", f"{_FORMATS}state.py"),
