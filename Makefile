@@ -6,7 +6,7 @@ QUICK ?=
 SIZE ?= 500MB
 ROUNDS ?= 5
 
-.PHONY: demo test check lint types layers bench bench-commands bench-codecs bench-chains exact crash powercut mutants fuzz torture clean
+.PHONY: demo test check lint types layers bench bench-commands bench-codecs bench-chains bench-diffs bench-recovery exact crash powercut mutants fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -59,6 +59,12 @@ bench-chains: .venv/.bench-ready  ## delta chains: bytes against restore time
 N ?= 200
 SECONDS ?= 60
 
+bench-diffs: .venv/.bench-ready  ## gradient diffs through the store: bits, and seconds beside zstd-3 and ZipNN
+	$(BIN)/python -m tools.bench.diffs
+
+bench-recovery: .venv/.bench-ready  ## restores of replayed steps: one thread, all, or computed again; before and after a merge
+	$(BIN)/python -m tools.bench.recovery
+
 exact: .venv/.ready  ## 1,000 training steps as gradient diffs: restored and resumed, bit for bit
 	$(BIN)/python -m tools.exact --json bench-out/exact.json
 
@@ -77,6 +83,8 @@ mutants: .venv/.ready  ## remove each sync, check and fence in turn: some test m
 	$(BIN)/python -m tools.mutants
 
 fuzz: .venv/.ready  ## every decoder against mutated input for SECONDS
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[fuzz]' || \
+		echo "atheris cannot be installed here: inputs are mutated without a look at the code that they reach"
 	$(BIN)/python -m tools.fuzz --seconds $(SECONDS)
 
 clean:
