@@ -14,19 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from ckptstore.formats.errors import ReadOnlyError
+from ckptstore.formats.errors import FencedError, ReadOnlyError
 from ckptstore.formats.records import Node
 from ckptstore.merging.authors import Author, Requester, Successor
 from ckptstore.merging.costs import RestoreCost
-from ckptstore.merging.preparing import Method, Prepared, Work
+from ckptstore.merging.prepared import Method, Prepared
+from ckptstore.merging.preparing import Work
 from ckptstore.merging.ranges import select_range, unneeded
 from ckptstore.store import Store
 from ckptstore.streaming import Progress
 
 __all__ = ["Answer", "Merged", "merge"]
 
+_TRIES: Final = 3
 Answer = Literal["accepted", "refused", "void", "waiting", "planned"]
 
 
@@ -95,7 +97,8 @@ def merge(
         CheckpointNotFoundError: A or B is not there.
         CorruptionError: what is stored is not what was saved. Nothing was changed.
         ReadOnlyError, StorageError: the medium cannot be written, or failed. What was not asked for yet is removed.
-        FencedError, CommitUnknownError: only with `take_over`: another writer took the store over, or nobody knows.
+        FencedError: another writer took the store over; without `take_over`: that happened again and again.
+        CommitUnknownError: only with `take_over`: whether it was committed is not known.
     """
     if store.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{store.url}: read-only, nothing can be merged")
@@ -103,11 +106,23 @@ def merge(
     author: Author | None = None
     if not dry_run:
         author = Successor(store) if take_over else Requester(store, timeout)
-    with Work(store, None if author is None else author.owned, progress, dry_run=dry_run) as work:
-        prepared = work.prepare(text, keep_steps=keep_steps)
+    owned = None if author is None else author.owned
+    with Work(store, owned, progress, dry_run=dry_run) as work:
+        prepared = _prepare(work, text, keep_steps=keep_steps, tries=1 if owned is not None else _TRIES)
     if author is None:
         return _merged(prepared, "planned", "")
     return _merged(prepared, *_commit(author, prepared, f"merge {text}"))
+
+
+def _prepare(work: Work, text: str, *, keep_steps: bool, tries: int) -> Prepared:
+    """As often as newer terms begin meanwhile: what was prepared for one is of no use in the next."""
+    while True:
+        try:
+            return work.prepare(text, keep_steps=keep_steps)
+        except FencedError:
+            tries -= 1
+            if not tries:
+                raise
 
 
 def _commit(author: Author, prepared: Prepared, what: str) -> tuple[Answer, str]:

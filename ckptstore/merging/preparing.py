@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
 from ckptstore.explaining import measure_rates
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptSegmentError, FencedError, StorageError
-from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, SegmentEntry, segment_key
+from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, segment_key
 from ckptstore.formats.retention import check_commit
 from ckptstore.merging.checking import check_copies, check_state, opened_plan
 from ckptstore.merging.copying import copied_bytes, copy_encodings
-from ckptstore.merging.costs import RestoreCost, restore_cost
+from ckptstore.merging.costs import restore_cost
 from ckptstore.merging.nowhere import Nowhere
+from ckptstore.merging.prepared import Made, Prepared
 from ckptstore.merging.ranges import Selection, select_range, unneeded
 from ckptstore.merging.recoding import recode
 from ckptstore.pins import claim
@@ -29,57 +30,10 @@ from ckptstore.staging import BLOCK_BYTES, DEFAULT_BUDGET, Staging
 from ckptstore.store import Store
 from ckptstore.streaming import Progress
 
-__all__ = ["Made", "Method", "Prepared", "Work"]
+__all__ = ["Work"]
 
-Method = Literal["concatenated", "materialized", "kept"]
 _THREADS: Final = 4
 _NONCE: Final = "0" * 32
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """Segments that are durable and that nobody knows of yet, and how they are read.
-
-    Attributes:
-        method: see `Merged.method`.
-        chain: what then restores the target of the selection.
-        segments: the new ones.
-        encodings: those that are read from them.
-    """
-
-    method: Method
-    chain: tuple[Encoding, ...]
-    segments: tuple[SegmentEntry, ...] = ()
-    encodings: tuple[Encoding, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the new segments."""
-        return sum(segment.size for segment in self.segments)
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A change that is ready to be committed.
-
-    Attributes:
-        term: the term in which it can be.
-        selection: what it is about.
-        made: what was written for it.
-        changes: members of its `CommitRecord`.
-        later: checkpoints that only a second change can retire: in the first they are given their new encodings.
-        dropped: the segments that both together drop.
-        before, after: what restoring the target costs.
-    """
-
-    term: int
-    selection: Selection
-    made: Made
-    changes: Mapping[str, Any]
-    later: tuple[Node, ...]
-    dropped: tuple[SegmentEntry, ...]
-    before: RestoreCost
-    after: RestoreCost
 
 
 @dataclass(slots=True)
@@ -144,7 +98,7 @@ class Work:
             if self._owned is not None and catalog.term != self._owned:
                 raise FencedError(f"{self._store.url}: term {catalog.term} began after term {self._owned}")
             self._term = catalog.term
-            with self._nothing_left_behind():
+            with self._nothing_left_behind(), self._term_goes_on():
                 # 2. Write.
                 made = self._make(catalog, chosen, keep_steps=keep_steps)
                 # 3. Read it back.
@@ -182,6 +136,19 @@ class Work:
         except BaseException:
             with contextlib.suppress(StorageError):  # gc finds it another time
                 self._remove(set())
+            raise
+
+    @contextlib.contextmanager
+    def _term_goes_on(self) -> Iterator[None]:
+        """Once the term is over gc may take what nobody committed in it: what is missing then is not lost."""
+        try:
+            yield
+        except CorruptSegmentError as error:
+            newest = self._store.view().catalog.term
+            if newest > self._term:
+                raise FencedError(
+                    f"{self._store.url}: term {newest} began while the merge was prepared in term {self._term}"
+                ) from error
             raise
 
     def _remove(self, keep: set[str]) -> None:

@@ -498,6 +498,32 @@ def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.Mo
     check(store, states, *range(1, 9))
 
 
+@pytest.mark.parametrize("ends", [1, 9])
+def test_a_term_that_ends_meanwhile_takes_along_what_was_written_in_it(
+    store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, ends: int
+) -> None:
+    """Before the new segment is read back a newer term begins, and gc deletes what nobody committed."""
+    check_copies = preparing_module.check_copies
+    left = ends
+
+    def meanwhile(*arguments: Any) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            with Store(store.backend).writer(poll_seconds=None):
+                pass
+            assert len(collect(store).segments) == 1
+        check_copies(*arguments)
+
+    monkeypatch.setattr(preparing_module, "check_copies", meanwhile)
+    if ends > 1:
+        with pytest.raises(FencedError, match="began while the merge was prepared"):
+            merge(store, "2..6", keep_steps=True, timeout=0)
+    else:
+        assert merge(store, "2..6", keep_steps=True, timeout=0).answer == "waiting"
+    check(store, states, *range(1, 9))
+
+
 def test_a_medium_that_fails_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     before = segments(store)
 

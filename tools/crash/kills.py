@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ckptstore import crashpoints
 from ckptstore.backends.local import LocalBackend
-from tools.crash.scenario import Violation, check, live
+from tools.crash.scenario import Violation, check, live, warm_up
 
 __all__ = ["Kills", "kill_at", "sweep"]
 
@@ -80,6 +80,7 @@ def sweep(kills: int, *, seed: int = 0, folder: Path | None = None) -> Kills:
         Violation: a promise is broken; names the point, the count and the seed.
     """
     chance = random.Random(seed)  # not a secret
+    warm_up()
     done: Counter[str] = Counter()
     completed = restored = 0
     work = Path(tempfile.mkdtemp(prefix="ckptstore-kills-", dir=folder))

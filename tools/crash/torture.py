@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,9 +33,9 @@ from typing import Any, Final
 from ckptstore.backends.local import LocalBackend
 from ckptstore.collecting import collect
 from ckptstore.formats.hashing import header_hash
-from ckptstore.store import Store
+from ckptstore.store import LostStepsWarning, Store
 from tools.crash.powercut_rig import isolated, make_image, mounted, obstacle
-from tools.crash.scenario import Violation, check, create
+from tools.crash.scenario import Violation, check, create, warm_up
 from tools.crash.torture_actors import ACTORS, Journal, Stage, perform, sample_faults
 
 __all__ = ["Action", "Torture", "schedule", "torture"]
@@ -127,6 +128,7 @@ class _Company:
         process = os.fork()
         if process == 0:
             status = 1
+            warnings.simplefilter("ignore", LostStepsWarning)
             try:
                 chance = random.Random(seed)
                 faulty = sample_faults(chance) if chance.random() < FAULTY else ()
@@ -168,6 +170,7 @@ def torture(seconds: float, *, seed: int = 0, folder: Path | None = None) -> Tor
     """
     with _place(folder) as (root, notes, disk_full):
         create(LocalBackend(root))
+        warm_up()
         company = _Company(root, notes)
         names = parts(disk_full=disk_full)
         plan = schedule(seed, seconds, names)

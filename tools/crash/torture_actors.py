@@ -20,6 +20,7 @@ from ckptstore import folding, requests
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.posix import SYSTEM
 from ckptstore.collecting import collect
+from ckptstore.diffs import DiffOptions
 from ckptstore.formats.errors import (
     CheckpointNotFoundError,
     CkptError,
@@ -111,7 +112,8 @@ def train(stage: Stage) -> None:
     store = stage.store()
     known = [info.ref for info in store.checkpoints()]
     parent = chance.choice(known) if known and chance.random() < 0.2 else "latest"
-    options: dict[str, Any] = {"deltas": chance.choice([None, 3, CHAIN])}
+    diffs = DiffOptions(full_every=chance.randint(2, 30), batch=chance.randint(1, 5), seconds=0.3)
+    options = chance.choice([{}, {"deltas": 3}, {"deltas": CHAIN}, {"diffs": diffs}])
     with store.writer(parent=parent, threads=1, staging_bytes=32 << 20, poll_seconds=0.1, **options) as writer:
         step = 0 if writer.parent is None else writer.parent.step
         pending = []
