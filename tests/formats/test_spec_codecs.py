@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,8 +14,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptstore.formats
 from ckptstore.formats import codecs
+from ckptstore.formats.digest import digest
 from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from tests.formats.codec_data import ALL_DTYPES, CHANGES, CLASSES, base_of, codecs_of, pair
 
 # ---- a decoder that knows the page and nothing else ------------------------------------------------------------------
@@ -243,6 +249,52 @@ def block(
         case "derive", _:
             return rounded(base, params["to"]) + unfold(z)
     raise RefusedError("codec")
+
+
+# ---- golden payloads -------------------------------------------------------------------------------------------------
+
+GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
+EXPECTED = json.loads((GOLDEN / "codecs-1.json").read_text())
+
+
+def golden(name: str) -> tuple[bytes, SegmentDoc]:
+    data, expected = (GOLDEN / name).read_bytes(), EXPECTED["segments"][name]
+    header = data[: header_length(data, len(data), name)]
+    assert (xxh3_128(data), header_hash(header)) == (expected["hash"], expected["header_hash"])
+    return data, parse(header, len(data), name, lambda offset, length: data[offset : offset + length])
+
+
+def test_golden_payloads_stay_readable() -> None:
+    """By the page's decoder and by ours; together they hold every form of group and mode of piece that is written."""
+    data, doc = golden("segment-1-codecs-delta.safetensors")
+    below, older = golden("segment-1-codecs-base.safetensors")
+    images: dict[str, bytes] = {}
+    assert {entry.codec for entry in doc.tensors[11].values()} == set(codecs.CODECS)
+    for name, entry in doc.tensors[11].items():
+        (chunk,) = entry.chunks
+        base = b""
+        if "of" in entry.params:
+            base = images[entry.params["of"]]
+        elif name in older.tensors[10]:
+            found = older.tensors[10][name].chunks[0]
+            base = below[found.offset : found.offset + found.length]
+        payload = data[chunk.offset : chunk.offset + chunk.length]
+        images[name] = decode(entry.codec, entry.params, payload, chunk.logical, base)
+        codec = codecs.codec(entry.codec, {key: value for key, value in entry.params.items() if key != "of"})
+        assert codecs.decode(codec, payload, chunk.logical, base).tobytes() == images[name]
+        assert chunk_hash(images[name]) == chunk.decoded_hash or entry.codec == "raw"
+        assert digest(images[name]) == entry.digest
+    assert {name: xxh3_128(image) for name, image in images.items()} == EXPECTED["images"]
+
+
+def test_the_golden_payloads_cover_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, forms = set[int](), set[int]()
+    monkeypatch.setitem(globals(), "piece", noting(modes, piece))
+    monkeypatch.setitem(globals(), "group", noting(forms, group))
+    test_golden_payloads_stay_readable()
+    assert modes == set(range(7))
+    assert forms >= {0, 2, 4, 16, 255}
+    assert forms & {32, 33, 34, 36}
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
