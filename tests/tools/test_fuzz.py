@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from tools.fuzz.guard import Target, Violation, attempt
 from tools.fuzz.mutations import mutate, mutate_json
 from tools.fuzz.targets import TARGETS
 from tools.fuzz.worker import Recorder
+from tools.mutants.copies import repository
 
 RUNS = 150
 
@@ -68,6 +72,28 @@ def test_the_watch_notices(bad: Callable[[bytes], bool], monkeypatch: pytest.Mon
     monkeypatch.setattr("tools.fuzz.guard.SECONDS", 0.02)
     with pytest.raises(Violation):
         attempt(Target("bad", bad, lambda: [b""]), b"input", memory=True)
+
+
+def test_an_input_that_never_ends_is_left_behind_for_whoever_finds_the_process_dead(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from tools.fuzz import guard, worker
+
+def run(data):
+    while data == b"for ever":
+        pass
+    return True
+
+guard.SECONDS = 0.05
+recorder = worker.Recorder(guard.Target("hang", run, lambda: []), Path(sys.argv[1]))
+recorder.run(b"for a while")
+recorder.run(b"for ever")
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=repository(), timeout=60, check=False)
+    assert done.returncode == -signal.SIGPROF
+    left = (tmp_path / "current").read_bytes()
+    assert left[8 : 8 + int.from_bytes(left[:8], "little")] == b"for ever"
 
 
 def test_a_planted_bug_is_found_made_small_and_kept(tmp_path: Path) -> None:

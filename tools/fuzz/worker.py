@@ -17,6 +17,7 @@ import os
 import random
 import re
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ _ADDRESS_SPACE: Final = 3 << 30
 """Bytes of address space beyond what the process has when it begins."""
 _CURRENT: Final = (1 << 16) + 8
 _PARTICULARS: Final = re.compile(r"/\S+|'[^']*'|\"[^\"]*\"|0x[0-9a-f]+|-?\d+|[^\x20-\x7e]+|<[^>]*>|[\[(].*")
+_SHRINKING: Final = 20.0
+"""Seconds of CPU time in which a finding is made smaller."""
 _MEASURED: Final = 8
 """Of so many runs one is measured for memory."""
 
@@ -37,8 +40,9 @@ class Recorder:
     """Runs a target on inputs, and keeps what violates it."""
 
     def __init__(self, target: Any, folder: Path) -> None:
-        from tools.fuzz.guard import Violation, attempt
+        from tools.fuzz.guard import SECONDS, Violation, attempt
 
+        self._longest = 3 * SECONDS
         self._attempt, self._violation = attempt, Violation
         self.target = target
         self.folder = folder
@@ -46,6 +50,7 @@ class Recorder:
         self.kinds: set[str] = set()
         self.found: dict[str, str] = {}
         self.cpu: float | None = None
+        self.until: float | None = None
         current = folder / "current"
         current.write_bytes(bytes(_CURRENT))
         with current.open("r+b") as file:
@@ -53,19 +58,26 @@ class Recorder:
 
     @property
     def spent(self) -> bool:
-        """Whether the CPU time for this target is used up."""
-        return self.cpu is not None and time.process_time() >= self.cpu
+        """Whether the time for this target is used up."""
+        if self.cpu is not None:
+            return time.process_time() >= self.cpu
+        return self.until is not None and time.monotonic() >= self.until
 
     def run(self, data: bytes) -> bool:
         """Run one input -> whether it did something that none before did, as far as the refusals tell."""
         self._current[8 : 8 + len(data)] = data
         self._current[:8] = len(data).to_bytes(8, "little")
         self.runs += 1
+        # An input that hangs is not waited for: the signal ends this process, and what was run is found in `current`.
+        signal.setitimer(signal.ITIMER_PROF, self._longest)
         try:
             outcome = self._attempt(self.target, data, memory=self.runs % _MEASURED == 0)
         except self._violation as violation:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             self._keep(data, str(violation))
             return False
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         self.accepted += outcome.accepted
         kind = _kind(outcome.error)
         new = kind not in self.kinds and len(self.kinds) < 2000
@@ -87,10 +99,10 @@ class Recorder:
 
     def _smaller(self, data: bytes, kind: str) -> bytes:
         """A shorter input with the same violation, if cutting pieces out leads to one."""
-        tries, step = 300, len(data) // 2
-        while step and tries:
+        tries, step, until = 300, len(data) // 2, time.process_time() + _SHRINKING
+        while step and tries and time.process_time() < until:
             place = 0
-            while place < len(data) and tries:
+            while place < len(data) and tries and time.process_time() < until:
                 tries -= 1
                 shorter = data[:place] + data[place + step :]
                 try:
@@ -137,10 +149,12 @@ def main() -> None:
         from tools.fuzz.targets import TARGETS
     recorder = Recorder(TARGETS[options.target], options.folder)
     _limit_memory()
-    engine: Callable[[Recorder, float, int], None] = _atheris if options.engine == "atheris" else _plain
+    engine: Callable[[Recorder, int], None] = _atheris if options.engine == "atheris" else _plain
     if options.cpu:
         recorder.cpu = options.seconds
-    engine(recorder, options.seconds - (time.monotonic() - begin), options.seed)
+    else:
+        recorder.until = begin + options.seconds
+    engine(recorder, options.seed)
     recorder.save()
 
 
@@ -151,7 +165,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _plain(recorder: Recorder, seconds: float, seed: int) -> None:
+def _plain(recorder: Recorder, seed: int) -> None:
     """Mutate seeds, and inputs that were refused in a way not seen before."""
     from tools.fuzz.mutations import mutate
 
@@ -160,8 +174,7 @@ def _plain(recorder: Recorder, seconds: float, seed: int) -> None:
     for data in list(corpus):
         recorder.run(data)
     seeds = list(corpus)
-    until = time.monotonic() + seconds
-    while not recorder.spent if recorder.cpu is not None else time.monotonic() < until:
+    while not recorder.spent:
         data = mutate(source.choice(seeds if source.random() < 0.6 else corpus), corpus, source)
         if recorder.run(data):
             corpus.append(data)
@@ -173,7 +186,7 @@ def _instrumented() -> contextlib.AbstractContextManager[None]:
     return atheris.instrument_imports(include=["ckptstore"])  # type: ignore[no-any-return]
 
 
-def _atheris(recorder: Recorder, seconds: float, seed: int) -> None:
+def _atheris(recorder: Recorder, seed: int) -> None:
     """libFuzzer keeps what reaches new code; our mutations, which know JSON, and its own take turns."""
     import atheris
 
@@ -191,15 +204,14 @@ def _atheris(recorder: Recorder, seconds: float, seed: int) -> None:
             return bytes(atheris.Mutate(data, longest))
         return mutate(data, seeds, source)[:longest]
 
-    total = 0 if recorder.cpu is not None else max(1, int(seconds))
-    arguments = [sys.argv[0], f"-max_total_time={total}", "-timeout=1200", "-rss_limit_mb=0"]
+    arguments = [sys.argv[0], "-timeout=1200", "-rss_limit_mb=0"]
     arguments += ["-max_len=65536", f"-seed={seed + 1}", f"-artifact_prefix={recorder.folder}/died-", str(corpus)]
 
     def run(data: bytes) -> None:
         recorder.run(data)
         if recorder.spent:
             recorder.save()
-            os._exit(0)  # libFuzzer itself knows only wall time
+            os._exit(0)  # libFuzzer itself would look at the clock only after the seeds, and at no other
 
     atheris.Setup(arguments, run, custom_mutator=mutator)
     atheris.Fuzz()
