@@ -68,7 +68,7 @@ from ckptstore.formats.codecs.choice import (
 from ckptstore.formats.codecs.coding import Buffer, Codec, as_bytes, decode, encode, fold
 from ckptstore.formats.codecs.deltas import MAX_CLASSES, RUN, Context, Diff, Xor
 from ckptstore.formats.codecs.derive import Derive
-from ckptstore.formats.codecs.measure import difference_entropy, plane_entropy
+from ckptstore.formats.codecs.measure import context_entropy, difference_entropy, plane_entropy
 from ckptstore.formats.codecs.plain import Planes, Raw
 from ckptstore.formats.codecs.planecoder import DEPTH, FAST, THRIFTY
 from ckptstore.formats.codecs.pooling import TINY, Member, Pool, plan_pools
@@ -107,6 +107,7 @@ __all__ = [
     "candidates",
     "choose",
     "codec",
+    "context_entropy",
     "decode",
     "difference_entropy",
     "distinct_prefixes",

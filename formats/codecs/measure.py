@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ckptstore.formats.codecs import kernels
+from ckptstore.formats.codecs.deltas import Context
 from ckptstore.formats.codecs.kernels import Words
 
 SEGMENT = 1 << 16
@@ -28,6 +29,20 @@ def difference_entropy(new: Words, base: Words, segment: int = SEGMENT) -> float
     delta = np.empty(len(new), new.dtype)
     kernels.difference(new, base, delta)
     return plane_entropy(delta, segment)
+
+
+def context_entropy(new: Words, base: Words, context: Context, segment: int = SEGMENT) -> float:
+    """``difference_entropy`` with a histogram for every class of the base: the bound for ``diff`` with ``context``."""
+    delta, labels = np.empty(len(new), new.dtype), np.empty(len(new), np.uint8)
+    kernels.difference(new, base, delta)
+    kernels.classify(base, context.shift, context.low, context.high, labels)
+    bits = 0.0
+    for start in range(0, len(new), segment):
+        words, classes = delta[start : start + segment], labels[start : start + segment]
+        for label in range(context.count):
+            found = words[classes == label]
+            bits += len(found) * plane_entropy(found, segment)
+    return bits / len(new) if len(new) else 0.0
 
 
 def _information(values: kernels.Bytes) -> float:

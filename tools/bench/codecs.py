@@ -29,7 +29,7 @@ import numpy as np
 from ckptstore.formats import codecs, compiled
 from tools.bench import codec_report, machine
 from tools.bench.codec_cases import CASES, Case, Part, load
-from tools.bench.codec_methods import Method, others, ours
+from tools.bench.codec_methods import Method, Ours, others, ours
 
 PREFIX_BITS = range(7, 13)
 
@@ -110,11 +110,12 @@ def _processor_time(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def bounds(case: Case, parts: Sequence[Part]) -> dict[str, float]:
-    """Order-0 entropy of the byte planes, bits per word: as they are, XORed, and as integer differences."""
+def bounds(case: Case, parts: Sequence[Part], context: codecs.Context | None) -> dict[str, float]:
+    """Order-0 entropy of the byte planes, bits per word: as they are, XORed, as integer differences, and as these
+    with a histogram for every class of the base. Histograms are of 64 Ki words; the last one's of a block, as coded."""
     word = codecs.word_size(case.dtype)
     total = sum(len(part.data) // word for part in parts)
-    found = {"raw": 0.0} | ({"xor": 0.0, "diff": 0.0} if case.gap else {})
+    found = {"raw": 0.0} | ({"xor": 0.0, "diff": 0.0} if case.gap else {}) | ({"context": 0.0} if context else {})
     for part in parts:
         new = part.data.view(f"<u{word}")
         share = len(new) / total
@@ -123,6 +124,8 @@ def bounds(case: Case, parts: Sequence[Part]) -> dict[str, float]:
             base = part.base.view(new.dtype)
             found["xor"] += share * codecs.plane_entropy(new ^ base)
             found["diff"] += share * codecs.difference_entropy(new, base)
+            if context:
+                found["context"] += share * codecs.context_entropy(new, base, context, codecs.BLOCK // word)
     return found
 
 
@@ -160,13 +163,19 @@ def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         "gap": case.gap,
         "nbytes": sum(len(part.data) for part in parts),
         "chunks": len(parts),
-        "bound": bounds(case, parts),
+        "bound": bounds(case, parts, context_of(methods)),
         "rows": rows,
         "missing": missing,
     }
     if case.prefix.startswith("exp_avg") and not case.gap:
         result["prefixes"] = prefixes(parts)
     return result
+
+
+def context_of(methods: Sequence[Method]) -> codecs.Context | None:
+    """The context that the case's ``diff`` was given, if any."""
+    tried = [method.codec for method in methods if isinstance(method, Ours)]
+    return next((codec.context for codec in tried if isinstance(codec, codecs.Diff) and codec.context), None)
 
 
 def name_of(case: Case) -> str:
