@@ -1,0 +1,67 @@
+"""The golden stores: what an earlier version wrote is restored, every step, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.formats import compiled
+from tools.golden import make_store
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+STORES = sorted(path.stem for path in GOLDEN.glob("*.json"))
+
+
+def test_there_is_one() -> None:
+    assert STORES == ["store-1"]
+
+
+@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("name", STORES)
+def test_golden_stores_stay_readable(name: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if kind == "compiled":
+        pytest.importorskip("numba")
+    request.addfinalizer(lambda: compiled.use(None))
+    compiled.use(kind)
+    store = ckptstore.open(shutil.copytree(GOLDEN / name, tmp_path / name))
+    expected = json.loads((GOLDEN / f"{name}.json").read_text())
+    assert {info.ref: info.state for info in store.checkpoints()} == {
+        ref: one["state"] for ref, one in expected.items()
+    }
+    assert ckptstore.verify(store).ok
+    for ref, one in expected.items():
+        assert store.tree(ref) == one["tree"]
+        assert store.checkpoint(ref).lossy == one["lossy"]
+        for tensor, digest in one["tensors"].items():
+            assert hashlib.sha256(store.read_tensor(ref, tensor)).hexdigest() == digest, (ref, tensor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ckptstore.LossyWarning)
+            store.load(ref)
+
+
+def test_the_golden_store_has_everything() -> None:
+    """So that a reader which forgets how to read something notices."""
+    store = ckptstore.open(GOLDEN / "store-1")
+    codecs = set()
+    for info in store.checkpoints():
+        for tensor in store.tensors(info.ref).values():
+            codecs.add(tensor.codec)
+            if "encoding" in tensor.params:
+                codecs.add(tensor.params["encoding"])
+    assert codecs >= {"raw", "planes", "xor", "diff", "derive", "step", "predicted", "replayed", "sparse"}
+    assert {"full", "delta", "gradient"} == {info.kind for info in store.checkpoints()}
+    assert list((GOLDEN / "store-1" / "fold").iterdir())
+
+
+def test_the_script_makes_such_a_store(tmp_path: Path) -> None:
+    """Identities and times are new, what comes out is not."""
+    make_store.main(tmp_path / "store-1")
+    made = json.loads((tmp_path / "store-1.json").read_text())
+    kept = json.loads((GOLDEN / "store-1.json").read_text())
+    assert {ref: one["tensors"] for ref, one in made.items()} == {ref: one["tensors"] for ref, one in kept.items()}
