@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -218,6 +221,37 @@ def test_a_full_where_no_tensor_gains_from_a_base(tmp_path: Path) -> None:
     check(store, states, 1, 3)
 
 
+def test_more_than_a_segment_may_hold(
+    store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole steps to a segment, as many as fit."""
+    limited = functools.partial(preparing_module.copy_encodings, limit=2 * store.checkpoint(2).stored)
+    monkeypatch.setattr(preparing_module, "copy_encodings", limited)
+    done = owned(store, "1..8", keep_steps=True)
+    assert 3 < len(done.written) < 7
+    assert done.after.segments == len(done.written) + 1
+    check(store, states, *range(1, 9))
+
+
+def test_tensors_of_many_chunks_in_little_memory(tmp_path: Path) -> None:
+    """A master of two chunks and its bf16 copy; a step changes a part of both."""
+    rng = np.random.default_rng(1)
+    master = rng.standard_normal(6_000_000).astype(np.float32)
+    states = []
+    for step in range(3):
+        master = master.copy()
+        master[::7] *= np.float32(1.001)
+        states.append({"master": master, "copy": master.astype(ml_dtypes.bfloat16), "step": step})
+    store = ckptstore.open(tmp_path / "store")
+    fill(store, states)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert owned(store, "2..3", keep_steps=True).method == "concatenated"
+    assert owned(store, "1..3").method == "materialized"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10  # kilobytes; blocks and chunks
+    assert {name: entry.codec for name, entry in store.tensors(3).items()} == {"master": "diff", "copy": "derive"}
+    check(store, states, 1, 3)
+
+
 # ------------------------------------------------------------------------------------------------ what has to stay
 
 
@@ -248,6 +282,17 @@ def test_a_retired_base_in_the_range_serves_those_outside(tmp_path: Path, states
     assert done.retired == ("3@1", "4@1", "5@1")
     check(store, states, 1, 2, 6, 7, 8)
     assert not store.view().catalog.segments.keys() & {key.split("/")[2][:32] for key in done.dropped}
+
+
+def test_a_base_that_is_retired_already_serves_the_new_delta(store: Store, states: list[dict[str, Any]]) -> None:
+    """2@1 is promised no longer, and nothing but the range is built on it."""
+    with store.writer(poll_seconds=None) as writer:
+        requests.post(store.backend, store.format, writer.term, "test", retires=[(1, 2)])
+        requests.handle(writer._log)
+    done = owned(store, "3@1..7@1")
+    assert done.method == "materialized"
+    assert store.checkpoint("7@1").base == "2@1"
+    check(store, states, 1, 7, 8)
 
 
 def test_tags_and_latest_hold(store: Store, states: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from ckptstore import DiffOptions
 from ckptstore.collecting import collect
 from ckptstore.formats.errors import UsageError
 from ckptstore.merging import merge
-from ckptstore.store import Store
+from ckptstore.store import LossyWarning, Store
 from tests.engine.states import same
 from tests.engine.test_diffs import fill
 
@@ -129,3 +129,21 @@ def test_beside_a_trainer(tmp_path: Path) -> None:
                 assert done.last == "18@1"
     assert writer.term == store.view().catalog.term == 1
     check(store, truth, [*range(1, 13), *range(18, 24)])
+
+
+def test_lossy_steps_stay_marked(tmp_path: Path) -> None:
+    """Sums are not what training had, and a merge does not make them so."""
+    store, _ = fill(tmp_path / "store", DiffOptions(batch=3, accumulate="sum"), 13)
+    lossy = [info for info in store.checkpoints() if info.lossy]
+    assert len(lossy) > 2
+    with pytest.warns(LossyWarning):
+        state = store.load(lossy[-1].step)
+    whole = f"{lossy[0].ref}..{lossy[-1].ref}"
+    assert merge(store, whole, keep_steps=True, take_over=True).answer == "accepted"
+    assert [info.ref for info in store.checkpoints() if info.lossy] == [info.ref for info in lossy]
+    done = merge(store, whole, take_over=True)
+    assert done.answer == "accepted"
+    assert store.checkpoint(lossy[-1].ref).lossy
+    assert store.describe(lossy[-1].ref)[-1][1].lossy
+    with pytest.warns(LossyWarning):
+        same(state, store.load(lossy[-1].step))
