@@ -113,11 +113,12 @@ def _is_table(members: object) -> bool:
 def _check(group: Group, tensors: Mapping[str, TensorEntry], where: str) -> None:
     total = 0
     for member in group.members:
-        first = tensors.get(member[0])
+        first: TensorEntry | None = None
         for name in member:
             entry = tensors.get(name)
-            if entry is None or first is None or entry.codec != STEP or not entry.nbytes:
+            if entry is None or entry.codec != STEP or not entry.nbytes:
                 raise CorruptSegmentError(f"{where}: tensor {name!r} of the group {group.leader!r} is missing")
+            first = first or entry
             if entry.dtype != "F32" or entry.shape != first.shape:
                 raise CorruptSegmentError(f"{where}: tensor {name!r}: {entry.dtype} {list(entry.shape)} in a group")
             if name != group.leader and (

@@ -70,6 +70,7 @@ UNKNOWN: dict[str, Callable[[Tensors], None]] = {
     "none among them": params(members=[]),
     "a text for the members": params(members="b"),
     "a text for a parameter": params(members=["b.0", "b.1"]),
+    "a number for a parameter": params(members=[NAMES[0], 7]),
     "a parameter without names": params(members=[[], *NAMES]),
     "names of another type": params(members=[["b.0", 1, 2]]),
     "another leader": params(members=NAMES[::-1]),
@@ -78,7 +79,10 @@ UNKNOWN: dict[str, Callable[[Tensors], None]] = {
 }
 UNFIT: dict[str, Callable[[Tensors], None]] = {
     "a tensor in two groups": params(members=[NAMES[0], [f"a.{slot}" for slot in range(SLOTS)]]),
-    "a tensor twice in one": params(members=[NAMES[0], NAMES[0]]),
+    "a tensor twice in one": lambda found: (
+        params(members=[NAMES[0], NAMES[0]])(found),  # type: ignore[func-returns-value]
+        [found.pop(name) for name in NAMES[1]],
+    ),
     "a leader that is missing": lambda found: found.pop("b.0"),
     "a follower that is missing": lambda found: found.pop("b.1"),
     "the first of a parameter that is missing": lambda found: found.pop("c.0"),
