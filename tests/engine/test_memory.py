@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,66 @@ def test_peak_memory_is_budget_plus_64_mib(tmp_path: Path) -> None:
     staging = 64
     assert all(peak <= staging + 64 for peak in peaks.values()), peaks
     assert peaks["load"] <= 64, peaks  # straight into place: no staging at all
+
+
+REPLAY = """
+import sys, re, pathlib
+import numpy as np
+import ckptstore, ckptstore.writer, ckptstore.loading
+from ckptstore.formats import optim
+MIB = 1 << 20
+status = pathlib.Path("/proc/self/status")
+def field(name): return int(re.search(name + r":\\s+(\\d+)", status.read_text())[1]) * 1024
+def reset(): pathlib.Path("/proc/self/clear_refs").write_text("5")
+action, url = sys.argv[1:]
+store = ckptstore.open(url)
+group, sizes = optim.SGD(momentum=0.9), [40 * MIB // 4, 24 * MIB // 4, 500]
+def state(value): return {name: [np.full(size, value, "<f4") for size in sizes] for name in ("w", "b")}
+if action == "save":
+    now = state(0.5)
+    with store.writer(diffs=ckptstore.DiffOptions(batch=4)) as writer:
+        for step in range(1, 10):
+            numbers, updates = optim.Step(count=step, lr=0.1), []
+            for place, size in enumerate(sizes):
+                where = np.arange(step, size, 90)
+                gradient = optim.SparseGradient(where, np.full(len(where), step, "<f4"), size)
+                optim.advance(group.rule(numbers), [now["w"][place], now["b"][place]], gradient.dense())
+                updates.append(ckptstore.Update((f"w.{place}", f"b.{place}"), group, numbers, gradient))
+            writer.save_async(now, step, updates=updates)
+    before = field("VmHWM")
+elif action == "into":
+    target = state(0.0)
+    reset(); before = field("VmRSS")
+    store.load(9, into=target, framework="numpy")
+elif action == "load":
+    reset(); before = field("VmRSS") + 2 * 64 * MIB
+    loaded = store.load(9, framework="numpy")
+elif action == "chunks":
+    reset(); before = field("VmRSS")
+    for name in ("w.0", "b.0", "w.1", "b.1", "w.2"):
+        for offset, data in store.chunks(9, name): pass
+print(field("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_replaying_takes_the_budget_and_the_chunks_under_way(tmp_path: Path) -> None:
+    """Nine steps of 128 MiB of state: no state between the full and the target ever exists."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("this system cannot reset the peak of resident memory")
+    peaks = {}
+    for action in ("save", "load", "into", "chunks"):
+        done = subprocess.run(
+            [sys.executable, "-c", REPLAY, action, str(tmp_path / "store")],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"CKPTSTORE_KERNELS": "numpy"},  # numba's own memory is not the question
+        )
+        assert done.returncode == 0, done.stderr
+        peaks[action] = int(done.stdout) / (1 << 20)
+    threads = min(4, os.cpu_count() or 1)
+    staging, chunks = 32 * threads, 2 * 16 * threads
+    assert peaks["load"] <= staging + 64, peaks
+    assert peaks["into"] <= staging + chunks + 64, peaks
+    assert peaks["chunks"] <= 64 + 64, peaks  # a chunk of both slots, and payloads
