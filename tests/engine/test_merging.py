@@ -139,8 +139,9 @@ def bulky(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_smaller_is_taken(store: Store, states: list[dict[str, Any]]) -> None:
     """The chain is copied; then what lies between is retired, in a change of its own."""
     planned = merge(store, "4..6", dry_run=True)
-    end = store.view().end
+    end, before = store.view().end, segments(store)
     done = owned(store, "4..6")
+    assert segments(store) == before | set(done.written)  # what was tried and not taken is gone
     assert (done.method, done.answer) == ("concatenated", "accepted")
     assert (planned.method, planned.retired, planned.dropped) == (done.method, done.retired, done.dropped)
     assert done.retired == ("4@1", "5@1")
@@ -214,8 +215,10 @@ def test_a_full_where_no_tensor_gains_from_a_base(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "store")
     fill(store, states)
     assert [info.kind for info in store.checkpoints()] == ["full", "delta", "delta"]
+    before = segments(store)
     done = owned(store, "1..3")
     assert done.method == "materialized"
+    assert segments(store) == before | set(done.written)
     assert (store.checkpoint(3).kind, store.checkpoint(3).base) == ("full", None)
     assert done.after.layers == 1
     check(store, states, 1, 3)
