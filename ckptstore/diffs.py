@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from ckptstore.backends.base import Backend
 from ckptstore.batches import write_batch
@@ -27,7 +27,36 @@ from ckptstore.staging import Staging
 from ckptstore.summing import Sums
 from ckptstore.updates import Update
 
-__all__ = ["DiffOptions", "Diffs", "Waiting", "Written"]
+__all__ = ["Adapting", "DiffOptions", "Diffs", "Waiting", "Written"]
+
+
+class Pair(Protocol):
+    """A configuration of the LowDiff model: checkpoints from one full to the next, steps of a batch."""
+
+    @property
+    def interval(self) -> int:
+        """1/f."""
+
+    @property
+    def batch(self) -> int:
+        """b."""
+
+
+class Adapting(Protocol):
+    """What adapts (f, b) while training runs: `tuning.Controller`."""
+
+    @property
+    def configuration(self) -> Pair:
+        """What is best now."""
+
+    def wrote(self, nbytes: float, seconds: float) -> None:
+        """A full was written."""
+
+    def ran(self, seconds: float) -> None:
+        """So much time went by without a failure."""
+
+    def adapt(self) -> object:
+        """Move, if it pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +75,8 @@ class DiffOptions:
         accumulate: ``concatenate``: every step of a batch is a checkpoint, exact. ``sum``: their gradients are added
             up and applied as one step; the batch's last step is its only checkpoint, *lossy* under every optimizer,
             and is marked so wherever it appears. Saves of the other steps answer with that one.
+        controller: chooses `full_every` and `batch` instead, and changes them when a full is due: a
+            `tuning.Controller` is told how long fulls take and how long training has run.
     """
 
     full_every: int = 100
@@ -55,6 +86,12 @@ class DiffOptions:
     flush_on_sigterm: bool = True
     policy: Policy = FAST_POLICY
     accumulate: Literal["concatenate", "sum"] = "concatenate"
+    controller: Adapting | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step may wait for others."""
+        return self.batch > 1 or self.controller is not None
 
     def __post_init__(self) -> None:
         if self.full_every < 1:
@@ -124,9 +161,22 @@ class Diffs:
         self._step_choices = StepChoices()
         self._previous: MemoryBase | None = None
         self._depth = 0
+        self._begun = time.monotonic()
         self._sums = Sums()
         self._latest: Snapshot | None = None  # of what is being summed up
         self.waiting: list[Waiting] = []
+
+    @property
+    def full_every(self) -> int:
+        """Checkpoints from one full to the next, at present."""
+        controller = self.options.controller
+        return self.options.full_every if controller is None else controller.configuration.interval
+
+    @property
+    def batch(self) -> int:
+        """Steps of a batch, at present."""
+        controller = self.options.controller
+        return self.options.batch if controller is None else controller.configuration.batch
 
     def due(self, restorable: Callable[[CheckpointId], bool]) -> bool:
         """Whether the next checkpoint has to be a full.
@@ -134,14 +184,23 @@ class Diffs:
         Args:
             restorable: whether the catalog can restore a checkpoint, so that others may build on it.
         """
-        if self._previous is None or self._depth + 1 >= self.options.full_every:
+        if self._previous is None or self._depth + 1 >= self.full_every:
             return True
         return not self.waiting and not restorable(self._previous.id)
 
-    def begin(self, identity: CheckpointId, snapshot: Snapshot) -> None:
-        """A full is durable: the next step is coded against it. Takes `snapshot` over."""
+    def begin(self, identity: CheckpointId, snapshot: Snapshot, nbytes: int, seconds: float) -> None:
+        """A full of `nbytes`, written in `seconds`, is durable: the next step is coded against it.
+
+        Takes `snapshot` over.
+        """
         self._advance(MemoryBase(identity, snapshot))
         self._depth = 0
+        controller = self.options.controller
+        if controller is not None:
+            before, self._begun = self._begun, time.monotonic()
+            controller.ran(self._begun - before)
+            controller.wrote(max(nbytes, 1), max(seconds, 1e-6))
+            controller.adapt()
 
     def add(self, snapshot: Snapshot, updates: Sequence[Update], step: int, done: Future[CheckpointInfo]) -> bool:
         """Code a step; it waits for its batch -> whether the batch is full. Takes `snapshot` over.
@@ -155,12 +214,12 @@ class Diffs:
             self._sums.add(updates, snapshot.flat, self._previous)
             self._keep_latest(snapshot)
             self.waiting.append(Waiting(step, time.time(), done, None))
-            return len(self.waiting) >= self.options.batch
+            return len(self.waiting) >= self.batch
         coded = self._encode(snapshot, updates, step)
         self.waiting.append(Waiting(step, time.time(), done, coded))
         self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
-        return len(self.waiting) >= self.options.batch or stored > self.options.batch_bytes
+        return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
 
     def write(self, staging: Staging, pool: ThreadPoolExecutor, begun: Callable[[str], None]) -> Written:
         """Make everything that waits durable.

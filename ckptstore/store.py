@@ -342,7 +342,9 @@ def _parent_chooser(
 def _about_this_process(diffs: DiffOptions | None) -> dict[str, Any]:
     from ckptstore import torch_seam
 
-    waiting = {} if diffs is None or diffs.batch == 1 else {"batch": diffs.batch}
+    waiting: dict[str, Any] = {}
+    if diffs is not None and diffs.waits:
+        waiting = {"batch": diffs.batch if diffs.controller is None else None}  # None: it changes
     return waiting | {
         "version": __version__,
         "host": platform.node(),
@@ -370,13 +372,14 @@ def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int
 def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:
     """Say which steps a term that was killed may have computed and not written."""
     before = catalog.terms.get(parent.term)
-    batch = None if before is None else before.writer.get("batch")
-    if before is None or not isinstance(batch, int) or batch < 2 or before.extra.get(CLOSED):
+    if before is None or "batch" not in before.writer or before.extra.get(CLOSED):
         return
+    batch = before.writer["batch"]
+    some = f"up to {batch} steps" if isinstance(batch, int) else "steps"
     if any(term == parent.term and step > parent.step for term, step in catalog.checkpoints):
         return  # going back on purpose
     warnings.warn(
-        f"term {parent.term} ended without closing: up to {batch} steps after {parent.step} that waited for their "
+        f"term {parent.term} ended without closing: {some} after {parent.step} that waited for their "
         f"batch ({parent.step + 1} and following) are not in the store; training continues from {parent.ref}",
         LostStepsWarning,
         stacklevel=3,

@@ -439,10 +439,12 @@ class Writer:
                 self._deadline.start()
             return True
         self._flush_in_time()
+        began = time.monotonic()
         info, kept = self._persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot)
+        seconds = time.monotonic() - began
         # A base of deltas lives as long as those need it: then a copy is what the next step is coded against.
         base = self._snapshots.copy(snapshot.flat, self._deltas.encoders) if kept else snapshot
-        self._diffs.begin(CheckpointId(self.term, step, info.state), base)
+        self._diffs.begin(CheckpointId(self.term, step, info.state), base, info.stored, seconds)
         done.set_result(info)
         return True
 
@@ -493,7 +495,7 @@ class Writer:
         """The last thing a term does: flush, and if steps may wait at all, note that none was lost."""
         self._flush_in_time()
         if self._diffs is not None:
-            if self._diffs.options.batch > 1 and self._ended is None:
+            if self._diffs.options.waits and self._ended is None:
                 with contextlib.suppress(CkptError):
                     self._commit(extra={CLOSED: True})
             self._diffs.restart()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import ckptstore
 from ckptstore import DiffOptions, Update
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
+from ckptstore.tuning import Configuration, Controller, Job, best
 from ckptstore.verification import verify
 from tests.engine.states import same
 
@@ -458,3 +460,27 @@ def test_a_sum_needs_every_gradient(tmp_path: Path) -> None:
             writer.save(trainer.state(), 2, updates=trainer.updates(gradients=False))
         writer.save_async(trainer.state(), 3, updates=trainer.updates())
     assert [info.step for info in store.checkpoints()] == [1, 3]
+
+
+def test_a_controller_decides_how_often(tmp_path: Path) -> None:
+    """The LowDiff model, told what fulls take here, moves full_every and batch; every step stays restorable."""
+    job = Job(1e6, 1e9, mtbf=3600, iteration=0.5, load_full=0.01, merge_batch=0.001)
+    controller = Controller(job, start=Configuration(interval=6, batch=2), writes=1)
+    wanted = best(job.model())
+    assert wanted.interval > 20
+    trainer, truth = Trainer(), {}
+    store = ckptstore.open(tmp_path / "store", create=True)
+    with store.writer(diffs=DiffOptions(controller=controller, seconds=None)) as writer:
+        for step in range(1, 31):
+            trainer.train(0.01)
+            truth[step] = trainer.frozen()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+    fulls = [info.step for info in store.checkpoints() if info.kind == "full"]
+    gaps = [after - before for before, after in pairwise(fulls)]
+    assert fulls[0] == 1
+    assert gaps == sorted(gaps)
+    assert gaps[0] > 6  # the first full has told it already
+    assert controller.configuration.interval > 12
+    assert controller.job.bandwidth != job.bandwidth
+    for step, state in truth.items():
+        same(state, store.load(step))
