@@ -155,13 +155,13 @@ def inspect(
         names = choose(tensor_names(found.tree), select or None, info.ref)
         return CheckpointDescription(
             info,
-            tuple(_describe(*held[name]) for name in names),
+            tuple(_describe(*held[name], chain[-1].kind) for name in names),
             tuple(_link(link, [found.readers[segment].entry for segment in link.segments]) for link in chain),
             found.tree,
         )
 
 
-def _describe(tensor: TensorEntry, reader: SegmentReader) -> TensorDescription:
+def _describe(tensor: TensorEntry, reader: SegmentReader, kind: str) -> TensorDescription:
     return TensorDescription(
         name=tensor.name,
         dtype=tensor.dtype,
@@ -169,7 +169,7 @@ def _describe(tensor: TensorEntry, reader: SegmentReader) -> TensorDescription:
         nbytes=tensor.nbytes,
         stored=tensor.stored,
         codec=tensor.codec,
-        kind=reader.doc.kind,
+        kind=kind,
         hash=tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None,
         segment=reader.entry.key,
     )

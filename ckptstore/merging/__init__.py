@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ckptstore.merging.committing import Merged, merge
 from ckptstore.merging.costs import RestoreCost
-from ckptstore.merging.merge import Merged, merge
 from ckptstore.merging.ranges import Selection, parse_range, select_range
 
 __all__ = ["Merged", "RestoreCost", "Selection", "merge", "parse_range", "select_range"]

@@ -198,7 +198,8 @@ def unneeded(
     return tuple(
         segment
         for segment in segments
-        if all(node in renewed or node not in needed for node in _readers(catalog, (segment,)))
+        if segment in catalog.segments  # in a damaged log it need not be
+        and all(node in renewed or node not in needed for node in _readers(catalog, (segment,)))
     )
 
 

@@ -28,6 +28,7 @@ from ckptstore.formats.errors import (
 from ckptstore.intervals import RestoreBound
 from ckptstore.merging import Merged, merge
 from ckptstore.merging import preparing as preparing_module
+from ckptstore.merging.authors import Successor
 from ckptstore.store import Store
 from tests.engine.states import same
 from tests.engine.test_deltas import trajectory
@@ -544,6 +545,21 @@ def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.Mo
         owned(store, "2..6")
     collect(store)
     check(store, states, *range(1, 9))
+
+
+def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = segments(store)
+
+    class Late(Successor):
+        def __init__(self, store: Store) -> None:
+            super().__init__(store)
+            with Store(store.backend).writer(poll_seconds=None):
+                pass
+
+    monkeypatch.setattr("ckptstore.merging.committing.Successor", Late)
+    with pytest.raises(FencedError, match="term 3 began after term 2"):
+        owned(store, "2..6")
+    assert segments(store) == before
 
 
 @pytest.mark.parametrize("ends", [1, 9])

@@ -11,6 +11,7 @@ import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.collecting import collect
 from ckptstore.formats.errors import UsageError
+from ckptstore.inspection import inspect
 from ckptstore.merging import merge
 from ckptstore.store import LossyWarning, Store
 from tests.engine.states import same
@@ -106,6 +107,7 @@ def test_deltas_and_gradients_in_one_segment(tmp_path: Path) -> None:
     assert done.folded == ("9@1", "10@1", "11@1", "12@1", "13@1", "14@1")
     assert [doc.kind for _, doc in store.describe(14)] == ["full", "mixed"]
     assert [info.kind for info in store.checkpoints()] == ["full", "delta", *["gradient"] * 5]
+    assert {tensor.kind for tensor in inspect(store, 9).tensors} == {"delta"}
     check(store, truth, [1, *range(9, 15)])
 
 
