@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptstore.formats.codecs import FAST, sample_ranges
+from ckptstore.formats.codecs.choice import SAMPLE_BYTES, SAMPLES
 from ckptstore.formats.optim import predicted, replayed
 from ckptstore.formats.optim.chains import Encoding
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
@@ -69,7 +70,7 @@ def evaluate(
     """Every way to store the step that ``choose`` looks at, smallest first.
 
     Without ``variant`` it is found first. The arguments are as for ``predicted.encode`` and ``replayed.encode``, but
-    of any length: at most 6 ranges of 32 Ki numbers are looked at.
+    of any length: two to six ranges of 32 Ki numbers are looked at.
     """
     found = choose_variant(optimizer, step, old, new, gradient) if variant is None else variant
     rule = optimizer.rule(step, found)
@@ -103,7 +104,10 @@ def choose(
 
 
 def _ranges(old: Sequence[Array]) -> list[tuple[int, int]]:
-    return [(start // 4, stop // 4) for start, stop in sample_ranges(4 * old[0].size)]
+    """At most 6 ranges of 32 Ki numbers, and of a large tensor an eighth: it is encoded in several ways."""
+    nbytes = 4 * old[0].size
+    count = min(SAMPLES, max(2, nbytes // (8 * SAMPLE_BYTES)))
+    return [(start // 4, stop // 4) for start, stop in sample_ranges(nbytes, count)]
 
 
 def _size(
