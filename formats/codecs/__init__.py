@@ -73,6 +73,7 @@ from ckptstore.formats.codecs.plain import Planes, Raw
 from ckptstore.formats.codecs.planecoder import DEPTH, FAST, THRIFTY
 from ckptstore.formats.codecs.pooling import TINY, Member, Pool, plan_pools
 from ckptstore.formats.codecs.prefix import Prefix, distinct_prefixes
+from ckptstore.formats.codecs.sums import add, is_additive
 from ckptstore.formats.errors import FormatError
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "Raw",
     "Sample",
     "Xor",
+    "add",
     "as_bytes",
     "bound",
     "candidates",
@@ -114,6 +116,7 @@ __all__ = [
     "encode",
     "evaluate",
     "fold",
+    "is_additive",
     "plan_pools",
     "plane_entropy",
     "sample_ranges",

@@ -65,27 +65,33 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
 class Cursor:
     """A bounds-checked reader of a payload. Every ``take`` beyond the end raises ``CorruptSegmentError``."""
 
-    __slots__ = ("data", "position")
+    __slots__ = ("data", "position", "size")
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
         self.position = 0
+        self.size = len(data)
 
     @property
     def left(self) -> int:
         """Bytes not yet taken."""
-        return len(self.data) - self.position
+        return self.size - self.position
 
     def take(self, count: int) -> Bytes:
         """The next ``count`` bytes, as a view."""
-        if count > self.left:
-            raise CorruptSegmentError(f"payload ends early: {count} bytes wanted at {self.position}, {self.left} left")
-        self.position += count
-        return self.data[self.position - count : self.position]
+        start, end = self.position, self.position + count
+        if end > self.size:
+            raise CorruptSegmentError(f"payload ends early: {count} bytes wanted at {start}, {self.left} left")
+        self.position = end
+        return self.data[start:end]
 
     def byte(self) -> int:
         """The next byte."""
-        return int(self.take(1)[0])
+        start = self.position
+        if start >= self.size:
+            self.take(1)  # raises
+        self.position = start + 1
+        return int(self.data.item(start))
 
     def length(self) -> int:
         """The next four bytes, as a little-endian number."""
