@@ -23,6 +23,7 @@ from ckptstore.layers import Layer, check_decoded, fold_layer
 from ckptstore.reading import Progress, run_all
 from ckptstore.replaying import Program
 from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
+from ckptstore.treefold import fold_in_parts, parts_of
 
 __all__ = ["Chain", "decode_chunk", "fold_tensors", "iterate_chain", "master_of"]
 
@@ -137,7 +138,10 @@ def fold_tensors(
     alone = {name: found for name, found in targets.items() if name not in joint and name not in copies}
     with ThreadPoolExecutor(1, thread_name_prefix="ckptstore-prefetch") as prefetch:
         work = [_joint_job(part, targets, prefetch, staging, verify, deliver) for part in _programs(joint)]
-        work += [_job(group, staging, verify, deliver) for group in _groups(alone)]
+        groups = list(_groups(alone))
+        if len(groups) + len(work) < staging.blocks // 2:
+            groups = _fold_in_parts(groups, pool, staging, verify, deliver)
+        work += [_job(group, staging, verify, deliver) for group in groups]
         run_all(pool, work)
     # Rounded copies of what is in memory now: decoding their masters again would cost more than all of this.
     run_all(pool, [_copy_job(targets[name], targets, staging, verify, deliver) for name in sorted(copies)])
@@ -214,6 +218,26 @@ def _groups(targets: Mapping[str, tuple[Chain, Target]]) -> Iterator[list[_Piece
             start += chunk.logical
     if group:
         yield group
+
+
+def _fold_in_parts(
+    groups: Sequence[list[_Piece]], pool: ThreadPoolExecutor, staging: Staging, verify: bool, deliver: Deliver
+) -> list[list[_Piece]]:
+    """Fold chunks whose chains are long with all threads, one after the other -> what is left."""
+    left = []
+    threads = staging.blocks // 2
+    for group in groups:
+        chain, index, start, length, target = group[0]
+        parts = parts_of(chain.layers, threads) if len(group) == 1 and chain.master is None else []
+        if len(parts) < 2:
+            left.append(group)
+            continue
+        out = aligned(length) if callable(target) else target[start : start + length]
+        fold_in_parts(parts, index, out, pool, staging, verify=verify)
+        if callable(target):
+            target(start, out)
+        deliver(chain.tensor.name, start, out)
+    return left
 
 
 def _job(group: Sequence[_Piece], staging: Staging, verify: bool, deliver: Deliver) -> Callable[[], None]:
