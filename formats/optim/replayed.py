@@ -60,7 +60,7 @@ def encode(
     form, before = form_of(gradient), slots_of(rule, old)
     after = None if new is None else slots_of(rule, new)
     count = chunk_of(before, before if after is None else after)
-    if gradient.size != count or (not form.sparse and not _is_flat(gradient)):
+    if gradient.size != count or (isinstance(gradient, np.ndarray) and not _is_flat(gradient)):
         raise ValueError(f"a gradient of {gradient.size} numbers, flat and contiguous, for a chunk of {count}?")
     target = room(out, bound(rule, count))
     target[0] = FORMS.index(form) + (0 if after is None else _RESIDUALS)
@@ -132,5 +132,5 @@ def _expand(gradient: Gradient, start: int, stop: int, out: Floats) -> None:
         copy_bits(gradient.part(start, stop).dense(), out)
 
 
-def _is_flat(gradient: Gradient) -> bool:
-    return isinstance(gradient, np.ndarray) and gradient.ndim == 1 and bool(gradient.flags.c_contiguous)
+def _is_flat(gradient: Array) -> bool:
+    return gradient.ndim == 1 and bool(gradient.flags.c_contiguous)
