@@ -13,7 +13,8 @@ imported at the first call and not before::
 
 There a function of the same name takes the same arguments. What it calls are *loops*, which declare their arguments,
 so that every one is compiled exactly once, at its first call (numba keeps the machine code in ``__pycache__`` for
-later processes, or in the user's cache folder, or not at all where neither can be written)::
+later processes, or in the user's cache folder, or not at all where neither can be written; it notices changes of the
+file that holds the loop, not of constants that this file imports)::
 
     @loop("u4", "u4", "u4!")
     def _difference(new, base, out):
@@ -22,8 +23,8 @@ later processes, or in the user's cache folder, or not at all where neither can 
 
 Loops release the interpreter lock, never reorder floating point, and check no bounds: whoever reads positions from
 a payload compares them first. Integers are promoted to 64 bits between loads and stores; mixing ``np.uint64`` with
-a plain integer makes a float, as in numpy, so cast constants. A loop of four or more passes over arrays that may be
-the same memory is compiled for the worst case: give what works in place a loop of its own.
+a plain integer makes a float, as in numpy, so cast constants. An array that is written may not be one that is read
+if the loop is to use vector instructions: give what works in place a loop of its own.
 """
 
 from __future__ import annotations
