@@ -23,12 +23,11 @@ def add(codec: Codec, later: Bytes, into: Bytes) -> None:
     """
     if not is_additive(codec) or len(later) != len(into):
         raise ValueError(f"{codec.name} is not summed up, or {len(later)} and {len(into)} bytes are not")
+    assert isinstance(codec, Xor | Diff)
+    whole = len(into) // codec.word * codec.word
+    words, more = into[:whole].view(WORDS[codec.word]), later[:whole].view(WORDS[codec.word])
     if isinstance(codec, Xor):
-        width, operation = codec.word, np.bitwise_xor
+        words ^= more
     else:
-        assert isinstance(codec, Diff)
-        width, operation = codec.word, np.add
-    whole = len(into) // width * width
-    words = into[:whole].view(WORDS[width])
-    operation(words, later[:whole].view(WORDS[width]), out=words)
+        words += more
     into[whole:] = later[whole:]  # bytes that make no word are stored as they are
