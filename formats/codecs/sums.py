@@ -3,8 +3,6 @@ decoded by different threads and then added (a tree instead of a line)."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from ckptstore.formats.codecs.coding import Codec
 from ckptstore.formats.codecs.deltas import Diff, Xor
 from ckptstore.formats.codecs.kernels import WORDS, Bytes
