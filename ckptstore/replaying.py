@@ -110,8 +110,12 @@ class Program:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Every layer that it reads."""
-        return tuple(layer for stage in self.stages for layer in stage.layers)
+        """Every layer that it goes through; of a step's, the leaders alone have bytes."""
+        return tuple(
+            layer
+            for stage in self.stages
+            for layer in (stage.layers if not stage.steps else (one for step in stage.followers for one in step))
+        )
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:

@@ -14,6 +14,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, Update
+from ckptstore.explaining import explain
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
 from ckptstore.tuning import Configuration, Controller, Job, best
@@ -127,6 +128,15 @@ def test_a_batch_is_one_segment(tmp_path: Path) -> None:
         step: {entry.digest is not None for entry in held.values()} for step, held in described[1][1].tensors.items()
     }
     assert digests == {2: {False}, 3: {False}, 4: {False}, 5: {False}, 6: {True}}
+
+
+def test_the_plan_counts_what_is_replayed(tmp_path: Path) -> None:
+    store, _ = fill(tmp_path / "store", DiffOptions(batch=4), 4)
+    plan = explain(store, 4, select="m.wide")
+    assert [(step.kind, step.tensors) for step in plan.steps] == [("full", 3), *[("gradient", 3)] * 3]
+    assert [step.bytes_decoded for step in plan.steps] == [0, *[12 * 210_000] * 3]
+    held = {step: doc.tensors[step] for _, doc in store.describe(4) for step in doc.steps}
+    assert plan.steps[2].bytes_read == held[3]["master.wide"].stored
 
 
 def test_small_parameters_are_coded_as_one(tmp_path: Path) -> None:
