@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch  # here, not when the first file is loaded: what importing it takes is not what the file took
 
 from ckptstore.formats.errors import FormatError, StorageError, UnsupportedStateError, UsageError
 from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
@@ -77,8 +78,6 @@ def _apart(data: bytes) -> bytes:
 @functools.cache
 def _seeds() -> list[bytes]:
     """What torch writes, in both its formats, and what `ckpt export` writes."""
-    import torch
-
     weight = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     state = {
         "model": OrderedDict(

@@ -35,6 +35,8 @@ QUICK: Final = (
 """Modules whose first test file takes seconds: the sample of ``--quick`` comes from these, and only it is run. (Not
 from their syncs: it takes a crash to miss one.)"""
 QUICK_SITES: Final = 16
+ROUNDS: Final = (1, 3, None)
+QUICK_ROUNDS: Final = (1,)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no site matches", file=sys.stderr)
         return 2
     begin = time.monotonic()
-    verdicts = run(sites, max(1, min(options.jobs, len(sites))), 1 if options.quick else None)
+    verdicts = run(sites, max(1, min(options.jobs, len(sites))), QUICK_ROUNDS if options.quick else ROUNDS)
     report(verdicts, time.monotonic() - begin, options.json)
     return int(any(verdict.outcome == "survived" for verdict in verdicts))
 
@@ -82,26 +84,42 @@ def _literal(pattern: str) -> str:
     return pattern.replace("[", "[[]")  # names are full of subscripts
 
 
-def run(sites: Sequence[Site], jobs: int, files_each: int | None = None) -> list[Verdict]:
-    """Try `sites` on `jobs` copies of the tree, and say how it goes."""
+def run(sites: Sequence[Site], jobs: int, rounds: Sequence[int | None] = ROUNDS) -> list[Verdict]:
+    """Try `sites` on `jobs` copies of the tree, and say how it goes.
+
+    Args:
+        rounds: how many test files each mutant meets, those that concern it most; who survives a round meets more in
+            the next. None: all.
+    """
+    verdicts: dict[str, Verdict] = {}
+    left = list(sites)
     with tempfile.TemporaryDirectory(prefix="ckptstore-mutants-") as folder, ExitStack() as stack:
         benches = [stack.enter_context(Bench(repository(), Path(folder) / f"copy{number}")) for number in range(jobs)]
-        known = baseline(benches, sites, files_each)
-        print(f"{len(known.seconds)} tests take {sum(known.seconds.values()):.0f} s without a mutant", flush=True)
-        for file, count in sorted(Counter(test.partition("::")[0] for test in known.failing).items()):
-            print(f"{count} tests of {file} fail without a mutant and do not count", flush=True)
-
-        def tell(verdict: Verdict) -> None:
-            site = verdict.site
-            print(
-                f"{verdict.seconds:7.1f}  {verdict.outcome:10}{site.kind:12}{site.path}:{site.line} {site.where}: "
-                f"{site.source}  <-  {verdict.by or 'nothing'}",
-                flush=True,
-            )
-
         print(f"{'seconds':>7}  {'outcome':10}{'kind':12}place: what was taken out  <-  the test that noticed")
+        for number, files_each in enumerate(rounds, 1):
+            verdicts |= {verdict.site.name: verdict for verdict in _round(benches, left, files_each)}
+            left = [site for site in left if verdicts[site.name].outcome == "survived"]
+            if not left:
+                break
+            print(f"{len(left)} of {len(sites)} live after round {number} of {len(rounds)}", flush=True)
+    return [verdicts[site.name] for site in sites]
 
-        return try_all(benches, sites, known, tell)
+
+def _round(benches: Sequence[Bench], sites: Sequence[Site], files_each: int | None) -> list[Verdict]:
+    known = baseline(benches, sites, files_each)
+    print(f"{len(known.seconds)} tests take {sum(known.seconds.values()):.0f} s without a mutant", flush=True)
+    for file, count in sorted(Counter(test.partition("::")[0] for test in known.failing).items()):
+        print(f"{count} tests of {file} fail without a mutant and do not count", flush=True)
+
+    def tell(verdict: Verdict) -> None:
+        site = verdict.site
+        print(
+            f"{verdict.seconds:7.1f}  {verdict.outcome:10}{site.kind:12}{site.path}:{site.line} {site.where}: "
+            f"{site.source}  <-  {verdict.by or 'nothing'}",
+            flush=True,
+        )
+
+    return try_all(benches, sites, known, tell)
 
 
 def report(verdicts: Sequence[Verdict], seconds: float, target: Path | None) -> None:
