@@ -29,7 +29,7 @@ from ckptstore.formats import compiled
 from ckptstore.merging import merge
 from ckptstore.training import OptimizerStep
 from tools.bench.machine import describe
-from tools.bench.trajectories import ensure, run_from
+from tools.bench.trajectories import THREADS, LanguageRun, ensure, run_from
 
 START, PHASE = 590, "lm"
 DISTANCES = (10, 20, 50, 100)
@@ -60,9 +60,9 @@ class MergedRow:
     exact: bool
 
 
-def training_seconds(steps: int = 8) -> float:
-    """Seconds of a training step on a machine that does nothing else: the median, without the first."""
-    run, seconds = run_from(ensure(PHASE), START), []
+def training_seconds(threads: int, steps: int = 8) -> float:
+    """Seconds of a training step while nothing is saved: the median, without the first."""
+    run, seconds = _run(threads), []
     for step in range(1, steps + 1):
         began = time.monotonic()
         run.take(START + step)
@@ -70,9 +70,15 @@ def training_seconds(steps: int = 8) -> float:
     return statistics.median(seconds[1:])
 
 
-def fill(folder: Path, distances: Sequence[int]) -> dict[int, dict[str, bytes]]:
-    """Train and save -> the states that will be recovered, by step."""
+def _run(threads: int) -> LanguageRun:
     run = run_from(ensure(PHASE), START)
+    torch.set_num_threads(threads)
+    return run
+
+
+def fill(folder: Path, distances: Sequence[int], threads: int) -> dict[int, dict[str, bytes]]:
+    """Train and save -> the states that will be recovered, by step."""
+    run = _run(threads)
     stores = {every: ckptstore.open(folder / str(every)) for every in distances}
     writers: dict[int, ckptstore.Writer] = {
         every: store.writer(
@@ -172,14 +178,15 @@ def show(rows: Sequence[Row], training: float, after: MergedRow) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=THREADS, help="threads that train")
     parser.add_argument("--json", type=Path, default=Path("bench-out/recovery.json"))
     parser.add_argument("--folder", type=Path, default=Path(".cache"), help="where the stores lie meanwhile")
     options = parser.parse_args()
     options.folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder = Path(place)
-        training = training_seconds()
-        states = fill(folder, DISTANCES)
+        training = training_seconds(options.threads)
+        states = fill(folder, DISTANCES, options.threads)
         rows = measure(folder, states, training, options.rounds)
         after = merged(folder, states, options.rounds)
     show(rows, training, after)
@@ -187,6 +194,7 @@ def main() -> None:
         "machine": describe(options.folder),
         "kernels": compiled.kind(),
         "training_seconds": training,
+        "training_threads": options.threads,
         "rows": [asdict(row) for row in rows],
         "merged": asdict(after),
     }
