@@ -209,6 +209,19 @@ def test_halves_hold_more_than_their_narrow_part() -> None:
         assert found == (bytes([0, 5 + (1 << bits)]) + bytes(6) if fits else None)
 
 
+def test_narrow_groups_do_not_nest() -> None:
+    """Each level would cost a call; 400 of them fit into a payload of a small tensor."""
+    exceptions = struct.pack("<II", 4, 4) + bytes([planecoder.FILL, 0])
+    uncoded = bytes([2]) + bytes(8)
+    for form in (16, 32):
+        low = bytes(4 if form == 32 else 0)
+        inner = uncoded if form == 16 else bytes([1]) + bytes(4)
+        assert attempt(codecs.Planes(2), bytes([form]) + low + exceptions + inner, 8, None) is not None
+    nested = bytes([16]) + exceptions + bytes([16]) + exceptions + uncoded
+    with pytest.raises(CorruptSegmentError, match="do not nest"):
+        codecs.decode(codecs.Planes(2), nested, 8)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(deadline=None, max_examples=25)
 @given(st.data(), st.sampled_from(["numbers", "sparse", "bits"]), st.integers(0, 2**32))

@@ -147,6 +147,11 @@ def test_gaps_about_the_longest_step() -> None:
     found, steps = kernels.steps(mask)
     assert found.tolist() == where.tolist()
     assert kernels.positions_of_steps(steps).tolist() == where.tolist()
+    values, rest = mask.astype(np.uint8) * 9, np.zeros(len(mask), np.uint8)
+    taken, greater = kernels.take_exceptions(values, 1, rest)
+    assert taken.tolist() == steps.tolist()
+    assert kernels.put_exceptions(taken, greater, 1, rest)
+    assert (rest == values).all()
 
 
 @pytest.mark.parametrize("word", WORD_SIZES)
