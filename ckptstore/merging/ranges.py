@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from ckptstore import refs
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import UsageError
+from ckptstore.formats.errors import CorruptionError, UsageError
 from ckptstore.formats.records import CheckpointEntry, Encoding, Node
-from ckptstore.planner import Plan, plan
+from ckptstore.planner import Plan, plan, plan_all
 
 __all__ = ["Selection", "parse_range", "select_range", "unneeded"]
 
@@ -53,7 +53,8 @@ class Selection:
     @property
     def prefix(self) -> tuple[Encoding, ...]:
         """The encodings of `chain` below what is folded."""
-        return tuple(edge for edge in self.chain.encodings if edge not in self.folded)
+        folded = {edge.checkpoint for edge in self.folded}
+        return tuple(edge for edge in self.chain.encodings if edge.checkpoint not in folded)
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -105,7 +106,13 @@ def select_range(catalog: Catalog, text: str, *, keep_steps: bool) -> Selection:
 def _all_kept(
     catalog: Catalog, first: CheckpointEntry, last: CheckpointEntry, diffs: Sequence[Node], fulls: tuple[str, ...]
 ) -> Selection:
-    edges = {node: plan(catalog, catalog.checkpoints[node].id).encodings[-1] for node in diffs}
+    plans = plan_all(catalog)  # in one pass: a plan each would cost the square of a long chain
+    edges: dict[Node, Encoding] = {}
+    for node in diffs:
+        found = plans[node]
+        if isinstance(found, CorruptionError):
+            raise found
+        edges[node] = found.encodings[-1]
     # A segment that someone else reads, too, could not be dropped: copying from it would store the same bytes twice.
     while shared := [node for node, edge in edges.items() if not set(_readers(catalog, edge.segments)) <= edges.keys()]:
         for node in shared:
