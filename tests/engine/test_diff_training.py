@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-import ckptstore
-from tools.exact.recovery import HORIZON, choose, restore, resume, train
-from tools.exact.training import Recipe, Training, fingerprint
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.formats.optim import SparseGradient  # noqa: E402
+from ckptstore.training import OptimizerStep, clip_factor  # noqa: E402
+from tools.exact.recovery import HORIZON, choose, restore, resume, train  # noqa: E402
+from tools.exact.training import Recipe, Training, fingerprint  # noqa: E402
 
 STEPS = 150
 RUNS = {
@@ -64,3 +66,64 @@ def test_whatever_is_not_restored_shows_in_the_next_steps() -> None:
         other.load({name: copy.deepcopy(part) for name, part in parts.items()} | {"rng": rng})
         other.run_step()
         assert fingerprint(other.state()) != wanted, lost
+
+
+def stored_bits(store: ckptstore.Store, parameters: int) -> float:
+    found = [8 * info.stored / parameters for info in store.checkpoints() if info.kind == "gradient"]
+    return sum(found) / len(found)
+
+
+def test_mixed_precision_with_an_fp32_master(tmp_path: Path) -> None:
+    """bf16 weights and gradients, their fp32 master in the optimizer, clipping in fp32: a ninth of the state."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128)).bfloat16()
+    masters = {weight: torch.nn.Parameter(weight.detach().float()) for weight in model.parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, fused=True)
+    store, truth = ckptstore.open(tmp_path / "store"), {}
+    with store.writer(diffs=ckptstore.DiffOptions(batch=10), poll_seconds=None) as writer:
+        for step in range(1, 32):
+            x = torch.randn(64, 128)
+            model.zero_grad()
+            (model(x.bfloat16()).float() - x.roll(1, 1)).square().mean().backward()
+            for weight, master in masters.items():
+                master.grad = weight.grad.float()
+            norm = torch.nn.utils.clip_grad_norm_(masters.values(), 0.01)
+            optimizer.step()
+            gradients = {master: weight.grad for weight, master in masters.items()}
+            updates = OptimizerStep(optimizer, gradients=gradients, clip=clip_factor(norm, 0.01))
+            with torch.no_grad():
+                for weight, master in masters.items():
+                    weight.copy_(master)
+            state = {"model": model.state_dict(), "master": list(masters.values()), "adam": optimizer.state_dict()}
+            truth[step] = fingerprint(state)
+            writer.save_async(state, step, updates=updates)
+    assert all(fingerprint(store.load(step)) == truth[step] for step in truth)
+    assert stored_bits(store, sum(master.numel() for master in masters.values())) < 13
+
+
+def test_top_k_gradients_under_sgd(tmp_path: Path) -> None:
+    """Compression with error feedback: the hundredth of the gradient that is applied is all that a step costs."""
+    torch.manual_seed(4)
+    model = torch.nn.Linear(400, 500)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    kept_back = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+    store, truth = ckptstore.open(tmp_path / "store"), {}
+    with store.writer(diffs=ckptstore.DiffOptions(batch=5), poll_seconds=None) as writer:
+        for step in range(1, 17):
+            x = torch.randn(32, 400)
+            model.zero_grad()
+            model(x).square().mean().backward()
+            applied = {}
+            for parameter, left in kept_back.items():
+                left.add_(parameter.grad)
+                flat = left.flatten()
+                where = flat.abs().topk(max(1, flat.numel() // 100)).indices.sort().values
+                applied[parameter] = SparseGradient(where.numpy(), flat[where].numpy(), flat.numel())
+                parameter.grad = torch.zeros_like(flat).index_copy_(0, where, flat[where]).view_as(parameter)
+                left.sub_(parameter.grad)
+            optimizer.step()
+            state = {"model": model.state_dict(), "sgd": optimizer.state_dict()}
+            truth[step] = fingerprint(state)
+            writer.save_async(state, step, updates=OptimizerStep(optimizer, gradients=applied))
+    assert all(fingerprint(store.load(step)) == truth[step] for step in truth)
+    assert stored_bits(store, 500 * 401) < 1.5
