@@ -59,7 +59,7 @@ def state_of(term: int, step: int) -> dict[str, Any]:
 
 
 def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 1) -> None:
-    """One store's life: creation, then `rounds` times four terms with folds, a fork, a restore, merges and gc.
+    """One store's life: creation, then `rounds` times five terms: folds, a fork, a restore, diffs, merges, gc.
 
     Args:
         acknowledge: called with a REF as soon as the store has promised that checkpoint, and with ``-REF`` before it is
@@ -75,6 +75,7 @@ def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 
         store.load(first, framework="numpy")
         _term(store, acknowledge, parent=first, saves=2)  # goes back: a fork
         _maintain(store)
+        _stepping_term(store, acknowledge)
         merged = _merging_term(store, acknowledge)
         merge(store, merged, keep_steps=True, take_over=True)
         collect(store)
@@ -115,6 +116,21 @@ def _term(store: Store, acknowledge: Callable[[str], None], *, parent: str, save
             refs.append(info.ref)
         writer.tag("newest", step)
     return refs[0]
+
+
+def _stepping_term(store: Store, acknowledge: Callable[[str], None]) -> None:
+    """One term of gradient diffs, two to a segment; the last of them is written when the term is closed."""
+    options = DiffOptions(batch=2, seconds=None, flush_on_sigterm=False)
+    pending = []
+    with store.writer(diffs=options, threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        begin = 1 + (0 if writer.parent is None else writer.parent.step)
+        for step in range(begin, begin + 4):
+            pending.append(writer.save_async(state_of(writer.term, step), step=step))
+            for one in pending:
+                if one.done():
+                    acknowledge(one.result().ref)
+    for one in pending:
+        acknowledge(one.result().ref)
 
 
 def _merging_term(store: Store, acknowledge: Callable[[str], None]) -> str:
