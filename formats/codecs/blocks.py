@@ -95,6 +95,8 @@ def _plan(words: Words, level: int, nested: bool) -> _Plan:
     word, count = words.itemsize, len(words)
     if level > planecoder.THRIFTY:
         return _Plan(None, 0, (ZSTD,) * word)
+    if count < planecoder.SMALL:  # no plane of so few is coded: it is one byte, or left alone
+        return _Plan(None if words.any() else 0, 0, (ZSTD,) * word)
     size = min(SAMPLE, max(SAMPLE // 4, count // 16))
     sampled = words
     if count > size:

@@ -38,7 +38,8 @@ DEPTH = 3
 FAST, THRIFTY = 0, 1
 _INCOMPRESSIBLE = 7.88  # bits per value of a sample; below it coding gains at least 1 %
 _PIECES = 8
-_SMALL = 48
+SMALL = 48
+"""Fewer values than this are only filled or left alone."""
 SAMPLED = 512
 _FRAME_WINDOW = 1 << 20
 _NOTHING = np.empty(0, np.uint8)
@@ -186,12 +187,12 @@ def encode(values: Bytes, out: Bytes, at: int, mode: int | None = None, level: i
             out[at], out[at + 1] = FILL, values[0]
             return at + 2
         mode = ZSTD
-    if mode >= SPARSE and depth < DEPTH and count >= _SMALL:
+    if mode >= SPARSE and depth < DEPTH and count >= SMALL:
         end = _encode_packed(values, out, at, mode, level, depth)
         if end is not None:
             return end
         mode = ZSTD
-    if (mode == ZSTD or level > THRIFTY) and count >= _SMALL:
+    if (mode == ZSTD or level > THRIFTY) and count >= SMALL:
         frame = _compressor(max(level, THRIFTY)).compress(values.data)
         if len(frame) + 4 < count:
             out[at] = ZSTD
