@@ -245,14 +245,14 @@ def _type(path: Path, name: str, entry: Mapping[str, Any], logical: str | None) 
         code, shape = logical, shape[: len(shape) - len(dtype.trailing)]
     begin, end = entry["data_offsets"]
     if end - begin != dtypes.nbytes(dtypes.get(code), shape):
-        raise FormatError(f"{path}: tensor {name!r:.80} has {end - begin} bytes, which is not {code} {shape}")
+        raise FormatError(f"{path}: tensor {name!r:.80} has {end - begin} bytes, which is not {code} {shape!s:.80}")
     return code, tuple(shape)
 
 
 def _logical_dtypes(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
     if DTYPES_MEMBER not in metadata:
         return {}
-    text = metadata[DTYPES_MEMBER].encode()
+    text = metadata[DTYPES_MEMBER].encode(errors="surrogatepass")
     found = jsontext.loads(text, what=f"{path}: {DTYPES_MEMBER}", max_bytes=_HEADER_LIMIT)
     if not isinstance(found, dict):  # names of dtypes are checked where they are looked up
         raise FormatError(f"{path}: {DTYPES_MEMBER} does not map tensors to dtypes")
@@ -262,7 +262,7 @@ def _logical_dtypes(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
 def _assemble(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str]) -> FlatState:
     """The state that `ckpt restore` wrote, if its tree is there; else a dict of the tensors under their names."""
     if STATE_MEMBER in metadata:
-        text = metadata[STATE_MEMBER].encode()
+        text = metadata[STATE_MEMBER].encode(errors="surrogatepass")
         tree = jsontext.loads(text, what=f"{path}: {STATE_MEMBER}", max_bytes=_HEADER_LIMIT)
         with _named(path):
             names = tensor_names(tree)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import tempfile
 from pathlib import Path
@@ -28,7 +27,7 @@ def _run(data: bytes) -> bool:
         given = _json(data)
         if isinstance(given, dict) and isinstance(given.get("shards"), dict):
             for name, header in given["shards"].items():
-                if name and len(os.fsencode(name)) < 200 and Path(name).name == name and "\0" not in name:
+                if len(name) < 60 and name.isprintable() and Path(name).name == name != "":
                     (place / name).write_bytes(_safetensors(header))
             path = place / "model.safetensors.index.json"
             path.write_text(json.dumps(given.get("index")))
