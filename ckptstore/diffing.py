@@ -31,6 +31,8 @@ _SMALL: Final = 1 << 18
 """Bytes of a tensor up to which its parameter is laid end to end with others."""
 _POOL: Final = 4 << 20
 """Bytes of each slot that are laid end to end: a unit of work for one thread."""
+_TOGETHER: Final = 1 << 14
+"""Parameters that are laid end to end at most: a group is never cut, and a segment has so many entries only."""
 _REUSE: Final = 32
 """Steps after which the choice of an encoding is made again."""
 
@@ -258,7 +260,7 @@ def _join(updates: Iterator[Update], flat: FlatState, base: Base) -> Iterator[_J
             continue
         key = (update.optimizer, update.step, len(update.slots), _kind(update))
         members, filled = pools.get(key, ([], 0))
-        if members and filled + nbytes > _POOL:
+        if members and (filled + nbytes > _POOL or len(members) == _TOGETHER):
             yield _Joined(tuple(members), flat, base)
             members, filled = [], 0
         members.append(update)
@@ -332,16 +334,18 @@ def _choose_rules(
 def _choose_rule(one: _Joined, choices: StepChoices) -> tuple[optim.Encoding, optim.Rule]:
     update = one.updates[0]
     key = (one.leader, sum(length for _, length in one.extents), _kind(update))
+    variants = update.optimizer.variants
     found = choices.known(*key)
-    if found is not None:
+    if found is not None and found[1] in ("", *variants):  # another optimizer may have taken over
         encoding, variant = found
-        rule = update.optimizer.rule(update.step, variant or update.optimizer.variants[0])
+        rule = update.optimizer.rule(update.step, variant or variants[0])
         return encoding, rule if variant else optim.Skip(rule.slots)
     start, length = one.extents[0]
     old = [_joined_array(one.old(slot, start, length)) for slot in range(one.width)]
     new = [_joined_array(one.new(slot, start, length)) for slot in range(one.width)]
     gradient = one.gradient(start, length)
-    choice = optim.choose(update.optimizer, update.step, old, new, gradient, choices.variant(*key))
+    before = choices.variant(*key)
+    choice = optim.choose(update.optimizer, update.step, old, new, gradient, before if before in variants else None)
     if not update.step.skipped:
         choices.learn(*key, choice)
     return choice.encoding, choice.rule

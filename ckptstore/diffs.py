@@ -164,6 +164,7 @@ class Diffs:
         self._begun = time.monotonic()
         self._sums = Sums()
         self._latest: Snapshot | None = None  # of what is being summed up
+        self._incomplete = False  # a step is missing from the sums
         self.waiting: list[Waiting] = []
 
     @property
@@ -184,7 +185,7 @@ class Diffs:
         Args:
             restorable: whether the catalog can restore a checkpoint, so that others may build on it.
         """
-        if self._previous is None or self._depth + 1 >= self.full_every:
+        if self._previous is None or self._incomplete or self._depth + 1 >= self.full_every:
             return True
         return not self.waiting and not restorable(self._previous.id)
 
@@ -193,29 +194,36 @@ class Diffs:
 
         Takes `snapshot` over.
         """
-        self._advance(MemoryBase(identity, snapshot))
-        self._depth = 0
         controller = self.options.controller
-        if controller is not None:
+        if controller is not None:  # first: if it raises, `snapshot` is still the caller's
             before, self._begun = self._begun, time.monotonic()
             controller.ran(self._begun - before)
             controller.wrote(max(nbytes, 1), max(seconds, 1e-6))
             controller.adapt()
+        self._advance(MemoryBase(identity, snapshot))
+        self._depth = 0
+        self._incomplete = False
 
     def add(self, snapshot: Snapshot, updates: Sequence[Update], step: int, done: Future[CheckpointInfo]) -> bool:
         """Code a step; it waits for its batch -> whether the batch is full. Takes `snapshot` over.
 
         Raises:
             StorageError, MemoryError: nothing has changed; `snapshot` is still the caller's.
+            UsageError: a gradient is missing that was to be summed up; likewise, but the next checkpoint is a full.
         """
         assert self._previous is not None
-        self._depth += 1
         if self.options.accumulate == "sum":
-            self._sums.add(updates, snapshot.flat, self._previous)
+            try:
+                self._sums.add(updates, snapshot.flat, self._previous)
+            except BaseException:
+                self._incomplete = True  # sums without this step lead to where training never was near
+                raise
+            self._depth += 1
             self._keep_latest(snapshot)
             self.waiting.append(Waiting(step, time.time(), done, None))
             return len(self.waiting) >= self.batch
         coded = self._encode(snapshot, updates, step)
+        self._depth += 1
         self.waiting.append(Waiting(step, time.time(), done, coded))
         self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
@@ -284,6 +292,7 @@ class Diffs:
         """Let go of the step in memory: the next checkpoint is a full. What waits is forgotten."""
         self.waiting.clear()
         self._sums.clear()
+        self._incomplete = False
         self._keep_latest(None)
         self._advance(None)
 

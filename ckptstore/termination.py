@@ -1,7 +1,8 @@
 """SIGTERM: schedulers send it some seconds before SIGKILL. Steps that wait for their batch are written in that time.
 
 The handler only starts a thread: what the main thread was doing may hold any lock. When everything is written the
-signal is sent again to whoever handled it before, which by default ends the process.
+signal is sent again to whoever handled it before, which by default ends the process. A handler that was set later and
+calls this one hears of it twice.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class _Flushes(Protocol):
 _writers: weakref.WeakSet[_Flushes] = weakref.WeakSet()
 _before: object = None
 """What handled the signal before this module did; None: it does not handle it."""
+_chained = False
+"""Whether a later handler called this one, so that the signal, sent again, leads here again."""
 
 
 def watch(writer: _Flushes) -> None:
@@ -33,12 +36,13 @@ def watch(writer: _Flushes) -> None:
     global _before
     if threading.current_thread() is not threading.main_thread():
         return
+    before = signal.getsignal(signal.SIGTERM)
+    if not _writers and before is not _on_signal:
+        _before = None  # another handler took the place of this one, and nobody put this one back
     _writers.add(writer)
-    if _before is None:
-        before = signal.getsignal(signal.SIGTERM)
-        if before is not None:  # None: a handler that is not Python's, and cannot be put back
-            _before = before
-            signal.signal(signal.SIGTERM, _on_signal)
+    if _before is None and before is not None:  # None: a handler that is not Python's, and cannot be put back
+        _before = before
+        signal.signal(signal.SIGTERM, _on_signal)
 
 
 def forget(writer: _Flushes) -> None:
@@ -55,11 +59,26 @@ def _put_back() -> None:
         _before = None
 
 
-def _on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  # as `signal.signal` wants it
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _chained
     ignored = _before is signal.SIG_IGN
     if not ignored:
+        if _chained or _before is None:
+            _chained = False
+            _hand_on(number, frame)
+            return
         _put_back()  # a second signal does not wait
+        _chained = _before is not None
     threading.Thread(target=_flush_all, args=(not ignored,), name="ckptstore-sigterm").start()
+
+
+def _hand_on(number: int, frame: FrameType | None) -> None:
+    """Do what was done before this module handled the signal: sending it again would only lead here again."""
+    if callable(_before):
+        _before(number, frame)
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _flush_all(again: bool) -> None:

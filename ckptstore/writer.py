@@ -96,8 +96,6 @@ class PendingSave:
         wait([self._future], timeout)
         if not self._future.done():
             raise TimeoutError(f"step {self.step} is not durable after {timeout} s")
-        if self._future.cancelled():
-            raise WriterClosedError(f"step {self.step} was not saved: the writer stopped before")
         if self._future.exception() is not None:
             self._seen(self.step)
         return self._future.result()
@@ -201,7 +199,7 @@ class Writer:
 
         Args:
             state, step: as for `save`.
-            updates: as for `save`; dense gradients are copied, too.
+            updates: as for `save`; gradients are copied, too.
 
         Waits while `max_in_flight` earlier snapshots are not durable yet. An error that nobody asked for with `result`
         is raised by the next call, or on leaving the ``with``.
@@ -275,7 +273,6 @@ class Writer:
         Raises:
             as `save`.
         """
-        self._check_open()
         self._submit(lambda: self._commit(tags={name: (self.term, ref_step)})).result()
 
     def drain(self) -> None:
@@ -288,10 +285,12 @@ class Writer:
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins are the parent's
         termination.forget(self)
-        with contextlib.suppress(RuntimeError, WriterClosedError):  # a second time
-            self._submit(self._finish)
         with self._lock:
-            self._closed = True
+            if not self._closed:
+                with contextlib.suppress(RuntimeError):  # the interpreter is going
+                    self._committer.submit(self._finish)
+                # Under one lock: a step submitted after `_finish` would wait for its batch for ever.
+                self._closed = True
         self._stop_polling.set()
         # Each of these may be repeated: after Ctrl-C in one of them a second close waits again.
         self._committer.shutdown()
@@ -386,16 +385,19 @@ class Writer:
     def _take_gradients(self, updates: Sequence[Update]) -> tuple[list[Update], Snapshot | None]:
         """The updates with copies of their gradients, and what owns the copies' memory."""
         dense: dict[str, TensorSource] = {}
-        for number, update in enumerate(updates):
-            if update.gradient is not None and not isinstance(update.gradient, SparseGradient):
-                dense[str(number)] = update.gradient
+        taken = list(updates)
+        for number, update in enumerate(taken):
+            gradient = update.gradient
+            if isinstance(gradient, SparseGradient):
+                copy = SparseGradient(gradient.indices.copy(), gradient.values.copy(), gradient.size)
+                taken[number] = replace(update, gradient=copy)
+            elif gradient is not None:
+                dense[str(number)] = gradient
         if not dense:
-            return list(updates), None
+            return taken, None
         copied = self._snapshots.copy(FlatState(None, dense), self._blocks)
-        taken = [
-            replace(update, gradient=copied.flat.tensors.get(str(number), update.gradient))
-            for number, update in enumerate(updates)
-        ]
+        for name, source in copied.flat.tensors.items():
+            taken[int(name)] = replace(taken[int(name)], gradient=source)
         return taken, copied
 
     # -- the committer's thread
@@ -413,6 +415,8 @@ class Writer:
         snapshot = self._snapshots.copy(flat, self._deltas.encoders)
         kept = False
         try:
+            if progress is not None:  # what it raises stops the save: so it is asked before anything is written
+                progress(sum(source.nbytes for source in flat.tensors.values()))
             if interrupted.is_set():
                 raise WriterClosedError(f"step {step} was not saved: interrupted")
             kept = self._diff(snapshot, updates, step, done)
@@ -420,8 +424,6 @@ class Writer:
         finally:
             if not kept:
                 snapshot.free()
-        if progress is not None:
-            progress(sum(source.nbytes for source in flat.tensors.values()))
         return done.result()
 
     def _diff(self, snapshot: Snapshot, updates: Sequence[Update], step: int, done: Future[CheckpointInfo]) -> bool:
@@ -429,27 +431,42 @@ class Writer:
         assert self._diffs is not None
         if self._ended is not None:
             raise self._ended
+        if self._diffs.waiting and step < self._diffs.waiting[-1].step:
+            self._flush_in_time()  # the steps of a segment ascend
         if not self._diffs.due(self._log.catalog.restorable):
             full = self._diffs.add(snapshot, updates, step, done)
-            if full:
+            if full or not self._wait_at_most(self._diffs.options.seconds):
                 self._flush_in_time()
-            elif self._deadline is None and self._diffs.options.seconds is not None:
-                self._deadline = threading.Timer(self._diffs.options.seconds, self._at_deadline)
-                self._deadline.daemon = True
-                self._deadline.start()
             return True
         self._flush_in_time()
         began = time.monotonic()
         info, kept = self._persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot)
         seconds = time.monotonic() - began
-        # A base of deltas lives as long as those need it: then a copy is what the next step is coded against.
-        base = self._snapshots.copy(snapshot.flat, self._deltas.encoders) if kept else snapshot
+        done.set_result(info)  # it is durable: nothing that follows may say otherwise
+        try:
+            # A base of deltas lives as long as those need it: then a copy is what the next step is coded against.
+            base = self._snapshots.copy(snapshot.flat, self._deltas.encoders) if kept else snapshot
+        except (MemoryError, RuntimeError):
+            self._diffs.restart()  # the next checkpoint is a full
+            return True
         self._diffs.begin(CheckpointId(self.term, step, info.state), base, info.stored, seconds)
-        done.set_result(info)
+        return True
+
+    def _wait_at_most(self, seconds: float | None) -> bool:
+        """Flush in so many seconds, unless that was arranged before -> False: there is no thread to be had for it."""
+        if seconds is None or self._deadline is not None:
+            return True
+        deadline = threading.Timer(seconds, self._at_deadline)
+        deadline.daemon = True
+        try:
+            deadline.start()
+        except RuntimeError:
+            return False
+        self._deadline = deadline
         return True
 
     def _at_deadline(self) -> None:
-        with contextlib.suppress(WriterClosedError):  # closing flushes
+        with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going
             self._submit(self._flush_in_time)
 
     def _flush_in_time(self) -> None:
