@@ -1,0 +1,218 @@
+"""A writer that is over says so at once: closed, fenced, forked or interrupted, it writes nothing any more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import uuid
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import DiffOptions
+from ckptstore.formats.sources import NumpySource
+from ckptstore.formats.state import FlatState
+from ckptstore.store import Store
+from tests.engine.test_diffs import Trainer
+
+
+@pytest.fixture
+def store() -> ckptstore.Store:
+    return ckptstore.open(f"memory://{uuid.uuid4().hex}")
+
+
+def begin_a_term(store: ckptstore.Store) -> None:
+    Store(store.backend).writer(poll_seconds=None).close()
+
+
+def fence(store: ckptstore.Store, writer: ckptstore.Writer) -> None:
+    """A newer term begins, and `writer` hears of it. Nothing that waits is touched by that."""
+    begin_a_term(store)
+    with pytest.raises(ckptstore.FencedError):
+        writer.tag("late", 1)
+
+
+def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
+    writer = store.writer(poll_seconds=None)
+    writer.save({"w": np.zeros(5)}, step=1)
+    writer.close()
+    for call in (
+        lambda: writer.save({"w": np.ones(5)}, 2),
+        lambda: writer.save_async({"w": np.ones(5)}, 2),
+        lambda: writer.save({"w": object()}, 2),  # that it could not be stored either is not what is wrong
+        lambda: writer.tag("late", 1),
+        writer.flush,
+        writer.drain,
+    ):
+        with pytest.raises(ckptstore.WriterClosedError, match="closed"):
+            call()
+    writer.close()
+
+
+def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
+    """The pool that copies goes with the writer; its own error would say nothing to anybody."""
+    writer = store.writer(poll_seconds=None)
+
+    class Closing(NumpySource):
+        def view(self) -> Any:
+            writer.close()
+            return super().view()
+
+    with pytest.raises(ckptstore.WriterClosedError, match="closed"):
+        writer.save_async(FlatState({"w": None}, {"w": Closing(np.zeros(5))}), 1)
+    assert not store.backend.list("seg/")
+
+
+def test_a_fenced_writer_refuses_at_once(store: ckptstore.Store) -> None:
+    writer = store.writer(poll_seconds=None)
+    writer.save({"w": np.zeros(5)}, step=1)
+    fence(store, writer)
+    for call in (
+        lambda: writer.save({"w": np.ones(5)}, 2),
+        lambda: writer.save_async({"w": np.ones(5)}, 2),  # not only its result
+        lambda: writer.tag("late", 1),
+    ):
+        with pytest.raises(ckptstore.FencedError):
+            call()
+    writer.close()
+
+
+def test_what_was_on_its_way_when_the_term_ended_is_not_written(store: ckptstore.Store) -> None:
+    """Nobody may drop segments of a term that is over: so none is written any more."""
+    with store.writer(poll_seconds=None, max_in_flight=2) as writer, ThreadPoolExecutor(1) as other:
+        reached, goes_on = threading.Event(), threading.Event()
+
+        def waits(_nbytes: int) -> None:
+            reached.set()
+            assert goes_on.wait(60)
+
+        first = other.submit(writer.save, {"w": np.zeros(5)}, 1, progress=waits)
+        assert reached.wait(60)
+        second = writer.save_async({"w": np.ones(5)}, 2)
+        begin_a_term(store)
+        goes_on.set()
+        for one in (first, second):
+            with pytest.raises(ckptstore.FencedError):
+                one.result(60)
+    assert len(store.backend.list("seg/")) == 1
+
+
+LOST = pytest.mark.filterwarnings("ignore:term 1 ended without closing:ckptstore.LostStepsWarning")
+
+
+@pytest.fixture
+def trainer(store: ckptstore.Store) -> Any:
+    """A writer of diffs, and what it is given: step 1 is a full, step 2 waits for its batch."""
+    trainer = Trainer()
+    writer = store.writer(diffs=DiffOptions(batch=9, seconds=None), poll_seconds=None)
+    pending = []
+    for step in (1, 2):
+        trainer.train()
+        pending.append(writer.save_async(trainer.state(), step, updates=trainer.updates()))
+    pending[0].result(60)
+    return trainer, writer, pending[1]
+
+
+@LOST
+def test_steps_that_wait_are_not_written_once_the_term_is_over(store: ckptstore.Store, trainer: Any) -> None:
+    _, writer, waiting = trainer
+    before = store.backend.list("seg/")
+    fence(store, writer)
+    with pytest.raises(ckptstore.FencedError):
+        writer.flush()
+    with pytest.raises(ckptstore.FencedError):
+        waiting.result(60)
+    writer.close()
+    assert store.backend.list("seg/") == before
+
+
+@LOST
+def test_no_step_waits_for_a_batch_that_cannot_be_written(store: ckptstore.Store, trainer: Any) -> None:
+    """The term ends after the step was taken: its error comes with it, not with the end of the batch."""
+    training, writer, waiting = trainer
+    training.train()
+
+    def updates(_flat: FlatState) -> Any:
+        fence(store, writer)
+        return training.updates()
+
+    late = writer.save_async(training.state(), 3, updates=updates)
+    with pytest.raises(ckptstore.FencedError):
+        late.result(60)
+    assert not waiting.done()
+    with pytest.raises(ckptstore.FencedError):
+        writer.close()
+    with pytest.raises(ckptstore.FencedError):
+        waiting.result(60)
+
+
+class Interrupted:
+    """What a caller waits for who presses Ctrl-C; `known` is set once the writer knows that he does not wait."""
+
+    def __init__(self, future: Future[Any], known: threading.Event) -> None:
+        self._future = future
+        self._known = known
+
+    def result(self) -> Any:
+        raise KeyboardInterrupt
+
+    def exception(self) -> BaseException | None:
+        self._known.set()
+        return self._future.exception(60)
+
+
+@pytest.mark.parametrize("diffs", [None, DiffOptions(batch=1)], ids=["full", "diffs"])
+def test_an_interrupted_save_is_not_committed(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, diffs: DiffOptions | None
+) -> None:
+    """The caller may change the state as soon as he was interrupted: what is written by then is not what he saved."""
+    with store.writer(diffs=diffs, poll_seconds=None) as writer:
+        known = threading.Event()
+        submit, copy, write = writer._submit, writer._snapshots.copy, writer._deltas.write
+
+        def late(what: Any) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                assert known.wait(60)
+                return what(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_submit", lambda work: Interrupted(submit(work), known))
+            patched.setattr(writer._snapshots, "copy", late(copy))
+            patched.setattr(writer._deltas, "write", late(write))
+            with pytest.raises(KeyboardInterrupt):
+                writer.save({"w": np.zeros(5)}, 1)
+        assert store.checkpoints() == []
+        writer.save({"w": np.ones(5)}, 1)
+    assert store.load(1, framework="numpy")["w"].tolist() == [1] * 5
+
+
+def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store").writer(poll_seconds=None) as writer:
+        writer.save({"w": np.zeros(4)}, step=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
+            child = multiprocessing.get_context("fork").Process(target=_misuse, args=(writer,), daemon=True)
+            child.start()
+        child.join(30)
+        if child.exitcode is None:
+            child.kill()
+        assert child.exitcode == 0
+
+
+def _misuse(writer: ckptstore.Writer) -> None:
+    for call in (
+        lambda: writer.save({"w": np.ones(4)}, 2),
+        lambda: writer.save_async({"w": np.ones(4)}, 2),
+        lambda: writer.tag("late", 1),
+        writer.flush,
+        writer.drain,
+    ):
+        with pytest.raises(ckptstore.WriterClosedError, match="fork"):
+            call()
