@@ -80,15 +80,17 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
 def _with_master(held: Sequence[Held], number: int, layers: tuple[Layer, ...]) -> Chain:
     copy = layers[0]
     name = master_of(copy.tensor)
-    if name is None or name not in held[number] or held[number][name].tensor.codec == "derive":
+    found = None if name is None else held[number].get(name)
+    if found is None:
         raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which is not there")
-    # Only an fp32 tensor is a master, and it derives from nothing: so chains of masters are one link long.
-    wanted, found = ("F32", copy.tensor.shape), held[number][name].tensor
-    if copy.tensor.dtype not in ("BF16", "F16") or (found.dtype, found.shape) != wanted:
+    # Only an fp32 tensor is a master, and only half as wide ones derive: so chains of masters are one link long.
+    wanted = ("F32", copy.tensor.shape)
+    if copy.tensor.dtype not in ("BF16", "F16") or _spec(found.tensor) != wanted:
         raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which has another dtype or shape")
-    master = _chain(held, number, name)
+    root = (found.tensor.name, number)
+    master = _chain(held, number, found.tensor.name)
     if _is_joint(master):
-        master = Chain(master.layers, master.master, _programs(held, [(name, number)])[name, number])
+        master = Chain(master.layers, master.master, _programs(held, [root])[root])
     return Chain(layers, master)
 
 
@@ -127,8 +129,6 @@ class _Needs:
                     self.join(cells[0], other)
                 waiting += [(member.tensor.name, number - 1, member) for member in members]
                 continue
-            if layer.base_ratio == 2:
-                raise CorruptSegmentError(f"{layer.where}: an optimizer's step builds on a rounded copy")
             if (number, name) in self.work:
                 continue
             self.work[number, name] = (Cell(name, *_spec(layer.tensor)),)

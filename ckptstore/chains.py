@@ -93,8 +93,7 @@ def decode_chunk(chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify
     for number, layer in enumerate(chain.layers):
         base: Bytes | None = out if layer.base_ratio else None
         if not number and layer.base_ratio:
-            if chain.master is None:
-                raise CorruptSegmentError(f"{chain.where}: its chain begins with a delta")
+            assert chain.master is not None, chain.where  # or it was never assembled
             base = _master_bytes(chain.master, index, 2 * len(out), scratch, verify)
         fold_layer(layer, index, base, out, scratch, verify=verify)
     check_decoded(chain.layers[-1], index, out, verify=verify)

@@ -12,7 +12,7 @@ from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.formats.steps import Group
 from ckptstore.reading import SegmentReader
-from ckptstore.staging import BLOCK_BYTES, Bytes
+from ckptstore.staging import Bytes
 
 __all__ = ["Layer", "check_decoded", "fold_layer", "read_payload"]
 
@@ -74,8 +74,6 @@ def read_payload(layer: Layer, index: int, scratch: Bytes, *, verify: bool) -> B
         StorageError: the medium failed.
     """
     chunk = layer.tensor.chunks[index]
-    if chunk.length > BLOCK_BYTES + BLOCK:
-        raise CorruptSegmentError(f"{layer.reader.entry.key}: a chunk of {chunk.length} stored bytes")
     # Memory that agrees with the file modulo the page size lets the backend read past the cache.
     phase = chunk.offset % BLOCK
     payload = scratch[phase : phase + chunk.length]

@@ -124,11 +124,8 @@ class Program:
 
     @cached_property
     def chunks(self) -> int:
-        """Chunks of each of its tensors. Raises `CorruptSegmentError` where they differ."""
-        counts = {chunk_count(cell.nbytes) for cell in self.cells}
-        if len(counts) != 1:
-            raise CorruptSegmentError(f"{self.layers[-1].where}: moved together with tensors of other sizes")
-        return counts.pop()
+        """Chunks of each of its tensors: those of a parameter have one shape, several together fit into one chunk."""
+        return chunk_count(self.cells[0].nbytes)  # and `groups_of` has refused what is not so
 
     def nbytes(self, index: int) -> int:
         """Logical bytes of chunk `index` of all of its tensors."""

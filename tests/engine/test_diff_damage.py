@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore import DiffOptions, batches, diffs
+from ckptstore import DiffOptions, batches, diffs, encoding
+from ckptstore.deltas import DeltaOptions
 from ckptstore.diffing import EncodedStep
+from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from tests.engine.states import same
@@ -156,6 +158,43 @@ def test_one_tensor_of_a_group_left_out(forge: Forge) -> None:
     found = forge(steps=drop)
     found.intact(1, 2, 3)
     found.refused(4, 5, 6, says=("step 4", "'v.wide'"))
+
+
+@pytest.mark.parametrize("base", ["gone", "other shape"])
+def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+    """Steps move it all the same: so its base has to be there, and to fit."""
+    encode_step, append = diffs.encode_step, encoding._append
+
+    def nameless(*arguments: Any, **options: Any) -> EncodedStep:
+        coded = encode_step(*arguments, **options)
+        tree = {name: part for name, part in coded.tree.items() if name != "v"}
+        parts = [
+            (one.spec.name, one.spec.dtype, one.spec.shape, one.hash)
+            for unit in coded.units
+            for one in unit
+            if not one.spec.name.startswith("v.")
+        ]
+        return replace(coded, tree=tree, state=hashing.state_hash(jsontext.dumps(tree), parts))
+
+    def described(*arguments: Any) -> TensorEntry:
+        entry = append(*arguments)
+        if entry.name != "v.wide":
+            return entry
+        return replace(entry, name="v.gone") if base == "gone" else replace(entry, shape=entry.shape[::-1])
+
+    trainer = Trainer()
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
+    packed = DeltaOptions(interval=100, compress_fulls=True)
+    with store.writer(deltas=packed, diffs=DiffOptions(batch=1), poll_seconds=None) as writer:
+        monkeypatch.setattr(encoding, "_append", described)
+        monkeypatch.setattr(diffs, "encode_step", nameless)
+        for step in (1, 2):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+    says = "has no tensor 'v.wide'" if base == "gone" else "'v.wide': its base has another shape"
+    for verify in (True, False):
+        with pytest.raises(CorruptSegmentError, match=says):
+            store.load(2, verify=verify)
 
 
 def test_a_step_by_another_rule(forge: Forge) -> None:

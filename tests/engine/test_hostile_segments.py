@@ -106,8 +106,78 @@ def test_copies_of_what_is_no_master(forge: Callable[..., ckptstore.Store], of: 
 
     store = forge([state], misled)
     assert store.backend.list("seg/")
-    with pytest.raises(ckptstore.CorruptSegmentError, match=r"seg/.*tensor 'c'"):
+    for verify in (True, False):  # hashes do not have to tell what the description does
+        with pytest.raises(ckptstore.CorruptSegmentError, match=r"seg/.*tensor 'c'"):
+            store.load(1, verify=verify)
+
+
+def test_a_master_that_derives_from_itself(forge: Callable[..., ckptstore.Store]) -> None:
+    master = torch.randn(70, 30)
+
+    def circular(entry: TensorEntry) -> TensorEntry:
+        return replace(entry, codec="derive", params={"to": "BF16", "of": "m"}) if entry.name == "m" else entry
+
+    store = forge([{"c": master.bfloat16(), "m": master}], circular)
+    with pytest.raises(ckptstore.CorruptSegmentError, match="tensor 'm': derived from 'm'"):
         store.load(1)
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype"])
+def test_a_base_of_another_shape(forge: Callable[..., ckptstore.Store], what: str) -> None:
+    """What the hashes say of the bits is not asked."""
+    first = np.random.default_rng(0).integers(0, 256, (20, 3000), dtype=np.uint8)
+    second = first.copy()
+    second[1, ::1000] += 1
+    seen: list[str] = []
+
+    def other(entry: TensorEntry) -> TensorEntry:
+        seen.append(entry.codec)
+        if len(seen) > 1:
+            return entry
+        if what == "shape":
+            return replace(entry, shape=entry.shape[::-1])
+        return replace(entry, dtype="I8")
+
+    store = forge([{"w": first}, {"w": second}], other)
+    assert len(seen) == 2
+    assert seen[1] != "raw"
+    for verify in (True, False):
+        with pytest.raises(ckptstore.CorruptSegmentError, match="'w': its base has another shape"):
+            store.load(2, verify=verify)
+
+
+WAYS: dict[str, Callable[[ckptstore.Store], Any]] = {
+    "load": lambda store: store.load(2),
+    "part": lambda store: store.load(2, select="c"),
+    "into": lambda store: store.load(2, into={name: torch.empty_like(value) for name, value in store.load(1).items()}),
+    "read_tensor": lambda store: store.read_tensor(2, "c"),
+    "chunks": lambda store: list(store.chunks(2, "c")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("codec", ["derive", "delta"])
+def test_payloads_that_fit_and_lead_elsewhere(forge: Callable[..., ckptstore.Store], way: str, codec: str) -> None:
+    """Every stored byte is what was stored; what it becomes is not what the log says that was saved."""
+    states = []
+    for step in range(2):
+        weight = torch.arange(2100.0).reshape(70, 30) * (1 + step / 128)
+        states.append({"c": weight.bfloat16(), "m": weight} if codec == "derive" else {"c": weight})
+    seen: list[str] = []
+
+    def misled(entry: TensorEntry) -> TensorEntry:
+        seen.append(entry.codec if entry.name == "c" else "")
+        if entry.name != "c" or len([one for one in seen if one]) < 2:
+            return entry
+        chunk = entry.chunks[0]
+        return replace(entry, chunks=(replace(chunk, decoded_hash=hashing.chunk_hash(b"other bytes")),))
+
+    store = forge(states, misled)
+    codecs_of_c = [one for one in seen if one]
+    assert codecs_of_c[1] == "derive" if codec == "derive" else codecs_of_c[1] not in ("raw", "derive")
+    same(states[0], store.load(1))
+    with pytest.raises(ckptstore.CorruptSegmentError, match=r"tensor 'c': chunk 0.*step 2"):
+        WAYS[way](store)
 
 
 def test_a_chunk_that_was_cut_is_none() -> None:
