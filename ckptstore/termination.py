@@ -20,18 +20,18 @@ from ckptstore.formats.errors import CkptError
 __all__ = ["forget", "watch"]
 
 
-class _Flushes(Protocol):
-    def flush(self) -> None: ...
+class _Settles(Protocol):
+    def settle(self) -> None: ...
 
 
-_writers: weakref.WeakSet[_Flushes] = weakref.WeakSet()
+_writers: weakref.WeakSet[_Settles] = weakref.WeakSet()
 _before: object = None
 """What handled the signal before this module did; None: it does not handle it."""
 _chained = False
 """Whether a later handler called this one, so that the signal, sent again, leads here again."""
 
 
-def watch(writer: _Flushes) -> None:
+def watch(writer: _Settles) -> None:
     """Flush `writer` on SIGTERM, until `forget`. Does nothing outside the main thread: only that one sets handlers."""
     global _before
     if threading.current_thread() is not threading.main_thread():
@@ -45,7 +45,7 @@ def watch(writer: _Flushes) -> None:
         signal.signal(signal.SIGTERM, _on_signal)
 
 
-def forget(writer: _Flushes) -> None:
+def forget(writer: _Settles) -> None:
     """Stop watching; the last one puts back what was there before."""
     _writers.discard(writer)
     if not _writers and threading.current_thread() is threading.main_thread():
@@ -85,7 +85,7 @@ def _flush_all(again: bool) -> None:
     try:
         for writer in list(_writers):
             with contextlib.suppress(CkptError):  # its saves say so
-                writer.flush()
+                writer.settle()
     finally:
         if again:
             os.kill(os.getpid(), signal.SIGTERM)

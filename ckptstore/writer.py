@@ -267,6 +267,13 @@ class Writer:
         """
         self._submit(self._flush).result()
 
+    def settle(self) -> None:
+        """`flush`, and note in the log that nothing is missing if the process ends now. What SIGTERM calls.
+
+        Raises nothing that concerns the steps: their saves do.
+        """
+        self._submit(self._flush_and_close).result()
+
     def tag(self, name: str, ref_step: int) -> None:
         """Name the checkpoint of `ref_step` of this term; an existing tag moves.
 
@@ -509,13 +516,17 @@ class Writer:
             done.set_exception(error)
 
     def _finish(self) -> None:
-        """The last thing a term does: flush, and if steps may wait at all, note that none was lost."""
-        self._flush_in_time()
+        """The last thing a term does."""
+        self._flush_and_close()
         if self._diffs is not None:
-            if self._diffs.options.waits and self._ended is None:
-                with contextlib.suppress(CkptError):
-                    self._commit(extra={CLOSED: True})
             self._diffs.restart()
+
+    def _flush_and_close(self) -> None:
+        """Flush, and if steps may wait at all, note that none was lost."""
+        self._flush_in_time()
+        if self._diffs is not None and self._diffs.options.waits and self._ended is None:
+            with contextlib.suppress(CkptError):
+                self._commit(extra={CLOSED: True})
 
     def _persist(
         self,

@@ -220,9 +220,7 @@ class CatalogBuilder:
         if record.term > catalog.term:  # its OPEN was in a damaged slot
             self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False))
         extra = dict(record.extra)
-        if extra.pop(CLOSED, None) is True:
-            entry = catalog.terms[record.term]
-            catalog.terms[record.term] = replace(entry, extra={**entry.extra, CLOSED: True})
+        self._mark_closed(record, extra.pop(CLOSED, None) is True)
         if extra:
             catalog.unknown += ((seq, extra),)
         if record.manifest is not None:
@@ -244,6 +242,16 @@ class CatalogBuilder:
         """Note that slot `seq` cannot be read, and go on after it."""
         self.catalog.damage += (seq,)
         self.catalog.next_seq = seq + 1
+
+    def _mark_closed(self, record: CommitRecord, closed: bool) -> None:
+        """A term is closed by a COMMIT that says so, until one adds checkpoints again."""
+        terms = self.catalog.terms
+        entry = terms[record.term]
+        if closed:
+            terms[record.term] = replace(entry, extra={**entry.extra, CLOSED: True})
+        elif record.checkpoints and CLOSED in entry.extra:
+            left = {name: value for name, value in entry.extra.items() if name != CLOSED}
+            terms[record.term] = replace(entry, extra=left)
 
     def _begin_term(self, entry: TermEntry) -> None:
         catalog = self.catalog

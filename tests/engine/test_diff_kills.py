@@ -111,6 +111,7 @@ def test_sigterm_writes_what_waits(tmp_path: Path) -> None:
     code, durable = run(url, "SIGTERM")
     assert (code, len(durable)) == (-signal.SIGTERM, 21)
     all_there(url, LAST)
+    ckptstore.open(url).writer().close()  # warns of nothing
 
 
 def test_closing_writes_what_waits_and_nothing_is_said_of_it(tmp_path: Path) -> None:

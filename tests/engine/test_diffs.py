@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -315,6 +316,36 @@ def test_a_term_that_was_not_closed_says_what_may_be_missing(tmp_path: Path) -> 
     with store.writer() as third:  # no warning: the second was closed
         assert third.parent is not None
         assert third.parent.step == 6
+
+
+def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path) -> None:
+    trainer = Trainer()
+    store = ckptstore.open(tmp_path / "store", create=True)
+
+    def save(writer: ckptstore.Writer) -> None:
+        trainer.train()
+        writer.save_async(trainer.state(), trainer.step, updates=trainer.updates())
+
+    options = DiffOptions(batch=3, seconds=None)
+    first = store.writer(diffs=options)
+    save(first)
+    save(first)
+    first.settle()
+    second = store.writer(diffs=options)  # no warning: everything is there
+    save(second)
+    save(second)
+    second.settle()
+    save(second)
+    save(second)
+    save(second)
+    second.drain()
+    save(second)
+    with pytest.warns(ckptstore.LostStepsWarning, match="up to 3 steps after 7"):
+        third = store.writer(diffs=options)
+    for writer in (first, second):
+        with contextlib.suppress(ckptstore.FencedError):
+            writer.close()
+    third.close()
 
 
 def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
