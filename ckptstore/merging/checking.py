@@ -80,12 +80,12 @@ def check_copies(
 def _check_description(reader: SegmentReader, catalog: Catalog, edge: Encoding) -> None:
     entry, step = catalog.find(edge.checkpoint), edge.checkpoint[1]
     assert entry is not None, edge.checkpoint
-    tree, tensors = reader.doc.trees.get(step), reader.doc.tensors.get(step, {})
-    names = [] if tree is None else tensor_names(tree)
-    if tree is None or not tensors.keys() >= set(names):
+    trees, tensors = reader.doc.trees, reader.doc.tensors.get(step, {})
+    names = tensor_names(trees[step]) if step in trees else []
+    if step not in trees or not tensors.keys() >= set(names):
         raise CorruptSegmentError(f"{reader.entry.key}: does not hold all of {entry.ref}")
     parts = [(name, tensors[name].dtype, tensors[name].shape, tensors[name].hash) for name in names]
-    if hashing.state_hash(jsontext.dumps(tree), parts) != entry.state:
+    if hashing.state_hash(jsontext.dumps(trees[step]), parts) != entry.state:
         raise CorruptSegmentError(f"{reader.entry.key}: describes another state of {entry.ref} than the log")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import requests
+from ckptstore import encoding, requests
 from ckptstore.collecting import collect
 from ckptstore.deltas import DeltaOptions
 from ckptstore.formats.errors import (
@@ -25,8 +26,9 @@ from ckptstore.formats.errors import (
     StorageError,
     UsageError,
 )
+from ckptstore.formats.segment import SegmentDoc
 from ckptstore.intervals import RestoreBound
-from ckptstore.merging import Merged, merge
+from ckptstore.merging import Merged, copying, merge
 from ckptstore.merging import preparing as preparing_module
 from ckptstore.merging.authors import Successor
 from ckptstore.store import Store
@@ -422,6 +424,76 @@ def test_what_was_written_wrongly_is_never_asked_for(store: Store, monkeypatch: 
     with pytest.raises(CorruptSegmentError, match="checksum"):
         owned(store, "2..6", keep_steps=True)
     assert segments(store) == before
+
+
+def no_tree(doc: SegmentDoc) -> SegmentDoc:
+    return replace(doc, trees={step: tree for step, tree in doc.trees.items() if step != 4})
+
+
+def other_tree(doc: SegmentDoc) -> SegmentDoc:
+    return replace(doc, trees={step: {**tree, "epoch": 99} if step == 4 else tree for step, tree in doc.trees.items()})
+
+
+def no_tensor(doc: SegmentDoc) -> SegmentDoc:
+    name = max(doc.tensors[4])
+    rest = {other: entry for other, entry in doc.tensors[4].items() if other != name}
+    return replace(doc, tensors={**doc.tensors, 4: {**rest, "unused": replace(doc.tensors[4][name], name="unused")}})
+
+
+@pytest.mark.parametrize("change", [no_tree, other_tree, no_tensor])
+def test_what_was_described_wrongly_is_never_asked_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch, change: Callable[[SegmentDoc], SegmentDoc]
+) -> None:
+    """The new segment's hashes all fit; it does not restore what the log says."""
+    before = segments(store)
+    for module, range_, keep_steps in ((copying, "2..6", True), (encoding, "1..4", False)):
+        with monkeypatch.context() as patched:
+            original = module.encode_packed
+            patched.setattr(module, "encode_packed", lambda doc, *rest, made=original: made(change(doc), *rest))
+            with pytest.raises(CorruptSegmentError):
+                owned(store, range_, keep_steps=keep_steps)
+        assert segments(store) == before
+
+
+def test_a_source_that_is_described_wrongly_is_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is written that could be read back."""
+    for number, (change, keep_steps) in enumerate(((no_tree, True), (no_tree, False), (other_tree, False))):
+        store = ckptstore.open(tmp_path / str(number))
+        original = encoding.encode_packed
+
+        def encode(doc: SegmentDoc, *rest: Any, change: Any = change, original: Any = original) -> Any:
+            return original(change(doc) if doc.steps == (4,) else doc, *rest)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(encoding, "encode_packed", encode)
+            fill(store, trajectory(4))
+        before = segments(store)
+        for dry_run in (True, False):
+            with pytest.raises(CorruptSegmentError):
+                owned(store, "1..4", keep_steps=keep_steps, dry_run=dry_run)
+        assert segments(store) == before
+
+
+def test_a_change_against_the_rules_is_not_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = segments(store)
+    (needed,) = store.checkpoint("1").segments
+    unneeded = preparing_module.unneeded
+    monkeypatch.setattr(preparing_module, "unneeded", lambda *arguments: (*unneeded(*arguments), needed))
+    for dry_run in (True, False):
+        with pytest.raises(CheckpointNotFoundError, match="cannot be restored any more"):
+            merge(store, "2..6", timeout=0, dry_run=dry_run)
+    assert store.backend.list("req/") == []
+    assert segments(store) == before
+
+
+@pytest.mark.parametrize("keep_steps", [True, False])
+def test_states_that_are_nothing(tmp_path: Path, keep_steps: bool) -> None:
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(diffs=ckptstore.DiffOptions(batch=1), poll_seconds=None) as writer:
+        for step in (1, 2, 3, 4):
+            writer.save_async(None, step, updates=[])
+    owned(store, "2..4", keep_steps=keep_steps)
+    check(store, [None] * 4, *([1, 2, 3, 4] if keep_steps else [1, 4]))
 
 
 def test_a_read_only_store(store: Store) -> None:
