@@ -17,7 +17,10 @@ from ckptstore import encoding
 from ckptstore.deltas import DeltaOptions
 from ckptstore.formats import hashing
 from ckptstore.formats.errors import CorruptSegmentError
-from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.intervals import RestoreBound
+from ckptstore.loading import open_base
+from ckptstore.merging import merge
 from ckptstore.reading import Piece, SegmentReader, check_chunk
 from tests.engine.states import same
 
@@ -144,6 +147,78 @@ def test_a_base_of_another_shape(forge: Callable[..., ckptstore.Store], what: st
     for verify in (True, False):
         with pytest.raises(ckptstore.CorruptSegmentError, match="'w': its base has another shape"):
             store.load(2, verify=verify)
+
+
+@pytest.fixture
+def misdescribed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Store]:
+    """Saves a full and a delta, whose document is another one than it should be."""
+
+    def saved(change: Callable[[SegmentDoc], SegmentDoc]) -> ckptstore.Store:
+        original = encoding.encode_packed
+
+        def encode(doc: SegmentDoc, *rest: Any) -> Any:
+            return original(change(doc) if doc.kind == "delta" else doc, *rest)
+
+        monkeypatch.setattr(encoding, "encode_packed", encode)
+        weight = np.random.default_rng(0).integers(0, 256, 60000, dtype=np.uint8)
+        store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
+        with store.writer(deltas=DeltaOptions(interval=1), poll_seconds=None) as writer:
+            writer.save({"w": weight}, step=1)
+            weight[::100] += 1
+            assert writer.save({"w": weight}, step=2).kind == "delta"
+        return store
+
+    return saved
+
+
+def test_a_segment_that_builds_on_something_else(misdescribed: Callable[..., ckptstore.Store]) -> None:
+    store = misdescribed(lambda doc: replace(doc, bases=(doc.bases[0]._replace(state="0" * 32),)))
+    store.load(1)
+    for verify in (True, False):
+        with pytest.raises(CorruptSegmentError, match="does not build on 1@1"):
+            store.load(2, verify=verify)
+
+
+@pytest.mark.parametrize(
+    "change", [{"run": "0" * 32}, {"segment": "0" * 32}, {"term": 7}], ids=["run", "segment", "term"]
+)
+def test_a_segment_that_is_another_one(misdescribed: Callable[..., ckptstore.Store], change: dict[str, Any]) -> None:
+    store = misdescribed(lambda doc: replace(doc, **change))
+    for verify in (True, False):
+        with pytest.raises(CorruptSegmentError, match="holds segment"):
+            store.load(2, verify=verify)
+
+
+def test_a_base_is_named_by_its_state_too(misdescribed: Callable[..., ckptstore.Store]) -> None:
+    store = misdescribed(lambda doc: doc)
+    (identity,) = [entry.id for entry in store.view().catalog.checkpoints.values() if entry.step == 1]
+    open_base(store, identity).forget()
+    with pytest.raises(CorruptSegmentError, match="another one now"):
+        open_base(store, identity._replace(state="0" * 32))
+
+
+def test_more_stored_bytes_than_a_chunk_can_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are not read: no reader has memory for them."""
+    code = encoding._code
+
+    def padded(*arguments: Any) -> Any:
+        return [replace(one, payload=np.zeros(CHUNK + (64 << 10), np.uint8)) for one in code(*arguments)]
+
+    store = ckptstore.open(tmp_path / "store")
+    weights = np.zeros(60000, np.uint8)
+    chain = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
+    with store.writer(deltas=chain, poll_seconds=None) as writer:
+        writer.save({"w": weights}, step=1)
+        for step in (2, 3):
+            with monkeypatch.context() as patched:
+                patched.setattr(encoding, "_code", padded if step == 3 else code)
+                weights = weights + np.uint8(1)
+                writer.save({"w": weights}, step=step)
+    for verify in (True, False):
+        with pytest.raises(CorruptSegmentError, match=f"{CHUNK + (64 << 10)} stored bytes"):
+            store.load(3, verify=verify)
+    with pytest.raises(CorruptSegmentError, match=f"{CHUNK + (64 << 10)} stored bytes"):
+        merge(store, "1..3", keep_steps=True, take_over=True)
 
 
 WAYS: dict[str, Callable[[ckptstore.Store], Any]] = {
