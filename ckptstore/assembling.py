@@ -50,7 +50,29 @@ def assemble(held: Sequence[Held], names: Sequence[str]) -> dict[str, Chain]:
     chains = {name: _chain(held, last, name) for name in names}
     joint = [(name, last) for name, chain in chains.items() if _is_joint(chain)]
     programs = _programs(held, joint) if joint else {}
-    return {name: Chain(one.layers, one.master, programs.get((name, last))) for name, one in chains.items()}
+    masters = _master_programs(held, chains.values())
+    return {
+        name: Chain(one.layers, _with_program(one, len(held), masters), programs.get((name, last)))
+        for name, one in chains.items()
+    }
+
+
+def _master_programs(held: Sequence[Held], chains: Iterable[Chain]) -> dict[_Root, Program]:
+    """What restores masters that steps have moved. Those of one step share it: small ones lie in groups of thousands,
+    which would else be replayed for each of them."""
+    roots: dict[int, dict[_Root, None]] = {}
+    for chain in chains:
+        if chain.master is not None and _is_joint(chain.master):
+            number = len(held) - len(chain.layers)
+            roots.setdefault(number, {})[chain.master.tensor.name, number] = None
+    return {root: program for some in roots.values() for root, program in _programs(held, list(some)).items()}
+
+
+def _with_program(chain: Chain, count: int, programs: Mapping[_Root, Program]) -> Chain | None:
+    master = chain.master
+    if master is None or not _is_joint(master):
+        return master
+    return Chain(master.layers, master.master, programs[master.tensor.name, count - len(chain.layers)])
 
 
 def _is_joint(chain: Chain) -> bool:
@@ -87,11 +109,7 @@ def _with_master(held: Sequence[Held], number: int, layers: tuple[Layer, ...]) -
     wanted = ("F32", copy.tensor.shape)
     if copy.tensor.dtype not in ("BF16", "F16") or _spec(found.tensor) != wanted:
         raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which has another dtype or shape")
-    root = (found.tensor.name, number)
-    master = _chain(held, number, found.tensor.name)
-    if _is_joint(master):
-        master = Chain(master.layers, master.master, _programs(held, [root])[root])
-    return Chain(layers, master)
+    return Chain(layers, _chain(held, number, found.tensor.name))
 
 
 def _spec(tensor: TensorEntry) -> tuple[str, tuple[int, ...]]:

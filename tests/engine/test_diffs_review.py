@@ -16,6 +16,7 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import optim
+from ckptstore.replaying import Program
 from ckptstore.snapshot import SnapshotPool
 from ckptstore.verification import verify
 from tests.engine.states import same
@@ -223,3 +224,16 @@ def test_a_handler_of_sigterm_that_took_the_place_of_ours(tmp_path: Path) -> Non
         assert signal.getsignal(signal.SIGTERM) is other
     finally:
         signal.signal(signal.SIGTERM, original)
+
+
+def test_copies_of_many_small_masters_replay_their_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(sizes={f"bias{number}": (64,) for number in range(20)})
+    store = ckptstore.open(tmp_path / "store", create=True)
+    with store.writer(diffs=DiffOptions(batch=4)) as writer:
+        for step in range(1, 6):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+    decode, calls = Program.decode, []
+    monkeypatch.setattr(Program, "decode", lambda *args, **how: (calls.append(1), decode(*args, **how))[1])
+    same(trainer.frozen()["model"], store.load(5, select="model.*")["model"])
+    assert len(calls) == 1
