@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore import DeltaOptions, RestoreBound, chains
+from ckptstore import DeltaOptions, RestoreBound, chains, encoding
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import Policy
+from ckptstore.formats.errors import CorruptSegmentError
+from ckptstore.formats.hashing import chunk_hash
+from ckptstore.formats.segment import TensorEntry
 
 
 @pytest.mark.parametrize("names", [("diff",), ("xor",), ("diff", "xor")], ids=str)
@@ -52,6 +56,36 @@ def test_a_long_chain_of_one_chunk(names: tuple[str, ...], tmp_path: Path, monke
                 assert found[key].tobytes() == into[key].tobytes() == array.tobytes(), (threads, step, key)
         assert bool(seen) == (threads == 4)
         assert all(2 <= count <= 4 for count in seen)
+
+
+def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every payload is what was stored, and so are the digests; the hash of the last result is not."""
+    rng = np.random.default_rng(3)
+    weight = rng.normal(0, 1, 300_000).astype("<f4")
+    store = ckptstore.open(tmp_path / "store", create=True)
+    append, folded = encoding._append, chains.fold_in_parts
+    seen: list[int] = []
+
+    def misled(*arguments: Any) -> TensorEntry:
+        entry = append(*arguments)
+        return replace(entry, chunks=tuple(replace(one, decoded_hash=chunk_hash(b"other")) for one in entry.chunks))
+
+    def counted(parts: Any, *args: Any, **more: Any) -> None:
+        seen.append(len(parts))
+        folded(parts, *args, **more)
+
+    policy = Policy(codecs=("planes", "diff", "xor"))
+    with store.writer(deltas=DeltaOptions(interval=1, bound=RestoreBound(times=None), policy=policy)) as writer:
+        for step in range(1, 25):
+            if step == 24:
+                monkeypatch.setattr(encoding, "_append", misled)
+            writer.save({"w": weight}, step)
+            weight.view("<u4")[rng.integers(0, 300_000, 900)] += 1
+    monkeypatch.setattr(chains, "fold_in_parts", counted)
+    store.load(23, threads=4)
+    with pytest.raises(CorruptSegmentError, match="'w': chunk 0.* were saved in step 24"):
+        store.load(24, threads=4)
+    assert len(seen) == 2
 
 
 @given(

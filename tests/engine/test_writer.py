@@ -64,7 +64,7 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
             return super().view()
 
     with pytest.raises(ckptstore.WriterClosedError, match="closed"):
-        writer.save_async(FlatState({"w": None}, {"w": Closing(np.zeros(5))}), 1)
+        writer.save_async(FlatState(None, {name: Closing(np.zeros(5)) for name in ("a", "b")}), 1)
     assert not store.backend.list("seg/")
 
 
@@ -209,7 +209,7 @@ def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp
 def _misuse(writer: ckptstore.Writer) -> None:
     for call in (
         lambda: writer.save({"w": np.ones(4)}, 2),
-        lambda: writer.save_async({"w": np.ones(4)}, 2),
+        lambda: writer.save_async({"w": np.ones(4), "two tensors": np.ones(4)}, 2),  # are copied by a pool
         lambda: writer.tag("late", 1),
         writer.flush,
         writer.drain,

@@ -45,7 +45,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/weightfiles.py": (f"{_ENGINE}weightfiles.py", f"{_ENGINE}importing.py"),
     "ckptstore/exporting.py": (f"{_ENGINE}exporting.py",),
     "ckptstore/outputs.py": (f"{_ENGINE}exporting.py",),
-    "ckptstore/merging/*": (f"{_ENGINE}merging.py", f"{_ENGINE}merging_diffs.py"),
+    "ckptstore/merging/*": tuple(f"{_ENGINE}{tests}.py" for tests in ("merging", "merging_diffs", "hostile_segments")),
     "ckptstore/writer.py": (f"{_ENGINE}store.py", f"{_ENGINE}diffs.py", f"{_ENGINE}deltas*.py"),
     **{
         f"ckptstore/{name}.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("diff_damage", "hostile_segments", "diffs"))
