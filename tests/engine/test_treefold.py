@@ -83,7 +83,7 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
             weight.view("<u4")[rng.integers(0, 300_000, 900)] += 1
     monkeypatch.setattr(chains, "fold_in_parts", counted)
     store.load(23, threads=4)
-    with pytest.raises(CorruptSegmentError, match="'w': chunk 0.* were saved in step 24"):
+    with pytest.raises(CorruptSegmentError, match=r"'w': chunk 0.* were saved in step 24"):
         store.load(24, threads=4)
     assert len(seen) == 2
 
