@@ -10,7 +10,8 @@ from ckptstore.crashpoints import CRASH_POINTS
 from tools.crash import faults, faultsweep, kills, states
 from tools.crash.scenario import Violation
 
-pytestmark = pytest.mark.slow
+# A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.store.LostStepsWarning")]
 
 
 def test_every_state_after_a_power_cut_keeps_its_promises() -> None:

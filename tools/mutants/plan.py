@@ -31,7 +31,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/codecs/sums.py": (f"{_ENGINE}treefold.py",),
     "formats/codecs/*": (f"{_FORMATS}codecs_params.py", f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs*.py"),
     "formats/jsontext.py": (f"{_FORMATS}jsontext.py", f"{_FORMATS}state.py"),
-    "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
+    "formats/segment*.py": (f"{_FORMATS}segment.py", f"{_FORMATS}segment_hostile.py"),
     "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment.py", f"{_FORMATS}segment_hostile.py"),
     "formats/tree.py": (f"{_FORMATS}state.py",),
     "formats/values.py": (f"{_FORMATS}state.py",),
