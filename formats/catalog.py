@@ -246,7 +246,9 @@ class CatalogBuilder:
     def _mark_closed(self, record: CommitRecord, closed: bool) -> None:
         """A term is closed by a COMMIT that says so, until one adds checkpoints again."""
         terms = self.catalog.terms
-        entry = terms[record.term]
+        entry = terms.get(record.term)
+        if entry is None:
+            return  # a stray: readers refuse it before, and applying never fails
         if closed:
             terms[record.term] = replace(entry, extra={**entry.extra, CLOSED: True})
         elif record.checkpoints and CLOSED in entry.extra:
