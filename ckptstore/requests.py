@@ -37,8 +37,12 @@ _LONGEST_REASON = 500
 # ------------------------------------------------------------------------------------------------ the writer's side
 
 
-def handle(term: Term) -> int:
+def handle(term: Term, prepare: Callable[[], None] = lambda: None) -> int:
     """Answer every request to `term` that waits -> the number of commits this took.
+
+    Args:
+        prepare: called before each request is compared with the catalog, so that what its writer still holds back is
+            in there.
 
     Raises:
         FencedError, CommitUnknownError: the term ended.
@@ -58,6 +62,7 @@ def handle(term: Term) -> int:
             data = term.backend.get(key)
         except KeyNotFoundError:  # the requester took it back
             continue
+        prepare()
         _answer(term, key, identity, data)
         commits += 1
         term.backend.delete(key)

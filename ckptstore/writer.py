@@ -141,6 +141,7 @@ class Writer:
         self._failures: dict[int, BaseException] = {}  # by step: of `save_async`, and not seen by anyone yet
         self._process = os.getpid()
         self._ended: WriterError | None = None  # set by the committer's thread alone, like everything of the log
+        self._missing = False  # a step failed after the last that was saved
         self._closed = False
         self._lock = threading.Lock()
         self._stop_polling = threading.Event()
@@ -420,15 +421,20 @@ class Writer:
         """Store a step with everything that waits, from a copy: the next step is coded against it."""
         done: Future[CheckpointInfo] = Future()
         snapshot = self._snapshots.copy(flat, self._deltas.encoders)
+        gradients: Snapshot | None = None
         kept = False
         try:
+            # Copies, too: gradients that change while they are coded, after a Ctrl-C, would spoil the chain.
+            taken, gradients = self._take_gradients(updates)
             if progress is not None:  # what it raises stops the save: so it is asked before anything is written
                 progress(sum(source.nbytes for source in flat.tensors.values()))
             if interrupted.is_set():
                 raise WriterClosedError(f"step {step} was not saved: interrupted")
-            kept = self._diff(snapshot, updates, step, done)
+            kept = self._diff(snapshot, taken, step, done)
             self._flush()
         finally:
+            if gradients is not None:
+                gradients.free()
             if not kept:
                 snapshot.free()
         return done.result()
@@ -509,11 +515,14 @@ class Writer:
             one.done.set_result(describe_checkpoint(self._log.catalog, entry))
 
     def _fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
+        """A step was not saved. Does nothing to one whose saver knows already, or that is durable."""
+        if done.done():
+            return
+        self._missing = True
         self._release_step(step, error)
         # Before anyone can ask for the result: who then sees the error takes it back.
-        if not done.done():
-            self._failures[step] = error
-            done.set_exception(error)
+        self._failures[step] = error
+        done.set_exception(error)
 
     def _finish(self) -> None:
         """The last thing a term does."""
@@ -524,7 +533,7 @@ class Writer:
     def _flush_and_close(self) -> None:
         """Flush, and if steps may wait at all, note that none was lost."""
         self._flush_in_time()
-        if self._diffs is not None and self._diffs.options.waits and self._ended is None:
+        if self._diffs is not None and self._diffs.options.waits and self._ended is None and not self._missing:
             with contextlib.suppress(CkptError):
                 self._commit(extra={CLOSED: True})
 
@@ -579,16 +588,16 @@ class Writer:
             self._ended = error
             raise
         del self._abandoned[: len(drops)]
+        if changes.get("checkpoints"):
+            self._missing = False
 
     def _housekeeping(self) -> None:
         """Answer requests and fold, after the save was acknowledged. Neither may fail a save."""
         if self._ended is not None:
             return
         try:
-            if self._diffs is not None and self._diffs.waiting and self._backend.list("req/"):
-                # Prevents: granting a request to drop what a step that waits is coded against.
-                self._flush_in_time()
-            requests.handle(self._log)
+            # Prevents: granting a request to drop what a step that waits is coded against.
+            requests.handle(self._log, prepare=self._flush_in_time)
             folding.maintain(self._log)
         except (FencedError, CommitUnknownError) as error:
             self._ended = error  # the next save says so

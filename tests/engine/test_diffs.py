@@ -525,3 +525,22 @@ def test_a_controller_decides_how_often(tmp_path: Path) -> None:
     assert controller.job.bandwidth != job.bandwidth
     for step, state in truth.items():
         same(state, store.load(step))
+
+
+def test_a_term_whose_last_batch_failed_is_not_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore import diffs
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ckptstore.StorageError("the disk is gone")
+
+    trainer = Trainer()
+    store = ckptstore.open(tmp_path / "store", create=True)
+    writer = store.writer(diffs=DiffOptions(batch=9, seconds=None))
+    for step in range(1, 4):
+        trainer.train()
+        writer.save_async(trainer.state(), step, updates=trainer.updates())
+    monkeypatch.setattr(diffs, "write_batch", broken)
+    with pytest.raises(ckptstore.StorageError):
+        writer.close()
+    with pytest.warns(ckptstore.LostStepsWarning, match="up to 9 steps after 1"):
+        store.writer().close()
