@@ -9,21 +9,19 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
 
 from ckptstore.backends.base import Backend
 from ckptstore.blocks import BlockStream
-from ckptstore.crashpoints import crash_point
 from ckptstore.diffing import EncodedStep, EncodedTensor
 from ckptstore.formats import hashing
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT
 from ckptstore.formats.records import Encoding, SegmentEntry
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_packed, plan_packed
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_index import MAX_ENTRIES
-from ckptstore.staging import Staging, aligned
+from ckptstore.packing import write_stream
+from ckptstore.staging import Staging
 
 __all__ = ["KIND", "write_batch"]
 
@@ -132,12 +130,9 @@ def _write_segment(
     last: int,
 ) -> tuple[SegmentEntry, int]:
     """Write one segment -> its entry, and how many bytes of it are payload."""
-    header_size = plan_packed(draft)
     nbytes = sum(tensor.stored for part in parts for unit in part.units for tensor in unit)
-    crash_point("save.begin")
-    sink = backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, header_size + nbytes)
-    stream = BlockStream(sink, staging, pool, header_size)
-    try:
+
+    def fill(stream: BlockStream) -> dict[int, dict[str, TensorEntry]]:
         tensors: dict[int, dict[str, TensorEntry]] = {}
         for part in parts:
             known = digests if part.step.step == last else {}
@@ -146,21 +141,9 @@ def _write_segment(
                 for unit in part.units
                 for tensor in unit
             }
-        header, index = encode_packed(replace(draft, tensors=tensors), nbytes, header_size)
-        stream.append(np.frombuffer(index, np.uint8))
-        size = stream.finish()
-        crash_point("save.before-header")
-        memory = aligned(len(header))
-        memory[:] = np.frombuffer(header, np.uint8)
-        sink.write(0, memory.data)
-        crash_point("save.before-seal")
-        sink.seal(size)
-        crash_point("save.sealed")
-    except BaseException:
-        stream.drain()
-        sink.abort()
-        raise
-    return SegmentEntry(draft.segment, draft.term, size, len(header), hashing.header_hash(header)), nbytes
+        return tensors
+
+    return write_stream(backend, draft, nbytes, fill, staging, pool), nbytes
 
 
 def _append(stream: BlockStream, tensor: EncodedTensor, digest: int | None) -> TensorEntry:

@@ -11,22 +11,22 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from ckptstore.backends.base import Backend
 from ckptstore.blocks import BlockStream
-from ckptstore.crashpoints import crash_point
 from ckptstore.formats import codecs, digest, hashing, jsontext
 from ckptstore.formats.codecs import CodecChoice, Policy, Sample
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, chunk_extents, split
 from ckptstore.formats.records import CheckpointId, SegmentEntry
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_packed, plan_packed
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.packing import write_stream
 from ckptstore.segments import WrittenState
-from ckptstore.staging import Bytes, Staging, aligned
+from ckptstore.staging import Bytes, Staging
 
 __all__ = [
     "Base",
@@ -186,29 +186,15 @@ def _write_segment(
     pool: ThreadPoolExecutor,
     progress: Callable[[int], None] | None,
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
-    header_size = plan_packed(draft)
+    tensors: dict[str, TensorEntry] = {}
+
+    def fill(stream: BlockStream) -> dict[int, dict[str, TensorEntry]]:
+        tensors.update((plan.spec.name, _append(stream, plan, coded, progress)) for plan in plans)
+        return {draft.steps[0]: tensors}
+
+    # Payloads are rarely longer than what they restore; the file is cut to its length in the end.
     nbytes = sum(plan.spec.nbytes for plan in plans)
-    crash_point("save.begin")
-    sink = backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, header_size + nbytes)
-    stream = BlockStream(sink, staging, pool, header_size)
-    try:
-        tensors = {plan.spec.name: _append(stream, plan, coded, progress) for plan in plans}
-        payload = stream.position - header_size
-        header, index = encode_packed(replace(draft, tensors={draft.steps[0]: tensors}), payload, header_size)
-        stream.append(np.frombuffer(index, np.uint8))
-        size = stream.finish()
-        crash_point("save.before-header")
-        memory = aligned(len(header))
-        memory[:] = np.frombuffer(header, np.uint8)
-        sink.write(0, memory.data)
-        crash_point("save.before-seal")
-        sink.seal(size)
-        crash_point("save.sealed")
-    except BaseException:
-        stream.drain()
-        sink.abort()
-        raise
-    return SegmentEntry(draft.segment, draft.term, size, len(header), hashing.header_hash(header)), tensors
+    return write_stream(backend, draft, nbytes, fill, staging, pool), tensors
 
 
 def _append(

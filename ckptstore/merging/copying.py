@@ -13,21 +13,19 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-
-from ckptstore.backends.base import BLOCK, Backend, SegmentSink
+from ckptstore.backends.base import BLOCK, Backend
 from ckptstore.blocks import BlockStream
-from ckptstore.crashpoints import crash_point
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptSegmentError, UsageError
 from ckptstore.formats.layout import ALIGN, HEADER_LIMIT, SEGMENT_LIMIT
 from ckptstore.formats.records import CheckpointId, Encoding, SegmentEntry
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_packed, plan_packed
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.packing import write_stream
 from ckptstore.reading import Progress, SegmentReader
 from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
 
-__all__ = ["IDENTITIES", "copied_bytes", "copy_encodings", "merged_draft", "write_stream"]
+__all__ = ["IDENTITIES", "copied_bytes", "copy_encodings", "merged_draft"]
 
 IDENTITIES: Final = "checkpoints"
 """Member of the document of a merged segment: the identity of the checkpoint of each of its steps. A merged segment may
@@ -130,44 +128,6 @@ def merged_draft(edges: Sequence[Encoding], catalog: Catalog, run: str, term: in
         bases=tuple(dict.fromkeys(edge.base for edge in edges if edge.base is not None)),
         extra={IDENTITIES: [list(identity) for identity in identities]},
     )
-
-
-def write_stream(
-    backend: Backend,
-    draft: SegmentDoc,
-    payload: int,
-    fill: Callable[[BlockStream], Mapping[int, Mapping[str, TensorEntry]]],
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-) -> SegmentEntry:
-    """Write one packed segment and make it durable (COMMIT step 1).
-
-    Args:
-        draft: its document without tensors.
-        payload: about how many bytes `fill` will append.
-        fill: appends the payload, and tells which tensors it made of it.
-    """
-    header_size = plan_packed(draft)
-    crash_point("save.begin")
-    sink: SegmentSink = backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, header_size + payload)
-    stream = BlockStream(sink, staging, pool, header_size)
-    try:
-        tensors = fill(stream)
-        header, index = encode_packed(replace(draft, tensors=tensors), stream.position - header_size, header_size)
-        stream.append(np.frombuffer(index, np.uint8))
-        size = stream.finish()
-        crash_point("save.before-header")
-        memory = aligned(len(header))
-        memory[:] = np.frombuffer(header, np.uint8)
-        sink.write(0, memory.data)
-        crash_point("save.before-seal")
-        sink.seal(size)
-        crash_point("save.sealed")
-    except BaseException:
-        stream.drain()
-        sink.abort()
-        raise
-    return SegmentEntry(draft.segment, draft.term, size, len(header), hashing.header_hash(header))
 
 
 def _identity(catalog: Catalog, edge: Encoding) -> CheckpointId:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore import DiffOptions, batches, diffs, encoding
+from ckptstore import DiffOptions, batches, diffs, encoding, packing
 from ckptstore.deltas import DeltaOptions
 from ckptstore.diffing import EncodedStep
 from ckptstore.formats import hashing, jsontext
@@ -60,7 +60,7 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Forge:
         doc: Callable[[SegmentDoc], SegmentDoc] = lambda doc: doc,
         gradients: bool = True,
     ) -> Forged:
-        write, encode = batches.write_batch, batches.encode_packed
+        write, encode = batches.write_batch, packing.encode_packed
 
         def writes(backend: Any, coded: list[EncodedStep], **how: Any) -> Any:
             by_number = {one.step: one for one in coded}
@@ -68,7 +68,7 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Forge:
             return write(backend, list(by_number.values()), **how)
 
         monkeypatch.setattr(diffs, "write_batch", writes)
-        monkeypatch.setattr(batches, "encode_packed", lambda draft, *rest: encode(doc(draft), *rest))
+        monkeypatch.setattr(packing, "encode_packed", lambda draft, *rest: encode(doc(draft), *rest))
         trainer, truth = Trainer(), {}
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer(diffs=DiffOptions(batch=STEPS - 1, seconds=None), poll_seconds=None) as writer:

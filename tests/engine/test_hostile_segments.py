@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import encoding
+from ckptstore import encoding, packing
 from ckptstore.deltas import DeltaOptions
 from ckptstore.formats import hashing
 from ckptstore.formats.errors import CorruptSegmentError
@@ -154,12 +154,12 @@ def misdescribed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Sto
     """Saves a full and a delta, whose document is another one than it should be."""
 
     def saved(change: Callable[[SegmentDoc], SegmentDoc]) -> ckptstore.Store:
-        original = encoding.encode_packed
+        original = packing.encode_packed
 
         def encode(doc: SegmentDoc, *rest: Any) -> Any:
             return original(change(doc) if doc.kind == "delta" else doc, *rest)
 
-        monkeypatch.setattr(encoding, "encode_packed", encode)
+        monkeypatch.setattr(packing, "encode_packed", encode)
         weight = np.random.default_rng(0).integers(0, 256, 60000, dtype=np.uint8)
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer(deltas=DeltaOptions(interval=1), poll_seconds=None) as writer:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import encoding, requests
+from ckptstore import packing, requests
 from ckptstore.collecting import collect
 from ckptstore.deltas import DeltaOptions
 from ckptstore.formats.errors import (
@@ -28,7 +28,7 @@ from ckptstore.formats.errors import (
 )
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.intervals import RestoreBound
-from ckptstore.merging import Merged, copying, merge
+from ckptstore.merging import Merged, merge
 from ckptstore.merging import preparing as preparing_module
 from ckptstore.merging.authors import Successor
 from ckptstore.store import Store
@@ -446,10 +446,10 @@ def test_what_was_described_wrongly_is_never_asked_for(
 ) -> None:
     """The new segment's hashes all fit; it does not restore what the log says."""
     before = segments(store)
-    for module, range_, keep_steps in ((copying, "2..6", True), (encoding, "1..4", False)):
+    original = packing.encode_packed
+    for range_, keep_steps in (("2..6", True), ("1..4", False)):
         with monkeypatch.context() as patched:
-            original = module.encode_packed
-            patched.setattr(module, "encode_packed", lambda doc, *rest, made=original: made(change(doc), *rest))
+            patched.setattr(packing, "encode_packed", lambda doc, *rest: original(change(doc), *rest))
             with pytest.raises(CorruptSegmentError):
                 owned(store, range_, keep_steps=keep_steps)
         assert segments(store) == before
@@ -459,13 +459,13 @@ def test_a_source_that_is_described_wrongly_is_not_merged(tmp_path: Path, monkey
     """Also where nothing is written that could be read back."""
     for number, (change, keep_steps) in enumerate(((no_tree, True), (no_tree, False), (other_tree, False))):
         store = ckptstore.open(tmp_path / str(number))
-        original = encoding.encode_packed
+        original = packing.encode_packed
 
         def encode(doc: SegmentDoc, *rest: Any, change: Any = change, original: Any = original) -> Any:
             return original(change(doc) if doc.steps == (4,) else doc, *rest)
 
         with monkeypatch.context() as patched:
-            patched.setattr(encoding, "encode_packed", encode)
+            patched.setattr(packing, "encode_packed", encode)
             fill(store, trajectory(4))
         before = segments(store)
         for dry_run in (True, False):
