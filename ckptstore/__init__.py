@@ -45,11 +45,12 @@ if TYPE_CHECKING:
         WriterError,
     )
     from ckptstore.intervals import RestoreBound
+    from ckptstore.saves import PendingSave
     from ckptstore.store import DeterminismWarning, LossyWarning, LostStepsWarning, Store
     from ckptstore.store import open_store as open
     from ckptstore.updates import Update
     from ckptstore.verification import Damage, VerificationReport, verify
-    from ckptstore.writer import PendingSave, Writer
+    from ckptstore.writer import Writer
 
 _HOMES = {
     "checkpoint": "CheckpointInfo TermInfo",
@@ -62,10 +63,11 @@ _HOMES = {
         " StepOrderError StorageError StoreNotFoundError TensorNotFoundError UnsupportedBackendError"
         " UnsupportedStateError UsageError WriterClosedError WriterError"
     ),
+    "saves": "PendingSave",
     "store": "DeterminismWarning LossyWarning LostStepsWarning Store open",
     "updates": "Update",
     "verification": "Damage VerificationReport verify",
-    "writer": "PendingSave Writer",
+    "writer": "Writer",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 

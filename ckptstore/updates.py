@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ckptstore.formats.optim import Optimizer, SparseGradient, Step
 from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.snapshot import Snapshot, SnapshotPool
 
-__all__ = ["Update", "Updates"]
+__all__ = ["Update", "Updates", "with_copies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +38,24 @@ class Update:
 
 Updates: TypeAlias = Sequence[Update] | Callable[[FlatState], Sequence[Update]]
 """The updates of a step, or what finds them in the state as it was taken apart."""
+
+
+def with_copies(
+    updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor
+) -> tuple[list[Update], Snapshot | None]:
+    """The updates with copies of their gradients, and what owns the copies' memory."""
+    dense: dict[str, TensorSource] = {}
+    taken = list(updates)
+    for number, update in enumerate(taken):
+        gradient = update.gradient
+        if isinstance(gradient, SparseGradient):
+            copy = SparseGradient(gradient.indices.copy(), gradient.values.copy(), gradient.size)
+            taken[number] = replace(update, gradient=copy)
+        elif gradient is not None:
+            dense[str(number)] = gradient
+    if not dense:
+        return taken, None
+    copied = snapshots.copy(FlatState(None, dense), pool)
+    for name, source in copied.flat.tensors.items():
+        taken[int(name)] = replace(taken[int(name)], gradient=source)
+    return taken, copied

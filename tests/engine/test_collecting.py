@@ -65,7 +65,7 @@ def retire(store: Store, *nodes: Node) -> None:
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, nodes)
         requests.post(store.backend, store.format, writer.term, "test", drops=drops, retires=nodes)
-        requests.handle(writer._log)
+        requests.handle(writer._committer.log)
 
 
 def segments(store: Store) -> list[str]:

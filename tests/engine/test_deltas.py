@@ -296,7 +296,7 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
         nodes = [(first.term, 1), (first.term, 2)]
         tags = {"nothing": None}
         asked = requests.post(store.backend, store.format, writer.term, "retire", retires=nodes, drops=drops, tags=tags)
-        writer._submit(writer._housekeeping).result()
+        writer._submit(writer._committer.housekeeping).result()
         assert requests.outcome(store.view().catalog, asked).answer == "accepted"
         kinds = [writer.save(states[step - 1], step=step).kind for step in (3, 4, 5)]
     assert kinds == ["full", "delta", "delta"]

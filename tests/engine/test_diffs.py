@@ -362,7 +362,7 @@ def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
         catalog = store.view().catalog
         segments = catalog.encodings[1, 1][0].segments
         asked = requests.post(store.backend, store.format, 1, "test", retires=[(1, 1)], drops=segments)
-        writer._submit(writer._housekeeping).result()
+        writer._submit(writer._committer.housekeeping).result()
         assert last.done()
         found = requests.outcome(store.view().catalog, asked)
         assert found.answer == "refused"

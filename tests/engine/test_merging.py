@@ -168,7 +168,7 @@ def test_two_changes_may_be_answered_by_halves(store: Store, states: list[dict[s
         def posted(*arguments: Any, **changes: Any) -> Any:
             request = post(*arguments, **changes)
             if answers and changes.get("segments"):
-                requests.handle(writer._log)
+                requests.handle(writer._committer.log)
             return request
 
         patch.setattr(requests, "post", posted)
@@ -294,7 +294,7 @@ def test_a_base_that_is_retired_already_serves_the_new_delta(store: Store, state
     """2@1 is promised no longer, and nothing but the range is built on it."""
     with store.writer(poll_seconds=None) as writer:
         requests.post(store.backend, store.format, writer.term, "test", retires=[(1, 2)])
-        requests.handle(writer._log)
+        requests.handle(writer._committer.log)
     done = owned(store, "3@1..7@1")
     assert done.method == "materialized"
     assert store.checkpoint("7@1").base == "2@1"

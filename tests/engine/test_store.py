@@ -500,15 +500,15 @@ class TestFailures:
     def test_an_interrupted_close_can_be_repeated(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         writer = ckptstore.open(url).writer()
         writer.save_async({"w": torch.zeros(1 << 20)}, step=1)
-        original = writer._committer.shutdown
+        original = writer._thread.shutdown
 
         def interrupted() -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(writer._committer, "shutdown", interrupted)
+        monkeypatch.setattr(writer._thread, "shutdown", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.close()
-        monkeypatch.setattr(writer._committer, "shutdown", original)
+        monkeypatch.setattr(writer._thread, "shutdown", original)
         writer.close()
         assert ckptstore.open(url).checkpoint().step == 1
 
@@ -537,15 +537,15 @@ class TestFailures:
     ) -> None:
         store = ckptstore.open(url)
         with store.writer(poll_seconds=None) as writer:
-            commit = writer._log.commit
+            commit = writer._committer.log.commit
 
             def failing(record: Any) -> int:
                 raise ckptstore.StorageError(28, "no space for the manifest")
 
-            monkeypatch.setattr(writer._log, "commit", failing)
+            monkeypatch.setattr(writer._committer.log, "commit", failing)
             with pytest.raises(ckptstore.StorageError):
                 writer.save({"w": torch.zeros(4)}, step=1)
-            monkeypatch.setattr(writer._log, "commit", commit)
+            monkeypatch.setattr(writer._committer.log, "commit", commit)
             info = writer.save({"w": torch.zeros(4)}, step=1)
         catalog = store.view().catalog
         written = {key.rpartition("/")[2].partition(".")[0] for key in store.backend.list("seg/")}
@@ -581,7 +581,7 @@ def test_upkeep_that_fails_fails_no_save_and_keeps_polling(url: str, monkeypatch
         calls.append(1)
         raise ckptstore.CorruptLogError("slot 3 is damaged; not folded")
 
-    monkeypatch.setattr("ckptstore.writer.folding.maintain", broken)
+    monkeypatch.setattr("ckptstore.committing.folding.maintain", broken)
     with ckptstore.open(url).writer(poll_seconds=0.01) as writer:
         writer.save({"n": 1}, step=1)  # pytest makes errors of warnings, in the writer's thread, too
         deadline = time.monotonic() + 20

@@ -35,8 +35,20 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-# Square roots of torch's vectorized for-loops are not always rounded correctly: some weights miss by one unit.
-MISSES = {"for-loop": 0.06, "foreach": 0.06, "fused": 0.03}
+
+
+def wrong_roots() -> float:
+    """Fraction of square roots that torch's tensor operations round wrongly on this processor.
+
+    They are MKL's: nearly all are right on Intel's processors, five in six on AMD's.
+    """
+    numbers = torch.rand(50_000, generator=torch.Generator().manual_seed(0))
+    return float(np.mean(torch.sqrt(numbers).numpy() != np.sqrt(numbers.numpy())))
+
+
+WRONG_ROOTS = wrong_roots()
+# The update is small beside the weight, so that most wrong roots do not show; the others miss by a unit.
+MISSES = {"for-loop": 0.06 + 1.5 * WRONG_ROOTS, "foreach": 0.06 + 1.5 * WRONG_ROOTS, "fused": 0.03}
 
 
 def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
@@ -198,7 +210,7 @@ def test_strided_parameters_are_read_in_logical_order() -> None:
     optimizer.step()
     flat = state_of([weight], optimizer)
     (update,) = OptimizerStep(optimizer)(flat)
-    assert restored(update, before, copied(flat)) == ("replayed", pytest.approx(0, abs=0.1))
+    assert restored(update, before, copied(flat)) == ("replayed", pytest.approx(0, abs=0.1 + 1.5 * WRONG_ROOTS))
 
 
 # ------------------------------------------------------------------------------------------------------- the gradients

@@ -85,7 +85,7 @@ def test_a_reader_notices_a_collector_that_ignores_pins(stage: Stage, monkeypatc
 
     def meanwhile(_: float) -> None:
         with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
-            term = writer._log
+            term = writer._committer.log
             view = store.view()
             node = (first.term, first.step)
             drops = torture_actors.droppable(view.catalog, [node])

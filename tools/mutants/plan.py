@@ -46,11 +46,15 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/exporting.py": (f"{_ENGINE}exporting.py",),
     "ckptstore/outputs.py": (f"{_ENGINE}exporting.py",),
     "ckptstore/merging/*": tuple(f"{_ENGINE}{tests}.py" for tests in ("merging", "merging_diffs", "hostile_segments")),
-    "ckptstore/writer.py": (f"{_ENGINE}store.py", f"{_ENGINE}diffs.py", f"{_ENGINE}deltas*.py"),
+    **{
+        f"ckptstore/{name}.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("writer", "store", "diffs", "deltas*"))
+        for name in ("writer", "committing", "saves")
+    },
     **{
         f"ckptstore/{name}.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("diff_damage", "hostile_segments", "diffs"))
         for name in ("assembling", "replaying", "layers", "batches", "diffs", "diffing")
     },
+    "ckptstore/reading.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("damage", "hostile_segments", "store", "diff*")),
     "ckptstore/planner.py": (f"{_ENGINE}store.py", *_LOG),
     "ckptstore/training/*": (f"{_ENGINE}torch_*.py",),
     "ckptstore/verification.py": (f"{_ENGINE}damage.py", "tests/cli/test_verify.py"),
