@@ -180,11 +180,11 @@ class Committer:
 
     def finish(self) -> None:
         """The last thing a term does."""
-        self.settle()
+        self.flush_and_close()
         if self._diffs is not None:
             self._diffs.restart()
 
-    def settle(self) -> None:
+    def flush_and_close(self) -> None:
         """Flush, and if steps may wait at all, note that none was lost."""
         self.flush_in_time()
         if self._diffs is not None and self._diffs.options.waits and self.ended is None and not self._missing:

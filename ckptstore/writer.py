@@ -242,7 +242,7 @@ class Writer:
 
         Raises nothing that concerns the steps: their saves do.
         """
-        self._submit(self._committer.settle).result()
+        self._submit(self._committer.flush_and_close).result()
 
     def tag(self, name: str, ref_step: int) -> None:
         """Name the checkpoint of `ref_step` of this term; an existing tag moves.

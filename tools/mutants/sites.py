@@ -245,7 +245,7 @@ class _Finder(ast.NodeVisitor):
         error = _called(last.exc) if isinstance(last.exc, ast.Call) else ast.unparse(last.exc)
         if error in _DAMAGE:
             return "bounds"
-        if error in _FENCES or error in ("self.dead", "self._ended"):
+        if error in _FENCES or error in ("self.dead", "self.ended", "self._committer.ended"):
             return "fence"
         if self.protocol:
             return "rule"
