@@ -2,12 +2,13 @@
 
     python -m tools.crash.powercut --cuts 200 --controls 40
 
-A process of its own saves, tags, folds, trims, resumes and forks without end on a file system in a loop device; it
-reports each acknowledgement through a pipe. At random instants its disk is cloned (`tools.crash.powercut_rig`); the
-clone is mounted, and everything that was acknowledged before the cloning began has to be there, bit for bit, whatever
-else is visible has to be whole, and the next writer has to go on. Some cuts follow the SIGKILL of the writer and catch
-its successor. Then the same is done to backends that leave one sync out each (`tools.crash.forgetful`): these have to
-be caught, or the file system is known to hide that omission, and enumeration catches it.
+A process of its own saves fulls, deltas and gradient diffs, merges, collects, tags, folds, trims, resumes and forks
+without end on a file system in a loop device; it reports each acknowledgement through a pipe. At random instants its
+disk is cloned (`tools.crash.powercut_rig`); the clone is mounted, and everything that was acknowledged before the
+cloning began has to be there, bit for bit, whatever else is visible has to be whole, and the next writer has to go on.
+Some cuts follow the SIGKILL of the writer and catch its successor. Then the same is done to backends that leave one
+sync out each (`tools.crash.forgetful`): these have to be caught, or the file system is known to hide that omission, and
+enumeration catches it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ckptstore import folding
 from ckptstore.backends.local import LocalBackend
+from ckptstore.collecting import collect
+from ckptstore.diffs import DiffOptions
 from ckptstore.formats.errors import CkptError
-from ckptstore.store import Store
+from ckptstore.merging import merge
+from ckptstore.saves import PendingSave
+from ckptstore.store import LostStepsWarning, Store
 from tools.crash.forgetful import SITES, ForgetfulBackend
 from tools.crash.powercut_rig import FILE_SYSTEMS, Rig, isolated, obstacle
-from tools.crash.scenario import Violation, check, create, state_of
+from tools.crash.scenario import CHAIN, Violation, check, create, state_of
 
 __all__ = ["HIDDEN", "Control", "Cuts", "Victim", "campaign", "control", "hidden", "work"]
 
@@ -84,27 +90,66 @@ class Cuts:
 
 
 def work(backend: LocalBackend, acknowledge: int, seed: int) -> None:
-    """Live without end in the store; write ``REF\\n`` into the descriptor `acknowledge` for each promise."""
+    """Live without end in the store; write a line for each acknowledgement (see `scenario`) into `acknowledge`."""
     chance = random.Random(seed)
     store = Store(backend)
     create(backend)
+    warnings.simplefilter("ignore", LostStepsWarning)  # of a killed writer: steps that were promised to nobody
+
+    def tell(label: str) -> None:
+        os.write(acknowledge, f"{label}\n".encode())
+
     while True:
         known = [info.ref for info in store.checkpoints()]
         parent = chance.choice(known) if known and chance.random() < 0.3 else "latest"
-        with store.writer(parent=parent, threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
-            step = 0 if writer.parent is None else writer.parent.step
-            for _ in range(chance.randint(1, 7)):
-                # A jump makes the states of this line some hundred kilobytes large: several blocks.
-                step += 8_000 if chance.random() < 0.01 and step < 8_000 else 1
-                state = state_of(writer.term, step)
-                info = writer.save(state, step) if chance.random() < 0.5 else writer.save_async(state, step).result()
-                os.write(acknowledge, f"{info.ref}\n".encode())
-                if chance.random() < 0.3:  # else the next save's fsync follows at once, and hides much
-                    time.sleep(chance.random() * SLOWEST / 5)
-            writer.tag("newest", step)
+        kind = chance.choice(("fulls", "fulls", "deltas", "diffs"))
+        written = _term(store, parent, kind, chance, tell)
+        if kind == "deltas" and len(written) > 2 and chance.random() < 0.7:
+            keep_steps = chance.random() < 0.5
+            for ref in () if keep_steps else written[1:-1]:
+                tell(f"-{ref}")
+            merge(store, f"{written[0]}..{written[-1]}", keep_steps=keep_steps, take_over=True)
+            collect(store)
         if chance.random() < 0.7:
             folding.fold(backend, store.format, store.view())
             folding.trim(backend, store.format, store.view())
+
+
+def _term(store: Store, parent: str, kind: str, chance: random.Random, tell: Callable[[str], None]) -> list[str]:
+    """One term of fulls, deltas or gradient diffs -> the REFs it wrote."""
+    deltas = CHAIN if kind == "deltas" else None
+    diffs = None
+    if kind == "diffs":
+        diffs = DiffOptions(batch=chance.randint(1, 3), seconds=None, flush_on_sigterm=False)
+    pending: list[PendingSave] = []
+    written: list[str] = []
+
+    def told(everything: bool = False) -> None:
+        while pending and (everything or pending[0].done()):
+            written.append(pending.pop(0).result().ref)
+            tell(written[-1])
+
+    with store.writer(
+        parent=parent, threads=1, staging_bytes=32 << 20, poll_seconds=None, deltas=deltas, diffs=diffs
+    ) as writer:
+        step = 0 if writer.parent is None else writer.parent.step
+        for _ in range(chance.randint(1, 7)):
+            # A jump makes the states of this line some hundred kilobytes large: several blocks.
+            step += 8_000 if chance.random() < 0.01 and step < 8_000 else 1
+            state = state_of(writer.term, step)
+            if chance.random() < 0.5 and kind != "diffs":
+                written.append(writer.save(state, step).ref)
+                tell(written[-1])
+            else:
+                pending.append(writer.save_async(state, step))
+                told(everything=diffs is None)
+            if chance.random() < 0.3:  # else the next save's fsync follows at once, and hides much
+                time.sleep(chance.random() * SLOWEST / 5)
+        if diffs is not None:
+            writer.flush()
+            told(everything=True)
+        writer.tag("newest", step)
+    return written
 
 
 class Victim:
