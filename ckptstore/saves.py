@@ -86,6 +86,11 @@ class Saves:
         """Somebody knows that `step` failed."""
         self._unseen.pop(step, None)
 
+    def seen_error(self, error: BaseException) -> None:
+        """Somebody knows of every step that `error` stopped."""
+        for step in [step for step, other in list(self._unseen.items()) if other is error]:
+            self.seen(step)
+
     def raise_unseen(self) -> None:
         """Raise what nobody has seen: the first failure, with a note of every other one."""
         failures: list[tuple[int, BaseException]] = []

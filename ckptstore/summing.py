@@ -36,8 +36,10 @@ class Sums:
         """Add the gradients of one step.
 
         Raises:
-            UsageError: a parameter without its gradient; nothing was added.
+            UsageError: no updates at all, or a parameter without its gradient; nothing was added.
         """
+        if not updates:
+            raise UsageError("gradients are to be summed up, and this step was saved without updates=")
         fitting = list(fitting_updates(updates, flat, base))
         for update in fitting:
             if update.gradient is None and not update.step.skipped:

@@ -15,8 +15,6 @@ import weakref
 from types import FrameType
 from typing import Protocol
 
-from ckptstore.formats.errors import CkptError
-
 __all__ = ["forget", "watch"]
 
 
@@ -84,7 +82,8 @@ def _hand_on(number: int, frame: FrameType | None) -> None:
 def _flush_all(again: bool) -> None:
     try:
         for writer in list(_writers):
-            with contextlib.suppress(CkptError):  # its saves say so
+            # Its saves say so; and what goes wrong with one writer is no reason to lose what others wait with.
+            with contextlib.suppress(Exception):
                 writer.settle()
     finally:
         if again:

@@ -233,9 +233,14 @@ class Writer:
         """Write the steps that wait for their batch, after every `save_async` so far was coded; they are then durable.
 
         Raises:
-            StorageError, FencedError, CommitUnknownError: what stopped them; every step that waited has failed with it.
+            StorageError, FencedError, CommitUnknownError: what stopped them; every step that waited has failed with it,
+                and no later call raises it again.
         """
-        self._submit(self._committer.flush).result()
+        try:
+            self._submit(self._committer.flush).result()
+        except BaseException as error:
+            self._saves.seen_error(error)
+            raise
 
     def settle(self) -> None:
         """`flush`, and note in the log that nothing is missing if the process ends now. What SIGTERM calls.

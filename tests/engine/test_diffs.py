@@ -282,6 +282,7 @@ def test_a_failed_batch_fails_each_of_its_steps(tmp_path: Path, monkeypatch: pyt
             with pytest.raises(ckptstore.StorageError, match="the disk is gone") as caught:
                 writer.flush()
         assert "steps 2 to 4, which waited for their batch, were not saved" in caught.value.__notes__
+        writer.drain()  # does not say again what flush said
         for one in pending[1:]:
             with pytest.raises(ckptstore.StorageError):
                 one.result()
@@ -500,7 +501,11 @@ def test_a_sum_needs_every_gradient(tmp_path: Path) -> None:
         with pytest.raises(ckptstore.UsageError, match=r"there is none of 'master\.wide'"):
             writer.save(trainer.state(), 2, updates=trainer.updates(gradients=False))
         writer.save_async(trainer.state(), 3, updates=trainer.updates())
-    assert [info.step for info in store.checkpoints()] == [1, 3]
+        trainer.train()
+        with pytest.raises(ckptstore.UsageError, match="saved without updates="):
+            writer.save(trainer.state(), 4)
+        writer.save_async(trainer.state(), 5, updates=trainer.updates())
+    assert [info.step for info in store.checkpoints()] == [1, 3, 5]
 
 
 def test_a_controller_decides_how_often(tmp_path: Path) -> None:

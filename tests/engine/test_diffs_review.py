@@ -210,6 +210,33 @@ def test_a_handler_of_sigterm_that_calls_the_one_before(tmp_path: Path, kind: st
     assert [info.step for info in ckptstore.open(tmp_path / "store").checkpoints()] == [1, 2, 3, 4, 5]
 
 
+def test_a_writer_that_cannot_settle_leaves_the_others_their_signal(tmp_path: Path) -> None:
+    """Whatever goes wrong with it; the order of the writers is nobody's."""
+    handed_on = threading.Event()
+    original = signal.signal(signal.SIGTERM, lambda *_: handed_on.set())
+    writers, pending = [], []
+    try:
+        for number in range(3):
+            trainer, store = Trainer(), ckptstore.open(tmp_path / str(number), create=True)
+            writer = store.writer(diffs=DiffOptions(batch=50, seconds=None), poll_seconds=None)
+            writers.append(writer)
+            pending.append([writer.save_async(trainer.state(), step) for step in (1, 2)])
+
+        def broken() -> None:
+            raise RuntimeError("no thread to be had")
+
+        writers[1].settle = broken  # type: ignore[method-assign]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handed_on.wait(30)
+        for number in (0, 2):
+            assert pending[number][1].result(30).step == 2
+        assert not pending[1][1].done()
+    finally:
+        for writer in writers:
+            writer.close()
+        signal.signal(signal.SIGTERM, original)
+
+
 def test_a_handler_of_sigterm_that_took_the_place_of_ours(tmp_path: Path) -> None:
     """It stays when the last writer is closed; the next writer is watched all the same."""
     store = ckptstore.open(tmp_path / "store", create=True)
