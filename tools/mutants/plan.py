@@ -31,14 +31,14 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/codecs/sums.py": (f"{_ENGINE}treefold.py",),
     "formats/codecs/*": (f"{_FORMATS}codecs_params.py", f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs*.py"),
     "formats/jsontext.py": (f"{_FORMATS}jsontext.py", f"{_FORMATS}state.py"),
-    "formats/segment*.py": (f"{_FORMATS}segment.py", f"{_FORMATS}segment_hostile.py"),
-    "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment.py", f"{_FORMATS}segment_hostile.py"),
+    "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
+    "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
+    "formats/records.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py"),
     "formats/tree.py": (f"{_FORMATS}state.py",),
     "formats/values.py": (f"{_FORMATS}state.py",),
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
     "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
     "formats/members.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py", f"{_FORMATS}segment_hostile.py"),
-    "formats/records.py": (f"{_FORMATS}texts_hostile.py",),
     "formats/retention.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
     "ckptstore/backends/*": (f"{_ENGINE}local_backend.py", f"{_ENGINE}backends.py", *_CRASHES),
@@ -69,7 +69,7 @@ def tests_of(site: Site, root: Path) -> list[str]:
     rules = next((tests for pattern, tests in CONCERNED.items() if fnmatch.fnmatch(site.path, pattern)), ())
     stem = Path(site.path).stem
     room = "formats" if site.path.startswith("formats/") else "engine"  # first: the command has a `log`, too
-    own = [f"tests/{place}/test_{stem}{more}.py" for place in (room, "*") for more in ("", "_*")]
+    own = [f"tests/{place}/test_{stem}{more}.py" for place in (room, "*") for more in ("_hostile", "", "_*")]
     crashes = _CRASHES if site.kind == "durability" else ()
     found: dict[str, None] = {}
     regressions = _REGRESSIONS if site.path.startswith("formats/") or "weightfiles" in site.path else ()
