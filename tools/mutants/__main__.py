@@ -35,7 +35,7 @@ QUICK: Final = (
 """Modules whose first test file takes seconds: the sample of ``--quick`` comes from these, and only it is run. (Not
 from their syncs: it takes a crash to miss one.)"""
 QUICK_SITES: Final = 16
-ROUNDS: Final = (1, 3, None)
+ROUNDS: Final = (3, None)
 QUICK_ROUNDS: Final = (1,)
 
 
