@@ -132,10 +132,12 @@ def collect_patiently(
         What all the looks together deleted, and what the last one left.
 
     Raises:
-        UsageError: `dead_after` is so short that living readers would be taken for dead.
+        UsageError: `wait` is no time, or `dead_after` is so short that living readers would be taken for dead.
         ReadOnlyError, CorruptLogError, StorageError: as for `collect`.
     """
-    if dead_after < SHORTEST_TTL:
+    if not wait >= 0:
+        raise UsageError(f"wait: {wait} s, 0 or more are needed")
+    if not dead_after >= SHORTEST_TTL:
         raise UsageError(
             f"a pin is renewed every {REFRESH_EVERY:g} s: not renewed for {dead_after:g} s it may still be alive; "
             f"wait {SHORTEST_TTL:g} s at least"

@@ -94,10 +94,9 @@ class DiffOptions:
         return self.batch > 1 or self.controller is not None
 
     def __post_init__(self) -> None:
-        if self.full_every < 1:
-            raise UsageError(f"full_every: {self.full_every}, at least 1 is needed")
-        if self.batch < 1:
-            raise UsageError(f"batch: {self.batch}, at least 1 step is needed")
+        for name, number in (("full_every", self.full_every), ("batch", self.batch)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise UsageError(f"{name}: {number!r}; a whole number from 1 on is needed")
         if self.seconds is not None and not self.seconds > 0:
             raise UsageError(f"seconds: {self.seconds}, more than 0 are needed, or None")
         if self.batch_bytes < 0:

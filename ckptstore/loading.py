@@ -9,7 +9,6 @@ import difflib
 import fnmatch
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,10 +33,22 @@ from ckptstore.formats.state import Origin, select, tensor_names, unflatten
 from ckptstore.pins import claim
 from ckptstore.planner import Plan, plan
 from ckptstore.reading import Progress, SegmentReader, copy_tensors, load_tensors, map_tensors
+from ckptstore.remarks import warn
 from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
 from ckptstore.store import LossyWarning, Store
 
-__all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "opened", "read_tensor", "tensors", "tree"]
+__all__ = [
+    "LoadOptions",
+    "Opened",
+    "chunks",
+    "describe",
+    "load",
+    "opened",
+    "planned",
+    "read_tensor",
+    "tensors",
+    "tree",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +71,10 @@ class LoadOptions:
             raise UsageError(f"threads={self.threads}: at least 1 is needed")
         if self.into is not None and (self.mmap or self.device is not None):
             raise UsageError("into= already says where the tensors are: it cannot be combined with mmap= or device=")
-        if self.device is not None and not self.to_torch:
-            raise UsageError("device= needs framework='torch'")
+        if self.device is not None:
+            if not self.to_torch:
+                raise UsageError("device= needs framework='torch'")
+            torch_seam.tensors().check_device(self.device)
 
     @property
     def to_torch(self) -> bool:
@@ -137,11 +150,23 @@ def opened(store: Store, ref: str | int) -> Iterator[Opened]:
 
     with (
         claim(store.backend, store.format, choose_plan, lambda chosen: chosen[1].segments) as (view, (entry, chosen)),
-        ExitStack() as stack,
+        planned(store, view.catalog, entry, chosen) as found,
     ):
+        yield found
+
+
+@contextmanager
+def planned(store: Store, catalog: Catalog, entry: CheckpointEntry, chosen: Plan) -> Iterator[Opened]:
+    """Open everything that a plan reads, without a pin.
+
+    Raises:
+        CorruptSegmentError: a segment is missing, damaged, or describes another state.
+        StorageError: the medium failed.
+    """
+    with ExitStack() as stack:
         readers: dict[str, SegmentReader] = {}
         for segment in chosen.segments:
-            readers[segment] = _open(store, view.catalog.segments[segment])
+            readers[segment] = _open(store, catalog.segments[segment])
             stack.callback(readers[segment].close)
         found = Opened(entry, chosen, readers)
         found.check_identity()
@@ -162,7 +187,7 @@ def load(store: Store, ref: str | int, options: LoadOptions) -> Any:
         available = found.chains
         names = choose(available, options.select, found.entry.ref)
         if found.lossy:
-            warnings.warn(f"{found.entry.ref} is lossy: not the bits that training had", LossyWarning, stacklevel=3)
+            warn(f"{found.entry.ref} is lossy: not the bits that training had", LossyWarning)
         wanted = {name: available[name] for name in names}
         threads = options.threads or min(4, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-read") as pool:

@@ -21,7 +21,9 @@ from ckptstore.crashpoints import crash_point
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import (
     CheckpointNotFoundError,
+    CkptError,
     CommitUnknownError,
+    CorruptLogError,
     FencedError,
     FormatError,
     KeyExistsError,
@@ -108,10 +110,11 @@ def open_term(
         info: who opens, for people.
 
     Raises:
-        CheckpointNotFoundError: the parent is not promised or cannot be restored.
+        CheckpointNotFoundError: the parent is not promised.
         ReadOnlyError: the backend is read-only, or the store has a feature that this version must not write.
         FencedError: other writers opened first, every time.
-        CorruptLogError: from READ, or from `parent` (``latest`` behind a damaged slot).
+        CorruptLogError: from READ, or from `parent` (``latest`` behind a damaged slot); or what the parent builds on is
+            lost with a damaged slot.
         StorageError: the medium failed; nothing was opened, or a term that nobody owns.
     """
     if backend.read_only:
@@ -124,9 +127,7 @@ def open_term(
         _check_writable(backend, fmt, catalog)
         chosen = parent(catalog) if callable(parent) else parent
         if chosen is not None and not (chosen.node in catalog.checkpoints and catalog.restorable(chosen)):
-            raise CheckpointNotFoundError(
-                f"{backend.url}: parent {chosen.ref} is not in the store, or cannot be restored"
-            )
+            raise _no_parent(backend, catalog, chosen)
         crash_point("open.read")
         if view.end:
             # Prevents: a power cut that keeps this OPEN and loses a slot before it, which a writer killed between link
@@ -146,6 +147,20 @@ def open_term(
             view = None  # it was built on a stale view, which must not be built on again
         patience.pause(done)
     raise FencedError(f"{backend.url}: other writers opened a term first, {patience.tries + 1} times in a row")
+
+
+def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> CkptError:
+    """Why no term can continue from there, and from where one can."""
+    entry = catalog.checkpoints.get(chosen.node)
+    if entry is None or entry.state != chosen.state:
+        return CheckpointNotFoundError(f"{backend.url}: parent {chosen.ref} is not in the store")
+    slots = ", ".join(str(seq) for seq in sorted(catalog.damage)[:3])
+    why = f" with log slot {slots}, which is damaged" if slots else ""
+    newest = max((entry.node for entry in catalog.checkpoints.values() if catalog.restorable(entry.id)), default=None)
+    way = "none can" if newest is None else f"the newest that can is {newest[1]}@{newest[0]}: name it as parent"
+    return CorruptLogError(
+        f"{backend.url}: parent {chosen.ref} cannot be restored, what it builds on is lost{why}; {way}"
+    )
 
 
 def _check_writable(backend: Backend, fmt: FormatFile, catalog: Catalog) -> None:

@@ -8,13 +8,13 @@ segment gone or a checksum wrong, and starts over.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import secrets
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,6 +26,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import FormatError, KeyNotFoundError, ReadOnlyError, StorageError
 from ckptstore.formats.records import FormatFile, PinRecord, pin_key
 from ckptstore.formats.texts import decode_pin, encode_pin
+from ckptstore.remarks import warn
 from ckptstore.view import View, read
 
 __all__ = ["DEAD_AFTER", "REFRESH_EVERY", "Pin", "PinWatch", "Survey", "UnpinnedWarning", "claim"]
@@ -35,11 +36,13 @@ REFRESH_EVERY: Final = 30.0
 DEAD_AFTER: Final = 600.0
 """Seconds without renewal after which a collector takes a pin for dead: 20 renewals missed."""
 
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 _P = TypeVar("_P")
 
 
 class UnpinnedWarning(UserWarning):
-    """A reader without write access cannot claim what it reads: gc may delete it meanwhile, which it then reports."""
+    """A reader that cannot write (no access, no space) claims nothing: gc may delete what it reads, and it says so."""
 
 
 class Pin:
@@ -63,16 +66,21 @@ class Pin:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        """Claim. Raises `StorageError` if that fails for another reason than missing write access."""
+        """Claim; without a word where nobody may write or nothing more fits, but for a warning.
+
+        Raises:
+            StorageError: that fails for another reason.
+        """
         try:
             if self._backend.read_only:
                 raise ReadOnlyError(f"{self._backend.url} is read-only")
             self._renew()
-        except ReadOnlyError as error:
-            warnings.warn(
-                f"reading unpinned: {error}. If a collector deletes what is read meanwhile, start over",
-                UnpinnedWarning,
-                stacklevel=3,
+        except StorageError as error:
+            # A full disk is when a checkpoint has to be read, and brought elsewhere.
+            if not isinstance(error, ReadOnlyError) and error.errno not in _FULL:
+                raise
+            warn(
+                f"reading unpinned: {error}. If a collector deletes what is read meanwhile, start over", UnpinnedWarning
             )
             return self
         crash_point("pin.created")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CorruptionError
+from ckptstore.formats.errors import CorruptionError, CorruptLogError, CorruptSegmentError
 from ckptstore.formats.records import CheckpointId, Encoding, Node
 
 __all__ = ["TYPICAL", "Cost", "Plan", "WorkRates", "plan", "plan_all", "restore_seconds", "stored_bytes"]
@@ -87,7 +87,7 @@ def plan(catalog: Catalog, target: CheckpointId, cost: Cost | None = None, avoid
         avoid: segments not to use, for instance because they turned out damaged.
 
     Raises:
-        CorruptionError: no chain of intact encodings leads to it; the message names what is missing.
+        CorruptLogError, CorruptSegmentError: no chain of intact encodings leads to it; names what is missing.
     """
     settled = _cheapest(catalog, _reachable(catalog, target.node), cost or restore_seconds(catalog), avoid)
     return _follow(catalog, target, settled, avoid)
@@ -147,7 +147,8 @@ def _follow(catalog: Catalog, target: CheckpointId, settled: dict[Node, _Settled
     node: Node | None = target.node
     while node is not None:
         if node not in settled:
-            raise CorruptionError(f"checkpoint {target.ref} cannot be restored: {_reason(catalog, target.node, avoid)}")
+            kind, reason = _reason(catalog, target.node, avoid)
+            raise kind(f"checkpoint {target.ref} cannot be restored: {reason}")
         chain.append(settled[node][1])
         node = _base_node(chain[-1])
     return Plan(target, tuple(reversed(chain)), settled[target.node][0])
@@ -174,22 +175,24 @@ def _base_matches(catalog: Catalog, encoding: Encoding) -> bool:
     return entry is not None and entry.state == base.state
 
 
-def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> str:
-    """Follow the chain down to the first thing that is missing."""
+def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> tuple[type[CorruptionError], str]:
+    """Follow the chain down to the first thing that is missing -> what is damaged, and how."""
+    slots = ", ".join(str(seq) for seq in sorted(catalog.damage)[:3])
+    hidden = f" (log slot {slots} is damaged)" if slots else ""
     seen: set[Node] = set()
     while node not in seen:
         seen.add(node)
         encodings = catalog.encodings.get(node, ())
         if not encodings:
-            return f"nothing stored restores {node[1]}@{node[0]}"
+            return CorruptLogError, f"nothing stored restores {node[1]}@{node[0]}{hidden}"
         for encoding in encodings:
             for segment in encoding.segments:
                 if segment not in catalog.segments:
-                    return f"segment {segment} is not in the catalog"
+                    return CorruptLogError, f"segment {segment} is not in the catalog{hidden}"
                 if segment in avoid:
-                    return f"{catalog.segments[segment].key} is damaged"
+                    return CorruptSegmentError, f"{catalog.segments[segment].key} is damaged"
         base = encodings[0].base
         if base is None:
             break
         node = base.node
-    return "its chain of bases does not end in a full checkpoint"
+    return CorruptLogError, f"its chain of bases does not end in a full checkpoint{hidden}"

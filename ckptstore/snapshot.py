@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Literal
 
@@ -15,6 +15,8 @@ __all__ = ["HostTensor", "Snapshot", "SnapshotPool"]
 
 _PIECE: Final = 8 << 20
 _ALIGN: Final = 64
+_OVERHEAD: Final = 16 << 10
+"""What looking at a tensor costs, as bytes that could be copied meanwhile."""
 
 
 class HostTensor:
@@ -89,7 +91,7 @@ class SnapshotPool:
             total += -(-source.nbytes // _ALIGN) * _ALIGN
         memory = self._memory(total)
         regions = {name: memory[offsets[name] : offsets[name] + source.nbytes] for name, source in flat.tensors.items()}
-        run_all(pool, [job for name, source in flat.tensors.items() for job in _copies(source, regions[name])])
+        run_all(pool, _jobs([(source, regions[name]) for name, source in flat.tensors.items()]))
         tensors: dict[str, TensorSource] = {
             name: HostTensor(source, regions[name]) for name, source in flat.tensors.items()
         }
@@ -106,6 +108,32 @@ class SnapshotPool:
                 if nbytes <= len(memory) <= 2 * nbytes + (1 << 20):
                     return memory  # any other one is of a state that has changed its size: let it go
         return aligned(nbytes)
+
+
+def _jobs(copies: Sequence[tuple[TensorSource, Bytes]]) -> list[Callable[[], None]]:
+    """Jobs of about `_PIECE` bytes: handing one to a thread costs as much as some hundred kilobytes."""
+    jobs: list[Callable[[], None]] = []
+    small: list[Callable[[], None]] = []
+    size = 0
+    for source, out in copies:
+        parts = _copies(source, out)
+        if source.nbytes >= _PIECE:
+            jobs += parts
+            continue
+        small += parts
+        size += source.nbytes + _OVERHEAD
+        if size >= _PIECE:
+            jobs.append(_in_turn(small))
+            small, size = [], 0
+    return [*jobs, _in_turn(small)] if small else jobs
+
+
+def _in_turn(jobs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def work() -> None:
+        for job in jobs:
+            job()
+
+    return work
 
 
 def _copies(source: TensorSource, out: Bytes) -> list[Callable[[], None]]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +27,7 @@ from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, CheckpointId,
 from ckptstore.formats.texts import decode_format, encode_format
 from ckptstore.log import open_term
 from ckptstore.planner import Plan, plan
+from ckptstore.remarks import warn
 from ckptstore.view import View, read
 
 if TYPE_CHECKING:
@@ -215,12 +215,15 @@ class Store:
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
         from ckptstore.deltas import DeltaOptions
+        from ckptstore.diffs import DiffOptions
         from ckptstore.loading import open_base
         from ckptstore.staging import DEFAULT_BUDGET  # numpy: only those who save need it
         from ckptstore.writer import Writer, WriterOptions
 
         if deltas is not None and not isinstance(deltas, DeltaOptions):
             deltas = DeltaOptions(interval=deltas)
+        if diffs is not None and not isinstance(diffs, DiffOptions):
+            raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")
         staging_bytes = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
         options = WriterOptions(staging_bytes, threads, max_in_flight, poll_seconds, deltas, diffs)
         self.create()
@@ -361,11 +364,10 @@ def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int
     from ckptstore.training.environment import environment_differences
 
     if differences := environment_differences(before, now):
-        warnings.warn(
+        warn(
             f"resuming {parent.ref}: the run will not be bit-identical to one that never stopped: "
             + "; ".join(differences),
             DeterminismWarning,
-            stacklevel=3,
         )
 
 
@@ -378,9 +380,8 @@ def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:
     some = f"up to {batch} steps" if isinstance(batch, int) else "steps"
     if any(term == parent.term and step > parent.step for term, step in catalog.checkpoints):
         return  # going back on purpose
-    warnings.warn(
+    warn(
         f"term {parent.term} ended without closing: {some} after {parent.step} that waited for their "
         f"batch ({parent.step + 1} and following) are not in the store; training continues from {parent.ref}",
         LostStepsWarning,
-        stacklevel=3,
     )

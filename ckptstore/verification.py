@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -19,6 +19,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
 from ckptstore.formats.folds import decode_fold
 from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, FormatFile, SegmentEntry, fold_of, slot_of
+from ckptstore.loading import planned
 from ckptstore.planner import Plan, plan_all
 from ckptstore.reading import Piece, SegmentReader, check_chunk, extents, run_all
 from ckptstore.staging import Staging
@@ -38,7 +39,7 @@ class Damage:
     Attributes:
         key: the object.
         what: what is wrong, with tensor and offset where they are known.
-        checkpoints: REFs of the checkpoints that need it to be restored as they are stored.
+        checkpoints: REFs of the checkpoints that are lost with it.
     """
 
     key: str
@@ -83,15 +84,18 @@ class _Findings:
     total: int
     progress: BytesDone | None
     damage: dict[tuple[str, str], None] = field(default_factory=dict)
-    bad_segments: set[str] = field(default_factory=set)
+    bad_segments: set[str] = field(default_factory=set)  # of which nothing can be read
+    bad_chunks: dict[str, set[int]] = field(default_factory=dict)  # segment -> where its damaged chunks begin
     objects: int = 0
     nbytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, key: str, error: CkptError, segment: str | None = None) -> None:
+    def add(self, key: str, error: CkptError, segment: str | None = None, chunks: Iterable[int] | None = None) -> None:
         with self.lock:
             self.damage[key, str(error).removeprefix(f"{key}: ")] = None
-            if segment is not None:
+            if segment is not None and chunks is not None:
+                self.bad_chunks.setdefault(segment, set()).update(chunks)
+            elif segment is not None:
                 self.bad_segments.add(segment)
 
     def done(self, nbytes: int, objects: int = 0) -> None:
@@ -131,7 +135,7 @@ def verify(
     with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-verify") as pool:
         for segment in sorted(catalog.segments.values(), key=lambda entry: (entry.term, entry.id)):
             _check_segment(store, segment, staging, pool, found)
-    return _report(catalog, keys, found)
+    return _report(store, catalog, keys, found)
 
 
 def _format(store: Store, keys: list[str], found: _Findings) -> FormatFile:
@@ -216,14 +220,14 @@ def _check_segment(
                 try:
                     reader.source.read_into(begin, data.data)
                 except (CorruptionError, StorageError) as error:
-                    found.add(entry.key, error, entry.id)
+                    found.add(entry.key, error, entry.id, [piece.chunk.offset for piece in extent])
                     return
                 for piece in extent:
                     at = piece.chunk.offset - begin
                     try:
                         check_chunk(entry.key, piece, data[at : at + piece.chunk.length])
                     except CorruptionError as error:
-                        found.add(entry.key, error, entry.id)
+                        found.add(entry.key, error, entry.id, [piece.chunk.offset])
             found.done(end - begin)
 
         return work
@@ -237,22 +241,40 @@ def _check_segment(
         reader.close()
 
 
-def _report(catalog: Catalog, keys: list[str], found: _Findings) -> VerificationReport:
-    bad = frozenset(found.bad_segments)
+def _spared(store: Store, catalog: Catalog, entry: CheckpointEntry, chosen: Plan, found: _Findings) -> bool:
+    """Whether what restoring a checkpoint reads of damaged segments lies beside the damage."""
+    if not found.bad_segments.isdisjoint(chosen.segments):
+        return False
+    try:
+        with planned(store, catalog, entry, chosen) as opened:
+            return not any(
+                chunk.length and chunk.offset in found.bad_chunks.get(layer.reader.entry.id, ())
+                for chain in opened.chains.values()
+                for layer in chain.sources
+                for chunk in layer.tensor.chunks
+            )
+    except CkptError:  # it could not be loaded, either
+        return False
+
+
+def _report(store: Store, catalog: Catalog, keys: list[str], found: _Findings) -> VerificationReport:
+    bad = frozenset(found.bad_segments | found.bad_chunks.keys())
     restorable, lost = [], []
     latest: CheckpointEntry | None = None
     affected: dict[str, list[str]] = {}
     plans, intact = plan_all(catalog), plan_all(catalog, avoid=bad)
     for node, entry in sorted(catalog.checkpoints.items()):
         stored = plans[node]
+        if isinstance(intact[node], Plan) or (
+            isinstance(stored, Plan) and _spared(store, catalog, entry, stored, found)
+        ):
+            restorable.append(entry.ref)
+            latest = entry
+            continue
+        lost.append(entry.ref)
         if isinstance(stored, Plan):
             for segment in stored.segments:
                 affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
-        if isinstance(intact[node], Plan):
-            restorable.append(entry.ref)
-            latest = entry
-        else:
-            lost.append(entry.ref)
     live = {entry.key for entry in catalog.segments.values()}
     manifests = {f"seg/{term:010d}/{identity}.json" for identity, (term, _) in catalog.manifests.items()}
     others = [key for key in keys if key.startswith("seg/") and key not in live | manifests]

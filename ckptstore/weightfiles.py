@@ -266,7 +266,7 @@ def _assemble(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[s
         tree = jsontext.loads(text, what=f"{path}: {STATE_MEMBER}", max_bytes=_HEADER_LIMIT)
         with _named(path):
             names = tensor_names(tree)
-        if names and set(names) == tensors.keys():
+        if set(names) == tensors.keys():
             return FlatState(tree, {name: tensors[name] for name in names})
     return flatten(dict(tensors), lambda value: value if isinstance(value, FileTensor) else None)
 

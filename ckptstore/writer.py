@@ -329,7 +329,13 @@ class Writer:
     def _updates(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
         if updates is None or not self._diffs:
             return ()
-        return updates(flat) if callable(updates) else updates
+        found = updates(flat) if callable(updates) else updates
+        if not isinstance(found, Sequence) or not all(isinstance(update, Update) for update in found):
+            raise UsageError(
+                f"updates: {type(updates).__name__}; what the optimizer did is wanted, as in "
+                "updates=training.OptimizerStep(optimizer)"
+            )
+        return found
 
     def _poll(self, seconds: float) -> None:
         while not self._stop_polling.wait(seconds):

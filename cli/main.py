@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
@@ -108,13 +109,22 @@ class LazyGroup(click.Group):
         if "NO_COLOR" in os.environ:
             extra.setdefault("color", False)
         try:
-            result = super().main(arguments, prog_name, complete_var, False, **extra)
+            with warnings.catch_warnings():
+                warnings.showwarning = _remark
+                result = super().main(arguments, prog_name, complete_var, False, **extra)
         except BaseException as error:  # noqa: BLE001  # the boundary: every error becomes a line and an exit code
             from ckptstore.cli.failures import report
 
             # Nothing is swallowed: report() raises SystemExit again, and with --debug every error.
             sys.exit(report(error, arguments))
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _remark(message: Warning | str, *_where: Any, **_how: Any) -> None:
+    """Warnings are for whoever typed the command: no place in the source."""
+    from ckptstore.cli.output import note
+
+    note(str(message))
 
 
 def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:

@@ -273,7 +273,7 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,127}\Z")
 
 def valid_tag(name: str) -> bool:
     """Whether `name` may name a tag: 1-128 letters, digits and ``_.+/-``, the first a letter, digit or ``_``."""
-    return _TAG.match(name) is not None
+    return isinstance(name, str) and _TAG.match(name) is not None
 
 
 def _decimal(text: str, digits: int) -> bool:

@@ -94,13 +94,18 @@ class OptimizerStep:
             skipped: no step was taken, because the ``GradScaler`` found an infinity: nothing has changed.
 
         Raises:
-            UsageError: a gradient of another size than its parameter; a loss scale that is 0 or not finite.
+            UsageError: no optimizer; a gradient of another size than its parameter; a loss scale that is 0 or not
+                finite.
         """
         if not math.isfinite(loss_scale) or loss_scale == 0:
             raise UsageError(f"loss_scale: {loss_scale}, a finite number other than 0 is needed")
         if isinstance(gradients, str) and gradients not in ("none", "grad"):
             raise UsageError(f"gradients: {gradients!r}; it may be 'none', 'grad' or a mapping")
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        if not isinstance(optimizers, Sequence) or not all(
+            isinstance(one, torch.optim.Optimizer) for one in optimizers
+        ):
+            raise UsageError(f"optimizer: {type(optimizer).__name__}; a torch.optim.Optimizer is wanted, or several")
         found = [entry for one in optimizers for entry in _entries(one)]
         if gradients == "grad" and all(parameter.grad is None for _, parameter, _, _ in found):
             gradients = "none"  # they were freed before: predicting needs none

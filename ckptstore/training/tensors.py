@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ckptstore.formats import dtypes
-from ckptstore.formats.errors import FormatError, UnsupportedStateError
+from ckptstore.formats.errors import FormatError, UnsupportedStateError, UsageError
 from ckptstore.formats.sources import Bytes, NumpySource, Origin, blocks, write_into
 from ckptstore.formats.state import Tagged
 
@@ -274,6 +274,15 @@ def _alias(data: Bytes) -> torch.Tensor:
         return torch.from_numpy(data)
     memory = (ctypes.c_uint8 * data.size).from_address(data.__array_interface__["data"][0])
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def check_device(device: Any) -> None:
+    """Raises `UsageError` if tensors cannot be put there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"device={device!r}: {first:.200}") from error
 
 
 def _revive_dtype(name: str) -> torch.dtype:

@@ -9,13 +9,15 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from ckptstore.formats.errors import FormatError, StorageError, UnsupportedStateError
+from ckptstore.formats.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
 
 __all__ = ["load"]
+
+_READ: Final = 1 << 20
 
 
 def load(path: Path) -> Any:
@@ -23,6 +25,7 @@ def load(path: Path) -> Any:
 
     Raises:
         UnsupportedStateError: loading it would run pickled code.
+        CorruptionError: a record of the archive does not have its checksum.
         FormatError: it is no torch file, or damaged.
         StorageError: it cannot be read.
     """
@@ -30,6 +33,7 @@ def load(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on its own storage classes and file versions
             if zipfile.is_zipfile(path):
+                _check_sums(path)
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             with _Bounded(io.FileIO(path)) as file:
                 return torch.load(file, map_location="cpu", weights_only=True)
@@ -37,13 +41,27 @@ def load(path: Path) -> Any:
         raise _refused(path, error) from error
     except OSError as error:
         raise StorageError(error.errno, error.strerror, str(path)) from error
-    except MemoryError:
+    except (MemoryError, CorruptionError):
         raise
     except Exception as error:
         # torch reports damage by whatever error comes first, assertions included; the first line of what it says tells
         # what, the rest is advice for programmers.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FormatError(f"{path}: torch cannot load it: {first:.200}") from error
+
+
+def _check_sums(path: Path) -> None:
+    """Compare the records of an archive with their CRC-32, which torch itself never looks at."""
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            if not record.CRC:  # torch was told to compute none
+                continue
+            try:
+                with archive.open(record) as file:
+                    while file.read(_READ):
+                        pass
+            except zipfile.BadZipFile as error:
+                raise CorruptionError(f"{path}: damaged: {error}") from error
 
 
 class _Bounded(io.BufferedReader):

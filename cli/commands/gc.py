@@ -36,10 +36,11 @@ UNREADABLE = 1
 )
 @click.option(
     "--pin-ttl",
-    type=click.FloatRange(min=0),
+    type=float,
     default=None,
     metavar="SECONDS",
-    help="A reader is dead once its pin was seen unchanged for so long; needs a --wait as long. Default: 600.",
+    help="A reader is dead once its pin was seen unchanged for so long, 60 s at least; needs a --wait as long. "
+    "Default: 600.",
 )
 def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_json: bool) -> int:
     """Delete the segments that nothing needs.

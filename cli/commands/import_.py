@@ -42,10 +42,9 @@ if TYPE_CHECKING:
     help="What the new term continues from; default: latest.",
 )
 @click.option("--delta", is_flag=True, help="Store the series as deltas: shrinks a folder of checkpoints.")
-@click.option("--interval", default="auto", metavar="T|auto", help="With --delta: checkpoints that share one base.")
+@click.option("--interval", metavar="T|auto", help="With --delta: checkpoints that share one base. Default: auto.")
 @click.option(
     "--max-restore-cost",
-    default="4x",
     metavar="COST",
     help="With --delta: what restoring any checkpoint may read or take: 3x (of a full), 2GB, 30s, none. Default: 4x.",
 )
@@ -55,8 +54,8 @@ def command(
     step: int | Literal["auto"],
     parent: str,
     delta: bool,
-    interval: str,
-    max_restore_cost: str,
+    interval: str | None,
+    max_restore_cost: str | None,
     as_json: bool,
 ) -> None:
     """Store .safetensors and .pt files as checkpoints.
@@ -68,6 +67,8 @@ def command(
     import ckptstore
     from ckptstore.importing import import_files
 
+    if not delta and (interval, max_restore_cost) != (None, None):
+        raise click.UsageError("--interval and --max-restore-cost say how deltas are stored: they need --delta")
     target = ckptstore.open(store)
     with progress("importing") as advance:
         imported = import_files(
@@ -75,7 +76,7 @@ def command(
             files,
             step,
             parent=None if parent == "none" else parent,
-            deltas=_deltas(interval, max_restore_cost) if delta else None,
+            deltas=_deltas(interval or "auto", max_restore_cost or "4x") if delta else None,
             progress=advance,
         )
     before, after = sum(one.nbytes for one in imported), sum(one.info.stored for one in imported)

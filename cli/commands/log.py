@@ -45,6 +45,8 @@ def command(store: str, limit: int | None, term: int | None, as_json: bool) -> N
     elif shown:
         click.echo(_text(found, shown))
         _closing(found, shown, term)
+    elif found.checkpoints and term is None:
+        click.echo(f"{len(found.checkpoints):,} checkpoints")  # none of them was asked for
     else:
         note("no checkpoint yet" if term is None else f"no checkpoint in term {term}")
 

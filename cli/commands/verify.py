@@ -70,7 +70,9 @@ def _print(report: VerificationReport) -> None:
         if report.latest is not None:
             click.echo(f"newest checkpoint that can be restored: {report.latest.ref}")
     if report.orphans:
-        click.echo(f"{len(report.orphans):,} segments belong to no checkpoint (left by interrupted saves; harmless)")
+        hidden = any(damage.key.startswith("log/") for damage in report.damage)
+        why = "or to one that a damaged log slot hides: keep them" if hidden else "left by interrupted saves; harmless"
+        click.echo(f"{len(report.orphans):,} segments belong to no checkpoint ({why})")
     if report.strangers:
         click.echo(f"{len(report.strangers):,} files are not part of the store: {some(report.strangers)}")
     if report.ok:

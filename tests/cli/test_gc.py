@@ -91,5 +91,7 @@ def test_errors(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert outcome.code == 2
     assert "renewed every 30 s" in outcome.err
     assert ckpt("gc", run, "--wait", "-1").code == 2
+    for option in ("--wait", "--pin-ttl"):
+        assert ckpt("gc", run, option, "nan").code == 2
     assert ckpt("gc", tmp_path / "nothing").code == 3
     assert not (tmp_path / "nothing").exists()

@@ -127,3 +127,20 @@ def test_a_series_shrinks_as_deltas(ckpt: Run, tmp_path: Path) -> None:
 def test_bad_delta_options(ckpt: Run, tmp_path: Path, bad: list[str]) -> None:
     assert ckpt("import", tmp_path / "store", write(tmp_path / "step_1.safetensors", 1), "--delta", *bad).code == 2
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("unused", [["--interval", "7"], ["--max-restore-cost", "3x"]])
+def test_delta_options_without_deltas(ckpt: Run, tmp_path: Path, unused: list[str]) -> None:
+    outcome = ckpt("import", tmp_path / "store", write(tmp_path / "step_1.safetensors", 1), *unused)
+    assert outcome.code == 2
+    assert "need --delta" in outcome.err
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_state_without_tensors_comes_back(ckpt: Run, tmp_path: Path) -> None:
+    whole = {"step": 7, "name": "run", "lr": [1e-3, 2e-3]}
+    with ckptstore.open(tmp_path / "run").writer() as writer:
+        writer.save(whole, 1)
+    assert ckpt("restore", tmp_path / "run", "--out", tmp_path / "x.safetensors").code == 0
+    assert ckpt("import", tmp_path / "copy", tmp_path / "x.safetensors", "--step", "1").code == 0
+    assert ckptstore.open(tmp_path / "copy").load(1) == whole

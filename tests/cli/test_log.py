@@ -35,6 +35,8 @@ def test_limit_and_term(ckpt: Run, pristine: Path) -> None:
     limited = ckpt("log", pristine, "-n", "2")
     assert columns(limited.out) == ["*  5@3", "*  4@2", "... and 5 more"]
     assert columns(ckpt("log", pristine, "--term", "1", "--limit", "3").out) == ["| *  4@1", "| *  3@1", "*    2@1"]
+    none = ckpt("log", pristine, "-n", "0")
+    assert (none.code, none.out, none.err) == (0, "7 checkpoints\n", "")
     nothing = ckpt("log", pristine, "--term", "9")
     assert (nothing.code, nothing.out, nothing.err) == (0, "", "note: no checkpoint in term 9\n")
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
 
 
@@ -62,3 +65,25 @@ def test_strangers_and_orphans_are_no_damage(ckpt: Run, run: Path) -> None:
 def test_no_store(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("verify", tmp_path / "nothing").code == 3
     assert not (tmp_path / "nothing").exists()
+
+
+def test_segments_that_a_damaged_slot_hides_are_not_called_harmless(ckpt: Run, run: Path) -> None:
+    (slot,) = [file for file in (run / "log").iterdir() if int(file.name) == 2]
+    flip(slot, slot.stat().st_size // 2)
+    outcome = ckpt("verify", run)
+    assert outcome.code == 1
+    assert "1 segments belong to no checkpoint (or to one that a damaged log slot hides: keep them)" in outcome.out
+
+
+@pytest.mark.filterwarnings("default")
+def test_remarks_of_the_library_name_no_line_of_its_source(
+    ckpt: Run, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise ckptstore.ReadOnlyError("no access here")
+
+    monkeypatch.setattr("ckptstore.backends.local.LocalBackend.replace", refused)
+    outcome = ckpt("diff", run, "1", "2")
+    assert outcome.code == 0
+    assert outcome.err.startswith("note: reading unpinned: no access here")
+    assert ".py" not in outcome.err

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import folding
+from ckptstore import DiffOptions, folding
+from ckptstore.deltas import DeltaOptions
+from ckptstore.intervals import RestoreBound
 from ckptstore.pins import Pin
 from tests.engine.states import files, same
 
@@ -149,3 +151,80 @@ def test_a_damaged_newest_slot_hides_nothing(tmp_path: Path) -> None:
         writer.save({"step": 3, "again": True}, step=3)
     assert store.load("latest")["again"]
     assert not ckptstore.verify(store).ok  # the old damage stays reported
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A chain of deltas, of which some tensors build on nothing, then gradient diffs, three to a segment."""
+    store = ckptstore.open(tmp_path_factory.mktemp("layered") / "store")
+    rng = np.random.default_rng(1)
+    drift, truth = rng.standard_normal(4000).astype(np.float32), {}
+    for how in (
+        {"deltas": DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))},
+        {"diffs": DiffOptions(batch=3, seconds=None)},
+    ):
+        with store.writer(poll_seconds=None, **how) as writer:  # type: ignore[arg-type]
+            begin = 0 if writer.parent is None else writer.parent.step
+            for step in range(begin + 1, begin + 8):
+                drift = drift + (np.arange(4000) < 40 * step).astype(np.float32)
+                state = {"drift": drift.copy(), "random": rng.integers(0, 256, 3000, dtype=np.uint8), "step": step}
+                truth[f"{step}@{writer.term}"] = state
+                writer.save_async(state, step)
+    assert {info.kind for info in store.checkpoints()} >= {"full", "delta"}
+    return Path(store.url.removeprefix("file://")), truth
+
+
+def test_lost_is_what_cannot_be_loaded_and_nothing_else(layered: tuple[Path, dict[str, Any]]) -> None:
+    """Also where the damaged segment is read, and the damage lies beside what is read of it."""
+    root, truth = layered
+    chance = random.Random(0)
+    reads = {ref: {entry.key for entry, _ in ckptstore.open(root).describe(ref)} for ref in truth}
+    spared = 0
+    for file in files(root):
+        if file.suffix != ".safetensors":
+            continue
+        original = file.read_bytes()
+        for offset in chance.sample(range(len(original)), 12):
+            damaged = bytearray(original)
+            damaged[offset] ^= 1 << (offset % 8)
+            file.write_bytes(damaged)
+            report = ckptstore.verify(root)
+            (damage,) = report.damage
+            store, loaded = ckptstore.open(root), []
+            for ref, state in truth.items():
+                try:
+                    found = store.load(ref, framework="numpy")
+                except ckptstore.CorruptSegmentError:
+                    continue
+                same(state, found, ref)
+                loaded.append(ref)
+            assert list(report.restorable) == loaded, (file.name, offset)
+            assert set(damage.checkpoints) == set(report.lost) == set(truth) - set(loaded)
+            spared += sum(damage.key in reads[ref] for ref in loaded)
+        file.write_bytes(original)
+    assert spared > 20
+
+
+def test_a_parent_that_a_damaged_slot_took_along(tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "store")
+    state = {"w": np.arange(5000, dtype=np.float32)}
+    with store.writer(deltas=2, poll_seconds=None) as writer:
+        for step in range(1, 6):
+            writer.save({"w": state["w"] + np.float32(step)}, step)
+    kinds = {info.ref: info.kind for info in store.checkpoints()}
+    assert kinds["5@1"] != "full"
+    base = next(info.base for info in store.checkpoints() if info.ref == "5@1")
+    assert base is not None
+    slot = tmp_path / "store" / "log" / f"{int(base.partition('@')[0]):020d}"
+    data = bytearray(slot.read_bytes())
+    data[len(data) // 2] ^= 1
+    slot.write_bytes(data)
+    number = int(slot.name)
+    newest = max(info.step for info in store.checkpoints() if info.ref in ckptstore.verify(store).restorable)
+    with pytest.raises(ckptstore.CorruptLogError, match=rf"5@1 cannot be restored.*log slot {number}.*is {newest}@1"):
+        store.writer(parent="5@1")
+    with pytest.raises(ckptstore.CorruptLogError, match=rf"5@1 cannot be restored.*log slot {number} is damaged"):
+        store.load("5@1")
+    with store.writer(parent=newest) as writer:
+        writer.save(state, 100)
+    same(state, store.load(100, framework="numpy"))

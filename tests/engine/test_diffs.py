@@ -371,7 +371,14 @@ def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    for wrong in ({"full_every": 0}, {"batch": 0}, {"seconds": 0.0}, {"batch_bytes": -1}):
+    for wrong in (
+        {"full_every": 0},
+        {"batch": 0},
+        {"batch": 2.5},
+        {"full_every": "auto"},
+        {"seconds": 0.0},
+        {"batch_bytes": -1},
+    ):
         with pytest.raises(ckptstore.UsageError, match=next(iter(wrong))):
             DiffOptions(**wrong)  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Sequence
 
@@ -67,6 +68,21 @@ class TestPin:
         world.read_only = True
         with pytest.warns(UnpinnedWarning, match="unpinned"), Pin(world, [A]):
             assert world.list("pins/") == []
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+    def test_on_a_full_disk_a_reader_goes_unpinned_and_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        """It is when a checkpoint has to be read, and brought elsewhere."""
+
+        def full(key: str, _data: bytes) -> None:
+            raise StorageError(number, "cannot write: full", key)
+
+        world = World()
+        monkeypatch.setattr(world, "replace", full)
+        with pytest.warns(UnpinnedWarning, match="unpinned.*full") as told, Pin(world, [A]):
+            pass
+        assert told[0].filename == __file__  # whoever asked, not what it went through
 
     def test_another_failure_is_raised(self) -> None:
         failing = FaultyBackend(World(), lambda _operation, _key: "error")

@@ -377,6 +377,8 @@ class TestRefusals:
             {"framework": "numpy", "device": "cpu"},
             {"threads": 0},
             {"threads": -1},
+            {"device": "nowhere", "framework": "torch"},
+            {"device": "cuda:99", "framework": "torch"},
         ],
     )
     def test_bad_options(self, url: str, options: dict[str, Any]) -> None:
@@ -522,6 +524,7 @@ class TestFailures:
             ({"poll_seconds": 0}, "poll_seconds"),
             ({"deltas": 0}, "interval 0"),
             ({"deltas": "always"}, "interval 'always'"),
+            ({"diffs": "auto"}, "diffs: 'auto'.*DiffOptions"),
         ],
     )
     def test_bad_options_fence_nobody(self, url: str, options: dict[str, Any], complaint: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import ckptstore  # noqa: E402
 from ckptstore import torch_seam, training  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.formats import optim  # noqa: E402
 from ckptstore.formats.errors import UsageError  # noqa: E402
 from ckptstore.formats.state import FlatState, TensorSource  # noqa: E402
 from ckptstore.training import OptimizerStep, clip_factor  # noqa: E402
 from ckptstore.updates import Update  # noqa: E402
+from tests.processor import wrong_roots  # noqa: E402
 
 SHAPES = ((96, 64), (4000,), (31, 7, 5))
 SETTINGS: dict[str, Callable[..., Any]] = {
@@ -37,18 +40,8 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 }
 
 
-def wrong_roots() -> float:
-    """Fraction of square roots that torch's tensor operations round wrongly on this processor.
-
-    They are MKL's: nearly all are right on Intel's processors, five in six on AMD's.
-    """
-    numbers = torch.rand(50_000, generator=torch.Generator().manual_seed(0))
-    return float(np.mean(torch.sqrt(numbers).numpy() != np.sqrt(numbers.numpy())))
-
-
-WRONG_ROOTS = wrong_roots()
 # The update is small beside the weight, so that most wrong roots do not show; the others miss by a unit.
-MISSES = {"for-loop": 0.06 + 1.5 * WRONG_ROOTS, "foreach": 0.06 + 1.5 * WRONG_ROOTS, "fused": 0.03}
+MISSES = {"for-loop": 0.06 + 1.5 * wrong_roots(), "foreach": 0.06 + 1.5 * wrong_roots(), "fused": 0.03}
 
 
 def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
@@ -210,7 +203,7 @@ def test_strided_parameters_are_read_in_logical_order() -> None:
     optimizer.step()
     flat = state_of([weight], optimizer)
     (update,) = OptimizerStep(optimizer)(flat)
-    assert restored(update, before, copied(flat)) == ("replayed", pytest.approx(0, abs=0.1 + 1.5 * WRONG_ROOTS))
+    assert restored(update, before, copied(flat)) == ("replayed", pytest.approx(0, abs=0.1 + 1.5 * wrong_roots()))
 
 
 # ------------------------------------------------------------------------------------------------------- the gradients
@@ -290,6 +283,23 @@ def test_a_step_that_the_scaler_skipped() -> None:
     assert restored(update, before, copied(flat)) == ("predicted", pytest.approx(0, abs=0.01))
     for part, was in zip(update.slots, update.slots, strict=True):
         assert np.array_equal(copied(flat)[part], before[was])
+
+
+def test_what_is_no_optimizer_is_a_mistake(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for wrong in (model, [optimizer, model], model.parameters()):
+        with pytest.raises(UsageError, match=r"a torch\.optim\.Optimizer is wanted"):
+            OptimizerStep(wrong)  # type: ignore[arg-type]
+    with ckptstore.open(tmp_path / "store").writer(diffs=ckptstore.DiffOptions()) as writer:
+        for wrong in (optimizer, [1], "adam"):
+            with pytest.raises(UsageError, match=r"updates=training\.OptimizerStep\(optimizer\)"):
+                writer.save({"w": torch.ones(2)}, 1, updates=wrong)
+            with pytest.raises(UsageError, match="OptimizerStep"):
+                writer.save_async({"w": torch.ones(2)}, 1, updates=wrong)
+        writer.save({"w": torch.ones(2)}, 1, updates=OptimizerStep(optimizer))
+        with pytest.raises(UsageError, match="tag"):
+            writer.tag(None, 1)  # type: ignore[arg-type]
 
 
 def test_gradients_of_another_size_are_mistakes() -> None:

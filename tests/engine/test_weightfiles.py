@@ -15,7 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats.errors import CkptError, FormatError, StorageError, UnsupportedStateError, UsageError
+from ckptstore.formats.errors import (
+    CkptError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+    UnsupportedStateError,
+    UsageError,
+)
 from ckptstore.formats.state import unflatten
 from ckptstore.weightfiles import FileTensor, locate, open_file
 from tests.engine.states import every_dtype, same, tensor_bytes, training_state
@@ -195,6 +202,28 @@ def test_a_torch_file_that_needs_code(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStateError, match="refers to pathlib") as raised:
         open_file(tmp_path / "x.pt")
     assert "save it again" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("sums", [True, False], ids=["with sums", "without"])
+def test_a_flipped_bit_in_a_torch_file(tmp_path: Path, sums: bool) -> None:
+    """torch writes CRCs, and never compares them; it may have been told to write none."""
+    path = tmp_path / "x.pt"
+    torch.serialization.set_crc32_options(sums)
+    try:
+        torch.save({"w": torch.arange(1000, dtype=torch.int32)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with open_file(path) as opened:
+        assert list(opened.flat.tensors) == ["w"]
+    data = bytearray(path.read_bytes())
+    data[data.index(np.arange(500, 600, dtype=np.int32).tobytes())] ^= 1
+    path.write_bytes(data)
+    if sums:
+        with pytest.raises(CorruptionError, match=r"x\.pt: damaged: .*CRC.*data/0"), open_file(path):
+            pass
+    else:
+        with open_file(path) as opened:
+            assert list(opened.flat.tensors) == ["w"]
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.6, 0.99])

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from ckptstore.formats.errors import (
 from ckptstore.formats.records import Node
 from ckptstore.formats.retention import droppable
 from ckptstore.merging import merge
-from ckptstore.pins import PinWatch, claim
+from ckptstore.pins import PinWatch, UnpinnedWarning, claim
 from ckptstore.store import Store
 from ckptstore.view import exists
 from tools.crash import faults
@@ -309,6 +310,7 @@ RARE: Final = frozenset({"rival"})
 def perform(stage: Stage, actor: str) -> int:
     """Do an actor's job until the process is killed; returns (an exit status) only after a violation."""
     turn = ACTORS[actor][0]
+    warnings.simplefilter("error", UnpinnedWarning)  # on a full disk: what is read may be collected meanwhile
     while True:
         if actor in RARE:
             time.sleep(stage.chance.random() * 20)
@@ -317,6 +319,9 @@ def perform(stage: Stage, actor: str) -> int:
         except Violation as broken:
             stage.note(violation=f"{actor}: {broken}")
             return 3
+        except UnpinnedWarning as error:
+            stage.note(error=type(error).__name__)
+            time.sleep(stage.chance.random() * 0.1)
         except CkptError as error:
             if not _excused(error, stage):
                 stage.note(violation=f"{actor}: {type(error).__name__}: {error}; after {_chain(error)}")

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch  # here, not when the first file is loaded: what importing it takes is not what the file took
 
-from ckptstore.formats.errors import FormatError, StorageError, UnsupportedStateError, UsageError
+from ckptstore.formats.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError, UsageError
 from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
 from ckptstore.weightfiles import open_file
 from tools.fuzz.guard import Target, Violation
@@ -108,5 +108,5 @@ def _seeds() -> list[bytes]:
 
 
 TORCHFILES: Final = Target(
-    "torchfile", _run, _seeds, refusals=(FormatError, UnsupportedStateError, UsageError, StorageError)
+    "torchfile", _run, _seeds, refusals=(FormatError, CorruptionError, UnsupportedStateError, UsageError, StorageError)
 )

@@ -1,0 +1,29 @@
+"""Warnings that blame the line which called into this package, however deep the reason lies."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from types import FrameType
+from typing import Final
+
+__all__ = ["warn"]
+
+_OURS: Final = __name__.partition(".")[0]
+_BETWEEN: Final = frozenset({contextlib.__name__})
+"""Modules that are passed on the way from one of ours to another."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """`warnings.warn` at the line of the caller's code; in a thread of ours, at the last line of ours."""
+    level = 2  # 1 would be the last line of this function
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _passed(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _passed(module: str) -> bool:
+    return module in _BETWEEN or module == _OURS or (module.startswith(f"{_OURS}.") and ".cli" not in module)
