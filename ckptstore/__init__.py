@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         WriterError,
     )
     from ckptstore.intervals import RestoreBound
+    from ckptstore.pins import UnpinnedWarning
     from ckptstore.saves import PendingSave
     from ckptstore.store import DeterminismWarning, LossyWarning, LostStepsWarning, Store
     from ckptstore.store import open_store as open
@@ -63,6 +64,7 @@ _HOMES = {
         " StepOrderError StorageError StoreNotFoundError TensorNotFoundError UnsupportedBackendError"
         " UnsupportedStateError UsageError WriterClosedError WriterError"
     ),
+    "pins": "UnpinnedWarning",
     "saves": "PendingSave",
     "store": "DeterminismWarning LossyWarning LostStepsWarning Store open",
     "updates": "Update",
@@ -99,6 +101,7 @@ __all__ = [
     "StoreNotFoundError",
     "TensorNotFoundError",
     "TermInfo",
+    "UnpinnedWarning",
     "UnsupportedBackendError",
     "UnsupportedStateError",
     "Update",

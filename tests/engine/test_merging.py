@@ -324,7 +324,7 @@ def test_a_dry_run_writes_nothing_and_knows_what_comes_of_it(store: Store) -> No
         assert {key: store.backend.size(key) for key in store.backend.list("")} == before
         if keep_steps:
             store.backend.read_only = True
-            with pytest.warns(ckptstore.pins.UnpinnedWarning):
+            with pytest.warns(ckptstore.UnpinnedWarning):
                 assert merge(store, text, keep_steps=True, dry_run=True).answer == "planned"
             store.backend.read_only = False
         else:

@@ -36,6 +36,7 @@ EXPECTED = [
     "StoreNotFoundError",
     "TensorNotFoundError",
     "TermInfo",
+    "UnpinnedWarning",
     "UnsupportedBackendError",
     "UnsupportedStateError",
     "Update",
