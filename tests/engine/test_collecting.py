@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,11 @@ def test_a_patient_collector_waits_for_readers_and_finds_the_dead_ones_out(store
     assert told == [(done.nbytes, done.nbytes)]
     with pytest.raises(UsageError, match="still be alive"):
         collect_patiently(store, dead_after=59)
+    with pytest.raises(UsageError, match="still be alive"):
+        collect_patiently(store, dead_after=math.nan)
+    for wait in (-1, math.nan):
+        with pytest.raises(UsageError, match="wait"):
+            collect_patiently(store, wait=wait)
 
 
 def test_with_an_unreadable_pin_nothing_goes(store: Store) -> None:
