@@ -304,7 +304,7 @@ class Deltas:
             return False
         try:
             base = self._base(identity, flat, snapshot)
-        except (CkptError, OSError, MemoryError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001  # warnings among them, where these are errors
             self._restart()
             _warn(f"{self._backend.url}: {identity.ref} cannot be kept as a base, the next save is a full: {error}")
             return False

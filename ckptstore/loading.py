@@ -37,18 +37,7 @@ from ckptstore.remarks import warn
 from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
 from ckptstore.store import LossyWarning, Store
 
-__all__ = [
-    "LoadOptions",
-    "Opened",
-    "chunks",
-    "describe",
-    "load",
-    "opened",
-    "planned",
-    "read_tensor",
-    "tensors",
-    "tree",
-]
+__all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "opened", "read_tensor", "tensors", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,23 +139,11 @@ def opened(store: Store, ref: str | int) -> Iterator[Opened]:
 
     with (
         claim(store.backend, store.format, choose_plan, lambda chosen: chosen[1].segments) as (view, (entry, chosen)),
-        planned(store, view.catalog, entry, chosen) as found,
+        ExitStack() as stack,
     ):
-        yield found
-
-
-@contextmanager
-def planned(store: Store, catalog: Catalog, entry: CheckpointEntry, chosen: Plan) -> Iterator[Opened]:
-    """Open everything that a plan reads, without a pin.
-
-    Raises:
-        CorruptSegmentError: a segment is missing, damaged, or describes another state.
-        StorageError: the medium failed.
-    """
-    with ExitStack() as stack:
         readers: dict[str, SegmentReader] = {}
         for segment in chosen.segments:
-            readers[segment] = _open(store, catalog.segments[segment])
+            readers[segment] = _open(store, view.catalog.segments[segment])
             stack.callback(readers[segment].close)
         found = Opened(entry, chosen, readers)
         found.check_identity()

@@ -13,6 +13,7 @@ __all__ = ["warn"]
 _OURS: Final = __name__.partition(".")[0]
 _BETWEEN: Final = frozenset({contextlib.__name__})
 """Modules that are passed on the way from one of ours to another."""
+_THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -22,6 +23,8 @@ def warn(message: str, category: type[Warning]) -> None:
     while frame is not None and _passed(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
         level += 1
+    if frame is None or frame.f_globals.get("__name__") in _THREADS:
+        level -= 1
     warnings.warn(message, category, stacklevel=level)
 
 

@@ -15,6 +15,7 @@ __all__ = ["HostTensor", "Snapshot", "SnapshotPool"]
 
 _PIECE: Final = 8 << 20
 _ALIGN: Final = 64
+_PASSED: Final = 4
 _OVERHEAD: Final = 16 << 10
 """What looking at a tensor costs, as bytes that could be copied meanwhile."""
 
@@ -70,7 +71,7 @@ class SnapshotPool:
 
     def __init__(self, limit: int) -> None:
         self._slots = threading.BoundedSemaphore(limit)
-        self._free: list[Bytes] = []
+        self._free: list[tuple[Bytes, int]] = []  # memory, and how often it was not what was wanted
         self._lock = threading.Lock()
 
     def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> Snapshot:
@@ -99,15 +100,19 @@ class SnapshotPool:
 
     def _give(self, memory: Bytes) -> None:
         with self._lock:
-            self._free.append(memory)
+            self._free.append((memory, 0))
 
     def _memory(self, nbytes: int) -> Bytes:
         with self._lock:
-            while self._free:
-                memory = self._free.pop()
-                if nbytes <= len(memory) <= 2 * nbytes + (1 << 20):
-                    return memory  # any other one is of a state that has changed its size: let it go
-        return aligned(nbytes)
+            fitting = [
+                number
+                for number, (memory, _) in enumerate(self._free)
+                if nbytes <= len(memory) <= 2 * nbytes + (1 << 20)
+            ]
+            found = self._free.pop(fitting[-1])[0] if fitting else None
+            # States and gradients take turns. What nobody has wanted for long is of a state that has changed its size.
+            self._free = [(memory, passed + 1) for memory, passed in self._free if passed < _PASSED]
+        return aligned(nbytes) if found is None else found
 
 
 def _jobs(copies: Sequence[tuple[TensorSource, Bytes]]) -> list[Callable[[], None]]:

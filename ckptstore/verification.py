@@ -13,16 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
+from ckptstore.casualties import casualties
 from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
 from ckptstore.formats.folds import decode_fold
 from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, FormatFile, SegmentEntry, fold_of, slot_of
-from ckptstore.loading import planned
 from ckptstore.planner import Plan, plan_all
 from ckptstore.reading import Piece, SegmentReader, check_chunk, extents, run_all
-from ckptstore.staging import Staging
+from ckptstore.staging import Bytes, Staging
 from ckptstore.store import Store, open_store
 from ckptstore.view import exists, read
 
@@ -211,24 +211,32 @@ def _check_segment(
         found.add(entry.key, error, entry.id)
         return
 
+    def check(extent: list[Piece], block: Bytes) -> None:
+        begin = extent[0].chunk.offset
+        end = extent[-1].chunk.offset + extent[-1].chunk.length
+        data = block[begin % 4096 : begin % 4096 + end - begin]
+        try:
+            reader.source.read_into(begin, data.data)
+        except (CorruptionError, StorageError) as error:
+            if len(extent) > 1:  # one bad sector is no reason to give its neighbours up
+                for piece in extent:
+                    check([piece], block)
+                return
+            what = f"tensor {extent[0].tensor.name!r}: bytes {begin}..{end} of the file: {error}"
+            found.add(entry.key, CorruptionError(what), entry.id, [begin])
+            return
+        for piece in extent:
+            at = piece.chunk.offset - begin
+            try:
+                check_chunk(entry.key, piece, data[at : at + piece.chunk.length])
+            except CorruptionError as error:
+                found.add(entry.key, error, entry.id, [piece.chunk.offset])
+        found.done(end - begin)
+
     def job(extent: list[Piece]) -> Callable[[], None]:
         def work() -> None:
-            begin = extent[0].chunk.offset
-            end = extent[-1].chunk.offset + extent[-1].chunk.length
             with staging.block() as block:
-                data = block[begin % 4096 : begin % 4096 + end - begin]
-                try:
-                    reader.source.read_into(begin, data.data)
-                except (CorruptionError, StorageError) as error:
-                    found.add(entry.key, error, entry.id, [piece.chunk.offset for piece in extent])
-                    return
-                for piece in extent:
-                    at = piece.chunk.offset - begin
-                    try:
-                        check_chunk(entry.key, piece, data[at : at + piece.chunk.length])
-                    except CorruptionError as error:
-                        found.add(entry.key, error, entry.id, [piece.chunk.offset])
-            found.done(end - begin)
+                check(extent, block)
 
         return work
 
@@ -241,39 +249,23 @@ def _check_segment(
         reader.close()
 
 
-def _spared(store: Store, catalog: Catalog, entry: CheckpointEntry, chosen: Plan, found: _Findings) -> bool:
-    """Whether what restoring a checkpoint reads of damaged segments lies beside the damage."""
-    if not found.bad_segments.isdisjoint(chosen.segments):
-        return False
-    try:
-        with planned(store, catalog, entry, chosen) as opened:
-            return not any(
-                chunk.length and chunk.offset in found.bad_chunks.get(layer.reader.entry.id, ())
-                for chain in opened.chains.values()
-                for layer in chain.sources
-                for chunk in layer.tensor.chunks
-            )
-    except CkptError:  # it could not be loaded, either
-        return False
-
-
 def _report(store: Store, catalog: Catalog, keys: list[str], found: _Findings) -> VerificationReport:
     bad = frozenset(found.bad_segments | found.bad_chunks.keys())
     restorable, lost = [], []
     latest: CheckpointEntry | None = None
     affected: dict[str, list[str]] = {}
     plans, intact = plan_all(catalog), plan_all(catalog, avoid=bad)
+    stored = [plan for plan in plans.values() if isinstance(plan, Plan)]
+    gone = casualties(store.backend, catalog, stored, found.bad_segments, found.bad_chunks)
     for node, entry in sorted(catalog.checkpoints.items()):
-        stored = plans[node]
-        if isinstance(intact[node], Plan) or (
-            isinstance(stored, Plan) and _spared(store, catalog, entry, stored, found)
-        ):
+        planned = plans[node]
+        if isinstance(planned, Plan) and (node not in gone or isinstance(intact[node], Plan)):
             restorable.append(entry.ref)
             latest = entry
             continue
         lost.append(entry.ref)
-        if isinstance(stored, Plan):
-            for segment in stored.segments:
+        if isinstance(planned, Plan):
+            for segment in planned.segments:
                 affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
     live = {entry.key for entry in catalog.segments.values()}
     manifests = {f"seg/{term:010d}/{identity}.json" for identity, (term, _) in catalog.manifests.items()}

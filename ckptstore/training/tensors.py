@@ -281,6 +281,8 @@ def check_device(device: Any) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
+        if "out of memory" in str(error):  # no mistake of the caller's
+            raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"device={device!r}: {first:.200}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -41,7 +42,7 @@ def load(path: Path) -> Any:
         raise _refused(path, error) from error
     except OSError as error:
         raise StorageError(error.errno, error.strerror, str(path)) from error
-    except (MemoryError, CorruptionError):
+    except (MemoryError, CorruptionError, FormatError):
         raise
     except Exception as error:
         # torch reports damage by whatever error comes first, assertions included; the first line of what it says tells
@@ -52,8 +53,21 @@ def load(path: Path) -> Any:
 
 def _check_sums(path: Path) -> None:
     """Compare the records of an archive with their CRC-32, which torch itself never looks at."""
+    status = path.stat()
+    _check_sums_of(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_sums_of(path: Path, _inode: int, size: int, _changed: int) -> None:
+    """Once for each version of a file: it is opened to be looked at, and again to be read."""
     with zipfile.ZipFile(path) as archive:
-        for record in archive.infolist():
+        records = archive.infolist()
+        # Prevents: a small file that unpacks to terabytes, or names one record a million times.
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            raise FormatError(f"{path}: a record is compressed, which torch.save never does")
+        if sum(record.file_size for record in records) > size:
+            raise FormatError(f"{path}: its records are longer than the file")
+        for record in records:
             if not record.CRC:  # torch was told to compute none
                 continue
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 from pathlib import Path
@@ -12,10 +13,14 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, folding
+from ckptstore.backends import directio
 from ckptstore.deltas import DeltaOptions
 from ckptstore.intervals import RestoreBound
+from ckptstore.loading import opened
+from ckptstore.merging import merge
 from ckptstore.pins import Pin
 from tests.engine.states import files, same
+from tests.engine.test_diffs import Trainer
 
 STATES: dict[str, dict[str, Any]] = {}
 
@@ -153,16 +158,31 @@ def test_a_damaged_newest_slot_hides_nothing(tmp_path: Path) -> None:
     assert not ckptstore.verify(store).ok  # the old damage stays reported
 
 
-@pytest.fixture(scope="module")
-def layered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A chain of deltas, of which some tensors build on nothing, then gradient diffs, three to a segment."""
+Layered = tuple[Path, dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=["deltas", "steps"])
+def layered(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Layered:
+    """Checkpoints that build on each other, of which some tensors do not.
+
+    deltas: a chain of these, then steps without an optimizer, three to a segment. steps: of an optimizer, with copies
+    of its masters and parameters small enough to be laid end to end; some are merged.
+    """
     store = ckptstore.open(tmp_path_factory.mktemp("layered") / "store")
+    truth: dict[str, Any] = {}
+    if request.param == "steps":
+        trainer = Trainer(sizes={"wide": (60, 50), **{f"bias{number}": (40,) for number in range(6)}})
+        with store.writer(diffs=DiffOptions(full_every=9, batch=3, seconds=None), poll_seconds=None) as writer:
+            for step in range(1, 13):
+                trainer.train()
+                truth[f"{step}@1"] = trainer.frozen()
+                writer.save_async(trainer.state(), step, updates=trainer.updates())
+        merge(store, "1..9", keep_steps=True, take_over=True)
+        return Path(store.url.removeprefix("file://")), truth
     rng = np.random.default_rng(1)
-    drift, truth = rng.standard_normal(4000).astype(np.float32), {}
-    for how in (
-        {"deltas": DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))},
-        {"diffs": DiffOptions(batch=3, seconds=None)},
-    ):
+    drift = rng.standard_normal(4000).astype(np.float32)
+    chain = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
+    for how in ({"deltas": chain}, {"diffs": DiffOptions(batch=3, seconds=None)}):
         with store.writer(poll_seconds=None, **how) as writer:  # type: ignore[arg-type]
             begin = 0 if writer.parent is None else writer.parent.step
             for step in range(begin + 1, begin + 8):
@@ -170,16 +190,28 @@ def layered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
                 state = {"drift": drift.copy(), "random": rng.integers(0, 256, 3000, dtype=np.uint8), "step": step}
                 truth[f"{step}@{writer.term}"] = state
                 writer.save_async(state, step)
-    assert {info.kind for info in store.checkpoints()} >= {"full", "delta"}
     return Path(store.url.removeprefix("file://")), truth
 
 
-def test_lost_is_what_cannot_be_loaded_and_nothing_else(layered: tuple[Path, dict[str, Any]]) -> None:
+def loadable(root: Path, truth: dict[str, Any]) -> list[str]:
+    loaded = []
+    for ref, state in truth.items():
+        try:
+            found = ckptstore.open(root).load(ref, framework="numpy")
+        except (ckptstore.CorruptSegmentError, ckptstore.StorageError):
+            continue
+        same(state, found, ref)
+        loaded.append(ref)
+    return loaded
+
+
+def test_lost_is_what_cannot_be_loaded_and_nothing_else(layered: Layered) -> None:
     """Also where the damaged segment is read, and the damage lies beside what is read of it."""
     root, truth = layered
     chance = random.Random(0)
     reads = {ref: {entry.key for entry, _ in ckptstore.open(root).describe(ref)} for ref in truth}
-    spared = 0
+    assert set(loadable(root, truth)) == set(truth)
+    spared = lost = 0
     for file in files(root):
         if file.suffix != ".safetensors":
             continue
@@ -189,20 +221,41 @@ def test_lost_is_what_cannot_be_loaded_and_nothing_else(layered: tuple[Path, dic
             damaged[offset] ^= 1 << (offset % 8)
             file.write_bytes(damaged)
             report = ckptstore.verify(root)
+            if file.relative_to(root).as_posix() in report.orphans:
+                continue  # what merging left
             (damage,) = report.damage
-            store, loaded = ckptstore.open(root), []
-            for ref, state in truth.items():
-                try:
-                    found = store.load(ref, framework="numpy")
-                except ckptstore.CorruptSegmentError:
-                    continue
-                same(state, found, ref)
-                loaded.append(ref)
+            loaded = loadable(root, truth)
             assert list(report.restorable) == loaded, (file.name, offset)
             assert set(damage.checkpoints) == set(report.lost) == set(truth) - set(loaded)
             spared += sum(damage.key in reads[ref] for ref in loaded)
+            lost += len(report.lost)
         file.write_bytes(original)
     assert spared > 20
+    assert lost > 20
+
+
+def test_a_bad_sector_costs_what_lies_there(layered: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours are read in one go, and then one by one."""
+    root, truth = layered
+    newest = list(truth)[-1]
+    with opened(ckptstore.open(root), newest) as found:
+        tensor, reader = found.tensors["random" if "random" in truth[newest] else "master.wide"]
+    bad, key = tensor.chunks[0].offset + 5, reader.entry.key
+    read_into = directio.FileSource.read_into
+
+    def failing(self: Any, offset: int, out: memoryview) -> None:
+        if self._path.endswith(key) and offset <= bad < offset + len(out):
+            raise ckptstore.StorageError(errno.EIO, "cannot read: Input/output error", key)
+        read_into(self, offset, out)
+
+    monkeypatch.setattr(directio.FileSource, "read_into", failing)
+    report = ckptstore.verify(root)
+    assert list(report.restorable) == loadable(root, truth)
+    assert newest in report.lost
+    assert len(report.restorable) > len(truth) // 2
+    (damage,) = report.damage
+    assert f"tensor {tensor.name!r}: bytes" in damage.what
+    assert "Input/output error" in damage.what
 
 
 def test_a_parent_that_a_damaged_slot_took_along(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.backends.local import LocalBackend
 from ckptstore.deltas import DeltaOptions
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
 from ckptstore.intervals import RestoreBound
@@ -434,3 +436,21 @@ def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
     assert info.kind == "full"
     same({"w": before}, store.load(1))
     same({"w": before + 1e-4}, store.load(2))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_base_that_only_a_warning_keeps_from_being_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is durable by then: where warnings are errors, the save must not say otherwise, nor any later one."""
+
+    def full(_self: Any, key: str, _data: bytes) -> None:
+        raise ckptstore.StorageError(errno.ENOSPC, "cannot write: full", key)
+
+    weight = np.arange(5000, dtype=np.float32)
+    store = ckptstore.open(tmp_path / "store", create=True)
+    with store.writer(poll_seconds=None, deltas=DeltaOptions(interval=4, memory=0)) as writer:
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalBackend, "replace", full)
+            writer.save_async({"w": weight}, 1).result()
+        for step in (2, 3):
+            writer.save({"w": weight + step}, step)
+    assert [(info.step, info.kind) for info in store.checkpoints()] == [(1, "full"), (2, "full"), (3, "delta")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,26 @@ def test_a_flipped_bit_in_a_torch_file(tmp_path: Path, sums: bool) -> None:
     else:
         with open_file(path) as opened:
             assert list(opened.flat.tensors) == ["w"]
+
+
+@pytest.mark.parametrize("how", ["compressed", "repeated"])
+def test_an_archive_that_unpacks_to_more_than_it_is(tmp_path: Path, how: str) -> None:
+    """Refused at once: checking its sums would take hours, or all memory."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.arange(10)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        if how == "compressed":
+            archive.writestr("archive/bomb", bytes(50_000_000), zipfile.ZIP_DEFLATED)
+        else:
+            archive.writestr("archive/data/9", bytes(100_000))
+            (last,) = [record for record in archive.infolist() if record.filename == "archive/data/9"]
+            for number in range(2000):
+                again = copy.copy(last)
+                again.filename = f"archive/data/{10 + number}"
+                archive.filelist.append(again)
+    says = {"compressed": "a record is compressed", "repeated": "records are longer than the file"}
+    with pytest.raises(FormatError, match=rf"x\.pt: .*{says[how]}"), open_file(path):
+        pass
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.6, 0.99])
