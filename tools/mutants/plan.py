@@ -55,6 +55,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("assembling", "replaying", "layers", "batches", "diffs", "diffing")
     },
     "ckptstore/reading.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("damage", "hostile_segments", "store", "diff*")),
+    "ckptstore/termination.py": (f"{_ENGINE}diffs_review.py", f"{_ENGINE}diff_kills.py"),
     "ckptstore/planner.py": (f"{_ENGINE}store.py", *_LOG),
     "ckptstore/training/*": (f"{_ENGINE}torch_*.py",),
     "ckptstore/verification.py": (f"{_ENGINE}damage.py", "tests/cli/test_verify.py"),
