@@ -21,6 +21,10 @@ from ckptstore.store import Store
 from tests.engine.test_diffs import Trainer
 
 
+LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
+"""Too large to be copied in one piece, without the pool."""
+
+
 @pytest.fixture
 def store() -> ckptstore.Store:
     return ckptstore.open(f"memory://{uuid.uuid4().hex}")
@@ -63,9 +67,8 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
             writer.close()
             return super().view()
 
-    large = np.zeros(2 << 20)  # small tensors are copied in one piece, without the pool
     with pytest.raises(ckptstore.WriterClosedError, match="closed"):
-        writer.save_async(FlatState(None, {name: Closing(large) for name in ("a", "b")}), 1)
+        writer.save_async(FlatState(None, {name: Closing(array) for name, array in LARGE.items()}), 1)
     assert not store.backend.list("seg/")
 
 
@@ -196,7 +199,7 @@ def test_an_interrupted_save_is_not_committed(
 
 def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store").writer(poll_seconds=None, threads=1) as writer:
-        writer.save_async({"w": np.zeros(4), "two tensors": np.zeros(4)}, step=1).result(60)  # its pool has a thread
+        writer.save_async(LARGE, step=1).result(60)  # its pool has a thread
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
             child = multiprocessing.get_context("fork").Process(target=_misuse, args=(writer,), daemon=True)
@@ -210,7 +213,7 @@ def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp
 def _misuse(writer: ckptstore.Writer) -> None:
     for call in (
         lambda: writer.save({"w": np.ones(4)}, 2),
-        lambda: writer.save_async({"w": np.ones(4), "two tensors": np.ones(4)}, 2),
+        lambda: writer.save_async(LARGE, 2),
         lambda: writer.tag("late", 1),
         writer.flush,
         writer.drain,
