@@ -20,7 +20,6 @@ from ckptstore.formats.state import FlatState
 from ckptstore.store import Store
 from tests.engine.test_diffs import Trainer
 
-
 LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
 """Too large to be copied in one piece, without the pool."""
 
