@@ -95,7 +95,7 @@ class Writer:
         if options.diffs is not None:
             threads = self._deltas.threads
             diffs = Diffs(options.diffs, backend, format_file, term.number, self._deltas.encoders, threads)
-        self._diffs = diffs is not None
+        self._with_diffs = diffs is not None
         self._committer = Committer(
             term,
             self._saves,
@@ -144,7 +144,7 @@ class Writer:
         future: Future[CheckpointInfo] | None = None
 
         def work() -> CheckpointInfo:
-            if not self._diffs:
+            if not self._with_diffs:
                 return self._committer.persist(flat, step, progress=progress, interrupted=interrupted)[0]
             return self._committer.diff_now(flat, self._updates(updates, flat), step, progress, interrupted)
 
@@ -198,7 +198,7 @@ class Writer:
                 return
             kept = False
             try:
-                if self._diffs:
+                if self._with_diffs:
                     kept = self._committer.diff(snapshot, moved, step, done)
                 else:
                     info, kept = self._committer.persist(
@@ -327,7 +327,7 @@ class Writer:
             self._submit(self._committer.housekeeping)
 
     def _updates(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
-        if updates is None or not self._diffs:
+        if updates is None or not self._with_diffs:
             return ()
         found = updates(flat) if callable(updates) else updates
         if not isinstance(found, Sequence) or not all(isinstance(update, Update) for update in found):

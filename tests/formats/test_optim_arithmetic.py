@@ -170,9 +170,13 @@ def test_adam_is_torchs(name: str, settings: dict[str, Any], kind: str):
             parameter.grad = gradients(shape, count)
             optim.advance(rule, state, numbers(parameter.grad))
             optimizer.step()
-            weight, *moments = missed(state_of(optimizer, parameter, rule.slots), state)
+            new = state_of(optimizer, parameter, rule.slots)
+            weight, *moments = missed(new, state)
             assert moments == [0] * len(moments)
             assert weight <= (0 if kind == "fused" else parameter.numel() * (0.01 + wrong_roots()))
+            # Nothing else than torch's square roots is to blame: where these are right, so is the weight.
+            right = torch.sqrt(torch.from_numpy(new[-1])).numpy() == np.sqrt(new[-1])
+            assert np.array_equal(bits(new[0])[right], bits(state[0])[right])
 
 
 @vector
