@@ -90,7 +90,7 @@ def collect(
     if backend.read_only and not dry_run:
         raise ReadOnlyError(f"{store.url}: read-only, nothing can be collected")
     # 1. READ.
-    catalog = store.view().catalog
+    catalog = store.view(look_above=True).catalog
     # 2. List pins.
     pins = (watch or PinWatch(backend)).survey()
     sizes = {key: _size(backend, key) for key in backend.list("seg/") if catalog.collectable(key)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import time
 import warnings
@@ -238,7 +237,7 @@ class Committer:
         """Commit a record of this term (members of `CommitRecord`), and what was begun in vain as its drops."""
         drops = tuple(self._abandoned)
         try:
-            self.log.commit(CommitRecord(self.log.number, nonce=secrets.token_hex(16), drops=drops, **changes))
+            self.log.commit(CommitRecord(self.log.number, drops=drops, **changes))
         except (FencedError, CommitUnknownError) as error:
             self.ended = error
             raise

@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckptstore.backends.base import Backend
@@ -32,6 +33,7 @@ from ckptstore.formats.errors import (
     StorageError,
     WriterError,
 )
+from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import (
     CheckpointId,
     CommitRecord,
@@ -121,8 +123,8 @@ def open_term(
         raise ReadOnlyError(f"{backend.url}: read-only, a term cannot be opened")
     view: View | None = None
     for done in range(patience.tries + 1):
-        # 1. READ; t = max term + 1; the parent must be live in this view.
-        view = read(backend, fmt, view, patience)
+        # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view.
+        view = read(backend, fmt, view, patience, look_above=True)
         catalog = view.catalog
         _check_writable(backend, fmt, catalog)
         chosen = parent(catalog) if callable(parent) else parent
@@ -134,7 +136,9 @@ def open_term(
             # and fsync left visible: a gap in the log, and a parent that is gone.
             backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
-        record = OpenRecord(catalog.term + 1, chosen, secrets.token_hex(16), time.time(), dict(info or {}))
+        record = OpenRecord(
+            catalog.term + 1, chosen, secrets.token_hex(16), time.time(), dict(info or {}), previous=catalog.last
+        )
         data = encode_open(record, seq=view.end, run=fmt.run)
         record = _understood(data, view.end, fmt, OpenRecord)
         mine = _send(backend, slot_key(view.end), data, patience)
@@ -142,7 +146,7 @@ def open_term(
         # 3. Unless e is an anchor, GET the anchor above e: present: void, start over with a new nonce.
         if mine and never_deleted(backend, fmt, view.end):
             crash_point("open.verified")
-            return Term(backend, fmt, view, record, patience)
+            return Term(backend, fmt, view, record, xxh3_128(data), patience)
         if mine:
             view = None  # it was built on a stale view, which must not be built on again
         patience.pause(done)
@@ -187,6 +191,7 @@ class Term:
 
     Attributes:
         number: the term.
+        nonce: of its OPEN, which every record of it repeats.
         parent: the checkpoint it continues from.
         dead: what ended this term for good (`FencedError`, `CommitUnknownError`), or None while it may commit.
         fold_seq: the slot through which the newest fold that this term knows of goes; -1: none.
@@ -195,17 +200,20 @@ class Term:
         patience: how long a doubtful create is tried again.
     """
 
-    def __init__(self, backend: Backend, fmt: FormatFile, view: View, record: OpenRecord, patience: Patience) -> None:
-        """Use `open_term`."""
+    def __init__(
+        self, backend: Backend, fmt: FormatFile, view: View, record: OpenRecord, digest: str, patience: Patience
+    ) -> None:
+        """Use `open_term`, which has created the slot `view.end` with `record`, of bytes whose hash is `digest`."""
         self.backend = backend
         self.fmt = fmt
         self.number = record.term
+        self.nonce = record.nonce
         self.parent = record.parent
         self.patience = patience
         self.fold_seq = view.fold_seq
         self.dead: WriterError | None = None
         self._builder = CatalogBuilder(view.catalog)
-        self._builder.apply(record, view.end)
+        self._builder.apply(record, view.end, digest)
         self._next_seq = view.end + 1
         self._lock = threading.Lock()
 
@@ -228,10 +236,11 @@ class Term:
         """COMMIT, steps 2 to 4, of segments that are durable already -> the slot. On return the record is history.
 
         Args:
-            record: of this term, with a fresh nonce. A record too long for a slot goes into a manifest by itself.
+            record: of this term; its `nonce` and `previous` are filled in here. If it is too long for a slot it goes
+                into a manifest by itself.
 
         Raises:
-            FencedError: a newer term exists. This term is dead.
+            FencedError: a newer term exists, or the log is no longer the one that this term wrote. This term is dead.
             CommitUnknownError: the record may or may not have landed, now or later. This term is dead: it must not
                 delete anything, and only a new term finds out.
             StepOrderError, CheckpointNotFoundError, UsageError, FormatError: the record breaks a rule
@@ -243,6 +252,8 @@ class Term:
                 raise self.dead
             check_commit(self.catalog, record)
             seq = self._next_seq
+            self._check_log_is_mine(seq)
+            record = replace(record, nonce=self.nonce, previous=self.catalog.last)
             data, manifest = encode_commit(record, seq=seq, run=self.fmt.run, manifest=secrets.token_hex(16))
             record = _understood(data, seq, self.fmt, CommitRecord, manifest)
             if manifest is not None and record.manifest is not None:
@@ -252,10 +263,33 @@ class Term:
                     raise StorageError(f"{self.backend.url}: {key} exists already")
             self._create_slot(seq, data)
             # 4. Acknowledge.
-            self._builder.apply(record, seq)
+            self._builder.apply(record, seq, xxh3_128(data))
             self._next_seq = seq + 1
             crash_point("commit.acknowledged")
             return seq
+
+    def _check_log_is_mine(self, seq: int) -> None:
+        """Stop if the slot before `seq` is not the one that this term knows, where looking is cheap.
+
+        Prevents: going on in a store that was put back from an older copy, or that has lost slots. What would be
+        acknowledged then would stand above a gap or beside another writer's records, and every reader would refuse it.
+        """
+        if not self.backend.cheap_looks:
+            return
+        key = slot_key(seq - 1)
+        try:
+            if xxh3_128(self.backend.get(key)) == self.catalog.last:
+                return
+            what = "holds other bytes"
+        except KeyNotFoundError:
+            what = "is gone"
+        except StorageError:
+            return  # a look that fails says nothing of the log; the commit itself will tell
+        self.dead = FencedError(
+            f"{self.backend.url}: term {self.number} is over: {key}, the last slot that this writer knows, {what}: the "
+            "store was put back from a copy, or has lost slots; open it again to see what it holds"
+        )
+        raise self.dead
 
     def _create_slot(self, seq: int, data: bytes) -> None:
         # The term is in doubt from before the slot is sent until its fate is known, so that whatever interrupts this

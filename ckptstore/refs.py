@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CheckpointNotFoundError, UsageError
+from ckptstore.formats.errors import CheckpointNotFoundError, CorruptLogError, UsageError
 from ckptstore.formats.records import CheckpointEntry, valid_tag
 
 __all__ = ["resolve"]
@@ -30,7 +30,8 @@ def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
     Raises:
         UsageError: `ref` is none of these.
         CheckpointNotFoundError: nothing answers to it; the message lists the nearest steps, or the tags.
-        CorruptLogError: ``latest`` behind a damaged slot; names the slot and the last intact checkpoint.
+        CorruptLogError: ``latest``, or a STEP that only an older term has, behind a damaged slot; names the slot and
+            what can be named instead.
     """
     text = str(ref).strip()
     if text == "latest":
@@ -51,6 +52,8 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
     terms = [term] if term is not None else sorted(catalog.terms, reverse=True)
     for number in terms:
         if entry := catalog.checkpoints.get((number, step)):
+            if term is None and number != catalog.term:
+                _check_newest(catalog, entry)
             return entry
     if not catalog.checkpoints:
         raise CheckpointNotFoundError(f"no checkpoint of step {step}: the store holds no checkpoint yet")
@@ -63,6 +66,17 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
         f"no checkpoint {step}@{term}; "
         + _nearest([entry for entry in catalog.checkpoints.values() if entry.term == term], step, f"term {term}")
     )
+
+
+def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
+    """Refuse a step of an older term if a newer term may have had it, too, in a slot that is damaged."""
+    following = min((opened for opened in catalog.terms.values() if opened.term > entry.term), key=lambda one: one.term)
+    since = following.seq if following.known else catalog.slots[entry.node]
+    if hidden := [seq for seq in catalog.damage if seq > since]:
+        raise CorruptLogError(
+            f"log slot {hidden[0]} is damaged and may have held a newer step {entry.step}; "
+            f"the newest intact one is {entry.ref}: name it so to use it"
+        )
 
 
 def _nearest(entries: Iterable[CheckpointEntry], step: int, where: str = "the store") -> str:

@@ -90,7 +90,6 @@ def _answer(term: Term, key: str, identity: str, data: bytes) -> None:
 def _as_commit(request: Request) -> CommitRecord:
     return CommitRecord(
         term=request.term,
-        nonce=secrets.token_hex(16),
         segments=request.segments,
         encodings=request.encodings,
         drops=request.drops,
@@ -102,7 +101,7 @@ def _as_commit(request: Request) -> CommitRecord:
 
 def _refusal(term: Term, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
     reason = reason[:_LONGEST_REASON]
-    return CommitRecord(term.number, secrets.token_hex(16), drops=drops, requests={identity: reason})
+    return CommitRecord(term.number, drops=drops, requests={identity: reason})
 
 
 def _objection(term: Term, request: Request, record: CommitRecord) -> str | None:

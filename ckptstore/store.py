@@ -148,9 +148,9 @@ class Store:
             self.backend.create(FORMAT_KEY, encode_format(FormatFile(run=uuid.uuid4().hex)))
         self.format  # noqa: B018
 
-    def view(self) -> View:
-        """The log as it is now (READ)."""
-        return read(self.backend, self.format)
+    def view(self, *, look_above: bool | None = None) -> View:
+        """The log as it is now (READ). `look_above`: see `ckptstore.view.read`."""
+        return read(self.backend, self.format, look_above=look_above)
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Every promised checkpoint, by term and step."""

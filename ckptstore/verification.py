@@ -194,7 +194,7 @@ def _history(store: Store, format_file: FormatFile, keys: list[str], found: _Fin
             # else removed since the listing: a pin that ended, a slot that was folded
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
-    view = read(backend, format_file)
+    view = read(backend, format_file, look_above=True)
     for seq in view.catalog.damage:
         key = f"log/{seq:020d}"
         if key not in keys:

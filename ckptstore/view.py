@@ -5,8 +5,11 @@ Slots are created once, in order, and never changed. Two facts carry every decis
 - A slot whose seq is a multiple of K (an *anchor*) and a slot with an OPEN are never deleted, and another slot only
   when the next anchor above it exists. So "no anchor above s" proves that slot s was never deleted: if it is absent, it
   was never written.
-- A record whose term cannot follow is a stray: a late create that landed where a folded slot had been deleted. Or it
-  follows a stray that was taken for history, which it thereby uncovers.
+- A record that cannot follow, because of its term or because it names another slot before it, is a stray: a late create
+  that landed where a folded slot had been deleted. Or it follows a stray that was taken for history, which it uncovers.
+- Slots are created in order. So a slot above an absent one proves that the absent one was deleted, which an anchor
+  above it shows, or lost. Where that higher slot is, a listing says; only what is then asked for by name counts, so
+  that a listing can make a reader report a loss, and never make it overlook a slot that is there.
 
 ``tools/protocol`` explores these rules; change them only together.
 """
@@ -23,7 +26,8 @@ from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import CorruptLogError, FormatError, IncompatibleFormatError, KeyNotFoundError
 from ckptstore.formats.folds import decode_fold
-from ckptstore.formats.records import FormatFile, OpenRecord, Record, fold_of, slot_key
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.records import FormatFile, OpenRecord, Record, fold_of, slot_key, slot_of
 from ckptstore.formats.texts import decode_record
 
 __all__ = ["PATIENT", "Patience", "View", "anchor_above", "exists", "never_deleted", "read"]
@@ -51,6 +55,8 @@ class Patience:
 
 
 PATIENT: Final = Patience()
+WIDEST_GAP: Final = 4096
+"""More lost slots in a row are not listed one by one: a file that merely has a slot's name shall not cost hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,20 @@ def never_deleted(backend: Backend, fmt: FormatFile, seq: int) -> bool:
     return seq % fmt.anchor_every == 0 or not exists(backend, slot_key(anchor_above(seq, fmt.anchor_every)))
 
 
-def read(backend: Backend, fmt: FormatFile, since: View | None = None, patience: Patience = PATIENT) -> View:
+def read(
+    backend: Backend,
+    fmt: FormatFile,
+    since: View | None = None,
+    patience: Patience = PATIENT,
+    *,
+    look_above: bool | None = None,
+) -> View:
     """READ: the history at one instant between call and return.
 
     Args:
         since: an earlier view: only what came after it is fetched.
+        look_above: list ``log/`` for slots above the end, which prove that slots between were lost. Whoever rests on
+            the end of the log (WRITER OPEN, gc, verify) does; None: where that is cheap (`Backend.cheap_looks`).
 
     Raises:
         CorruptLogError: the log cannot be read from any fold; names the slot.
@@ -109,7 +124,7 @@ def read(backend: Backend, fmt: FormatFile, since: View | None = None, patience:
 
     A damaged slot does not stop it: the slot is listed in the catalog's `damage`, and reading goes on after it.
     """
-    reading = _Reading(backend, fmt)
+    reading = _Reading(backend, fmt, backend.cheap_looks and since is None if look_above is None else look_above)
     for done in range(patience.tries + 1):
         if (view := reading.run(since)) is not None:
             return view
@@ -129,9 +144,11 @@ class _StaleError(Exception):
 class _Reading:
     """One READ: what it has fetched so far."""
 
-    def __init__(self, backend: Backend, fmt: FormatFile) -> None:
+    def __init__(self, backend: Backend, fmt: FormatFile, look_above: bool) -> None:
         self.backend = backend
         self.fmt = fmt
+        self.look_above = look_above
+        self.above = -1  # the highest slot that is known to exist
         self.seq = 0
         self.reads = 0
         self.bad_folds: tuple[str, ...] = ()
@@ -145,7 +162,7 @@ class _Reading:
             self.builder, self.fold_seq = CatalogBuilder(since.catalog), since.fold_seq
         else:
             self._start_from_newest_fold()
-        self.seq = self.builder.catalog.next_seq
+        self.seq, self.above = self.builder.catalog.next_seq, -1
         try:
             # 2. GET contiguous slots until one, e, is absent.
             while self._take_slot():
@@ -174,7 +191,24 @@ class _Reading:
                 self.bad_folds += (key,)
                 continue
             self.builder, self.fold_seq = CatalogBuilder(catalog, adopt=True), seq
+            if self.look_above:
+                self._compare_with_fold()
             return
+
+    def _compare_with_fold(self) -> None:
+        """Where the fold ends the log may have another writer's record: one of them belongs to another history.
+
+        A slot that was lost can be created again, by a writer that the lost record had fenced. A damaged one that the
+        fold replaces costs nothing, and is for `verify` to report.
+        """
+        key = slot_key(self.fold_seq)
+        try:
+            data = self.backend.get(key)
+            decode_record(data, seq=self.fold_seq, run=self.fmt.run, what=key, fetch=self._manifest)
+        except (KeyNotFoundError, FormatError):
+            return
+        if xxh3_128(data) != self.builder.catalog.last:
+            self.builder.mark_damaged(self.fold_seq, self.builder.catalog.last)
 
     def _take_slot(self) -> bool:
         """Apply slot `seq`; False if it is absent and nothing follows it."""
@@ -184,47 +218,70 @@ class _Reading:
         except KeyNotFoundError:
             return self._lost()
         self.reads += 1
+        digest = xxh3_128(data)
         try:
             record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
         except IncompatibleFormatError:
             raise
         except FormatError:
-            self.builder.mark_damaged(self.seq)
+            self.builder.mark_damaged(self.seq, digest)
             return True
         if self._follows(record):
-            self.builder.apply(record, self.seq)
+            self.builder.apply(record, self.seq, digest)
         elif self.seq % self.fmt.anchor_every and never_deleted(self.backend, self.fmt, self.seq):
             # No stray can be where nothing was ever deleted: this is the slot's own text, and it is wrong. (Of an
             # anchor that cannot be said: it is right, and a stray was taken for history just before it.)
-            self.builder.mark_damaged(self.seq)
+            self.builder.mark_damaged(self.seq, digest)
         else:
             raise _StaleError
         return True
 
     def _follows(self, record: Record) -> bool:
-        """OPEN's term must be above the current one, COMMIT's equal to it; otherwise the slot is a stray.
+        """Whether the record continues what was read; otherwise the slot is a stray.
 
-        After a damaged slot, which may have been an OPEN, a COMMIT may bring a newer term.
+        Both kinds name the slot before them by its hash. OPEN's term must be above the current one, COMMIT's equal to
+        it, and opened with the nonce that the COMMIT repeats. After a damaged slot, whose hash says nothing and which
+        may have been an OPEN, a COMMIT may bring a newer term.
         """
-        term = self.builder.catalog.term
+        catalog = self.builder.catalog
+        after_damage = catalog.damage[-1:] == (self.seq - 1,)
+        if record.previous != catalog.last and not after_damage:
+            return False
         if isinstance(record, OpenRecord):
-            return record.term > term
-        return record.term == term or (record.term > term and self.seq - 1 in self.builder.catalog.damage)
+            return record.term > catalog.term
+        if record.term == catalog.term:
+            return catalog.term in catalog.terms and catalog.terms[catalog.term].nonce == record.nonce
+        return record.term > catalog.term and after_damage
 
     def _lost(self) -> bool:
         """Slot `seq` is absent: True (and noted) if it was written once and is missing, not merely unwritten.
 
-        The next slot is created only after this one. So if that exists and this one, asked for again, does not, this
-        one was deleted, which an anchor above it shows, or the medium lost it.
+        A higher slot is created only after this one. So if one exists and this one, asked for again, does not, this one
+        was deleted, which an anchor above it shows, or it was lost.
         """
-        if not exists(self.backend, slot_key(self.seq + 1)):
-            return False
-        if exists(self.backend, slot_key(self.seq)):
-            return self._take_slot()
+        if self.above < self.seq:
+            self.above = self._slot_above()
+            if self.above < 0:
+                return False
+            if self.above - self.seq > WIDEST_GAP:
+                raise CorruptLogError(
+                    f"{self.backend.url}: {slot_key(self.above)} exists, but the {self.above - self.seq} slots before "
+                    "it do not; if it is not part of this store remove it, otherwise restore them from a copy"
+                )
+            if exists(self.backend, slot_key(self.seq)):
+                return self._take_slot()
         if not never_deleted(self.backend, self.fmt, self.seq):
             raise _StaleError
         self.builder.mark_damaged(self.seq)
         return True
+
+    def _slot_above(self) -> int:
+        """The lowest slot above `seq` that exists, as far as that is known; -1: none is."""
+        candidates = [self.seq + 1]
+        if self.look_above:
+            listed = [seq for key in self.backend.list("log/") if (seq := slot_of(key)) is not None]
+            candidates += sorted(seq for seq in listed if seq > self.seq + 1)
+        return next((seq for seq in candidates if exists(self.backend, slot_key(seq))), -1)
 
     def _manifest(self, key: str, size: int) -> bytes:
         """A manifest's bytes, whose `size` the caller compares."""

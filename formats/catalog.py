@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ckptstore.formats.errors import CorruptLogError
 from ckptstore.formats.records import (
+    NO_SLOT,
     CheckpointEntry,
     CheckpointId,
     CommitRecord,
@@ -40,6 +41,8 @@ class TermEntry:
         writer: who opened it; information only.
         seq: the slot of its OPEN.
         known: False if the OPEN is damaged, so that parent, time and writer are unknown and `seq` is its first COMMIT.
+        nonce: of its OPEN; its COMMITs repeat it.
+        parent_found: False if the parent was not promised in the log before the OPEN: a COMMIT is lost.
     """
 
     term: int
@@ -48,6 +51,8 @@ class TermEntry:
     writer: Mapping[str, Any]
     seq: int
     known: bool = True
+    nonce: str = ""
+    parent_found: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -89,7 +94,8 @@ class Catalog:
         tags: name -> (term, step).
         requests: uuid -> None if accepted, else why it was refused; those handled in the newest term.
         manifests: id -> (term, slot) of manifest objects that a reader may still need.
-        damage: slots that are damaged or missing, ascending.
+        damage: slots that are damaged or missing, or do not continue the slot before them; ascending.
+        last: xxh3_128 of the bytes of the last slot, which the next one has to name; `NO_SLOT` in an empty log.
         ro_compat: features that a writer has to know.
         unknown: (slot, members) of every record with members that this version does not know.
     """
@@ -108,6 +114,7 @@ class Catalog:
     requests: dict[str, str | None] = field(default_factory=dict)
     manifests: dict[str, tuple[int, int]] = field(default_factory=dict)
     damage: tuple[int, ...] = ()
+    last: str = NO_SLOT
     ro_compat: frozenset[str] = frozenset()
     unknown: tuple[tuple[int, Mapping[str, Any]], ...] = ()
     _edges: EdgeIndex | None = field(default=None, repr=False, compare=False)
@@ -150,22 +157,45 @@ class Catalog:
         If that was retired, the nearest checkpoint before it on its line of parents.
 
         Raises:
-            CorruptLogError: a slot after it is damaged, so that a newer one may be lost. Names the slot and the last
-                intact checkpoint. (An OPEN after the damage has chosen its parent knowingly, and settles the matter.)
+            CorruptLogError: a newer one may be lost: a slot after it is damaged, or the newest term continues from one
+                that the log does not have. Names the slot and the last intact checkpoint. (An OPEN after the damage has
+                chosen its parent knowingly, and settles the matter.)
         """
         found = self._newest_on_line()
         opened = self.terms.get(self.term)
+        if orphan := self._orphan(found):
+            raise CorruptLogError(
+                f"term {orphan.term} continues from {orphan.parent and orphan.parent.ref}, which the log no longer "
+                f"holds: the record that promised it is damaged or lost; {self._intact(found)}. "
+                "Name a checkpoint to load it, or to continue from it"
+            )
         if found is not None and found.term == self.term:
             certain = self.slots[found.node]
         else:
             certain = opened.seq if opened is not None and opened.known else -1
         if hidden := [seq for seq in self.damage if seq > certain]:
-            intact = "none before it is intact" if found is None else f"the last intact checkpoint is {found.ref}"
             raise CorruptLogError(
-                f"log slot {hidden[0]} is damaged, so the newest checkpoint is not known; {intact}. "
+                f"log slot {hidden[0]} is damaged, so the newest checkpoint is not known; {self._intact(found)}. "
                 "Name a checkpoint to load it, or to continue from it"
             )
         return found
+
+    def _intact(self, found: CheckpointEntry | None) -> str:
+        """What to name instead of ``latest``: what it would be without the damage, or what is newest at all."""
+        if found is None and self.checkpoints:
+            found = self.checkpoints[max(self.checkpoints)]
+        return "no checkpoint is intact" if found is None else f"the last intact checkpoint is {found.ref}"
+
+    def _orphan(self, found: CheckpointEntry | None) -> TermEntry | None:
+        """The newest term that is looked through on the way to `found` and whose parent was lost before it began."""
+        term = self.term
+        while (entry := self.terms.get(term)) is not None and (found is None or found.term != term):
+            if not entry.parent_found:
+                return entry
+            if entry.parent is None:
+                break
+            term = entry.parent.term
+        return None
 
     def _newest_on_line(self) -> CheckpointEntry | None:
         term, highest = self.term, None
@@ -208,17 +238,19 @@ class CatalogBuilder:
         """A copy that stays as it is: the dictionaries are copied, their entries shared."""
         return _copied(self.catalog)
 
-    def apply(self, record: Record, seq: int) -> None:
-        """Apply the record found in slot `seq`. Never fails, whatever the record says."""
+    def apply(self, record: Record, seq: int, digest: str = NO_SLOT) -> None:
+        """Apply the record found in slot `seq`, whose bytes have the hash `digest`. Never fails, whatever it says."""
         catalog = self.catalog
-        catalog.next_seq = seq + 1
+        catalog.next_seq, catalog.last = seq + 1, digest
         catalog.ro_compat |= frozenset(record.ro_compat)
         if isinstance(record, OpenRecord):
-            entry = TermEntry(record.term, record.parent, record.time, record.writer, seq, extra=record.extra)
-            self._begin_term(entry)
+            promised = None if record.parent is None else catalog.checkpoints.get(record.parent.node)
+            found = record.parent is None or (promised is not None and promised.state == record.parent.state)
+            about = (record.parent, record.time, record.writer, seq)
+            self._begin_term(TermEntry(record.term, *about, True, record.nonce, found, record.extra))
             return
         if record.term > catalog.term:  # its OPEN was in a damaged slot
-            self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False))
+            self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False, nonce=record.nonce))
         extra = dict(record.extra)
         self._mark_closed(record, extra.pop(CLOSED, None) is True)
         if extra:
@@ -238,10 +270,14 @@ class CatalogBuilder:
         catalog.requests.update(record.requests)
         catalog.dropped.difference_update(record.swept)
 
-    def mark_damaged(self, seq: int) -> None:
-        """Note that slot `seq` cannot be read, and go on after it."""
+    def mark_damaged(self, seq: int, digest: str = NO_SLOT) -> None:
+        """Note that slot `seq` is not what history had there, and go on after it.
+
+        Args:
+            digest: hash of the bytes that are there, which the next slot will name if it is written on; none are.
+        """
         self.catalog.damage += (seq,)
-        self.catalog.next_seq = seq + 1
+        self.catalog.next_seq, self.catalog.last = seq + 1, digest
 
     def _mark_closed(self, record: CommitRecord, closed: bool) -> None:
         """A term is closed by a COMMIT that says so, until one adds checkpoints again."""

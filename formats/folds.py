@@ -93,7 +93,8 @@ def _decompressed(frame: memoryview, what: str) -> bytes:
 
 def _document(catalog: Catalog, run: str, forget: Collection[str]) -> dict[str, Any]:
     rows = [catalog.checkpoints[node] for node in catalog.checkpoints]
-    known: dict[str, Any] = {"ckptstore": "fold", "run": run, "seq": catalog.next_seq - 1, "term": catalog.term}
+    known: dict[str, Any] = {"ckptstore": "fold", "run": run, "seq": catalog.next_seq - 1, "last": catalog.last}
+    known["term"] = catalog.term
     columns: dict[str, Any] = {
         "terms": _term_columns(list(catalog.terms.values())),
         "checkpoints": _checkpoint_columns(rows) | {"slot": [catalog.slots[row.node] for row in rows]},
@@ -140,6 +141,8 @@ def _term_columns(rows: list[TermEntry]) -> dict[str, Any]:
         "time": [row.time for row in rows],
         "seq": [row.seq for row in rows],
         "known": [int(row.known) for row in rows],
+        "nonce": "".join(row.nonce for row in rows),
+        "found": [int(row.parent_found) for row in rows],
         "writers": list(writers),
         "writer": place,
     } | _extras(rows)
@@ -268,6 +271,7 @@ def _catalog(found: Members, seq: int, what: str) -> Catalog:
     return Catalog(
         term=found.number("term"),
         next_seq=seq + 1,
+        last=found.digest("last"),
         terms=_read_terms(table("terms"), what),
         checkpoints=checkpoints,
         slots=slots,
@@ -288,11 +292,15 @@ def _catalog(found: Members, seq: int, what: str) -> Catalog:
 def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
     terms, parents, times = columns.numbers("term"), columns.identities("parent"), columns.times("time")
     seqs, known, place = columns.numbers("seq"), columns.numbers("known"), columns.numbers("writer")
+    parent_found, nonces = columns.numbers("found"), columns.digests("nonce")
     texts = [text.encode(errors="surrogatepass") for text in columns.strings("writers", max(place, default=-1) + 1)]
     writers = [Members(jsontext.loads(text, what=what, max_bytes=FOLD_LIMIT), what).rest() for text in texts]
     extra = columns.extras()
     return {
-        term: TermEntry(term, parents[row], times[row], writers[place[row]], seqs[row], bool(known[row]), extra(row))
+        term: TermEntry(
+            *(term, parents[row], times[row], writers[place[row]], seqs[row]),
+            *(bool(known[row]), nonces[row], bool(parent_found[row]), extra(row)),
+        )
         for row, term in enumerate(terms)
     }
 

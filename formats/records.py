@@ -15,6 +15,7 @@ __all__ = [
     "ANCHOR_EVERY",
     "FORMAT_KEY",
     "MAJOR",
+    "NO_SLOT",
     "CheckpointEntry",
     "CheckpointId",
     "CommitRecord",
@@ -42,6 +43,8 @@ MAJOR: Final = 1
 ANCHOR_EVERY: Final = 1024
 """Default K: slots whose seq is a multiple of K are anchors and never deleted."""
 FORMAT_KEY: Final = "FORMAT"
+NO_SLOT: Final = "0" * 32
+"""What slot 0 names as the hash of the slot before it."""
 
 Node: TypeAlias = tuple[int, int]
 """(term, step): names a checkpoint within one store."""
@@ -154,11 +157,13 @@ class OpenRecord:
     Attributes:
         term: above every earlier term.
         parent: the checkpoint it continues from; None: from nothing.
-        nonce: 128 random bits, 32 hex digits: no two OPENs have the same bytes.
+        nonce: 128 random bits, 32 hex digits: no two OPENs have the same bytes. It names the term beyond doubt: in a
+            copy of the store another term may have the same number.
         time: Unix seconds; information only.
         writer: who opened it (host, pid, version); information only.
         incompat: features a reader must know.
         ro_compat: features a writer must know.
+        previous: xxh3_128 of the bytes of the slot before, which makes the log a chain; `NO_SLOT` in slot 0.
     """
 
     term: int
@@ -168,6 +173,7 @@ class OpenRecord:
     writer: Mapping[str, Any] = field(default_factory=dict)
     incompat: tuple[str, ...] = ()
     ro_compat: tuple[str, ...] = ()
+    previous: str = NO_SLOT
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -177,7 +183,7 @@ class CommitRecord:
 
     Attributes:
         term: the newest term; only its owner commits.
-        nonce: 128 random bits, 32 hex digits.
+        nonce: of its term's OPEN. `Term.commit` fills it in, like `previous`.
         segments: added; all of this term.
         checkpoints: promised from now on; all of this term.
         encodings: edges added, for the checkpoints above or for older promised ones.
@@ -187,10 +193,11 @@ class CommitRecord:
         requests: uuid of a request handled -> None if accepted, else why it was refused.
         swept: ids dropped earlier in this term whose objects are known to be gone, to be forgotten.
         manifest: id of the manifest object that carries the record, if it did not fit a slot.
+        previous: xxh3_128 of the bytes of the slot before (see `OpenRecord`).
     """
 
     term: int
-    nonce: str
+    nonce: str = ""
     segments: tuple[SegmentEntry, ...] = ()
     checkpoints: tuple[CheckpointEntry, ...] = ()
     encodings: tuple[Encoding, ...] = ()
@@ -202,6 +209,7 @@ class CommitRecord:
     incompat: tuple[str, ...] = ()
     ro_compat: tuple[str, ...] = ()
     manifest: str | None = None
+    previous: str = NO_SLOT
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 

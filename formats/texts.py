@@ -89,8 +89,8 @@ def encode_open(record: OpenRecord, *, seq: int, run: str) -> bytes:
         FormatError: longer than a slot may be.
     """
     parent = None if record.parent is None else list(record.parent)
-    known = {"ckptstore": "open", "run": run, "seq": seq, "term": record.term, "nonce": record.nonce, "parent": parent}
-    known |= {"time": record.time, "writer": dict(record.writer)}
+    known = _common("open", record, seq, run)
+    known |= {"parent": parent, "time": record.time, "writer": dict(record.writer)}
     data = seal(_joined(known, _features(record), record.extra))
     if len(data) > SLOT_LIMIT:
         raise FormatError(f"OPEN of term {record.term}: {len(data)} bytes, at most {SLOT_LIMIT} are allowed")
@@ -107,7 +107,7 @@ def encode_commit(record: CommitRecord, *, seq: int, run: str, manifest: str) ->
     Raises:
         FormatError: longer than even a manifest may be.
     """
-    known: dict[str, Any] = {"ckptstore": "commit", "run": run, "seq": seq, "term": record.term, "nonce": record.nonce}
+    known = _common("commit", record, seq, run)
     body: dict[str, Any] = {
         "segments": [_segment(entry) for entry in record.segments],
         "checkpoints": [_checkpoint(entry) for entry in record.checkpoints],
@@ -153,6 +153,7 @@ def decode_record(
             writer=found.mapping("writer"),
             incompat=incompat,
             ro_compat=found.names("ro_compat"),
+            previous=found.digest("previous"),
             extra=found.rest(),
         )
     if kind != "commit":
@@ -166,7 +167,7 @@ def decode_record(
 def _from_manifest(
     slot: Members, pointer: Members, seq: int, run: str, what: str, fetch: Callable[[str, int], bytes] | None
 ) -> CommitRecord:
-    term, nonce = slot.term(), slot.digest("nonce")
+    term, nonce, previous = slot.term(), slot.digest("nonce"), slot.digest("previous")
     manifest, size, digest = pointer.digest("id"), pointer.number("size"), pointer.digest("hash")
     if fetch is None or size > MANIFEST_LIMIT:
         raise FormatError(f"{what}: a manifest of {size} bytes")
@@ -177,7 +178,7 @@ def _from_manifest(
     found = Members(unseal(data, what=what, max_bytes=MANIFEST_LIMIT), what)
     kind, incompat = _heading(found, seq, run, what)
     record = _commit(found, incompat, manifest, what)
-    if kind != "commit" or (record.term, record.nonce) != (term, nonce):
+    if kind != "commit" or (record.term, record.nonce, record.previous) != (term, nonce, previous):
         raise FormatError(f"{what}: belongs to another record")
     return record
 
@@ -210,6 +211,7 @@ def _commit(found: Members, incompat: tuple[str, ...], manifest: str | None, wha
         incompat=incompat,
         ro_compat=found.names("ro_compat"),
         manifest=manifest,
+        previous=found.digest("previous"),
         extra=found.rest(),
     )
 
@@ -223,6 +225,12 @@ def _outcomes(found: Members) -> dict[str, str | None]:
 
 
 # ------------------------------------------------------------------------------------------------ entries
+
+
+def _common(kind: str, record: Record, seq: int, run: str) -> dict[str, Any]:
+    """What every slot begins with."""
+    place = {"ckptstore": kind, "run": run, "seq": seq, "previous": record.previous}
+    return place | {"term": record.term, "nonce": record.nonce}
 
 
 def _joined(known: dict[str, Any], features: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,10 +113,13 @@ class Backend(ABC):
     Attributes:
         url: what the user gave, for messages.
         read_only: no write will succeed (read-only mount or credentials); readers then go unpinned.
+        cheap_looks: listing ``log/``, or reading one more slot, costs next to nothing. So every reader looks for slots
+            above the end of the log, and a writer before each commit whether the slot before is still the one it knows.
     """
 
     url: str
     read_only: bool = False
+    cheap_looks: bool = False
 
     @abstractmethod
     def get(self, key: str) -> bytes:

@@ -46,6 +46,8 @@ class LocalBackend(Backend):
         direct: whether segments go past the page cache where the file system allows it.
     """
 
+    cheap_looks = True
+
     def __init__(
         self, path: str | os.PathLike[str], posix: Posix = SYSTEM, *, url: str | None = None, direct: bool = True
     ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
@@ -84,7 +83,7 @@ class Successor:
 
     def commit(self, term: int, what: str, changes: Mapping[str, Any]) -> Outcome:  # noqa: ARG002  # a log needs none
         """Commit. Raises as `Term.commit`."""
-        self._term.commit(CommitRecord(term, secrets.token_hex(16), **changes))
+        self._term.commit(CommitRecord(term, **changes))
         return _ACCEPTED
 
     def catalog(self) -> Catalog:

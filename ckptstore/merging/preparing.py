@@ -33,7 +33,6 @@ from ckptstore.streaming import Progress
 __all__ = ["Work"]
 
 _THREADS: Final = 4
-_NONCE: Final = "0" * 32
 
 
 @dataclass(slots=True)
@@ -110,7 +109,7 @@ class Work:
 
     def _prepared(self, catalog: Catalog, chosen: Selection, made: Made) -> Prepared:
         changes, later = self._changes(catalog, chosen, made)
-        record = CommitRecord(self._term, _NONCE, **changes)
+        record = CommitRecord(self._term, **changes)
         check_commit(catalog, record)
         dropped = set(record.drops)
         if later:

@@ -16,6 +16,7 @@ from ckptstore.backends.base import Backend, SegmentSink, SegmentSource
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import StorageError
+from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import (
     CheckpointEntry,
     CheckpointId,
@@ -76,7 +77,7 @@ class World(MemoryBackend):
         """The truth about the first `end` slots."""
         builder = CatalogBuilder()
         for seq in range(len(self.canon) if end is None else end):
-            builder.apply(self.record(seq), seq)
+            builder.apply(self.record(seq), seq, xxh3_128(self.canon[seq]))
         return builder.catalog
 
     def damage(self, key: str) -> None:

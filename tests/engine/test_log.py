@@ -239,9 +239,12 @@ class TestDamage:
     @pytest.mark.parametrize("kind", ["OPEN of the same term", "COMMIT of a term without an OPEN"])
     def test_a_record_out_of_order_that_nobody_folded_is_damage(self, kind: str) -> None:
         world, _ = self.store(2)
-        data = texts.encode_open(OpenRecord(1, None, "0" * 32, 0.0), seq=3, run=world.fmt.run)
+        last, nonce = view(world).catalog.last, view(world).catalog.terms[1].nonce
+        data = texts.encode_open(OpenRecord(1, None, "0" * 32, 0.0, previous=last), seq=3, run=world.fmt.run)
         if kind.startswith("COMMIT"):
-            data, _ = texts.encode_commit(full(2, 3), seq=3, run=world.fmt.run, manifest="")
+            data, _ = texts.encode_commit(
+                replace(full(2, 3), nonce=nonce, previous=last), seq=3, run=world.fmt.run, manifest=""
+            )
         world.create(slot_key(3), data)
         found = view(world)
         assert found.damage == (3,)

@@ -20,6 +20,7 @@ from ckptstore import folding
 from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import CommitUnknownError, FencedError, StorageError, WriterError
+from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, slot_key
 from ckptstore.log import Term, View, open_term, read
 from ckptstore.view import Patience
@@ -246,7 +247,7 @@ class LogMachine(RuleBasedStateMachine):
                 assert parent is None or parent.node in self.history.catalog.checkpoints
             else:
                 assert record.term == term
-            self.history.apply(record, seq)
+            self.history.apply(record, seq, xxh3_128(self.world.canon[seq]))
             self.catalogs.append(self.history.snapshot())
 
     @invariant()
@@ -255,7 +256,7 @@ class LogMachine(RuleBasedStateMachine):
             for seq, record in life.acknowledged:
                 true = self.world.record(seq)
                 assert isinstance(true, CommitRecord)
-                assert (true.term, true.nonce) == (record.term, record.nonce)
+                assert (true.term, true.segments) == (record.term, record.segments)
 
     @invariant()
     def who_stopped_had_a_reason(self) -> None:

@@ -359,7 +359,7 @@ class TestLatest:
     def test_nothing_intact(self) -> None:
         builder = CatalogBuilder()
         builder.mark_damaged(0)
-        with pytest.raises(CorruptLogError, match="none"):
+        with pytest.raises(CorruptLogError, match="no checkpoint"):
             builder.catalog.latest()
 
 

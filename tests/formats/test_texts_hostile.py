@@ -183,7 +183,7 @@ def test_unknown_features_and_kinds() -> None:
 def manifest(slot: dict[str, Any], held: Any, **pointer: Any) -> Any:
     data = sealed(held) if isinstance(held, dict) else held
     pointing = {"id": HEX, "size": len(data), "hash": xxh3_128(data), **pointer}
-    document = {name: slot[name] for name in ("ckptstore", "run", "seq", "term", "nonce")} | {"manifest": pointing}
+    document = {name: slot[name] for name in ("ckptstore", "run", "seq", "previous", "term", "nonce")} | {"manifest": pointing}
     return texts.decode_record(sealed(document), seq=7, run=seeds.RUN, what="here", fetch=lambda _key, _size: data)
 
 
@@ -200,6 +200,7 @@ def test_manifests() -> None:
         lambda: manifest(COMMIT, held[:-1], size=len(held) - 1),
         lambda: manifest(COMMIT, {**COMMIT, "term": 2}),
         lambda: manifest(COMMIT, {**COMMIT, "nonce": HEX}),
+        lambda: manifest(COMMIT, {**COMMIT, "previous": HEX}),
         lambda: manifest(COMMIT, {**COMMIT, "seq": 8}),
         lambda: manifest(COMMIT, {**COMMIT, "run": HEX}),
         lambda: manifest(COMMIT, {**COMMIT, "ckptstore": "merge"}),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tools.protocol.explore import Model
 from tools.protocol.log_model import LogModel, LogRules
+from tools.protocol.loss_model import LossModel, LossRules
 from tools.protocol.power_model import PowerModel, PowerRules
 from tools.protocol.store_model import StoreModel, StoreRules
 
@@ -129,6 +130,36 @@ POWER_MUTANTS: dict[str, PowerRules] = {
 }
 
 
+LOSS_HOLDS: dict[str, LossRules] = {
+    "slots are lost and damaged": LossRules(copies=0),
+    "slots are lost and damaged, an older copy is put back": LossRules(),
+    "an older copy is put back under writers that look": LossRules(losses=0, damages=0, opens=(2, 1), commits=(2, 2)),
+    "an older copy is put back under openers that are slow": LossRules(
+        losses=0, damages=0, slow_opens=True, opens=(2, 1), commits=(2, 2)
+    ),
+}
+LOSS_HOLDS_FULL: dict[str, LossRules] = {
+    "a writer that opens again, slots are lost and damaged": LossRules(copies=0, opens=(2, 1)),
+    "2 folds, slots are lost and damaged": LossRules(copies=0, folds=2),
+    "a writer that opens again, losses, and an older copy": LossRules(opens=(2, 1)),
+    "2 writers that open twice, an older copy under slow openers": LossRules(
+        losses=0, damages=0, slow_opens=True, opens=(2, 2), commits=(3, 2), slots=6
+    ),
+}
+LOSS_MUTANTS: dict[str, LossRules] = {
+    "nobody looks for slots above an absent one": LossRules(look_above=False, copies=0),
+    "slots do not name the one before": LossRules(chained=False, copies=0, opens=(2, 1), commits=(2, 2)),
+    "commits do not repeat the nonce of their OPEN": LossRules(nonces=False, copies=0, opens=(2, 1), commits=(2, 2)),
+    "folds do not name their last slot": LossRules(folds_carry_last=False, copies=0),
+    "a fold is not compared with the slot that it ends with": LossRules(
+        compare_folds=False, copies=0, opens=(2, 1), commits=(2, 2)
+    ),
+    "an OPEN's parent is not looked for": LossRules(parents_found=False, copies=0),
+    "a writer does not look at the slot before its own": LossRules(writers_look=False, losses=0, damages=0),
+    "latest looks past damage": LossRules(refuse_behind_damage=False, copies=0),
+}
+
+
 class Case(NamedTuple):
     """One search and what it has to find."""
 
@@ -148,6 +179,10 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case("log", name, LogModel(log), "holds")
     for name, log in LOG_MUTANTS.items():
         yield Case("log", f"mutant: {name}", LogModel(log), "violated")
+    for name, loss in (LOSS_HOLDS | ({} if quick else LOSS_HOLDS_FULL)).items():
+        yield Case("loss", name, LossModel(loss), "holds")
+    for name, loss in LOSS_MUTANTS.items():
+        yield Case("loss", f"mutant: {name}", LossModel(loss), "violated")
     for name, store in (STORE_HOLDS | ({} if quick else STORE_HOLDS_FULL)).items():
         yield Case("store", name, StoreModel(store), "holds")
     for name, store in STORE_MUTANTS.items():
