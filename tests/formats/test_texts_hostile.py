@@ -183,7 +183,8 @@ def test_unknown_features_and_kinds() -> None:
 def manifest(slot: dict[str, Any], held: Any, **pointer: Any) -> Any:
     data = sealed(held) if isinstance(held, dict) else held
     pointing = {"id": HEX, "size": len(data), "hash": xxh3_128(data), **pointer}
-    document = {name: slot[name] for name in ("ckptstore", "run", "seq", "previous", "term", "nonce")} | {"manifest": pointing}
+    common = {name: slot[name] for name in ("ckptstore", "run", "seq", "previous", "term", "nonce")}
+    document = common | {"manifest": pointing}
     return texts.decode_record(sealed(document), seq=7, run=seeds.RUN, what="here", fetch=lambda _key, _size: data)
 
 
