@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckptstore import requests
+from ckptstore.backends.base import OBJECT_LIMIT
 from ckptstore.backends.local import LocalBackend
 from ckptstore.collecting import Collected, collect, collect_patiently
 from ckptstore.formats.errors import ReadOnlyError, UsageError
@@ -30,9 +31,9 @@ class Noted(LocalBackend):
     def _note(self, what: str) -> None:
         self.done.append(what)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
         self._note(f"get {key.split('/')[0]}")
-        return super().get(key)
+        return super().get(key, limit)
 
     def list(self, prefix: str) -> list[str]:
         self._note(f"list {prefix}")
