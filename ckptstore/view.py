@@ -22,9 +22,9 @@ from typing import Final
 from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import CorruptLogError, FormatError, IncompatibleFormatError, KeyNotFoundError
-from ckptstore.formats.folds import decode_fold
+from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.records import FormatFile, OpenRecord, Record, fold_of, slot_key
-from ckptstore.formats.texts import decode_record
+from ckptstore.formats.texts import SLOT_LIMIT, decode_record
 
 __all__ = ["PATIENT", "Patience", "View", "anchor_above", "exists", "never_deleted", "read"]
 
@@ -162,12 +162,11 @@ class _Reading:
         found = sorted(((place, key) for key in self.backend.list("fold/") if (place := fold_of(key))), reverse=True)
         for (seq, digest16), key in found:
             try:
-                data = self.backend.get(key)
+                data = self.backend.get(key, FOLD_LIMIT)
+                self.reads += 1
+                catalog = decode_fold(data, seq=seq, run=self.fmt.run, digest16=digest16, what=key)
             except KeyNotFoundError:  # deleted since the listing: two newer ones exist
                 continue
-            self.reads += 1
-            try:
-                catalog = decode_fold(data, seq=seq, run=self.fmt.run, digest16=digest16, what=key)
             except IncompatibleFormatError:
                 raise
             except FormatError:
@@ -180,12 +179,11 @@ class _Reading:
         """Apply slot `seq`; False if it is absent and nothing follows it."""
         key = slot_key(self.seq)
         try:
-            data = self.backend.get(key)
+            data = self.backend.get(key, SLOT_LIMIT)
+            self.reads += 1
+            record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
         except KeyNotFoundError:
             return self._lost()
-        self.reads += 1
-        try:
-            record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
         except IncompatibleFormatError:
             raise
         except FormatError:
@@ -230,7 +228,7 @@ class _Reading:
         """A manifest's bytes, whose `size` the caller compares."""
         self.reads += 1
         try:
-            return self.backend.get(key)
+            return self.backend.get(key, size)
         except KeyNotFoundError as error:
             # A manifest goes after its slot. If the slot is gone too, the view is stale; else the manifest is lost.
             if not exists(self.backend, slot_key(self.seq)):

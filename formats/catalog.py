@@ -22,6 +22,7 @@ from ckptstore.formats.records import (
     OpenRecord,
     Record,
     SegmentEntry,
+    object_of,
 )
 
 __all__ = ["CLOSED", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
@@ -184,13 +185,13 @@ class Catalog:
         Dropped, or unreferenced and of a term below the newest. With a damaged slot the unreferenced may be what that
         slot promised, so only the dropped are let go.
         """
-        folder, _, name = key.removeprefix("seg/").partition("/")
-        identity = name.partition(".")[0]
-        if not key.startswith("seg/") or not folder.isdecimal() or not name:
+        place = object_of(key)
+        if place is None:  # whatever it is, no store wrote it
             return False
+        term, identity = place
         if identity in self.segments or identity in self.manifests:
             return False
-        return identity in self.dropped or (int(folder) < self.term and not self.damage)
+        return identity in self.dropped or (term < self.term and not self.damage)
 
 
 class CatalogBuilder:

@@ -93,9 +93,12 @@ class Folders:
         with self.opened(folder) as handle:
             own = self._posix.open(".", _FOLDER, handle)  # the root's handle is shared, and with it the place in a list
             try:
-                return self._posix.scandir(own)
+                found = self._posix.scandir(own)
             finally:
                 self._posix.close(own)
+        if not found:
+            self.check_present()  # listing a deleted folder is no error, it is only empty
+        return found
 
     def _enter(self, folder: str) -> int:
         if not self.attach():
@@ -144,19 +147,23 @@ class Folders:
             StorageError: the folder in which this object made something before is not there any more, or another is.
         """
         self._make(folder)
-        with self.opened(folder) as handle:
-            if not folder or self._known(folder, handle):
-                yield handle
-                return
+        if not self._is_still(folder):
             if "/" not in folder:
                 raise self._replaced(folder)
-            self._made.pop(folder, None)
-        with self.made(folder) as handle:  # a term's folder, which someone removed: what was in it will be missed
+            self._made.pop(folder, None)  # a term's folder, which someone removed: what was in it will be missed
+            self._make(folder)
+        with self.opened(folder) as handle:
             yield handle
 
-    def _known(self, folder: str, handle: int) -> bool:
-        identity = _identity(self._posix.fstat(handle))
-        return self._made.setdefault(folder, identity) == identity
+    def _is_still(self, folder: str) -> bool:
+        """Whether this is the folder that this object made, or made durable."""
+        if not folder:
+            return True
+        try:
+            return _identity(self._posix.stat(folder, self._root, follow=False)) == self._made.get(folder)
+        except ABSENCES:
+            self.check_present()
+            return False
 
     def _replaced(self, folder: str) -> StorageError:
         why = "the folder was moved, deleted or replaced while the store was open; open the store again"
@@ -164,14 +171,7 @@ class Folders:
 
     def check_still(self, folder: str, handle: int) -> None:
         """Raise `StorageError` unless `folder` of the store is, by name, the folder that `handle` is of."""
-        if not folder:
-            return
-        try:
-            now = self._posix.stat(folder, self._root, follow=False)
-        except ABSENCES as error:
-            self.check_present()
-            raise self._replaced(folder) from error
-        if _identity(now) != _identity(self._posix.fstat(handle)):
+        if folder and (not self._is_still(folder) or self._made.get(folder) != _identity(self._posix.fstat(handle))):
             raise self._replaced(folder)
 
     def _make(self, folder: str) -> None:
@@ -187,17 +187,14 @@ class Folders:
             # Prevents: a power cut that forgets this folder's name and with it every durable object inside. Also when
             # the folder was there already: the process that made it may not have come to its fsync yet.
             self.sync(above, parent)
-        with self.opened(folder) as handle:
-            self._known(folder, handle)
-            if not parent:
-                self._keep(folder, handle)
-
-    def _keep(self, folder: str, handle: int) -> None:
-        """Hold the folder open: while it is, no other folder can have its number and pass for it."""
-        kept = self._enter(folder)
-        self._kept.append(kept)
-        if _identity(self._posix.fstat(kept)) != _identity(self._posix.fstat(handle)):
-            raise self._replaced(folder)
+        handle = self._enter(folder)
+        try:
+            self._made[folder] = _identity(self._posix.fstat(handle))
+        finally:
+            if parent:
+                self._posix.close(handle)
+            else:  # held open: while it is, no other folder can have its number and pass for it
+                self._kept.append(handle)
 
     def _make_root(self) -> None:
         if self._above_synced:

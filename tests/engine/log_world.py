@@ -89,6 +89,8 @@ class World(MemoryBackend):
 class FaultyBackend(Backend):
     """A client's way to a `World`. `fate` decides what becomes of every operation."""
 
+    anchored = True  # a World is an object, not a name that others may take
+
     def __init__(self, world: World, fate: Callable[[str, str], Fate]) -> None:
         self.world = world
         self.url = world.url

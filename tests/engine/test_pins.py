@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.backends.base import Backend
+from ckptstore.backends.base import OBJECT_LIMIT, Backend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CheckpointNotFoundError, StorageError
 from ckptstore.formats.records import CheckpointId, CommitRecord, pin_key
@@ -192,9 +192,9 @@ class TestWatch:
         world.replace(pin_key("x"), b"")
 
         class Slow(FaultyBackend):
-            def get(self, key: str) -> bytes:
+            def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
                 world.delete(key)
-                return super().get(key)
+                return super().get(key, limit)
 
         survey = PinWatch(Slow(world, lambda _operation, _key: "ok")).survey()
         assert survey.segments == frozenset()
