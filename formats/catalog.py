@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ckptstore.formats.errors import CorruptLogError
+from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import (
     CheckpointEntry,
     CheckpointId,
@@ -169,11 +170,14 @@ class Catalog:
         return found
 
     def _newest_on_line(self) -> CheckpointEntry | None:
-        term, highest = self.term, None
+        steps: dict[int, list[int]] = {}
+        for term, step in self.checkpoints:
+            steps.setdefault(term, []).append(step)
+        term, highest = self.term, MAX_INT
         while entry := self.terms.get(term):
-            steps = [step for t, step in self.checkpoints if t == term and (highest is None or step <= highest)]
-            if steps:
-                return self.checkpoints[term, max(steps)]
+            found = max((step for step in steps.get(term, ()) if step <= highest), default=None)
+            if found is not None:
+                return self.checkpoints[term, found]
             if entry.parent is None:
                 return None
             term, highest = entry.parent.term, entry.parent.step
@@ -272,10 +276,13 @@ class CatalogBuilder:
         for checkpoint in record.checkpoints:
             catalog.checkpoints[checkpoint.node] = checkpoint
             catalog.slots[checkpoint.node] = seq
+        added: dict[Node, list[Encoding]] = {}  # one checkpoint may be given a million
         for edge in record.encodings:
-            catalog.encodings[edge.checkpoint] = (*catalog.encodings.get(edge.checkpoint, ()), edge)
+            added.setdefault(edge.checkpoint, []).append(edge)
             if catalog._edges is not None:
                 catalog._edges.add(edge)
+        for node, edges in added.items():
+            catalog.encodings[node] = (*catalog.encodings.get(node, ()), *edges)
 
     def _retire(self, node: Node) -> None:
         catalog = self.catalog
