@@ -288,6 +288,18 @@ def test_a_size_hint_too_large_for_the_disk_is_only_a_hint() -> None:
     assert read_segment(backend) == filled(3 * BLOCK)
 
 
+@pytest.mark.parametrize("part", [0.0, 1.0])
+def test_a_reservation_that_failed_keeps_no_space(part: float) -> None:
+    """`fallocate` may have reserved some of it before it fails; what others write must find the disk as free."""
+    disk = RamPosix()
+    full = Fault(frozenset({"fallocate"}), times=None, code=errno.ENOSPC, part=part)
+    sink = LocalBackend("/store", FaultyPosix(disk, full)).open_sink(SEGMENT, 1 << 30 if part == 0.0 else 1 << 20)
+    assert disk.stat(f"/store/{SEGMENT}").st_size == 0
+    sink.write(0, filled(BLOCK))
+    assert disk.stat(f"/store/{SEGMENT}").st_size == BLOCK
+    sink.seal(BLOCK)
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_segment_whose_sync_failed_is_never_sealed(nth: int) -> None:
     disk = RamPosix()
