@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         StepOrderError,
         StorageError,
         StoreNotFoundError,
+        StoreReplacedError,
         TensorNotFoundError,
         UnsupportedBackendError,
         UnsupportedStateError,
@@ -61,8 +62,8 @@ _HOMES = {
     "formats.errors": (
         "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError CorruptSegmentError"
         " FencedError FormatError IncompatibleFormatError MissingDependencyError NotFoundError ReadOnlyError"
-        " StepOrderError StorageError StoreNotFoundError TensorNotFoundError UnsupportedBackendError"
-        " UnsupportedStateError UsageError WriterClosedError WriterError"
+        " StepOrderError StorageError StoreNotFoundError StoreReplacedError TensorNotFoundError"
+        " UnsupportedBackendError UnsupportedStateError UsageError WriterClosedError WriterError"
     ),
     "pins": "UnpinnedWarning",
     "saves": "PendingSave",
@@ -99,6 +100,7 @@ __all__ = [
     "StorageError",
     "Store",
     "StoreNotFoundError",
+    "StoreReplacedError",
     "TensorNotFoundError",
     "TermInfo",
     "UnpinnedWarning",

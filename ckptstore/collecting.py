@@ -6,6 +6,9 @@
 3. Delete segments dropped in that view, or unreferenced in it with a term below its newest, unless pinned. Never the
    current term's: its writer, and who prepares a request to it, may be about to name them.
 
+Deleted is only what has a name that the format gives, and is a file: what else lies below ``seg/`` is a stranger,
+put there by somebody, and is reported. No link is followed: nothing outside the store can go.
+
 Any number of collectors may run, beside writers and readers; whoever may write to the store may collect.
 """
 
@@ -18,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
-from ckptstore.formats.errors import KeyNotFoundError, ReadOnlyError, UsageError
+from ckptstore.formats.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, UsageError
+from ckptstore.formats.records import object_of
 from ckptstore.pins import DEAD_AFTER, REFRESH_EVERY, PinWatch, Survey
 from ckptstore.store import Store
 
@@ -59,6 +63,7 @@ class Collected:
         holders: the pins that claim them.
         dead_pins: keys of pins that were not renewed for too long, and were deleted.
         unreadable_pins: keys of damaged pins. While there is one nothing is deleted: nobody knows what it claims.
+        strangers: what lies below ``seg/`` and is none of the store's: other names, links, pipes. It stays.
     """
 
     segments: tuple[str, ...] = ()
@@ -68,6 +73,7 @@ class Collected:
     holders: tuple[Holder, ...] = field(default=())
     dead_pins: tuple[str, ...] = ()
     unreadable_pins: tuple[str, ...] = ()
+    strangers: tuple[str, ...] = ()
 
 
 def collect(
@@ -84,6 +90,7 @@ def collect(
     Raises:
         ReadOnlyError: the store cannot be written (except with `dry_run`).
         CorruptLogError: the log cannot be read.
+        ForeignObjectError: ``seg/`` itself is a link.
         StorageError: the medium failed. What was deleted is gone, the rest goes another time.
     """
     backend = store.backend
@@ -93,7 +100,14 @@ def collect(
     catalog = store.view(look_above=True).catalog
     # 2. List pins.
     pins = (watch or PinWatch(backend)).survey()
-    sizes = {key: _size(backend, key) for key in backend.list("seg/") if catalog.collectable(key)}
+    keys = backend.list("seg/")
+    strangers = [key for key in keys if object_of(key) is None]
+    sizes: dict[str, int] = {}
+    for key in filter(catalog.collectable, keys):
+        try:
+            sizes[key] = _size(backend, key)
+        except ForeignObjectError:
+            strangers.append(key)
     claimed = {key for key in sizes if pins.unreadable or _identity(key) in pins.segments}
     segments = tuple(key for key in sizes if key not in claimed)
     if not dry_run:
@@ -108,6 +122,7 @@ def collect(
         _holders(pins, claimed),
         pins.dead,
         pins.unreadable,
+        tuple(sorted(strangers)),
     )
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CorruptLogError, KeyExistsError, KeyNotFoundError
-from ckptstore.formats.folds import encode_fold, intact
+from ckptstore.formats.errors import CorruptLogError, ForeignObjectError, KeyExistsError, KeyNotFoundError
+from ckptstore.formats.folds import FOLD_LIMIT, encode_fold, intact
 from ckptstore.formats.records import FormatFile, fold_key, fold_of, manifest_key, slot_key, slot_of
 from ckptstore.log import Term
 from ckptstore.view import View, anchor_above, exists
@@ -142,8 +142,8 @@ def _newest_valid(backend: Backend, keys: list[str]) -> list[int]:
         if seq in found:
             continue
         try:
-            whole = intact(backend.get(key), digest16)
-        except KeyNotFoundError:
+            whole = intact(backend.get(key, FOLD_LIMIT), digest16)
+        except (KeyNotFoundError, ForeignObjectError):
             continue
         if whole:
             found.append(seq)

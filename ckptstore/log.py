@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
@@ -26,24 +26,36 @@ from ckptstore.formats.errors import (
     CommitUnknownError,
     CorruptLogError,
     FencedError,
+    ForeignObjectError,
     FormatError,
     KeyExistsError,
     KeyNotFoundError,
     ReadOnlyError,
     StorageError,
+    StoreReplacedError,
     WriterError,
 )
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import (
+    FORMAT_KEY,
     CheckpointId,
     CommitRecord,
     FormatFile,
     OpenRecord,
+    Record,
     manifest_key,
     slot_key,
 )
 from ckptstore.formats.retention import check_commit
-from ckptstore.formats.texts import KNOWN_FEATURES, decode_record, encode_commit, encode_open
+from ckptstore.formats.texts import (
+    KNOWN_FEATURES,
+    SLOT_LIMIT,
+    decode_format,
+    decode_record,
+    encode_commit,
+    encode_open,
+    unseal,
+)
 from ckptstore.view import PATIENT, Patience, View, never_deleted, read
 
 __all__ = ["Parent", "Patience", "Term", "View", "open_term", "read"]
@@ -52,6 +64,10 @@ Parent = CheckpointId | None | Callable[[Catalog], CheckpointId | None]
 """What a new term continues from, or how to find it in the view that its OPEN is built on."""
 
 _R = TypeVar("_R", OpenRecord, CommitRecord)
+
+_ONE_WRITER: Final = "of the ranks of one job only one may open a writer (rank 0, say), the others none"
+_TOGETHER: Final = 60.0
+"""Seconds between two OPENs within which they are likely to be of one job."""
 
 
 # ------------------------------------------------------------------------------------------------ creating a slot
@@ -77,9 +93,11 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
         else:
             return True
         try:
-            mine = backend.get(key) == data
+            mine = backend.get(key, len(data)) == data
         except KeyNotFoundError:
             pass  # absent: resend identical bytes
+        except ForeignObjectError:
+            return False  # longer, or no object at all: not what was sent
         except StorageError as error:
             doubt = error
         else:
@@ -92,6 +110,35 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
     if isinstance(doubt, KeyExistsError):
         raise StorageError(f"{backend.url}: {key} exists and does not, by turns") from doubt
     raise doubt
+
+
+def _check_same_store(backend: Backend, fmt: FormatFile) -> None:
+    """Refuse to send a slot to another run's store. Media that reach it through a handle cannot mistake it.
+
+    Raises:
+        StoreReplacedError: another store is there now, or none.
+        FormatError, StorageError: that cannot be said.
+    """
+    if backend.anchored:
+        return
+    try:
+        run = decode_format(backend.get(FORMAT_KEY, SLOT_LIMIT)).run
+    except KeyNotFoundError as error:
+        raise StoreReplacedError(f"{backend.url}: the store was deleted; nothing was committed") from error
+    if run != fmt.run:
+        raise StoreReplacedError(f"{backend.url}: the store was replaced by that of run {run}; nothing was committed")
+
+
+def _check_same_run(backend: Backend, fmt: FormatFile, seq: int) -> None:
+    """Raise `StoreReplacedError` if a slot that was sent, and is not ours, holds the text of another run."""
+    try:
+        run = unseal(backend.get(slot_key(seq), SLOT_LIMIT), what=slot_key(seq))["run"]
+    except (CkptError, LookupError, TypeError):
+        return  # damaged or gone: it says nothing
+    if run != fmt.run:
+        raise StoreReplacedError(
+            f"{backend.url}: the store was replaced: slot {seq} is of run {run}, not {fmt.run}; nothing was committed"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ WRITER OPEN
@@ -117,6 +164,7 @@ def open_term(
         FencedError: other writers opened first, every time.
         CorruptLogError: from READ, or from `parent` (``latest`` behind a damaged slot); or what the parent builds on is
             lost with a damaged slot.
+        StoreReplacedError: the store is another one now.
         StorageError: the medium failed; nothing was opened, or a term that nobody owns.
     """
     if backend.read_only:
@@ -141,8 +189,11 @@ def open_term(
         )
         data = encode_open(record, seq=view.end, run=fmt.run)
         record = _understood(data, view.end, fmt, OpenRecord)
+        _check_same_store(backend, fmt)
         mine = _send(backend, slot_key(view.end), data, patience)
         crash_point("open.created")
+        if not mine:
+            _check_same_run(backend, fmt, view.end)
         # 3. Unless e is an anchor, GET the anchor above e: present: void, start over with a new nonce.
         if mine and never_deleted(backend, fmt, view.end):
             crash_point("open.verified")
@@ -150,7 +201,9 @@ def open_term(
         if mine:
             view = None  # it was built on a stale view, which must not be built on again
         patience.pause(done)
-    raise FencedError(f"{backend.url}: other writers opened a term first, {patience.tries + 1} times in a row")
+    raise FencedError(
+        f"{backend.url}: other writers opened a term first, {patience.tries + 1} times in a row; {_ONE_WRITER}"
+    )
 
 
 def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> CkptError:
@@ -193,7 +246,8 @@ class Term:
         number: the term.
         nonce: of its OPEN, which every record of it repeats.
         parent: the checkpoint it continues from.
-        dead: what ended this term for good (`FencedError`, `CommitUnknownError`), or None while it may commit.
+        dead: what ended this term for good (`FencedError`, `CommitUnknownError`, `StoreReplacedError`); None while it
+            may commit.
         fold_seq: the slot through which the newest fold that this term knows of goes; -1: none.
         backend: the store's medium.
         fmt: the store's FORMAT file.
@@ -215,6 +269,7 @@ class Term:
         self._builder = CatalogBuilder(view.catalog)
         self._builder.apply(record, view.end, digest)
         self._next_seq = view.end + 1
+        self._opened = record
         self._lock = threading.Lock()
 
     @property
@@ -241,6 +296,7 @@ class Term:
 
         Raises:
             FencedError: a newer term exists, or the log is no longer the one that this term wrote. This term is dead.
+            StoreReplacedError: the store is another one now. This term is dead.
             CommitUnknownError: the record may or may not have landed, now or later. This term is dead: it must not
                 delete anything, and only a new term finds out.
             StepOrderError, CheckpointNotFoundError, UsageError, FormatError: the record breaks a rule
@@ -278,7 +334,7 @@ class Term:
             return
         key = slot_key(seq - 1)
         try:
-            if xxh3_128(self.backend.get(key)) == self.catalog.last:
+            if xxh3_128(self.backend.get(key, SLOT_LIMIT)) == self.catalog.last:
                 return
             what = "holds other bytes"
         except KeyNotFoundError:
@@ -294,6 +350,11 @@ class Term:
     def _create_slot(self, seq: int, data: bytes) -> None:
         # The term is in doubt from before the slot is sent until its fate is known, so that whatever interrupts this
         # (Ctrl-C, out of memory) leaves a term that never sends other bytes to the same slot.
+        try:
+            _check_same_store(self.backend, self.fmt)
+        except StoreReplacedError as error:
+            self.dead = error
+            raise
         self.dead = doubt = CommitUnknownError(
             f"{self.backend.url}: slot {seq} was sent and may or may not be committed; open the store again to find out"
         )
@@ -307,6 +368,11 @@ class Term:
         crash_point("commit.created")
         if not mine:
             # 3. Other bytes: a newer term owns the slot. Stop for good.
+            try:
+                _check_same_run(self.backend, self.fmt, seq)
+            except StoreReplacedError as error:
+                self.dead = error
+                raise
             self.dead = FencedError(f"{self.backend.url}: term {self.number} is over: {self._winner(seq)}")
             raise self.dead
         self.dead = None
@@ -314,9 +380,17 @@ class Term:
     def _winner(self, seq: int) -> str:
         """Who took the slot, as far as that can be read."""
         try:
-            record = decode_record(self.backend.get(slot_key(seq)), seq=seq, run=self.fmt.run, what=slot_key(seq))
+            data = self.backend.get(slot_key(seq), SLOT_LIMIT)
+            record = decode_record(data, seq=seq, run=self.fmt.run, what=slot_key(seq))
         except (FormatError, KeyNotFoundError, StorageError):
             return f"slot {seq} holds what this writer did not send"
         writer: Mapping[str, Any] = record.writer if isinstance(record, OpenRecord) else {}
         about = ", ".join(f"{name} {writer[name]}" for name in ("host", "pid") if name in writer)
-        return f"term {record.term} was opened after it" + (f" ({about})" if about else "")
+        text = f"term {record.term} was opened after it" + (f" ({about})" if about else "")
+        return f"{text}; {_ONE_WRITER}" if self._opened_together(record) else text
+
+    def _opened_together(self, other: Record) -> bool:
+        """Whether another process opened a term so soon after this one that both are likely to be of one job."""
+        if not isinstance(other, OpenRecord) or abs(other.time - self._opened.time) > _TOGETHER:
+            return False
+        return any(other.writer.get(name) != self._opened.writer.get(name) for name in ("host", "pid"))

@@ -39,7 +39,7 @@ class OutputFile:
         self.temporary = path.absolute().with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         folders = Folders(str(self.temporary.parent), SYSTEM)
         try:
-            self._sink = FileSink(str(self.temporary), SYSTEM, folders, size_hint)
+            self._sink = FileSink(folders, self.temporary.name, SYSTEM, size_hint)
         except OSError as error:
             raise StorageError(error.errno, error.strerror, str(path)) from error  # not the temporary name
         self._stream = BlockStream(self._sink, staging, pool, 0)

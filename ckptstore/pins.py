@@ -23,9 +23,9 @@ from typing import Final, Self, TypeVar
 from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import FormatError, KeyNotFoundError, ReadOnlyError, StorageError
+from ckptstore.formats.errors import ForeignObjectError, FormatError, KeyNotFoundError, ReadOnlyError, StorageError
 from ckptstore.formats.records import FormatFile, PinRecord, pin_key
-from ckptstore.formats.texts import decode_pin, encode_pin
+from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin
 from ckptstore.remarks import warn
 from ckptstore.view import View, read
 
@@ -186,9 +186,11 @@ class PinWatch:
         seen: dict[str, tuple[bytes, float]] = {}
         for key in self._backend.list("pins/"):
             try:
-                data = self._backend.get(key)
+                data = self._backend.get(key, MANIFEST_LIMIT)
             except KeyNotFoundError:  # released since the listing
                 continue
+            except ForeignObjectError:
+                data = b""  # nobody knows what it claims, and nobody renews it
             now = self._clock()
             before = self._seen.get(key)
             seen[key] = before if before is not None and before[0] == data else (data, now)

@@ -17,6 +17,7 @@ from typing import Literal
 from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import (
+    ForeignObjectError,
     FormatError,
     KeyExistsError,
     KeyNotFoundError,
@@ -25,7 +26,7 @@ from ckptstore.formats.errors import (
 )
 from ckptstore.formats.records import CommitRecord, Encoding, FormatFile, Node, Request, SegmentEntry, request_of
 from ckptstore.formats.retention import check_commit
-from ckptstore.formats.texts import decode_request, encode_request
+from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_request
 from ckptstore.log import Term
 from ckptstore.view import View, read
 
@@ -59,8 +60,8 @@ def handle(term: Term, prepare: Callable[[], None] = lambda: None) -> int:
             term.backend.delete(key)
             continue
         try:
-            data = term.backend.get(key)
-        except KeyNotFoundError:  # the requester took it back
+            data = term.backend.get(key, MANIFEST_LIMIT)
+        except (KeyNotFoundError, ForeignObjectError):  # the requester took it back; nobody's request
             continue
         prepare()
         _answer(term, key, identity, data)

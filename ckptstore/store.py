@@ -24,7 +24,7 @@ from ckptstore.formats.errors import (
     UsageError,
 )
 from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, CheckpointId, FormatFile
-from ckptstore.formats.texts import decode_format, encode_format
+from ckptstore.formats.texts import SLOT_LIMIT, decode_format, encode_format
 from ckptstore.log import open_term
 from ckptstore.planner import Plan, plan
 from ckptstore.remarks import warn
@@ -118,7 +118,7 @@ class Store:
         """
         if self._format is None:
             try:
-                self._format = decode_format(self.backend.get(FORMAT_KEY))
+                self._format = decode_format(self.backend.get(FORMAT_KEY, SLOT_LIMIT))
             except KeyNotFoundError as error:
                 raise StoreNotFoundError(f"{self.url}: there is no checkpoint store here (no FORMAT file)") from error
         return self._format
@@ -130,6 +130,9 @@ class Store:
             UsageError: the place holds other things.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
+        if self.backend.deleted():  # its writers and readers keep the old handle, which reaches nothing any more
+            self.backend = self.backend.reopened()
+            self._format = None
         try:
             self.format  # noqa: B018  # the property reads the file
         except StoreNotFoundError:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Final
 
 from ckptstore.casualties import casualties
 from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
-from ckptstore.formats.folds import decode_fold
+from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, FormatFile, SegmentEntry, fold_of, slot_of
 from ckptstore.planner import Plan, plan_all
 from ckptstore.reading import Piece, SegmentReader, check_chunk, extents, run_all
@@ -27,6 +28,14 @@ from ckptstore.store import Store, open_store
 from ckptstore.view import exists, read
 
 __all__ = ["Damage", "VerificationReport", "verify"]
+
+_LIMITS: Final = {
+    "log": texts.SLOT_LIMIT,
+    "fold": FOLD_LIMIT,
+    "pins": texts.MANIFEST_LIMIT,
+    "req": texts.MANIFEST_LIMIT,
+}
+"""Folder -> bytes that an object in it may have."""
 
 BytesDone = Callable[[int, int], None]
 """Called with (bytes checked so far, bytes in all), from any thread."""
@@ -147,7 +156,7 @@ def _format(store: Store, keys: list[str], found: _Findings) -> FormatFile:
         for key in keys:
             if slot_of(key) is not None:
                 try:
-                    run = texts.unseal(store.backend.get(key), what=key)["run"]
+                    run = texts.unseal(store.backend.get(key, texts.SLOT_LIMIT), what=key)["run"]
                 except (CkptError, KeyError, TypeError):
                     continue
                 return FormatFile(run=str(run))
@@ -164,9 +173,7 @@ def _history(store: Store, format_file: FormatFile, keys: list[str], found: _Fin
         seq = slot_of(key)
         if seq is None:
             raise FormatError(f"{key}: not the name of a log slot")
-        return texts.decode_record(
-            data, seq=seq, run=format_file.run, what=key, fetch=lambda manifest, _size: backend.get(manifest)
-        )
+        return texts.decode_record(data, seq=seq, run=format_file.run, what=key, fetch=backend.get)
 
     def fold(key: str, data: bytes) -> object:
         place = fold_of(key)
@@ -185,7 +192,7 @@ def _history(store: Store, format_file: FormatFile, keys: list[str], found: _Fin
         if check is None:
             continue
         try:
-            data = backend.get(key)
+            data = backend.get(key, _LIMITS[key.partition("/")[0]])
             check(key, data)
             found.done(len(data), 1)
         except KeyNotFoundError as error:

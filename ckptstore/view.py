@@ -25,10 +25,10 @@ from typing import Final
 from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import CorruptLogError, FormatError, IncompatibleFormatError, KeyNotFoundError
-from ckptstore.formats.folds import decode_fold
+from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.records import FormatFile, OpenRecord, Record, fold_of, slot_key, slot_of
-from ckptstore.formats.texts import decode_record
+from ckptstore.formats.records import NO_SLOT, FormatFile, OpenRecord, Record, fold_of, slot_key, slot_of
+from ckptstore.formats.texts import SLOT_LIMIT, decode_record, unseal
 
 __all__ = ["PATIENT", "Patience", "View", "anchor_above", "exists", "never_deleted", "read"]
 
@@ -179,12 +179,11 @@ class _Reading:
         found = sorted(((place, key) for key in self.backend.list("fold/") if (place := fold_of(key))), reverse=True)
         for (seq, digest16), key in found:
             try:
-                data = self.backend.get(key)
+                data = self.backend.get(key, FOLD_LIMIT)
+                self.reads += 1
+                catalog = decode_fold(data, seq=seq, run=self.fmt.run, digest16=digest16, what=key)
             except KeyNotFoundError:  # deleted since the listing: two newer ones exist
                 continue
-            self.reads += 1
-            try:
-                catalog = decode_fold(data, seq=seq, run=self.fmt.run, digest16=digest16, what=key)
             except IncompatibleFormatError:
                 raise
             except FormatError:
@@ -203,24 +202,24 @@ class _Reading:
         """
         key = slot_key(self.fold_seq)
         try:
-            data = self.backend.get(key)
-            decode_record(data, seq=self.fold_seq, run=self.fmt.run, what=key, fetch=self._manifest)
+            data = self.backend.get(key, SLOT_LIMIT)
+            text = unseal(data, what=key)
         except (KeyNotFoundError, FormatError):
             return
-        if xxh3_128(data) != self.builder.catalog.last:
+        ours = type(text) is dict and (text.get("run"), text.get("seq")) == (self.fmt.run, self.fold_seq)
+        if ours and xxh3_128(data) != self.builder.catalog.last:
             self.builder.mark_damaged(self.fold_seq, self.builder.catalog.last)
 
     def _take_slot(self) -> bool:
         """Apply slot `seq`; False if it is absent and nothing follows it."""
-        key = slot_key(self.seq)
+        key, digest = slot_key(self.seq), NO_SLOT
         try:
-            data = self.backend.get(key)
+            data = self.backend.get(key, SLOT_LIMIT)
+            self.reads += 1
+            digest = xxh3_128(data)
+            record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
         except KeyNotFoundError:
             return self._lost()
-        self.reads += 1
-        digest = xxh3_128(data)
-        try:
-            record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
         except IncompatibleFormatError:
             raise
         except FormatError:
@@ -287,7 +286,7 @@ class _Reading:
         """A manifest's bytes, whose `size` the caller compares."""
         self.reads += 1
         try:
-            return self.backend.get(key)
+            return self.backend.get(key, size)
         except KeyNotFoundError as error:
             # A manifest goes after its slot. If the slot is gone too, the view is stale; else the manifest is lost.
             if not exists(self.backend, slot_key(self.seq)):

@@ -26,6 +26,7 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.KeyNotFoundError, "`ckpt verify STORE` names what is damaged and what is still restorable"),
     (errors.IncompatibleFormatError, "a newer version of ckptstore wrote this; upgrade"),
     (errors.CommitUnknownError, "`ckpt log STORE` shows whether the checkpoint is there"),
+    (errors.StoreReplacedError, "the store may have been moved: look for it where it was moved to"),
     (errors.FencedError, "another writer took the store over; `ckpt log STORE` shows its term"),
 )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ckptstore.formats.errors import CorruptLogError
+from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import (
     NO_SLOT,
     CheckpointEntry,
@@ -23,6 +24,7 @@ from ckptstore.formats.records import (
     OpenRecord,
     Record,
     SegmentEntry,
+    object_of,
 )
 
 __all__ = ["CLOSED", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
@@ -198,11 +200,14 @@ class Catalog:
         return None
 
     def _newest_on_line(self) -> CheckpointEntry | None:
-        term, highest = self.term, None
+        steps: dict[int, list[int]] = {}
+        for term, step in self.checkpoints:
+            steps.setdefault(term, []).append(step)
+        term, highest = self.term, MAX_INT
         while entry := self.terms.get(term):
-            steps = [step for t, step in self.checkpoints if t == term and (highest is None or step <= highest)]
-            if steps:
-                return self.checkpoints[term, max(steps)]
+            found = max((step for step in steps.get(term, ()) if step <= highest), default=None)
+            if found is not None:
+                return self.checkpoints[term, found]
             if entry.parent is None:
                 return None
             term, highest = entry.parent.term, entry.parent.step
@@ -214,13 +219,13 @@ class Catalog:
         Dropped, or unreferenced and of a term below the newest. With a damaged slot the unreferenced may be what that
         slot promised, so only the dropped are let go.
         """
-        folder, _, name = key.removeprefix("seg/").partition("/")
-        identity = name.partition(".")[0]
-        if not key.startswith("seg/") or not folder.isdecimal() or not name:
+        place = object_of(key)
+        if place is None:  # whatever it is, no store wrote it
             return False
+        term, identity = place
         if identity in self.segments or identity in self.manifests:
             return False
-        return identity in self.dropped or (int(folder) < self.term and not self.damage)
+        return identity in self.dropped or (term < self.term and not self.damage)
 
 
 class CatalogBuilder:
@@ -307,10 +312,13 @@ class CatalogBuilder:
         for checkpoint in record.checkpoints:
             catalog.checkpoints[checkpoint.node] = checkpoint
             catalog.slots[checkpoint.node] = seq
+        added: dict[Node, list[Encoding]] = {}  # one checkpoint may be given a million
         for edge in record.encodings:
-            catalog.encodings[edge.checkpoint] = (*catalog.encodings.get(edge.checkpoint, ()), edge)
+            added.setdefault(edge.checkpoint, []).append(edge)
             if catalog._edges is not None:
                 catalog._edges.add(edge)
+        for node, edges in added.items():
+            catalog.encodings[node] = (*catalog.encodings.get(node, ()), *edges)
 
     def _retire(self, node: Node) -> None:
         catalog = self.catalog

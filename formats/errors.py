@@ -14,11 +14,13 @@
     │   ├── CorruptSegmentError
     │   └── CorruptLogError
     ├── FormatError (ValueError)           5   not our format, or a hostile one
-    │   └── IncompatibleFormatError        5   a newer format than this version understands
+    │   ├── IncompatibleFormatError        5   a newer format than this version understands
+    │   └── ForeignObjectError             5   a folder, link, pipe, device or giant where an object should be
     ├── UnsupportedStateError (TypeError)  6   the state holds something that cannot be stored
     ├── WriterError                        7   this writer must stop
     │   ├── FencedError                        a newer term exists
     │   ├── CommitUnknownError                 the commit may or may not have landed
+    │   ├── StoreReplacedError                 another run's store is where this writer's was
     │   └── WriterClosedError
     ├── StorageError (OSError)             8   the medium failed: EIO, ENOSPC, permissions
     │   ├── KeyExistsError (FileExistsError)   create-if-absent found the key present
@@ -95,6 +97,10 @@ class IncompatibleFormatError(FormatError):
     """The store uses features that this version does not know."""
 
 
+class ForeignObjectError(FormatError):
+    """What lies at a key is nothing that a store writes: no regular file, or longer than its kind may be."""
+
+
 class UnsupportedStateError(CkptError, TypeError):
     """The state holds an object that is neither a tensor nor typed JSON; names its key path."""
 
@@ -113,6 +119,10 @@ class FencedError(WriterError):
 
 class CommitUnknownError(WriterError):
     """The commit may or may not have landed; open the store again to find out. Nothing was deleted."""
+
+
+class StoreReplacedError(WriterError):
+    """The store that this writer opened is gone, and another run's is in its place. Nothing was written to that."""
 
 
 class WriterClosedError(WriterError):

@@ -18,10 +18,16 @@ from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, na
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
 from ckptstore.formats.texts import KNOWN_FEATURES
 
-__all__ = ["FOLD_LIMIT", "decode_fold", "encode_fold", "intact"]
+__all__ = ["FOLD_LIMIT", "MAX_MARKS", "RATIO", "SLACK", "decode_fold", "encode_fold", "intact"]
 
 FOLD_LIMIT: Final = 1024 * 1024 * 1024
-"""Longest fold, in bytes of JSON."""
+"""Longest fold, in bytes, stored and of JSON."""
+MAX_MARKS: Final = 1 << 26
+"""Values of a fold, as `jsontext.MAX_MARKS` counts them."""
+RATIO: Final = 64
+"""How much longer than the stored bytes, but for `SLACK`, the JSON may be. Hashes and times make three to six of it."""
+SLACK: Final = 1 << 20
+"""Bytes of JSON that any fold may have."""
 
 _MAGIC: Final = b"ckptstore fold\n"
 _HEAD: Final = len(_MAGIC) + 33
@@ -36,10 +42,16 @@ def encode_fold(catalog: Catalog, *, run: str, forget: Collection[str] = ()) -> 
         catalog: not empty.
         run: the store's run.
         forget: manifests to leave out, because their slots are gone.
+
+    Raises:
+        FormatError: it exceeds a limit, so that no reader would take it.
     """
     import zstandard  # only those who fold or read a fold need it
 
-    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(jsontext.dumps(_document(catalog, run, forget)))
+    what = f"the fold through slot {catalog.next_seq - 1}"
+    text = jsontext.bounded(_document(catalog, run, forget), what=what, max_marks=MAX_MARKS)
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(text)
+    _check_size(len(text), len(frame), what)
     digest = xxh3_128(frame)
     return _MAGIC + digest.encode("ascii") + b"\n" + frame, digest
 
@@ -56,10 +68,13 @@ def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) ->
         FormatError: damaged, hostile, or another store's.
         IncompatibleFormatError: it needs a feature this version does not know.
     """
+    if len(data) > FOLD_LIMIT:
+        raise FormatError(f"{what}: {len(data)} bytes, at most {FOLD_LIMIT} are allowed")
     if not intact(data, digest16):
         raise FormatError(f"{what}: checksum mismatch in {len(data)} bytes")
     frame = memoryview(data)[_HEAD:]
-    found = Members(jsontext.loads(_decompressed(frame, what), what=what, max_bytes=FOLD_LIMIT), what)
+    text = _decompressed(frame, what)
+    found = Members(jsontext.loads(text, what=what, max_bytes=FOLD_LIMIT, max_marks=MAX_MARKS), what)
     if (kind := found.text("ckptstore")) != "fold":
         raise FormatError(f"{what}: a text of kind {kind!r}")
     if unknown := [name for name in found.names("incompat") if name not in KNOWN_FEATURES]:
@@ -75,14 +90,20 @@ def intact(data: bytes, digest16: str) -> bool:
     return data[:_HEAD] == _MAGIC + digest.encode("ascii") + b"\n" and digest[:16] == digest16
 
 
+def _check_size(size: int, stored: int, what: str) -> None:
+    """Raise `FormatError` unless `stored` bytes may stand for `size` bytes of JSON: a few would fill all memory."""
+    most = min(FOLD_LIMIT, SLACK + RATIO * stored)
+    if size > most or stored > FOLD_LIMIT - _HEAD:
+        raise FormatError(f"{what}: {stored} bytes of {size} bytes of JSON, at most {most} are allowed")
+
+
 def _decompressed(frame: memoryview, what: str) -> bytes:
     import zstandard
 
     try:
         # The length that the frame claims is checked before anything is allocated by it.
         size = zstandard.get_frame_parameters(frame).content_size
-        if size > FOLD_LIMIT:
-            raise FormatError(f"{what}: {size} bytes of JSON, at most {FOLD_LIMIT} are allowed")
+        _check_size(size, len(frame), what)
         return bytes(zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False))
     except zstandard.ZstdError as error:
         raise FormatError(f"{what}: {error}") from error
@@ -295,6 +316,8 @@ def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
     parent_found, nonces = columns.numbers("found"), columns.digests("nonce")
     texts = [text.encode(errors="surrogatepass") for text in columns.strings("writers", max(place, default=-1) + 1)]
     writers = [Members(jsontext.loads(text, what=what, max_bytes=FOLD_LIMIT), what).rest() for text in texts]
+    if any(parent is not None and parent.term >= term for term, parent in zip(terms, parents, strict=True)):
+        raise FormatError(f"{what}, terms: a parent of a later term")
     extra = columns.extras()
     return {
         term: TermEntry(
@@ -337,15 +360,15 @@ def _read_encodings(columns: _Columns, segments: list[str], what: str) -> dict[N
     if places and max(places) >= len(ids):
         raise FormatError(f"{what}, encodings: segment {max(places)} of {len(ids)}")
     extra = columns.extras()
-    found: dict[Node, tuple[Encoding, ...]] = {}
+    found: dict[Node, list[Encoding]] = {}
     start = 0
     for row, node in enumerate(zip(terms, steps, strict=True)):
         end = start + counts[row]
         used = tuple([ids[place] for place in places[start:end]])
         edge = Encoding(node, kinds[row], bases[row], used, bool(lossy[row]), sizes[row], extra(row))
-        found[node] = (*found[node], edge) if node in found else (edge,)
+        found.setdefault(node, []).append(edge)
         start = end
-    return found
+    return {node: tuple(edges) for node, edges in found.items()}
 
 
 def _read_tags(found: Members) -> dict[str, Node]:

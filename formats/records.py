@@ -323,6 +323,15 @@ def manifest_key(term: int, manifest: str) -> str:
     return f"seg/{term:010d}/{manifest}.json"
 
 
+_BELOW_SEG: Final = re.compile(r"seg/([0-9]{10})/([0-9a-f]{32})\.(?:safetensors|json)", re.ASCII)
+
+
+def object_of(key: str) -> tuple[int, str] | None:
+    """(term, uuid) of the key of a segment or manifest; None if `key` is neither."""
+    found = _BELOW_SEG.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
 def request_of(key: str) -> tuple[int, str] | None:
     """(term, uuid) of a request's key; None if `key` is not one."""
     term, _, identity = key.removeprefix("req/").partition("-")

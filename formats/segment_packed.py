@@ -81,7 +81,7 @@ def encode_packed(doc: SegmentDoc, payload: int, header_size: int) -> tuple[byte
         FormatError: the document could not be read back, or outgrew what was planned.
         CorruptSegmentError: the chunks do not fill the payload without holes and overlaps.
     """
-    index = jsontext.dumps(index_members(doc, payload, header_size))
+    index = jsontext.bounded(index_members(doc, payload, header_size), what=f"segment {doc.segment}: index")
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(index)
     if max(len(index), len(stored)) > INDEX_LIMIT:
         raise FormatError(f"segment {doc.segment}: an index of {len(index)} bytes; at most {INDEX_LIMIT} are allowed")
@@ -129,9 +129,10 @@ def read_packed(
 
 def _header_text(doc: SegmentDoc, payload: int, stored: int, length: int, digest: str) -> bytes:
     document = identity_members(doc, PACKED) | {"index": {"codec": "zstd", "length": length, "hash": digest}}
+    text = jsontext.bounded(document, what=f"segment {doc.segment}: header").decode("ascii")
     return jsontext.dumps(
         {
-            "__metadata__": {"format": "pt", "ckptstore": jsontext.dumps(document).decode("ascii")},
+            "__metadata__": {"format": "pt", "ckptstore": text},
             PAYLOAD: {"dtype": "U8", "shape": [payload], "data_offsets": [0, payload]},
             INDEX: {"dtype": "U8", "shape": [stored], "data_offsets": [payload, payload + stored]},
         }

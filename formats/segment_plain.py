@@ -142,14 +142,16 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
 
 def _header_text(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str | None) -> bytes:
     document = _document(specs, doc, hashes, digests)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "ckptstore": jsontext.dumps(document).decode("ascii")}}
+    what = f"segment {doc.segment}: header"
+    document_text = jsontext.bounded(document, what=what).decode("ascii")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "ckptstore": document_text}}
     end = 0
     for spec in specs:
         dtype = dtypes.get(spec.dtype)
         start, end = end, end + spec.nbytes
         shape = list(dtypes.storage_shape(dtype, spec.shape))
         header[spec.name] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
-    text = jsontext.dumps(header)
+    text = jsontext.bounded(header, what=what)
     if padded(LENGTH.size + len(text)) > HEADER_LIMIT:
         raise FormatError(f"segment {doc.segment}: a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed")
     return text

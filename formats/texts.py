@@ -60,8 +60,8 @@ _TAIL: Final = 34  # line feed, 32 hex digits, line feed
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON, line feed, its hash, line feed."""
-    text = jsontext.dumps(value)
+    """Canonical JSON, line feed, its hash, line feed. Raises `FormatError` if it has too many values to be read."""
+    text = jsontext.bounded(value, what=f"a text of kind {value.get('ckptstore')!r}")
     return text + f"\n{xxh3_128(text)}\n".encode("ascii")
 
 
@@ -145,10 +145,13 @@ def decode_record(
     found = Members(unseal(data, what=what), what)
     kind, incompat = _heading(found, seq, run, what)
     if kind == "open":
+        term, parent = found.term(), found.checkpoint_id("parent")
+        if parent is not None and parent.term >= term:  # or whoever follows the line of parents might go in circles
+            found.refuse("parent", "a checkpoint of an earlier term")
         return OpenRecord(
-            term=found.term(),
+            term=term,
             nonce=found.digest("nonce"),
-            parent=found.checkpoint_id("parent"),
+            parent=parent,
             time=found.time("time"),
             writer=found.mapping("writer"),
             incompat=incompat,

@@ -7,26 +7,47 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from ckptstore.backends.base import Backend
-from ckptstore.formats.errors import StoreNotFoundError, UsageError
+from ckptstore.formats.errors import CkptError, StorageError, StoreNotFoundError, UsageError
 
 __all__ = ["Backend", "open_backend"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
+def _at_home(path: str) -> Path:
+    """The path, with a ``~`` or ``~name`` at its beginning expanded: scripts pass what no shell has seen."""
+    expanded = os.path.expanduser(path)  # noqa: PTH111  # `Path` takes "./~" for "~"
+    if expanded == path and path.startswith("~"):
+        raise UsageError(f"{path}: nobody of this name has a home here; ./{path} is a folder of that name")
+    return Path(expanded)
+
+
 def _open_path(path: str, url: str, create: bool) -> Backend:
     from ckptstore.backends.local import LocalBackend
 
-    folder = Path(path)
-    if not folder.is_dir() and (folder.exists() or not create):
-        why = "is a file, not the folder of a store" if folder.exists() else "does not exist"
-        raise StoreNotFoundError(f"{url} {why}")
+    there: int | None = None
+    try:
+        folder = _at_home(path)
+        there = folder.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except CkptError:
+        raise
+    except ValueError as error:  # NUL, lone surrogates
+        raise UsageError(f"{url!r} is no path: {error}") from error
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot be opened: {error.strerror}", url) from error
+    if there is not None and not stat.S_ISDIR(there):
+        raise StoreNotFoundError(f"{url} is a file, not the folder of a store")
+    if there is None and not create:
+        raise StoreNotFoundError(f"{url} does not exist")
     return LocalBackend(folder, url=url)
 
 
@@ -55,15 +76,15 @@ def open_backend(url: str | os.PathLike[str], create: bool) -> Backend:
     """The medium of the store at `url`. Whether a store is there is for the engine to find out.
 
     Args:
-        url: a path, ``file:///absolute/path`` or ``memory://name``.
+        url: a path (``~`` is the user's home), ``file:///absolute/path`` or ``memory://name``.
         create: accept a place where nothing is yet; the first write makes it.
 
     Raises:
         StoreNotFoundError: nothing is there, or a file is, and `create` does not help.
-        UsageError: the URL is malformed, or its scheme is unknown.
+        UsageError: the path or URL is malformed, or its scheme is unknown.
         StorageError: the medium failed.
     """
-    text = os.fspath(url)
+    text = os.fsdecode(url)
     if not text:
         raise UsageError("the path of a store is empty")
     match = _URL.match(text) if isinstance(url, str) else None

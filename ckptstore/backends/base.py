@@ -22,10 +22,12 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Final, Self
 
-from ckptstore.formats.errors import UsageError
+from ckptstore.formats.errors import ForeignObjectError, UsageError
 
 BLOCK: Final = 4096
 """Alignment, in bytes, of segment writes: offset, length and memory address."""
+OBJECT_LIMIT: Final = 256 << 20
+"""Bytes that `Backend.get` reads where the caller sets no limit of its own."""
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 
@@ -46,6 +48,11 @@ def checked_folder(prefix: str) -> str:
     if prefix and not (prefix.endswith("/") and _KEY.fullmatch(prefix[:-1])):
         raise UsageError(f"{prefix!r} is no folder of a store")
     return prefix
+
+
+def too_long(name: str, size: int, limit: int) -> ForeignObjectError:
+    """The error of an object whose size says that it is none of the store's."""
+    return ForeignObjectError(f"{name}: {size} bytes, at most {limit} are allowed")
 
 
 class SegmentSink(ABC):
@@ -115,19 +122,29 @@ class Backend(ABC):
         read_only: no write will succeed (read-only mount or credentials); readers then go unpinned.
         cheap_looks: listing ``log/``, or reading one more slot, costs next to nothing. So every reader looks for slots
             above the end of the log, and a writer before each commit whether the slot before is still the one it knows.
+        anchored: every call reaches the store that the first one reached, whatever takes its place (a handle on a
+            folder). Where it is False, who commits has to look first whether the store is still the same.
     """
 
     url: str
     read_only: bool = False
     cheap_looks: bool = False
+    anchored: bool = False
 
     @abstractmethod
-    def get(self, key: str) -> bytes:
-        """The whole object. Raises `KeyNotFoundError`, `StorageError`."""
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
+        """The whole object, of at most `limit` bytes: what is longer costs nothing.
+
+        Raises:
+            KeyNotFoundError: it is absent.
+            ForeignObjectError: it is longer, or there is something that is no object (a folder, a link, a pipe).
+            StoreNotFoundError: the store was deleted while it was open.
+            StorageError: the medium failed.
+        """
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Length in bytes. Raises `KeyNotFoundError`, `StorageError`."""
+        """Length in bytes. Raises as `get`."""
 
     @abstractmethod
     def create(self, key: str, data: bytes) -> None:
@@ -170,7 +187,10 @@ class Backend(ABC):
 
     @abstractmethod
     def open_source(self, key: str) -> SegmentSource:
-        """Open a segment for reading. Raises `KeyNotFoundError`, `StorageError`."""
+        """Open a segment for reading.
+
+        Raises `KeyNotFoundError`, `StorageError`; `CorruptSegmentError` if there is something that is no object.
+        """
 
     @abstractmethod
     def probe(self) -> None:
@@ -178,3 +198,17 @@ class Backend(ABC):
 
         Raises `UnsupportedBackendError`, `StorageError`.
         """
+
+    def deleted(self) -> bool:
+        """Whether the store that this handle reached was deleted. It does not come back: see `reopened`."""
+        return False
+
+    def reopened(self) -> Backend:
+        """Another handle, on what is at this place now; this one is left as it is. Raises `StorageError`.
+
+        A medium without handles, which is asked by names alone, is its own.
+        """
+        return self
+
+    def close(self) -> None:  # noqa: B027 - most media hold nothing open
+        """Give up what is held open; whatever is called afterwards may fail. Letting go of the object does as well."""

@@ -16,46 +16,81 @@ from contextlib import suppress
 from typing import Final
 
 from ckptstore.backends.base import BLOCK, SegmentSink, SegmentSource
-from ckptstore.backends.folders import Folders
+from ckptstore.backends.folders import Folders, kind_of
 from ckptstore.backends.posix import Posix, write_some
 from ckptstore.backends.system_errors import reading, writing
-from ckptstore.formats.errors import CorruptSegmentError, KeyExistsError, StorageError
+from ckptstore.formats.errors import CkptError, CorruptSegmentError, ForeignObjectError, KeyExistsError, StorageError
 
 DIRECT_MINIMUM: Final = 1 << 20
 """Reads below this many bytes profit more from the kernel's read-ahead than from going past the page cache."""
 
 
-def open_direct(posix: Posix, path: str, flags: int) -> int | None:
+_NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
+"""How the system refuses to open a link, a socket or a device without a driver."""
+
+
+def open_direct(posix: Posix, name: str, flags: int, folder: int) -> int | None:
     """A second descriptor with O_DIRECT, or None where the file system (or the process's limits) refuses one."""
     try:
-        return posix.open(path, flags | os.O_DIRECT)
+        return posix.open(name, flags | os.O_DIRECT | os.O_NOFOLLOW, folder)
     except OSError:
         return None
 
 
-class FileSink(SegmentSink):
-    """A new file at `path`, whose folder exists. Raises `KeyExistsError` if the name is taken.
+def open_file(posix: Posix, name: str, folder: int, path: str) -> tuple[int, os.stat_result]:
+    """Open a regular file to read it -> (descriptor, what fstat says). Never waits, as opening a pipe would.
 
     Args:
-        path: absolute path.
         posix: the system calls.
-        folders: makes the name durable.
+        name: of the file.
+        folder: handle of its folder.
+        path: names the file in errors.
+
+    Raises:
+        ForeignObjectError: it is something else. A link is refused as well: what it leads to is not the store's.
+        OSError: as the system says.
+    """
+    try:
+        descriptor = posix.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, folder)
+    except OSError as error:
+        if error.errno in _NO_FILES:
+            kind = kind_of(posix.stat(name, folder, follow=False).st_mode)
+            raise ForeignObjectError(f"{path} is {kind}, not a file of a store") from error
+        raise
+    try:
+        status = posix.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ForeignObjectError(f"{path} is {kind_of(status.st_mode)}, not a file of a store")
+    except BaseException:
+        posix.close(descriptor)
+        raise
+    return descriptor, status
+
+
+class FileSink(SegmentSink):
+    """A new file, whose folder exists. Raises `KeyExistsError` if the name is taken.
+
+    Args:
+        folders: the store's, or those of another place with files to write.
+        key: the file's path from their root.
+        posix: the system calls.
         size_hint: bytes to reserve; a poor guess costs nothing but time.
         direct: whether to try O_DIRECT.
     """
 
-    def __init__(self, path: str, posix: Posix, folders: Folders, size_hint: int, *, direct: bool = True) -> None:
-        self._path = path
-        self._posix = posix
+    def __init__(self, folders: Folders, key: str, posix: Posix, size_hint: int, *, direct: bool = True) -> None:
         self._folders = folders
+        self._folder, _, self._name = key.rpartition("/")
+        self._path = f"{folders.root}/{key}"
+        self._posix = posix
         self._settled = False  # sealed or removed: nothing is left to give up
-        with writing(path):
+        with writing(self._path), folders.opened(self._folder) as folder:
             try:
                 # O_EXCL without O_DIRECT: where that is refused, the refusal would come with the file already made.
-                self._buffered: int | None = posix.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                self._buffered: int | None = posix.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
             except FileExistsError as error:
-                raise KeyExistsError(errno.EEXIST, "the segment exists already", path) from error
-        self._direct = open_direct(posix, path, os.O_WRONLY) if direct else None
+                raise KeyExistsError(errno.EEXIST, "the segment exists already", self._path) from error
+            self._direct = open_direct(posix, self._name, os.O_WRONLY, folder) if direct else None
         if size_hint > 0:
             self._reserve(self._buffered, -(-size_hint // BLOCK) * BLOCK)
 
@@ -95,6 +130,7 @@ class FileSink(SegmentSink):
             raise StorageError(errno.EBADF, "the segment is sealed or given up", self._path)
         with writing(self._path):
             try:
+                written = self._posix.fstat(self._buffered)
                 # Cuts what was reserved and the last block's padding: safetensors refuses trailing bytes.
                 self._posix.ftruncate(self._buffered, size)
                 # Prevents: a committed segment whose blocks, block map or length a power cut takes back. O_DIRECT alone
@@ -103,9 +139,17 @@ class FileSink(SegmentSink):
             finally:
                 # Also after a failure: a failed fsync says nothing about what a second one would do, so there is none.
                 self._close()
-            # Prevents: a committed segment without a name.
-            self._folders.sync(self._path.rpartition("/")[0])
+            with self._folders.opened(self._folder) as folder:
+                self._check_name(folder, written)
+                # Prevents: a committed segment without a name.
+                self._folders.sync(folder, self._folder)
         self._settled = True
+
+    def _check_name(self, folder: int, written: os.stat_result) -> None:
+        """The store has this file under its name: a folder that was moved away meanwhile took it along."""
+        found = self._posix.stat(self._name, folder, follow=False)
+        if (found.st_dev, found.st_ino) != (written.st_dev, written.st_ino):
+            raise StorageError(errno.ESTALE, "the segment was replaced while it was written", self._path)
 
     def abort(self) -> None:
         """See `SegmentSink.abort`."""
@@ -114,8 +158,8 @@ class FileSink(SegmentSink):
         self._settled = True
         with suppress(OSError):
             self._close()
-        with suppress(OSError):  # what stays is named by no record: gc removes it
-            self._posix.unlink(self._path)
+        with suppress(OSError, CkptError), self._folders.opened(self._folder) as folder:
+            self._posix.unlink(self._name, folder)  # what stays is named by no record: gc removes it
 
     def _close(self) -> None:
         descriptors, self._buffered, self._direct = (self._direct, self._buffered), None, None
@@ -125,21 +169,27 @@ class FileSink(SegmentSink):
 
 
 class FileSource(SegmentSource):
-    """The file at `path`. Raises `KeyNotFoundError`, `StorageError`."""
+    """A file of the store. Raises `KeyNotFoundError`, `ForeignObjectError`, `StorageError`.
 
-    def __init__(self, path: str, posix: Posix, *, direct: bool = True) -> None:
-        self._path = path
+    Args:
+        folders: the store's.
+        key: the file's path from their root.
+        posix: the system calls.
+        direct: whether to try O_DIRECT.
+    """
+
+    def __init__(self, folders: Folders, key: str, posix: Posix, *, direct: bool = True) -> None:
+        self._folders = folders
+        self._folder, _, self._name = key.rpartition("/")
+        self._path = f"{folders.root}/{key}"
         self._posix = posix
         self._opening = threading.Lock()
         self._direct: int | None = None
         self._try_direct = direct
-        with reading(path):
-            self._buffered: int | None = posix.open(path, os.O_RDONLY)
-            status = posix.fstat(self._buffered)
-            if not stat.S_ISREG(status.st_mode):
-                self.close()
-                raise IsADirectoryError(path)
-            self.size = status.st_size
+        with reading(self._path), folders.opened(self._folder) as folder:
+            opened, self._status = open_file(posix, self._name, folder, self._path)
+        self._buffered: int | None = opened
+        self.size = self._status.st_size
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """See `SegmentSource.read_into`.
@@ -174,7 +224,7 @@ class FileSource(SegmentSource):
         with self._opening:
             if self._try_direct:
                 self._try_direct = False
-                self._direct = open_direct(self._posix, self._path, os.O_RDONLY)
+                self._direct = self._open_direct()
         if self._direct is None or self._buffered is None:
             return None
         try:
@@ -183,6 +233,20 @@ class FileSource(SegmentSource):
         except OSError:
             cached = 0  # not in the cache, or the system cannot say; an I/O error shows again in the read itself
         return None if cached == BLOCK else self._direct
+
+    def _open_direct(self) -> int | None:
+        try:
+            with self._folders.opened(self._folder) as folder:
+                descriptor = open_direct(self._posix, self._name, os.O_RDONLY | os.O_NONBLOCK, folder)
+            if descriptor is None:
+                return None
+            status = self._posix.fstat(descriptor)
+            if (status.st_dev, status.st_ino) == (self._status.st_dev, self._status.st_ino):
+                return descriptor
+            self._posix.close(descriptor)  # another file has taken the name
+        except (OSError, CkptError):
+            pass
+        return None
 
     def _fill(self, descriptor: int, offset: int, out: memoryview, *, direct: bool = False) -> int:
         """Read until `out` is full; with `direct`, until what is left is no longer aligned. Returns the bytes read."""

@@ -9,6 +9,9 @@ Create-if-absent (design: COMMIT, step 2), which every log slot rests on:
 4. Unlink the temporary.
 
 A segment is written under its own name, which nobody else uses (it holds a UUID), and counts once a record names it.
+
+What is not a regular file is no object of a store, whatever its name: it is refused, and opening it never waits. That
+goes for links as well, of files and of folders. Only the store's folder itself may be reached through one.
 """
 
 from __future__ import annotations
@@ -17,21 +20,37 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ckptstore.backends.base import Backend, SegmentSink, SegmentSource, checked_folder, checked_key
+from ckptstore.backends.base import (
+    OBJECT_LIMIT,
+    Backend,
+    SegmentSink,
+    SegmentSource,
+    checked_folder,
+    checked_key,
+    too_long,
+)
 from ckptstore.backends.directio import FileSink, FileSource
-from ckptstore.backends.folders import Folders
+from ckptstore.backends.folders import Folders, kind_of
 from ckptstore.backends.posix import SYSTEM, Posix, write_some
 from ckptstore.backends.system_errors import ABSENCES, reading, writing
 from ckptstore.crashpoints import crash_point
-from ckptstore.formats.errors import KeyExistsError, KeyNotFoundError, UnsupportedBackendError
+from ckptstore.formats.errors import (
+    CkptError,
+    CorruptSegmentError,
+    ForeignObjectError,
+    KeyExistsError,
+    UnsupportedBackendError,
+)
 
 _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_EXCLUSIVE_RENAME: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _TEMPORARY: Final = ".tmp-"
+_DEEPEST: Final = 8
+"""Folders in each other that are listed; no key of the format has more than two."""
 _in_flight: set[str] = set()
 """Temporaries this process is using now; shared by all backends so that none takes another's for a stray."""
 
@@ -47,67 +66,85 @@ class LocalBackend(Backend):
     """
 
     cheap_looks = True
+    anchored = True
 
     def __init__(
         self, path: str | os.PathLike[str], posix: Posix = SYSTEM, *, url: str | None = None, direct: bool = True
     ) -> None:
-        self.root = str(Path(path).absolute())
+        self.root = os.path.abspath(path)  # noqa: PTH100  # also takes "a/..", which `Path.absolute` leaves in
         self.url = os.fspath(path) if url is None else url
         self._posix = posix
         self._direct = direct
         self._folders = Folders(self.root, posix)
         with reading(self.root):
-            self.read_only = self._exists() and not posix.writable(self.root)
+            self._folders.attach()
+            self.read_only = not self._folders.writable()
 
-    def _exists(self) -> bool:
-        try:
-            return stat.S_ISDIR(self._posix.stat(self.root).st_mode)
-        except ABSENCES:
-            return False
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._folders.close()
+
+    def deleted(self) -> bool:
+        """See `Backend.deleted`."""
+        return self._folders.deleted()
+
+    def reopened(self) -> LocalBackend:
+        """See `Backend.reopened`."""
+        return LocalBackend(self.root, self._posix, url=self.url, direct=self._direct)
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{checked_key(key)}"
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
         """See `Backend.get`."""
-        with FileSource(self._path(key), self._posix, direct=False) as source:
+        with FileSource(self._folders, checked_key(key), self._posix, direct=False) as source:
+            if source.size > limit:
+                raise too_long(self._path(key), source.size, limit)
             data = bytearray(source.size)
             source.read_into(0, memoryview(data))
         return bytes(data)
 
     def size(self, key: str) -> int:
         """See `Backend.size`."""
-        path = self._path(key)
-        with reading(path):
-            status = self._posix.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise KeyNotFoundError(f"{path} is not a file")
-        return status.st_size
+        folder, _, name = checked_key(key).rpartition("/")
+        with reading(path := self._path(key)), self._folders.opened(folder) as handle:
+            status = self._posix.stat(name, handle, follow=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise ForeignObjectError(f"{path} is {kind_of(status.st_mode)}, not a file of a store")
+            return status.st_size
 
     def create(self, key: str, data: bytes) -> None:
         """See `Backend.create`."""
-        path = self._path(key)
-        with writing(path):
-            self._create(path, data)
+        with writing(self._path(key)):
+            self._create(key, data)
 
-    def _create(self, path: str, data: bytes) -> None:
-        folder = path.rpartition("/")[0]
-        self._folders.make(folder)
-        temporary = _temporary(folder)
-        _in_flight.add(temporary)
-        try:
-            self._write(temporary, data)
+    def _create(self, key: str, data: bytes) -> None:
+        folder, _, name = key.rpartition("/")
+        with self._folders.made(folder) as handle, self._temporary(handle) as temporary:
+            self._write(temporary, data, handle)
             crash_point("create.before-link")
-            self._name(temporary, path)
+            self._name(temporary, name, handle)
             crash_point("create.linked")
             # Prevents: an acknowledged slot that a power cut forgets, whose number the next writer then uses again.
-            self._folders.sync(folder)
+            self._folders.sync(handle, folder)
             crash_point("create.synced")
-        finally:
-            self._discard(temporary)
+            # Prevents: an acknowledged slot in a folder that was moved out of the store meanwhile.
+            self._folders.check_still(folder, handle)
 
-    def _write(self, temporary: str, data: bytes) -> None:
-        descriptor = self._posix.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    @contextmanager
+    def _temporary(self, folder: int) -> Iterator[str]:
+        """The name of a temporary file of ours, removed at the end if it is still there."""
+        temporary = f"{_TEMPORARY}{os.getpid()}-{os.urandom(12).hex()}"
+        _in_flight.add(temporary)
+        try:
+            yield temporary
+        finally:
+            with suppress(OSError):  # a stray is harmless, and absent after a rename
+                self._posix.unlink(temporary, folder)
+            _in_flight.discard(temporary)
+
+    def _write(self, name: str, data: bytes, folder: int) -> None:
+        descriptor = self._posix.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
         try:
             done, view = 0, memoryview(data)
             while done < len(view):
@@ -119,98 +156,85 @@ class LocalBackend(Backend):
         finally:
             self._posix.close(descriptor)
 
-    def _name(self, temporary: str, path: str) -> None:
+    def _name(self, temporary: str, name: str, folder: int) -> None:
         try:
             try:
-                self._posix.link(temporary, path)
+                self._posix.link(temporary, name, folder)
             except OSError as error:
                 if error.errno not in _NO_HARD_LINKS:
                     raise
-                self._posix.rename_exclusive(temporary, path)
+                self._posix.rename_exclusive(temporary, name, folder)
         except FileExistsError as error:
-            raise KeyExistsError(errno.EEXIST, "the object exists already", path) from error
+            raise KeyExistsError(errno.EEXIST, "the object exists already", name) from error
         except OSError as error:
             if error.errno not in _NO_EXCLUSIVE_RENAME:
                 raise
             why = "the file system has neither hard links nor RENAME_NOREPLACE: writers cannot exclude each other"
-            raise UnsupportedBackendError(error.errno, why, path) from error
-
-    def _discard(self, temporary: str) -> None:
-        with suppress(OSError):  # a stray is harmless, and absent after a rename
-            self._posix.unlink(temporary)
-        _in_flight.discard(temporary)
+            raise UnsupportedBackendError(error.errno, why, self.root) from error
 
     def replace(self, key: str, data: bytes) -> None:
         """See `Backend.replace`."""
-        path = self._path(key)
-        folder = path.rpartition("/")[0]
-        with writing(path):
-            self._folders.make(folder)
-            temporary = _temporary(folder)
-            _in_flight.add(temporary)
-            try:
-                self._write(temporary, data)
-                self._posix.replace(temporary, path)
-            finally:
-                self._discard(temporary)
+        with writing(self._path(key)):
+            folder, _, name = key.rpartition("/")
+            with self._folders.made(folder) as handle, self._temporary(handle) as temporary:
+                self._write(temporary, data, handle)
+                self._posix.replace(temporary, name, handle)
 
     def delete(self, key: str) -> None:
         """See `Backend.delete`."""
-        path = self._path(key)
-        with writing(path), suppress(FileNotFoundError, NotADirectoryError):
-            self._posix.unlink(path)
+        folder, _, name = checked_key(key).rpartition("/")
+        absent = suppress(FileNotFoundError, NotADirectoryError)
+        with writing(self._path(key)), absent, self._folders.opened(folder) as handle:
+            self._posix.unlink(name, handle)
 
     def list(self, prefix: str) -> list[str]:
-        """See `Backend.list`. Names that begin with a dot are not the store's."""
+        """See `Backend.list`. Names that begin with a dot are not the store's, and links are not followed."""
         names = (f"{folder}{name}" for folder, files in self._walk(checked_folder(prefix)) for name in files)
         return sorted(key for key in names if not key.rpartition("/")[2].startswith("."))
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Every folder below `prefix` ("" or ending in "/"), itself included, with the names of its files."""
-        path = f"{self.root}/{prefix}".rstrip("/")
-        with reading(path):
+        """Every folder below `prefix` ("" or ending in "/"), itself included, with the names of what is no folder."""
+        with reading(f"{self.root}/{prefix}".rstrip("/")):
             try:
-                entries = self._posix.scandir(path)
-            except ABSENCES:
+                entries = self._folders.entries(prefix.rstrip("/"))
+            except ABSENCES as error:
+                if isinstance(error, CkptError):
+                    raise
                 return  # nothing was created there yet, or it was removed meanwhile
-        yield prefix, tuple(name for name, is_folder in entries if not is_folder)
+        deep = prefix.count("/") >= _DEEPEST
+        yield prefix, tuple(name for name, is_folder in entries if not is_folder or deep)
         for name, is_folder in entries:
-            if is_folder and not name.startswith("."):
+            if is_folder and not deep and not name.startswith("."):
                 yield from self._walk(f"{prefix}{name}/")
 
     def settle(self, prefix: str) -> None:
         """See `Backend.settle`."""
         for folder, _ in self._walk(checked_folder(prefix)):
-            path = f"{self.root}/{folder}".rstrip("/")
-            with writing(path):
-                self._folders.make(path)
+            name = folder.rstrip("/")
+            with writing(f"{self.root}/{name}"), self._folders.made(name) as handle:
                 # Prevents: acting on a name that a power cut takes back (gc deleting what a lost slot had dropped).
-                self._folders.sync(path)
+                self._folders.sync(handle, name)
 
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
         """See `Backend.open_sink`."""
-        path = self._path(key)
-        with writing(path):
-            self._folders.make(path.rpartition("/")[0])
-        return FileSink(path, self._posix, self._folders, size_hint, direct=self._direct)
+        with writing(self._path(key)), self._folders.made(key.rpartition("/")[0]):
+            return FileSink(self._folders, key, self._posix, size_hint, direct=self._direct)
 
     def open_source(self, key: str) -> SegmentSource:
         """See `Backend.open_source`."""
-        return FileSource(self._path(key), self._posix, direct=self._direct)
+        try:
+            return FileSource(self._folders, checked_key(key), self._posix, direct=self._direct)
+        except ForeignObjectError as error:
+            raise CorruptSegmentError(str(error)) from error
 
     def probe(self) -> None:
         """See `Backend.probe`. Uses a temporary name, which `list` leaves out."""
-        path = _temporary(self.root)
-        _in_flight.add(path)
-        try:
-            with writing(path):
-                self._create(path, b"first")
-                with suppress(KeyExistsError):
-                    self._create(path, b"second")
-                    why = "creating a file twice succeeded: writers cannot exclude each other here"
-                    raise UnsupportedBackendError(errno.EOPNOTSUPP, why, self.root)
-        finally:
-            self._discard(path)
+        with writing(self.root), self._folders.made("") as handle, self._temporary(handle) as name:
+            self._create(name, b"first")
+            with suppress(KeyExistsError):
+                self._create(name, b"second")
+                why = "creating a file twice succeeded: writers cannot exclude each other here"
+                raise UnsupportedBackendError(errno.EOPNOTSUPP, why, self.root)
 
     def stray_temporaries(self) -> tuple[str, ...]:
         """Keys of temporary files that a killed process left; `discard_stray` removes one.
@@ -218,22 +242,19 @@ class LocalBackend(Backend):
         They are harmless. A file that a live process of this machine is using is not listed. One of another machine may
         be: if it is removed, that machine's create fails without effect, and is repeated by the commit protocol.
         """
-        keys = (f"{folder}{name}" for folder, files in self._walk("") for name in files if name.startswith(_TEMPORARY))
-        return tuple(sorted(key for key in keys if _is_stray(f"{self.root}/{key}")))
+        return tuple(sorted(f"{folder}{name}" for folder, files in self._walk("") for name in files if _is_stray(name)))
 
     def discard_stray(self, key: str) -> None:
         """Remove one of `stray_temporaries`. Raises `StorageError`."""
-        path = f"{self.root}/{key}"
-        with writing(path), suppress(FileNotFoundError):
-            self._posix.unlink(path)
+        folder, _, name = key.rpartition("/")
+        with writing(f"{self.root}/{key}"), suppress(FileNotFoundError), self._folders.opened(folder) as handle:
+            self._posix.unlink(name, handle)
 
 
-def _is_stray(temporary: str) -> bool:
-    owner = temporary.rpartition("/")[2].removeprefix(_TEMPORARY).partition("-")[0]
+def _is_stray(name: str) -> bool:
+    if not name.startswith(_TEMPORARY):
+        return False
+    owner = name.removeprefix(_TEMPORARY).partition("-")[0]
     if owner == str(os.getpid()):
-        return temporary not in _in_flight
+        return name not in _in_flight
     return not Path(f"/proc/{owner}").exists()
-
-
-def _temporary(folder: str) -> str:
-    return f"{folder}/{_TEMPORARY}{os.getpid()}-{os.urandom(12).hex()}"

@@ -8,7 +8,15 @@ from __future__ import annotations
 import errno
 import threading
 
-from ckptstore.backends.base import Backend, SegmentSink, SegmentSource, checked_folder, checked_key
+from ckptstore.backends.base import (
+    OBJECT_LIMIT,
+    Backend,
+    SegmentSink,
+    SegmentSource,
+    checked_folder,
+    checked_key,
+    too_long,
+)
 from ckptstore.formats.errors import CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
 
 
@@ -34,9 +42,11 @@ class MemoryBackend(Backend):
     """The store called `name`, made on first use. Thread-safe; not shared with other processes."""
 
     cheap_looks = True
+    anchored = True
 
     def __init__(self, name: str) -> None:
         self.url = f"memory://{name}"
+        self._name = name
         with _stores_lock:
             self._objects = _stores.setdefault(name, _Objects())
 
@@ -52,8 +62,14 @@ class MemoryBackend(Backend):
         with _stores_lock:
             _stores.pop(name, None)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
         """See `Backend.get`."""
+        data = self._object(key)
+        if len(data) > limit:
+            raise too_long(f"{self.url}: {key}", len(data), limit)
+        return data
+
+    def _object(self, key: str) -> bytes:
         try:
             return self._objects.by_key[checked_key(key)]
         except KeyError as error:
@@ -61,7 +77,7 @@ class MemoryBackend(Backend):
 
     def size(self, key: str) -> int:
         """See `Backend.size`."""
-        return len(self.get(key))
+        return len(self._object(key))
 
     def create(self, key: str, data: bytes) -> None:
         """See `Backend.create`."""
@@ -93,10 +109,14 @@ class MemoryBackend(Backend):
 
     def open_source(self, key: str) -> SegmentSource:
         """See `Backend.open_source`."""
-        return _MemorySource(key, self.get(key))
+        return _MemorySource(key, self._object(key))
 
     def probe(self) -> None:
         """See `Backend.probe`: a dictionary under a lock keeps the promise."""
+
+    def reopened(self) -> MemoryBackend:
+        """See `Backend.reopened`."""
+        return MemoryBackend(self._name)
 
 
 class _MemorySink(SegmentSink):

@@ -6,7 +6,6 @@ Every method does what the call of its name does and raises `OSError`; what that
 """
 
 # System calls on plain strings are what this module is for.
-# ruff: noqa: PTH102, PTH105, PTH108, PTH116
 
 from __future__ import annotations
 
@@ -38,27 +37,31 @@ def _call(name: str, *arguments: int | bytes | ctypes.c_int64) -> None:
 
 
 class Posix:
-    """The system itself. Paths are absolute; descriptors are plain integers."""
+    """The system itself. Descriptors are plain integers.
 
-    def open(self, path: str, flags: int) -> int:
-        """``open(2)``, close-on-exec; the umask decides the mode."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+    Paths are absolute, or relative to the folder whose descriptor is `dir_fd` (``openat(2)`` and its kin): such a call
+    reaches that folder wherever it has been moved, and nothing that took its place.
+    """
+
+    def open(self, path: str, flags: int, dir_fd: int | None = None) -> int:
+        """``openat(2)``, close-on-exec; the umask decides the mode."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o666, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
         """``close(2)``."""
         os.close(fd)
 
-    def stat(self, path: str) -> os.stat_result:
-        """``stat(2)``."""
-        return os.stat(path)
+    def stat(self, path: str, dir_fd: int | None = None, *, follow: bool = True) -> os.stat_result:
+        """``fstatat(2)``; without `follow` of a symbolic link itself."""
+        return os.stat(path, dir_fd=dir_fd, follow_symlinks=follow)
 
     def fstat(self, fd: int) -> os.stat_result:
         """``fstat(2)``."""
         return os.fstat(fd)
 
-    def writable(self, path: str) -> bool:
-        """``access(2)``: whether this process may write into the folder `path` (permissions, read-only mounts)."""
-        return os.access(path, os.W_OK)
+    def writable(self, fd: int) -> bool:
+        """``faccessat(2)``: whether this process may write into the folder `fd` (permissions, read-only mounts)."""
+        return os.access(".", os.W_OK, dir_fd=fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         """``pwrite(2)``; returns the number of bytes written, perhaps fewer than given."""
@@ -95,30 +98,31 @@ class Posix:
         """``fdatasync(2)``: contents, length and block map, not the times."""
         os.fdatasync(fd)
 
-    def link(self, source: str, target: str) -> None:
-        """``link(2)``; raises `FileExistsError`, never replaces."""
-        os.link(source, target)
+    def link(self, source: str, target: str, dir_fd: int | None = None) -> None:
+        """``linkat(2)`` within one folder; raises `FileExistsError`, never replaces."""
+        os.link(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
-    def rename_exclusive(self, source: str, target: str) -> None:
+    def rename_exclusive(self, source: str, target: str, dir_fd: int | None = None) -> None:
         """``renameat2(2)`` with RENAME_NOREPLACE; raises `FileExistsError`, never replaces."""
-        _call("renameat2", _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+        folder = _AT_FDCWD if dir_fd is None else dir_fd
+        _call("renameat2", folder, os.fsencode(source), folder, os.fsencode(target), _RENAME_NOREPLACE)
 
-    def replace(self, source: str, target: str) -> None:
-        """``rename(2)``; replaces `target`."""
-        os.replace(source, target)
+    def replace(self, source: str, target: str, dir_fd: int | None = None) -> None:
+        """``renameat(2)``; replaces `target`."""
+        os.replace(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
-    def unlink(self, path: str) -> None:
-        """``unlink(2)``."""
-        os.unlink(path)
+    def unlink(self, path: str, dir_fd: int | None = None) -> None:
+        """``unlinkat(2)``."""
+        os.unlink(path, dir_fd=dir_fd)
 
-    def mkdir(self, path: str) -> None:
-        """``mkdir(2)``."""
-        os.mkdir(path)
+    def mkdir(self, path: str, dir_fd: int | None = None) -> None:
+        """``mkdirat(2)``."""
+        os.mkdir(path, dir_fd=dir_fd)
 
-    def scandir(self, path: str) -> list[tuple[str, bool]]:
-        """``readdir(3)``: the folder's names in no order, each with whether it is a folder."""
-        with os.scandir(path) as entries:
-            return [(entry.name, entry.is_dir()) for entry in entries]
+    def scandir(self, folder: str | int) -> list[tuple[str, bool]]:
+        """``readdir(3)`` of a path or descriptor: names in no order, and whether each is a folder (no link is)."""
+        with os.scandir(folder) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
 def write_some(posix: Posix, fd: int, data: memoryview, offset: int) -> int:

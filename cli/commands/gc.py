@@ -46,7 +46,7 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
     """Delete the segments that nothing needs.
 
     Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
-    What a reader has pinned stays. May run at any time, beside writers and readers.
+    What a reader has pinned stays, and what has no name of the format. May run at any time, beside writers and readers.
     """
     from ckptstore.collecting import collect_patiently
     from ckptstore.pins import DEAD_AFTER
@@ -81,6 +81,7 @@ def _json(store: str, done: Collected, dry_run: bool) -> dict[str, Any]:
         ],
         "dead_pins": list(done.dead_pins),
         "unreadable_pins": list(done.unreadable_pins),
+        "strangers": list(done.strangers),
     }
 
 
@@ -94,6 +95,9 @@ def _print(done: Collected, dry_run: bool) -> None:
         for holder in done.holders:
             click.echo(f"  {holder.key}: {_who(holder)}, {len(holder.segments):,} segments")
         note("if a reader is dead: --wait longer than --pin-ttl (600 s) finds that out and deletes its pin")
+    if done.strangers:
+        click.echo(f"not the store's, kept: {some(done.strangers)}")
+        note("what no store writes is never deleted; remove it yourself, or move it out of the store")
     if done.unreadable_pins:
         damaged = click.style("damaged", fg="red", bold=True)
         click.echo(f"{damaged}  {some(done.unreadable_pins)}")

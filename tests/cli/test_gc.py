@@ -95,3 +95,17 @@ def test_errors(ckpt: Run, run: Path, tmp_path: Path) -> None:
         assert ckpt("gc", run, option, "nan").code == 2
     assert ckpt("gc", tmp_path / "nothing").code == 3
     assert not (tmp_path / "nothing").exists()
+
+
+def test_strangers_are_shown_and_kept(ckpt: Run, run: Path, litter: Path) -> None:
+    stranger = run / "seg" / "0000000001" / "notes.txt"
+    stranger.write_text("do not delete")
+    found = ckpt("gc", run, "--dry-run", "--json").json
+    assert_documented(found, documented("ckpt gc")[0])
+    assert found["strangers"] == ["seg/0000000001/notes.txt"]
+    outcome = ckpt("gc", run)
+    assert outcome.code == 0
+    assert "not the store's, kept: seg/0000000001/notes.txt" in outcome.out
+    assert "never deleted" in outcome.err
+    assert stranger.read_text() == "do not delete"
+    assert not (run / litter).exists()

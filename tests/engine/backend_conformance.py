@@ -27,6 +27,7 @@ import pytest
 from ckptstore.backends.base import BLOCK, Backend
 from ckptstore.formats.errors import (
     CorruptSegmentError,
+    ForeignObjectError,
     KeyExistsError,
     KeyNotFoundError,
     StorageError,
@@ -145,12 +146,40 @@ class BackendConformance:
 
     def test_absence_has_its_own_error(self, backend: Backend) -> None:
         backend.create("log/1", b"")
-        for key in ("log/2", "nowhere/at/all", "log", "log/1/below"):
+        for key in ("log/2", "nowhere/at/all", "log/1/below"):
             for ask in (backend.get, backend.size, backend.open_source):
                 with pytest.raises(KeyNotFoundError, match=key):
                     ask(key)
         with pytest.raises(FileNotFoundError):
             backend.get("log/2")
+
+    def test_a_folder_is_no_object(self, backend: Backend) -> None:
+        """A medium that has folders refuses to read one; to others it is absent."""
+        backend.create("seg/1/a", b"")
+        for key in ("seg", "seg/1"):
+            for ask in (backend.get, backend.size, backend.open_source):
+                with pytest.raises((KeyNotFoundError, ForeignObjectError, CorruptSegmentError), match=key):
+                    ask(key)
+
+    @pytest.mark.parametrize("size", [1, 4096, 100_000])
+    def test_what_is_longer_than_the_limit_is_refused(self, backend: Backend, size: int) -> None:
+        data = bytes(filled(size))
+        backend.create("log/1", data)
+        for limit in (size, size + 1):
+            assert backend.get("log/1", limit) == data
+        with pytest.raises(ForeignObjectError, match=f"log/1: {size} bytes, at most {size - 1} are"):
+            backend.get("log/1", size - 1)
+        write_segment(backend, filled(size), SEGMENT)
+        with pytest.raises(ForeignObjectError, match=SEGMENT):
+            backend.get(SEGMENT, 0)
+
+    def test_what_is_opened_again_is_the_same_store(self, backend: Backend) -> None:
+        backend.create("log/1", b"1")
+        assert not backend.deleted()
+        again = backend.reopened()
+        assert again.url == backend.url
+        assert again.get("log/1") == b"1"
+        again.close()
 
     def test_deleting_what_is_absent_is_no_error(self, backend: Backend) -> None:
         backend.delete("log/2")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from ckptstore.backends.base import Backend, SegmentSink, SegmentSource
+from ckptstore.backends.base import OBJECT_LIMIT, Backend, SegmentSink, SegmentSource
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import StorageError
@@ -90,6 +90,8 @@ class World(MemoryBackend):
 class FaultyBackend(Backend):
     """A client's way to a `World`. `fate` decides what becomes of every operation."""
 
+    anchored = True  # a World is an object, not a name that others may take
+
     def __init__(self, world: World, fate: Callable[[str, str], Fate]) -> None:
         self.world = world
         self.url = world.url
@@ -99,9 +101,9 @@ class FaultyBackend(Backend):
         if self.fate(operation, key) != "ok":
             raise StorageError(f"{operation} {key} failed")
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
         self._pass("get", key)
-        return self.world.get(key)
+        return self.world.get(key, limit)
 
     def size(self, key: str) -> int:
         self._pass("size", key)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import subprocess
 import sys
 import uuid
@@ -15,8 +17,9 @@ from ckptstore.backends import open_backend
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.formats.errors import StorageError, StoreNotFoundError, UsageError
+from ckptstore.store import Store, open_store
 from tests.engine.backend_conformance import BackendConformance, Opener
-from tools.crash.faults import FaultyPosix, no_hard_links, short_reads, short_writes
+from tools.crash.faults import Fault, FaultyPosix, no_hard_links, short_reads, short_writes
 from tools.crash.ramfs import RamPosix
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -121,6 +124,61 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
     for create in (False, True):
         with pytest.raises(StoreNotFoundError, match="is a file"):
             open_backend(tmp_path / "model.safetensors", create=create)
+
+
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for url in ("~/run", Path("~/run")):
+        open_backend(url, create=True).create(f"log/{type(url).__name__}", b"x")
+        assert open_backend(url, create=False).url == "~/run"
+    assert len(list((tmp_path / "home" / "run" / "log").iterdir())) == 2
+    assert list((tmp_path / "here").iterdir()) == []
+    with pytest.raises(UsageError, match="nobody-of-this-name"):
+        open_backend("~nobody-of-this-name/run", create=True)
+    open_backend("./~", create=True).create("FORMAT", b"x")
+    assert (tmp_path / "here" / "~" / "FORMAT").exists()
+
+
+@pytest.mark.parametrize("create", [True, False, None])
+@pytest.mark.parametrize("path", ["a\0b", "file:///a%00b", "run/\ud800"])
+def test_what_cannot_be_a_path_is_a_usage_error(path: str, create: bool | None) -> None:
+    with pytest.raises(UsageError, match="is no path"):
+        open_store(path, create=create)
+
+
+@pytest.mark.parametrize("create", [True, False, None])
+def test_what_the_system_says_of_a_path_is_a_storage_error(tmp_path: Path, create: bool | None) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for path, code in ((tmp_path / ("x" * 300), errno.ENAMETOOLONG), (tmp_path / "loop", errno.ELOOP)):
+        with pytest.raises(StorageError, match=path.name) as caught:
+            open_store(path, create=create)
+        assert caught.value.errno == code
+
+
+@pytest.mark.parametrize("create", [True, False, None])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE])
+def test_a_path_that_may_not_be_looked_at_is_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, create: bool | None, code: int
+) -> None:
+    def refused(self: Path, **_: object) -> os.stat_result:
+        raise OSError(code, os.strerror(code), str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refused)
+        with pytest.raises(StorageError, match="store") as caught:
+            open_store(tmp_path / "store", create=create)
+    assert caught.value.errno == code
+
+
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize("call", ["create", "mkdir", "open", "link", "fsync"])
+def test_a_store_that_cannot_be_made_is_a_storage_error(call: str, code: int) -> None:
+    posix = FaultyPosix(RamPosix(), Fault(frozenset({call}), times=None, code=code))
+    with pytest.raises(StorageError, match="/data/store") as caught:
+        Store(LocalBackend("/data/store", posix)).create()
+    assert caught.value.errno == code
 
 
 def test_memory_stores_have_names() -> None:

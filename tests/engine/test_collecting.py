@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from ckptstore import requests
+from ckptstore.backends.base import OBJECT_LIMIT
 from ckptstore.backends.local import LocalBackend
 from ckptstore.collecting import Collected, collect, collect_patiently
-from ckptstore.formats.errors import ReadOnlyError, UsageError
+from ckptstore.formats.errors import ForeignObjectError, ReadOnlyError, UsageError
 from ckptstore.formats.records import Node, pin_key, segment_key
 from ckptstore.formats.retention import droppable
 from ckptstore.pins import Pin, PinWatch
@@ -30,9 +31,9 @@ class Noted(LocalBackend):
     def _note(self, what: str) -> None:
         self.done.append(what)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
         self._note(f"get {key.split('/')[0]}")
-        return super().get(key)
+        return super().get(key, limit)
 
     def list(self, prefix: str) -> list[str]:
         self._note(f"list {prefix}")
@@ -205,3 +206,73 @@ def test_read_only(store: Store) -> None:
     with pytest.raises(ReadOnlyError):
         collect(store)
     assert len(collect(store, dry_run=True).segments) == 1
+
+
+# Strangers
+
+STRANGERS = [
+    "seg/0000000001/notes.txt",
+    "seg/0000000001/" + "c" * 32,
+    "seg/0000000001/" + "c" * 32 + ".safetensors.bak",
+    "seg/0000000001/" + "c" * 31 + ".safetensors",
+    "seg/0000000001/" + "C" * 32 + ".safetensors",
+    "seg/0000000001/model.safetensors",
+    "seg/0000000001/deeper/" + "c" * 32 + ".safetensors",
+    "seg/1/" + "c" * 32 + ".safetensors",
+    "seg/" + "c" * 32 + ".safetensors",
+    "seg/old/" + "c" * 32 + ".json",
+]
+
+
+def test_only_names_of_the_format_are_deleted_and_strangers_are_reported(store: Store, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    for key in STRANGERS:
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        (root / key).write_bytes(b"somebody's")
+    (root / "seg" / "0000000001" / ("d" * 32 + ".json")).write_bytes(b"a manifest that was never committed")
+    planned = collect(store, dry_run=True)
+    done = collect(store)
+    assert planned == done
+    assert done.strangers == tuple(sorted(STRANGERS))
+    assert len(done.segments) == 2
+    for key in STRANGERS:
+        assert (root / key).read_bytes() == b"somebody's"
+    assert not set(done.segments) & set(segments(store))
+    assert collect(store) == Collected(strangers=tuple(sorted(STRANGERS)))
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "loop", "pipe"])
+def test_nothing_is_deleted_through_a_link_and_no_link_either(store: Store, tmp_path: Path, what: str) -> None:
+    name = "e" * 32 + ".safetensors"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / name).write_bytes(b"somebody's")
+    term, older = tmp_path / "store" / "seg" / "0000000001", tmp_path / "store" / "seg" / "0000000000"
+    if what == "file":
+        (term / name).symlink_to(outside / name)
+    elif what == "folder":
+        older.symlink_to(outside)
+    elif what == "loop":
+        (term / name).symlink_to(name)
+    else:
+        os.mkfifo(term / name)
+    done = collect(store)
+    assert done.strangers == (f"seg/{older.name}" if what == "folder" else f"seg/{term.name}/{name}",)
+    assert len(done.segments) == 1
+    assert (outside / name).read_bytes() == b"somebody's"
+    assert os.path.lexists(older if what == "folder" else term / name)
+
+
+def test_a_linked_folder_of_all_segments_is_refused(store: Store, tmp_path: Path) -> None:
+    seg = tmp_path / "store" / "seg"
+    seg.rename(tmp_path / "elsewhere")
+    seg.symlink_to(tmp_path / "elsewhere")
+    before = sorted(path.name for path in (tmp_path / "elsewhere").rglob("*"))
+    with pytest.raises(ForeignObjectError, match="seg is a symbolic link"):
+        collect(store)
+    assert sorted(path.name for path in (tmp_path / "elsewhere").rglob("*")) == before
+
+
+def test_a_loop_of_links_is_not_walked(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "store" / "seg" / "again").symlink_to("..")
+    assert collect(store).strangers == ("seg/again",)

@@ -92,10 +92,10 @@ def test_a_temporary_in_use_is_no_stray(tmp_path: Path) -> None:
     found: list[tuple[str, ...]] = []
 
     class Watching(Posix):
-        def link(self, source: str, target: str) -> None:
+        def link(self, source: str, target: str, dir_fd: int | None = None) -> None:
             found.append(LocalBackend(tmp_path).stray_temporaries())
-            assert Path(source).exists()
-            super().link(source, target)
+            assert (tmp_path / "log" / source).exists()
+            super().link(source, target, dir_fd)
 
     LocalBackend(tmp_path, Watching()).create("log/0", b"x")
     assert found == [()]
@@ -191,9 +191,9 @@ def test_without_any_exclusive_naming_the_medium_is_refused(tmp_path: Path) -> N
 
 def test_probe_finds_a_medium_that_creates_twice(tmp_path: Path) -> None:
     class Overwriting(Posix):
-        def link(self, source: str, target: str) -> None:
-            Path(target).unlink(missing_ok=True)
-            super().link(source, target)
+        def link(self, source: str, target: str, dir_fd: int | None = None) -> None:
+            (tmp_path / target).unlink(missing_ok=True)
+            super().link(source, target, dir_fd)
 
     with pytest.raises(UnsupportedBackendError, match="twice"):
         LocalBackend(tmp_path, Overwriting()).probe()
@@ -213,10 +213,10 @@ def test_a_medium_that_cannot_sync_folders_is_refused() -> None:
 
 def test_folders_above_the_store_that_we_may_not_sync_are_passed_over() -> None:
     class Guarded(RamPosix):
-        def open(self, path: str, flags: int) -> int:
+        def open(self, path: str, flags: int, dir_fd: int | None = None) -> int:
             if path in ("/", "/home") and flags & os.O_DIRECTORY:
                 raise PermissionError(errno.EACCES, "Permission denied", path)
-            return super().open(path, flags)
+            return super().open(path, flags, dir_fd)
 
     disk = Guarded()
     disk.mkdir("/home")
@@ -277,6 +277,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing_behind() -> None:
     with pytest.raises(StorageError):
         backend.replace("pins/a", b"x")
     assert [path for path, blob in disk.image().walk() if blob is not None] == []
+    backend.close()
     assert disk.open_descriptors == 0
 
 
@@ -287,13 +288,26 @@ def test_a_size_hint_too_large_for_the_disk_is_only_a_hint() -> None:
     assert read_segment(backend) == filled(3 * BLOCK)
 
 
+@pytest.mark.parametrize("part", [0.0, 1.0])
+def test_a_reservation_that_failed_keeps_no_space(part: float) -> None:
+    """`fallocate` may have reserved some of it before it fails; what others write must find the disk as free."""
+    disk = RamPosix()
+    full = Fault(frozenset({"fallocate"}), times=None, code=errno.ENOSPC, part=part)
+    sink = LocalBackend("/store", FaultyPosix(disk, full)).open_sink(SEGMENT, 1 << 30 if part == 0.0 else 1 << 20)
+    assert disk.stat(f"/store/{SEGMENT}").st_size == 0
+    sink.write(0, filled(BLOCK))
+    assert disk.stat(f"/store/{SEGMENT}").st_size == BLOCK
+    sink.seal(BLOCK)
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_segment_whose_sync_failed_is_never_sealed(nth: int) -> None:
     disk = RamPosix()
     backend = LocalBackend("/store", disk)
     write_segment(backend, filled(BLOCK), "seg/0000000001/first")
     posix = FaultyPosix(disk, Fault(frozenset({"fdatasync"}), code=errno.EIO) if nth == 1 else sync_fails(5))
-    sink = LocalBackend("/store", posix).open_sink(SEGMENT, BLOCK)  # syncs /, /store and /store/seg
+    failing = LocalBackend("/store", posix)
+    sink = failing.open_sink(SEGMENT, BLOCK)  # syncs /, /store and /store/seg
     sink.write(0, filled(BLOCK))
     for _ in range(2):
         with pytest.raises(StorageError):
@@ -301,6 +315,8 @@ def test_a_segment_whose_sync_failed_is_never_sealed(nth: int) -> None:
     assert posix.calls["fdatasync"] == 1, "a failed sync is not repeated"
     sink.abort()
     assert backend.list("") == ["seg/0000000001/first"]
+    for opened in (backend, failing):
+        opened.close()
     assert disk.open_descriptors == 0
 
 
@@ -357,8 +373,8 @@ def test_segments_pass_by_the_page_cache_and_unaligned_ends_do_not(tmp_path: Pat
     descriptors: set[int] = set()
 
     class Watching(RamPosix):
-        def open(self, path: str, flags: int) -> int:
-            descriptor = super().open(path, flags)
+        def open(self, path: str, flags: int, dir_fd: int | None = None) -> int:
+            descriptor = super().open(path, flags, dir_fd)
             if flags & os.O_DIRECT:
                 descriptors.add(descriptor)
             return descriptor
@@ -431,8 +447,15 @@ def test_no_descriptor_is_left_open() -> None:
     read_segment(backend)
     with pytest.raises(KeyExistsError):
         backend.open_sink(SEGMENT, 0)
-    with pytest.raises(KeyNotFoundError):
+    with pytest.raises(CorruptSegmentError):
         backend.open_source("log")
+    with pytest.raises(KeyNotFoundError):
+        backend.open_source("log/1")
     backend.open_sink("seg/1/x", 0).abort()
     backend.settle("")
+    assert disk.open_descriptors == 3  # the store, log/ and seg/, in which it has made something
+    backend.close()
+    backend.close()
     assert disk.open_descriptors == 0
+    LocalBackend("/store", disk).create("log/2", b"x")
+    assert disk.open_descriptors == 0, "whoever lets go of a backend has closed it"

@@ -24,6 +24,7 @@ from ckptstore.formats.errors import (
     FencedError,
     ReadOnlyError,
     StorageError,
+    UnsupportedBackendError,
     UsageError,
 )
 from ckptstore.formats.segment import SegmentDoc
@@ -494,6 +495,19 @@ def test_states_that_are_nothing(tmp_path: Path, keep_steps: bool) -> None:
             writer.save_async(None, step, updates=[])
     owned(store, "2..4", keep_steps=keep_steps)
     check(store, [None] * 4, *([1, 2, 3, 4] if keep_steps else [1, 4]))
+
+
+def test_nothing_is_taken_over_on_a_medium_that_lets_two_writers_create_one_slot(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def probe(_: object) -> None:
+        raise UnsupportedBackendError("creating a file twice succeeded: writers cannot exclude each other here")
+
+    monkeypatch.setattr(type(store.backend), "probe", probe)
+    log = store.backend.list("log/")
+    with pytest.raises(UnsupportedBackendError):
+        owned(store, "1..6")
+    assert store.backend.list("log/") == log
 
 
 def test_a_read_only_store(store: Store) -> None:

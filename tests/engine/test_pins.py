@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.backends.base import Backend
+from ckptstore.backends.base import OBJECT_LIMIT, Backend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CheckpointNotFoundError, StorageError
 from ckptstore.formats.records import CheckpointId, CommitRecord, pin_key
@@ -145,6 +145,31 @@ class TestClaim:
         assert planned == [old, new]
         assert world.list("pins/") == []
 
+    @pytest.mark.parametrize("lost", [0, 1, 2])
+    def test_one_dropped_segment_of_several_is_enough_to_plan_anew(self, lost: int) -> None:
+        """A plan reads all of its segments: whichever of them is gone, it can no longer be carried out."""
+        world = World()
+        term = opened(world)
+        ids = [save(term, step) for step in (1, 2, 3)]
+        planned: list[tuple[str, ...]] = []
+
+        def plan(catalog: Catalog) -> tuple[str, ...]:
+            planned.append(tuple(segment for entry in catalog.checkpoints for segment in segments_of(catalog, entry)))
+            return planned[-1]
+
+        def work(backend: Backend) -> None:
+            with claim(backend, world.fmt, plan, lambda chosen: chosen) as (view, chosen):
+                assert set(chosen) <= set(view.catalog.segments)
+
+        reader = Actor(world, "reader", work)
+        while reader.at is not None and reader.at[0] != "replace":
+            reader.step()
+        drops = segments_of(term.catalog, ids[lost].node)
+        term.commit(CommitRecord(1, "0" * 32, retires=(ids[lost].node,), drops=drops))
+        reader.finish()
+        assert reader.error is None
+        assert [len(found) for found in planned] == [3, 2]
+
     def test_what_the_plan_raises_is_the_callers(self) -> None:
         world = World()
         with pytest.raises(CheckpointNotFoundError), claim(world, world.fmt, by_latest, lambda _plan: ()):
@@ -192,9 +217,9 @@ class TestWatch:
         world.replace(pin_key("x"), b"")
 
         class Slow(FaultyBackend):
-            def get(self, key: str) -> bytes:
+            def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
                 world.delete(key)
-                return super().get(key)
+                return super().get(key, limit)
 
         survey = PinWatch(Slow(world, lambda _operation, _key: "ok")).survey()
         assert survey.segments == frozenset()

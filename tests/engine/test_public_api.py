@@ -34,6 +34,7 @@ EXPECTED = [
     "StorageError",
     "Store",
     "StoreNotFoundError",
+    "StoreReplacedError",
     "TensorNotFoundError",
     "TermInfo",
     "UnpinnedWarning",

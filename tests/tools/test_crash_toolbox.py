@@ -512,11 +512,11 @@ def test_writing_a_slot_under_its_own_name_shows_torn_slots() -> None:
     """Durable once acknowledged, exclusive too, and wrong: why there is a temporary."""
 
     class InPlace(LocalBackend):
-        def _create(self, path: str, data: bytes) -> None:
-            folder = path.rpartition("/")[0]
-            self._folders.make(folder)
-            self._write(path, data)
-            self._folders.sync(folder)
+        def _create(self, key: str, data: bytes) -> None:
+            folder, _, name = key.rpartition("/")
+            with self._folders.made(folder) as handle:
+                self._write(name, data, handle)
+                self._folders.sync(handle, folder)
 
     found = violations(run(kind=InPlace)[0])
     assert found

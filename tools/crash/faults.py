@@ -163,22 +163,22 @@ class FaultyPosix(Posix):
                 self.inner.fail_sync(fd)
             raise OSError(fault.code, os.strerror(fault.code))
 
-    def open(self, path: str, flags: int) -> int:
+    def open(self, path: str, flags: int, dir_fd: int | None = None) -> int:
         names = ("open", "create") if flags & os.O_CREAT else ("open",)
-        return self._do(lambda: self.inner.open(path, flags), *names)
+        return self._do(lambda: self.inner.open(path, flags, dir_fd), *names)
 
     def close(self, fd: int) -> None:
         self._do(lambda: self.inner.close(fd), "close")
 
-    def stat(self, path: str) -> os.stat_result:
-        return self._do(lambda: self.inner.stat(path), "stat")
+    def stat(self, path: str, dir_fd: int | None = None, *, follow: bool = True) -> os.stat_result:
+        return self._do(lambda: self.inner.stat(path, dir_fd, follow=follow), "stat")
 
     def fstat(self, fd: int) -> os.stat_result:
         return self._do(lambda: self.inner.fstat(fd), "fstat")
 
-    def writable(self, path: str) -> bool:
+    def writable(self, fd: int) -> bool:
         refused = any("create" in fault.calls and fault.code == errno.EROFS for fault, _ in self._faults)
-        return not refused and self.inner.writable(path)
+        return not refused and self.inner.writable(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         return self._transfer(lambda view: self.inner.pwrite(fd, view, offset), "pwrite", data)
@@ -204,20 +204,20 @@ class FaultyPosix(Posix):
     def fdatasync(self, fd: int) -> None:
         self._sync(self.inner.fdatasync, "fdatasync", fd)
 
-    def link(self, source: str, target: str) -> None:
-        self._do(lambda: self.inner.link(source, target), "link")
+    def link(self, source: str, target: str, dir_fd: int | None = None) -> None:
+        self._do(lambda: self.inner.link(source, target, dir_fd), "link")
 
-    def rename_exclusive(self, source: str, target: str) -> None:
-        self._do(lambda: self.inner.rename_exclusive(source, target), "rename_exclusive")
+    def rename_exclusive(self, source: str, target: str, dir_fd: int | None = None) -> None:
+        self._do(lambda: self.inner.rename_exclusive(source, target, dir_fd), "rename_exclusive")
 
-    def replace(self, source: str, target: str) -> None:
-        self._do(lambda: self.inner.replace(source, target), "replace")
+    def replace(self, source: str, target: str, dir_fd: int | None = None) -> None:
+        self._do(lambda: self.inner.replace(source, target, dir_fd), "replace")
 
-    def unlink(self, path: str) -> None:
-        self._do(lambda: self.inner.unlink(path), "unlink")
+    def unlink(self, path: str, dir_fd: int | None = None) -> None:
+        self._do(lambda: self.inner.unlink(path, dir_fd), "unlink")
 
-    def mkdir(self, path: str) -> None:
-        self._do(lambda: self.inner.mkdir(path), "mkdir")
+    def mkdir(self, path: str, dir_fd: int | None = None) -> None:
+        self._do(lambda: self.inner.mkdir(path, dir_fd), "mkdir")
 
-    def scandir(self, path: str) -> list[tuple[str, bool]]:
-        return self._do(lambda: self.inner.scandir(path), "scandir")
+    def scandir(self, folder: str | int) -> list[tuple[str, bool]]:
+        return self._do(lambda: self.inner.scandir(folder), "scandir")

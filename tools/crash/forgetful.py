@@ -55,9 +55,9 @@ class ForgetfulPosix(FaultyPosix):
         self._paths: dict[int, str] = {}
         self.settling = False
 
-    def open(self, path: str, flags: int) -> int:
-        descriptor = super().open(path, flags)
-        self._paths[descriptor] = path
+    def open(self, path: str, flags: int, dir_fd: int | None = None) -> int:
+        descriptor = super().open(path, flags, dir_fd)
+        self._paths[descriptor] = path if dir_fd is None else f"{self._paths[dir_fd]}/{path}".removesuffix("/.")
         return descriptor
 
     def _sync(self, call: Callable[[int], None], name: str, fd: int) -> None:

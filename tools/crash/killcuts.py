@@ -57,6 +57,9 @@ class MortalPosix(FaultyPosix):
             self._left -= not self._calls.isdisjoint(names)
         return super()._fault(*names)
 
+    def close(self, fd: int) -> None:
+        self.inner.close(fd)  # the system closes what a dead process had open
+
 
 @dataclass(frozen=True, slots=True)
 class KillCuts:

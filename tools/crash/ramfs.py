@@ -68,9 +68,13 @@ class RamPosix(Posix):
 
     # Paths
 
-    def _node(self, path: str) -> int:
-        node = ROOT
-        for name in filter(None, path.split("/")):
+    def _start(self, dir_fd: int | None) -> int:
+        """The folder that paths begin at: a descriptor's, wherever it is now, or the root."""
+        return ROOT if dir_fd is None else self._opened(dir_fd, file=False).node
+
+    def _node(self, path: str, dir_fd: int | None = None) -> int:
+        node = self._start(dir_fd)
+        for name in filter(lambda part: part not in ("", "."), path.split("/")):
             if node not in self._tree.folders:
                 raise _error(errno.ENOTDIR, path)
             if name not in self._tree.folders[node]:
@@ -78,9 +82,9 @@ class RamPosix(Posix):
             node = self._tree.folders[node][name]
         return node
 
-    def _place(self, path: str) -> tuple[int, str]:
+    def _place(self, path: str, dir_fd: int | None = None) -> tuple[int, str]:
         parent, _, name = path.rpartition("/")
-        folder = self._node(parent)
+        folder = self._node(parent, dir_fd)
         if folder not in self._tree.folders:
             raise _error(errno.ENOTDIR, path)
         return folder, name
@@ -89,12 +93,12 @@ class RamPosix(Posix):
         self._next_node += 1
         return self._next_node - 1
 
-    def open(self, path: str, flags: int) -> int:
+    def open(self, path: str, flags: int, dir_fd: int | None = None) -> int:
         with self._lock:
             if flags & os.O_DIRECT and not self._supports_direct:
                 raise _error(errno.EINVAL, path)
-            folder, name = self._place(path)
-            node = self._tree.folders[folder].get(name) if name else ROOT
+            folder, name = self._place(path, dir_fd)
+            node = folder if name in ("", ".") else self._tree.folders[folder].get(name)
             if node is None:
                 if not flags & os.O_CREAT:
                     raise _error(errno.ENOENT, path)
@@ -112,9 +116,9 @@ class RamPosix(Posix):
             self._descriptors[self._next_descriptor] = _Open(node, flags)
             return self._next_descriptor
 
-    def stat(self, path: str) -> os.stat_result:
-        with self._lock:
-            return self._status(self._node(path))
+    def stat(self, path: str, dir_fd: int | None = None, *, follow: bool = True) -> os.stat_result:  # noqa: ARG002
+        with self._lock:  # there are no links to follow
+            return self._status(self._node(path, dir_fd))
 
     def _status(self, node: int) -> os.stat_result:
         is_folder = node in self._tree.folders
@@ -122,51 +126,52 @@ class RamPosix(Posix):
         size = 0 if is_folder else len(self._tree.contents(node))
         return os.stat_result((mode, node, 1, 1, 0, 0, size, 0, 0, 0))
 
-    def writable(self, path: str) -> bool:
-        return bool(self.stat(path).st_mode & stat.S_IWUSR)
+    def writable(self, fd: int) -> bool:
+        return bool(self.fstat(fd).st_mode & stat.S_IWUSR)
 
-    def link(self, source: str, target: str) -> None:
+    def link(self, source: str, target: str, dir_fd: int | None = None) -> None:
         with self._lock:
-            node, (folder, name) = self._node(source), self._place(target)
+            node, (folder, name) = self._node(source, dir_fd), self._place(target, dir_fd)
             if name in self._tree.folders[folder]:
                 raise _error(errno.EEXIST, target)
             if node in self._tree.folders:
                 raise _error(errno.EPERM, source)
             self._apply(Name(folder, name, node))
 
-    def rename_exclusive(self, source: str, target: str) -> None:
+    def rename_exclusive(self, source: str, target: str, dir_fd: int | None = None) -> None:
         with self._lock:
-            folder, name = self._place(target)
+            folder, name = self._place(target, dir_fd)
             if name in self._tree.folders[folder]:
                 raise _error(errno.EEXIST, target)
-            self.replace(source, target)
+            self.replace(source, target, dir_fd)
 
-    def replace(self, source: str, target: str) -> None:
+    def replace(self, source: str, target: str, dir_fd: int | None = None) -> None:
         with self._lock:
-            (folder, name), (target_folder, target_name) = self._place(source), self._place(target)
+            folder, name = self._place(source, dir_fd)
+            target_folder, target_name = self._place(target, dir_fd)
             if folder != target_folder:
                 raise _error(errno.EXDEV, target)
-            self._apply(Rename(folder, name, target_name, self._node(source)))
+            self._apply(Rename(folder, name, target_name, self._node(source, dir_fd)))
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, dir_fd: int | None = None) -> None:
         with self._lock:
-            node, (folder, name) = self._node(path), self._place(path)
+            node, (folder, name) = self._node(path, dir_fd), self._place(path, dir_fd)
             if node in self._tree.folders:
                 raise _error(errno.EISDIR, path)
             self._apply(Unname(folder, name, node))
 
-    def mkdir(self, path: str) -> None:
+    def mkdir(self, path: str, dir_fd: int | None = None) -> None:
         with self._lock:
-            folder, name = self._place(path)
+            folder, name = self._place(path, dir_fd)
             if not name or name in self._tree.folders[folder]:
                 raise _error(errno.EEXIST, path)
             self._apply(Name(folder, name, self._new_node(), "folder"))
 
-    def scandir(self, path: str) -> list[tuple[str, bool]]:
+    def scandir(self, folder: str | int) -> list[tuple[str, bool]]:
         with self._lock:
-            node = self._node(path)
+            node = self._node(folder) if isinstance(folder, str) else self._start(folder)
             if node not in self._tree.folders:
-                raise _error(errno.ENOTDIR, path)
+                raise _error(errno.ENOTDIR, str(folder))
             return [(name, child in self._tree.folders) for name, child in self._tree.folders[node].items()]
 
     # Descriptors

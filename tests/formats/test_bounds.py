@@ -1,0 +1,255 @@
+"""What a few hostile bytes may cost: texts and folds are bounded before they are decompressed and parsed.
+
+Each case ran for minutes, or filled all memory, before there was a bound; every one must end in seconds here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zstandard
+
+from ckptstore.formats import folds, jsontext, texts
+from ckptstore.formats.catalog import Catalog, CatalogBuilder, TermEntry
+from ckptstore.formats.errors import FormatError
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, OpenRecord
+from tools.fuzz import seeds
+
+HEX = "a" * 32
+
+
+@pytest.fixture(autouse=True)
+def in_seconds() -> Iterator[None]:
+    begin = time.process_time()
+    yield
+    assert time.process_time() - begin < 20
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Bytes that Python had at most while the call ran."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+# JSON
+
+
+def test_many_small_values_are_refused_before_they_are_made() -> None:
+    def hostile(text: bytes) -> Callable[[], None]:
+        def run() -> None:
+            with pytest.raises(FormatError, match=r"here: JSON of \d+ arrays and objects and \d+ values"):
+                jsontext.loads(text, what="here", max_bytes=1 << 30)
+
+        return run
+
+    for text in (
+        b"[" + b"[]," * (1 << 22) + b"0]",
+        b"[" + b"0," * (1 << 24) + b"0]",
+        b"[" + b"{}," * (1 << 23) + b"0]",
+    ):
+        assert peak(hostile(text)) < 2 * len(text) + (1 << 20)
+
+
+@pytest.mark.parametrize(("count", "accepted"), [(999, True), (1000, False)])
+def test_the_limit_of_arrays_is_exact_and_the_writer_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, count: int, accepted: bool
+) -> None:
+    monkeypatch.setattr(jsontext, "MAX_ARRAYS", 1000)
+    value: list[Any] = [[]] * count
+    text = jsontext.dumps(value)
+    if accepted:
+        assert jsontext.bounded(value, what="here") == text
+        assert len(jsontext.loads(text, what="here", max_bytes=1 << 30)) == count
+        return
+    for refused in (
+        lambda: jsontext.bounded(value, what="here"),
+        lambda: jsontext.loads(text, what="here", max_bytes=1 << 30),
+    ):
+        with pytest.raises(FormatError, match="here"):
+            refused()
+
+
+@pytest.mark.parametrize(("count", "accepted"), [(99, True), (100, True), (101, False)])
+def test_the_limit_of_values_is_exact(count: int, accepted: bool) -> None:
+    text = jsontext.dumps([0] * count)  # as many marks as values: one bracket, and a comma before all but the first
+    if accepted:
+        assert len(jsontext.loads(text, what="here", max_bytes=1 << 10, max_marks=100)) == count
+        return
+    with pytest.raises(FormatError, match="101 values"):
+        jsontext.loads(text, what="here", max_bytes=1 << 10, max_marks=100)
+
+
+def test_what_stands_in_strings_is_not_counted() -> None:
+    value = ['[{,\\"' * 1000, {",[": "],"}]
+    assert jsontext.loads(jsontext.dumps(value), what="here", max_bytes=1 << 20, max_marks=4) == value
+
+
+def test_no_text_is_sealed_that_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert texts.unseal(texts.seal({"a": [[]] * 10}), what="here") == {"a": [[]] * 10}
+    monkeypatch.setattr(jsontext, "MAX_ARRAYS", 10)
+    with pytest.raises(FormatError, match="kind 'pin'"):
+        texts.seal({"ckptstore": "pin", "a": [[]] * 10})
+
+
+# Folds
+
+
+def fold(document: Any) -> tuple[bytes, str]:
+    text = document if isinstance(document, bytes) else json.dumps(document, separators=(",", ":")).encode()
+    frame = zstandard.ZstdCompressor(level=19).compress(text)
+    digest = xxh3_128(frame)
+    return b"ckptstore fold\n" + digest.encode() + b"\n" + frame, digest[:16]
+
+
+def decode(document: Any) -> Catalog:
+    data, digest16 = fold(document)
+    return folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
+
+
+def base() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(seeds.fold_texts()[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" + b"[]," * 30_000_000 + b"0]", b" " * 90_000_000, b'"' + b"a" * 90_000_000 + b'"']
+)
+def test_a_small_fold_does_not_become_a_large_one(text: bytes) -> None:
+    data, digest16 = fold(text)
+    assert len(data) < 40_000
+
+    def run() -> None:
+        with pytest.raises(FormatError, match=f"bytes of {len(text)} bytes of JSON, at most"):
+            folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
+
+    assert peak(run) < 1 << 20
+
+
+def test_the_ratio_is_exact() -> None:
+    document = json.dumps(base(), separators=(",", ":")).encode()
+
+    def padded(size: int) -> bytes:
+        return document + b" " * (size - len(document))
+
+    def most(size: int) -> int:
+        return folds.SLACK + folds.RATIO * len(zstandard.ZstdCompressor(level=19).compress(padded(size)))
+
+    size = folds.SLACK
+    while most(size) > size:  # white space takes next to nothing, so this comes to an end at once
+        size = most(size)
+    assert decode(padded(size)).next_seq == 8
+    with pytest.raises(FormatError, match=f"at most {most(size + 1)} are allowed"):
+        decode(padded(most(size + 1) + 1))
+
+
+def test_a_million_encodings_of_one_checkpoint_take_linear_time() -> None:
+    document, count = base(), 20_000
+    document["encodings"] = {
+        "term": [1] * count,
+        "step": [4] * count,
+        "kind": ["full"] * count,
+        "base": {"term": [0] * count, "step": [0] * count, "state": ""},
+        "count": [1] * count,
+        "segment": [0] * count,
+        "lossy": [0] * count,
+        "bytes": [0] * count,
+        "loose": "",
+    }
+    begin = time.process_time()
+    assert len(decode(document).encodings[1, 4]) == count
+    assert time.process_time() - begin < 1.5  # a copy for each took 2.7 s, and a hundred times that for 200,000
+
+
+def test_a_record_with_a_million_encodings_of_one_checkpoint_takes_linear_time() -> None:
+    count = 200_000
+    edges = tuple(Encoding((1, 1), "full", None, (HEX,), False, 1) for _ in range(count))
+    builder = CatalogBuilder()
+    begin = time.process_time()
+    builder.apply(CommitRecord(1, HEX, encodings=edges), 0)
+    assert time.process_time() - begin < 5
+    assert len(builder.catalog.encodings[1, 1]) == count
+
+
+def test_no_fold_is_written_that_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = seeds.catalog()
+    folds.encode_fold(catalog, run=seeds.RUN)
+    for name, value in (("SLACK", 0), ("FOLD_LIMIT", 1000), ("MAX_MARKS", 50)):
+        with monkeypatch.context() as patched:
+            patched.setattr(folds, name, value)
+            patched.setattr(folds, "RATIO", 1)
+            with pytest.raises(FormatError, match="the fold through slot"):
+                folds.encode_fold(catalog, run=seeds.RUN)
+
+
+def test_a_fold_longer_than_any_is_not_even_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, digest16 = fold(base())
+    monkeypatch.setattr(folds, "FOLD_LIMIT", len(data) - 1)
+    monkeypatch.setattr(folds, "intact", None)
+    with pytest.raises(FormatError, match=f"{len(data)} bytes, at most {len(data) - 1}"):
+        folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
+
+
+@pytest.mark.parametrize("count", [1000, 20_000])
+def test_real_folds_stay_far_from_the_ratio(count: int) -> None:
+    """The most regular of runs: what differs from row to row are the hashes."""
+    import random
+
+    draw = random.Random(count)
+    nodes = [(1, step) for step in range(count)]
+    catalog = Catalog(term=1, next_seq=count)
+    catalog.terms[1] = TermEntry(1, None, 0.0, {}, 0)
+    for node in nodes:
+        entry = CheckpointEntry(*node, f"{draw.getrandbits(128):032x}", 0.0, 1, 1)
+        catalog.checkpoints[node] = entry
+        catalog.slots[node] = node[1]
+    data, _ = folds.encode_fold(catalog, run=seeds.RUN)
+    text = zstandard.ZstdDecompressor().decompress(memoryview(data)[len(b"ckptstore fold\n") + 33 :])
+    assert len(text) < folds.RATIO / 8 * len(data)
+
+
+# Lines of parents
+
+
+@pytest.mark.parametrize("parent", [1, 2, 2**53])
+def test_a_term_whose_parent_is_not_older_is_refused(parent: int) -> None:
+    """Whoever follows the parents of such terms would never come to an end."""
+    record = OpenRecord(1, CheckpointId(parent, 5, HEX), HEX, 0.0, {})
+    data = texts.encode_open(record, seq=0, run=seeds.RUN)
+    with pytest.raises(FormatError, match="an earlier term"):
+        texts.decode_record(data, seq=0, run=seeds.RUN, what="log/0")
+    document = base()
+    document["terms"]["parent"] = {
+        "term": [parent] + [0] * (len(document["terms"]["term"]) - 1),
+        "step": [5] + [0] * (len(document["terms"]["term"]) - 1),
+        "state": HEX,
+    }
+    with pytest.raises(FormatError, match="a parent of a later term"):
+        decode(document)
+
+
+def test_the_newest_checkpoint_behind_many_empty_terms_is_found_in_linear_time() -> None:
+    catalog, count = Catalog(term=20_000, next_seq=1), 20_000
+    first = CheckpointId(1, count, HEX)
+    catalog.terms = {
+        term: TermEntry(term, first if term == 2 else CheckpointId(term - 1, 1, HEX), 0.0, {}, 0)
+        for term in range(2, count + 1)
+    }
+    catalog.terms[1] = TermEntry(1, None, 0.0, {}, 0)
+    for step in range(count):
+        entry = CheckpointEntry(1, step, HEX, 0.0, 1, 1)
+        catalog.checkpoints[entry.node], catalog.slots[entry.node] = entry, 0
+    begin = time.process_time()
+    found = catalog.latest()
+    assert time.process_time() - begin < 2  # 30 s when every term looked at every checkpoint
+    assert found is not None
+    assert found.node == (1, count - 1)
