@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -251,6 +252,57 @@ def test_save_writes_what_waits(tmp_path: Path) -> None:
     assert len(store.checkpoints()) == 7
 
 
+def test_who_asks_for_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None:
+    trainer = Trainer()
+    store = ckptstore.open(tmp_path / "store", create=True)
+    with store.writer(diffs=DiffOptions(batch=100, seconds=None), poll_seconds=None) as writer:
+
+        def save() -> ckptstore.PendingSave:
+            trainer.train()
+            return writer.save_async(trainer.state(), trainer.step, updates=trainer.updates())
+
+        first, second = save(), save()
+        assert first.result(60).kind == "full"
+        writer._submit(lambda: None).result()
+        assert not second.done(), "only what it is asked for is written"
+        third = save()
+        assert second.result(60).segments == third.result(60).segments
+        assert third.result(60).step == 3
+        fourth = save()
+        with pytest.raises(TimeoutError):
+            fourth.result(0)
+        assert fourth.result(60).step == 4
+        fifth = save()
+        writer.tag("five", 5)
+        assert fifth.done()
+        assert store.checkpoint("tag:five").step == 5
+        sixth = save()
+        writer.tag("one", 1)
+        assert not sixth.done(), "the batch has nothing to do with step 1"
+        assert store.checkpoint("tag:one").step == 1
+
+
+def test_a_tag_of_a_step_whose_batch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore import diffs
+
+    trainer = Trainer()
+    store = ckptstore.open(tmp_path / "store", create=True)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ckptstore.StorageError("the disk is gone")
+
+    with store.writer(diffs=DiffOptions(batch=100, seconds=None)) as writer:
+        for step in (1, 2):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+        monkeypatch.setattr(diffs, "write_batch", broken)
+        with pytest.raises(ckptstore.StorageError, match="the disk is gone"):
+            writer.tag("two", 2)
+        writer.drain()  # who tagged was told
+        with pytest.raises(ckptstore.UsageError, match="not promised"):
+            writer.tag("two", 2)
+
+
 def test_a_batch_waits_no_longer_than_its_time(tmp_path: Path) -> None:
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
@@ -258,7 +310,11 @@ def test_a_batch_waits_no_longer_than_its_time(tmp_path: Path) -> None:
         for step in range(1, 4):
             trainer.train()
             last = writer.save_async(trainer.state(), step, updates=trainer.updates())
-        assert last.result(timeout=60).step == 3
+        deadline = time.monotonic() + 60
+        while not last.done() and time.monotonic() < deadline:  # asking for the result would write it at once
+            time.sleep(0.01)
+        assert last.done()
+        assert last.result().step == 3
 
 
 def test_a_failed_batch_fails_each_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
