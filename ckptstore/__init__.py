@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ckptstore.saves import PendingSave
     from ckptstore.store import DeterminismWarning, LossyWarning, LostStepsWarning, Store
     from ckptstore.store import open_store as open
-    from ckptstore.updates import Update
+    from ckptstore.updates import UnexplainedStepWarning, Update
     from ckptstore.verification import Damage, VerificationReport, verify
     from ckptstore.writer import Writer
 
@@ -67,7 +67,7 @@ _HOMES = {
     "pins": "UnpinnedWarning",
     "saves": "PendingSave",
     "store": "DeterminismWarning LossyWarning LostStepsWarning Store open",
-    "updates": "Update",
+    "updates": "UnexplainedStepWarning Update",
     "verification": "Damage VerificationReport verify",
     "writer": "Writer",
 }
@@ -101,6 +101,7 @@ __all__ = [
     "StoreNotFoundError",
     "TensorNotFoundError",
     "TermInfo",
+    "UnexplainedStepWarning",
     "UnpinnedWarning",
     "UnsupportedBackendError",
     "UnsupportedStateError",

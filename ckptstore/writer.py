@@ -25,10 +25,11 @@ from ckptstore.formats.records import CheckpointId, FormatFile
 from ckptstore.formats.state import FlatState
 from ckptstore.log import Term
 from ckptstore.reading import Progress
+from ckptstore.remarks import warn
 from ckptstore.saves import Failures, PendingSave, Saves
 from ckptstore.snapshot import Snapshot, SnapshotPool
 from ckptstore.staging import DEFAULT_BUDGET, Staging
-from ckptstore.updates import Update, Updates, with_copies
+from ckptstore.updates import Found, UnexplainedStepWarning, Update, Updates, with_copies
 from ckptstore.workers import started_pool
 
 __all__ = ["Begin", "Writer", "WriterOptions"]
@@ -104,6 +105,7 @@ class Writer:
         self._deltas = Deltas(options.deltas, backend, format_file, term.number, self._snapshots, reopen, encoders)
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
+        self._remarked = False  # that steps are not explained
         self._committer = self._serve(term, parent)
         # One thread persists and commits: the log of a term has one author, and order needs no lock.
         self._thread = started_pool(1, "ckptstore-commit")
@@ -162,12 +164,14 @@ class Writer:
         interrupted = threading.Event()
         future: Future[CheckpointInfo] | None = None
 
-        def work() -> CheckpointInfo:
-            if not self._with_diffs:
-                return committer.persist(flat, step, progress=progress, interrupted=interrupted)[0]
-            return committer.diff_now(flat, self._updates(updates, flat), step, progress, interrupted)
-
         try:
+            found = self._updates(updates, flat)
+
+            def work() -> CheckpointInfo:
+                if not self._with_diffs:
+                    return committer.persist(flat, step, progress=progress, interrupted=interrupted)[0]
+                return committer.diff_now(flat, found, step, progress, interrupted)
+
             future = self._submit(work)
             self._tend()
             return future.result()
@@ -417,6 +421,9 @@ class Writer:
                 f"updates: {type(updates).__name__}; what the optimizer did is wanted, as in "
                 "updates=training.OptimizerStep(optimizer)"
             )
+        if isinstance(found, Found) and found.left_out is not None and not self._remarked:
+            self._remarked = True
+            warn(found.left_out, UnexplainedStepWarning)
         return found
 
     def _poll(self, seconds: float) -> None:

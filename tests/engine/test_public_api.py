@@ -36,6 +36,7 @@ EXPECTED = [
     "StoreNotFoundError",
     "TensorNotFoundError",
     "TermInfo",
+    "UnexplainedStepWarning",
     "UnpinnedWarning",
     "UnsupportedBackendError",
     "UnsupportedStateError",
