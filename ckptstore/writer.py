@@ -385,11 +385,11 @@ class Writer:
         if self._committer.ended is not None:
             raise self._committer.ended
         if self._ended is not None:
-            raise self._closed()
+            raise WriterClosedError(self._closed())
 
-    def _closed(self) -> WriterClosedError:
+    def _closed(self) -> str:
         why = " because the interpreter is ending" if exiting.under_way() else ""
-        return WriterClosedError(f"the writer of term {self.term} is closed{why}")
+        return f"the writer of term {self.term} is closed{why}"
 
     def _check_process(self) -> None:
         """A fork has none of the threads: without this it would wait for ever."""
@@ -401,7 +401,7 @@ class Writer:
         with self._lock:
             if self._ended is None:
                 return self._thread.submit(work)
-        raise self._closed()
+        raise WriterClosedError(self._closed())
 
     def _hurry(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going

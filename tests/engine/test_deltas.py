@@ -484,3 +484,11 @@ def test_a_delta_that_leads_elsewhere_than_training_was_is_an_error(
         store = fill(tmp_path / "store", trajectory(2), 3)
     with pytest.raises(ckptstore.CorruptSegmentError, match="its state digest is not that of step 2"):
         store.load(2)
+
+
+def test_a_bound_in_seconds_is_held_to_the_rate_that_was_measured(tmp_path: Path) -> None:
+    """A minute is enough for these few kilobytes, a nanosecond for no chain."""
+    for seconds, kinds in ((60.0, {"full", "delta"}), (1e-9, {"full"})):
+        bound = RestoreBound(times=None, seconds=seconds)
+        store = fill(tmp_path / f"{seconds}", trajectory(5), DeltaOptions(interval=1, bound=bound))
+        assert {info.kind for info in store.checkpoints()} == kinds

@@ -44,6 +44,30 @@ def test_going_back_within_a_term_is_refused_with_the_remedy(store: ckptstore.St
     assert [info.step for info in store.checkpoints()] == [5, 6, 7, 8]
 
 
+def test_the_order_is_looked_at_before_the_state_and_once_more_after_it(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking a large state apart is not for nothing, and leaves time for another thread."""
+    from ckptstore import torch_seam
+
+    with store.writer(poll_seconds=None) as writer:
+        save(writer, 7)
+        with pytest.raises(ckptstore.StepOrderError):
+            writer.save({"w": object()}, 6)
+        flattened = torch_seam.flattened
+
+        def slowly(value: Any) -> Any:
+            monkeypatch.setattr(torch_seam, "flattened", flattened)
+            writer.save(state(9, 1), 9)
+            return flattened(value)
+
+        monkeypatch.setattr(torch_seam, "flattened", slowly)
+        with pytest.raises(ckptstore.StepOrderError, match="exists already"):
+            writer.save(state(9), 9)
+    assert [info.step for info in store.checkpoints()] == [7, 9]
+    same(store.load(9, framework="numpy"), state(9, 1))
+
+
 def test_commits_may_finish_out_of_order(store: ckptstore.Store) -> None:
     """What must ascend is the order in which steps are given to the writer."""
     with store.writer(diffs=DiffOptions(), max_in_flight=3, poll_seconds=None) as writer:
@@ -199,3 +223,23 @@ def test_an_interrupted_rollback_saves_nothing_as_what_it_is_not(
         with pytest.raises(ckptstore.FencedError):
             writer.save(state(3), 3)
     assert [info.ref for info in store.checkpoints()] == ["1@1", "2@1"]
+
+
+def test_a_writer_that_does_not_know_what_it_committed_begins_no_term(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only opening the store anew finds out."""
+    with store.writer(poll_seconds=None) as writer:
+        save(writer, 1)
+        writer.drain()
+
+        def unknown(_: Any) -> int:
+            raise ckptstore.CommitUnknownError("slot 2 may or may not be committed")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer._committer.log, "commit", unknown)
+            with pytest.raises(ckptstore.CommitUnknownError):
+                writer.save(state(2), 2)
+        with pytest.raises(ckptstore.CommitUnknownError):
+            writer.rollback(1)
+    assert len(store.terms()) == 1
