@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ckptstore.saves import PendingSave
     from ckptstore.store import DeterminismWarning, LossyWarning, LostStepsWarning, Store
     from ckptstore.store import open_store as open
-    from ckptstore.updates import Update
+    from ckptstore.updates import UnexplainedStepWarning, Update
     from ckptstore.verification import Damage, VerificationReport, verify
     from ckptstore.writer import Writer
 
@@ -68,7 +68,7 @@ _HOMES = {
     "pins": "UnpinnedWarning",
     "saves": "PendingSave",
     "store": "DeterminismWarning LossyWarning LostStepsWarning Store open",
-    "updates": "Update",
+    "updates": "UnexplainedStepWarning Update",
     "verification": "Damage VerificationReport verify",
     "writer": "Writer",
 }
@@ -103,6 +103,7 @@ __all__ = [
     "StoreReplacedError",
     "TensorNotFoundError",
     "TermInfo",
+    "UnexplainedStepWarning",
     "UnpinnedWarning",
     "UnsupportedBackendError",
     "UnsupportedStateError",

@@ -33,6 +33,7 @@ class Committer:
 
     Attributes:
         log: the term.
+        saves: its steps, as their savers know them.
         ended: why nothing more can be committed; may be read by any thread.
     """
 
@@ -55,7 +56,7 @@ class Committer:
         """
         self.log = log
         self.ended: WriterError | None = None
-        self._saves = saves
+        self.saves = saves
         self._deltas = deltas
         self._diffs = diffs
         self._snapshots = snapshots
@@ -170,16 +171,34 @@ class Committer:
         for one, entry in zip(waiting, written.became, strict=True):
             one.done.set_result(describe_checkpoint(self.log.catalog, entry))
 
+    def flush_step(self, step: int) -> None:
+        """`flush_in_time`, if `step` is among those that wait."""
+        if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):
+            self.flush_in_time()
+
+    def tag(self, name: str, step: int) -> None:
+        """Name the checkpoint of a step of this term. If it waits, it is written first."""
+        if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):
+            self.flush()
+        self.commit(tags={name: (self.log.number, step)})
+
     def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
         """A step was not saved. Does nothing to one whose saver knows already, or that is durable."""
         if done.done():
             return
         self._missing = True
-        self._saves.fail(step, error, done)
+        self.saves.fail(step, error, done)
 
     def finish(self) -> None:
         """The last thing a term does."""
         self.flush_and_close()
+        if self._diffs is not None:
+            self._diffs.restart()
+
+    def give_way(self, error: WriterError) -> None:
+        """Another term takes the place of this one: what comes too late fails with `error`."""
+        self.ended = error
+        self.flush_in_time()
         if self._diffs is not None:
             self._diffs.restart()
 

@@ -27,6 +27,7 @@ from ckptstore.reading import Progress
 from ckptstore.segments import WrittenState, write_full
 from ckptstore.snapshot import Snapshot, SnapshotPool
 from ckptstore.staging import BLOCK_BYTES, SLACK, Bytes, Staging, aligned
+from ckptstore.workers import started_pool
 
 __all__ = ["DeltaOptions", "Deltas", "MemoryBase", "StoredBase"]
 
@@ -170,7 +171,7 @@ class Deltas:
         self._choices = Choices(self._options.policy)
         self._bases: dict[int, MemoryBase | StoredBase] = {}
         self.threads = threads
-        self.encoders = ThreadPoolExecutor(self.threads, thread_name_prefix="ckptstore-encode")
+        self.encoders = started_pool(self.threads, "ckptstore-encode")
 
     def write(
         self,
@@ -321,6 +322,11 @@ class Deltas:
         if self._options.memory is not None and held + nbytes > self._options.memory:
             return self._reopen(identity)
         return MemoryBase(identity, snapshot or self._snapshots.copy(flat, self.encoders))
+
+    def begin(self, term: int) -> None:
+        """Another term of the same writer: without a base, as the first began."""
+        self._restart()
+        self._term = term
 
     def _restart(self) -> None:
         """Let go of every base; the next checkpoint is a full."""

@@ -66,7 +66,8 @@ class DiffOptions:
     Attributes:
         full_every: checkpoints from one full to the next: restoring any step replays fewer than that.
         batch: steps that are written at once. What waits for its batch is lost if the process is killed; a
-            `PendingSave` is done, and `Writer.save` returns, only when the batch is durable.
+            `PendingSave` is done only when the batch is durable. Asking for its result writes it, as `Writer.save`
+            does.
         seconds: the longest that a step waits for its batch; None: until it is full.
         batch_bytes: coded bytes that may wait in memory.
         flush_on_sigterm: write what waits when the process is told to end (only for writers that the main thread

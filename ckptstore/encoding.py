@@ -205,17 +205,16 @@ def _append(
     digests: list[int] = []
     for _ in chunk_extents(plan.spec.nbytes):
         piece = next(coded)
-        if piece.digest is not None:
-            digests.append(piece.digest)
+        assert piece.digest is not None  # without it nothing would be compared with what training had
+        digests.append(piece.digest)
         at = stream.position
         stream.append(piece.payload)
         stored = hashing.chunk_hash(piece.payload.data)
         chunks.append(Chunk(at, len(piece.payload), piece.logical, stored, piece.decoded_hash))
         if progress is not None:
             progress(piece.logical)
-    spec, number = plan.spec, None
-    if len(digests) == len(chunks):
-        number = digest.combine(*digests, nbytes=spec.nbytes)
+    spec = plan.spec
+    number = digest.combine(*digests, nbytes=spec.nbytes)
     return TensorEntry(spec.name, spec.dtype, spec.shape, tuple(chunks), plan.choice.name, plan.params, digest=number)
 
 

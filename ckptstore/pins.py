@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -58,12 +59,18 @@ class Pin:
             segments: their ids.
             refresh_every: seconds between renewals.
         """
-        self.key = pin_key(uuid.uuid4().hex)
-        self._backend = backend
-        self._segments = tuple(segments)
+        self._text = _Text(backend, pin_key(uuid.uuid4().hex), tuple(segments))
         self._refresh_every = refresh_every
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
+        # Prevents: a pin that is renewed for ever, because Ctrl-C came between two lines of a ``with``. Its thread does
+        # not know the pin itself, and ends when nobody does.
+        weakref.finalize(self, self._released.set)
+
+    @property
+    def key(self) -> str:
+        """Where it is in the store."""
+        return self._text.key
 
     def __enter__(self) -> Self:
         """Claim; without a word where nobody may write or nothing more fits, but for a warning.
@@ -72,9 +79,17 @@ class Pin:
             StorageError: that fails for another reason.
         """
         try:
-            if self._backend.read_only:
-                raise ReadOnlyError(f"{self._backend.url} is read-only")
-            self._renew()
+            self._claim()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def _claim(self) -> None:
+        try:
+            if self._text.backend.read_only:
+                raise ReadOnlyError(f"{self._text.backend.url} is read-only")
+            self._text.renew()
         except StorageError as error:
             # A full disk is when a checkpoint has to be read, and brought elsewhere.
             if not isinstance(error, ReadOnlyError) and error.errno not in _FULL:
@@ -82,30 +97,53 @@ class Pin:
             warn(
                 f"reading unpinned: {error}. If a collector deletes what is read meanwhile, start over", UnpinnedWarning
             )
-            return self
+            return
         crash_point("pin.created")
-        self._thread = threading.Thread(target=self._keep_alive, name="ckptstore-pin", daemon=True)
-        self._thread.start()
-        return self
+        thread = threading.Thread(
+            target=_keep_alive,
+            args=(self._text, self._refresh_every, self._released),
+            name="ckptstore-pin",
+            daemon=True,
+        )
+        thread.start()
+        self._thread = thread
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is None:
-            return
+        if self._thread is not None:
+            self._release()
+
+    def _release(self) -> None:
         self._released.set()
-        self._thread.join()
-        with contextlib.suppress(StorageError):  # what stays is taken for dead in time; the restore is done
-            self._backend.delete(self.key)
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._text.remove()
 
-    def _renew(self) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What a pin is in the store."""
+
+    backend: Backend
+    key: str
+    segments: tuple[str, ...]
+
+    def renew(self) -> None:
         reader = {"host": platform.node(), "pid": os.getpid()}
-        self._backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self._segments, reader)))
+        self.backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self.segments, reader)))
 
-    def _keep_alive(self) -> None:
-        while not self._released.wait(self._refresh_every):
-            with contextlib.suppress(StorageError):  # the next renewal is in time: a collector waits for many
-                self._renew()
+    def remove(self) -> None:
+        with contextlib.suppress(StorageError):  # what stays is taken for dead in time; the restore is done
+            self.backend.delete(self.key)
+
+
+def _keep_alive(text: _Text, refresh_every: float, released: threading.Event) -> None:
+    while not released.wait(refresh_every):
+        with contextlib.suppress(StorageError):  # the next renewal is in time: a collector waits for many
+            text.renew()
+    text.remove()  # here, where no Ctrl-C comes
 
 
 @contextlib.contextmanager

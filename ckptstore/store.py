@@ -17,6 +17,7 @@ from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe_all, describ
 from ckptstore.formats.catalog import CLOSED, Catalog
 from ckptstore.formats.errors import (
     CheckpointNotFoundError,
+    FencedError,
     KeyExistsError,
     KeyNotFoundError,
     ReadOnlyError,
@@ -25,7 +26,7 @@ from ckptstore.formats.errors import (
 )
 from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, CheckpointId, FormatFile
 from ckptstore.formats.texts import SLOT_LIMIT, decode_format, encode_format
-from ckptstore.log import open_term
+from ckptstore.log import Term, open_term
 from ckptstore.planner import Plan, plan
 from ckptstore.remarks import warn
 from ckptstore.view import View, read
@@ -202,7 +203,8 @@ class Store:
 
         Args:
             parent: what this term continues from: a REF, or None for a run from nothing. ``latest`` in an empty store
-                is None. Going back to an earlier checkpoint forks: nothing newer is lost or overwritten.
+                is None. Going back to an earlier checkpoint forks: nothing newer is lost or overwritten. A writer that
+                is open goes back with `Writer.rollback`.
             staging_bytes: host memory between state and medium (default 64 MiB).
             threads: threads that write blocks.
             max_in_flight: snapshots that `Writer.save_async` may hold at once, each as large as the state.
@@ -233,13 +235,26 @@ class Store:
         if self.backend.read_only:
             raise ReadOnlyError(f"{self.url}: read-only, cannot open it for writing")
         self.backend.probe()
-        term = open_term(self.backend, self.format, _parent_chooser(parent), _about_this_process(diffs))
-        info = None
-        if term.parent is not None:
-            info = describe_checkpoint(term.catalog, term.catalog.checkpoints[term.parent.node])
-            _warn_of_other_environment(term.catalog, term.parent, term.number)
-            _warn_of_lost_steps(term.catalog, term.parent)
-        return Writer(self.backend, self.format, term, info, options, lambda identity: open_base(self, identity))
+        term, info = self._open_term(_parent_chooser(parent), diffs)
+        return Writer(
+            self.backend,
+            self.format,
+            term,
+            info,
+            options,
+            reopen=lambda identity: open_base(self, identity),
+            begin=lambda ref, after: self._open_term(_parent_chooser(ref, after), diffs),
+        )
+
+    def _open_term(
+        self, parent: Callable[[Catalog], CheckpointId | None], diffs: DiffOptions | None
+    ) -> tuple[Term, CheckpointInfo | None]:
+        term = open_term(self.backend, self.format, parent, _about_this_process(diffs))
+        if term.parent is None:
+            return term, None
+        _warn_of_other_environment(term.catalog, term.parent, term.number)
+        _warn_of_lost_steps(term.catalog, term.parent)
+        return term, describe_checkpoint(term.catalog, term.catalog.checkpoints[term.parent.node])
 
     def load(
         self,
@@ -325,11 +340,18 @@ class Store:
 
 
 def _parent_chooser(
-    parent: str | int | CheckpointInfo | None,
+    parent: str | int | CheckpointInfo | None, after: int | None = None
 ) -> Callable[[Catalog], CheckpointId | None]:
-    """Looks the parent up in whatever view the OPEN is built on: it must be live there."""
+    """Looks the parent up in whatever view the OPEN is built on: it must be live there.
+
+    Args:
+        after: the term that has to be the newest there; None: whichever is.
+    """
 
     def choose(catalog: Catalog) -> CheckpointId | None:
+        if after is not None and catalog.term != after:
+            # Prevents: a writer that is over, and fences the one that took its place.
+            raise FencedError(f"term {after} is over: term {catalog.term} was opened after it")
         if parent is None:
             return None
         if isinstance(parent, CheckpointInfo):

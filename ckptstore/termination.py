@@ -15,6 +15,8 @@ import weakref
 from types import FrameType
 from typing import Protocol
 
+from ckptstore import exiting
+
 __all__ = ["forget", "watch"]
 
 
@@ -67,6 +69,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
             return
         _put_back()  # a second signal does not wait
         _chained = _before is not None
+    if exiting.under_way():
+        return  # everything is being written already, and the process ends with that
     threading.Thread(target=_flush_all, args=(not ignored,), name="ckptstore-sigterm").start()
 
 

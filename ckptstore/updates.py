@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from ckptstore.formats.optim import Optimizer, SparseGradient, Step
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.snapshot import Snapshot, SnapshotPool
 
-__all__ = ["Update", "Updates", "with_copies"]
+__all__ = ["Found", "UnexplainedStepWarning", "Update", "Updates", "with_copies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,22 @@ class Update:
     optimizer: Optimizer
     step: Step
     gradient: TensorSource | SparseGradient | None = None
+
+
+class UnexplainedStepWarning(UserWarning):
+    """What was said of a step does not explain all of it: it takes more bytes than it might, and no bit is lost."""
+
+
+class Found(list[Update]):
+    """Updates that were looked for in a state.
+
+    Attributes:
+        left_out: what was not found, and why; None: nothing.
+    """
+
+    def __init__(self, updates: Iterable[Update], left_out: str | None = None) -> None:
+        super().__init__(updates)
+        self.left_out = left_out
 
 
 Updates: TypeAlias = Sequence[Update] | Callable[[FlatState], Sequence[Update]]

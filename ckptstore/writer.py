@@ -9,12 +9,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
-from ckptstore import termination, torch_seam
+from ckptstore import exiting, termination, torch_seam
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint import CheckpointInfo
 from ckptstore.committing import Committer
@@ -25,12 +25,17 @@ from ckptstore.formats.records import CheckpointId, FormatFile
 from ckptstore.formats.state import FlatState
 from ckptstore.log import Term
 from ckptstore.reading import Progress
-from ckptstore.saves import PendingSave, Saves
+from ckptstore.remarks import warn
+from ckptstore.saves import Failures, PendingSave, Saves
 from ckptstore.snapshot import Snapshot, SnapshotPool
 from ckptstore.staging import DEFAULT_BUDGET, Staging
-from ckptstore.updates import Update, Updates, with_copies
+from ckptstore.updates import Found, UnexplainedStepWarning, Update, Updates, with_copies
+from ckptstore.workers import started_pool
 
-__all__ = ["Writer", "WriterOptions"]
+__all__ = ["Begin", "Writer", "WriterOptions"]
+
+Begin: TypeAlias = Callable[[str | int | CheckpointInfo, int], tuple[Term, CheckpointInfo | None]]
+"""Begins a term that continues from a checkpoint, if the newest is still the one of the given number."""
 
 _T = TypeVar("_T")
 
@@ -68,7 +73,11 @@ class WriterOptions:
 class Writer:
     """One term of a store, as ``store.writer()`` opens it. Use it in a ``with``; leaving waits for every save.
 
+    Without that, the interpreter's ordinary end does what leaving would; only a process that is killed loses what is
+    on its way.
+
     Attributes:
+        url: the store's.
         term: the number of this term.
         parent: the checkpoint this term continues from: load it before training; None for a new run.
     """
@@ -81,43 +90,55 @@ class Writer:
         parent: CheckpointInfo | None,
         options: WriterOptions,
         reopen: Callable[[CheckpointId], StoredBase],
+        begin: Begin,
     ) -> None:
-        self.term = term.number
-        self.parent = parent
-        self._saves = Saves(term.number, parent)
-        staging = Staging(options.staging_bytes)
+        self.url = backend.url
+        self._backend = backend
+        self._format = format_file
+        self._options = options
+        self._begin = begin
+        self._failures = Failures()
+        self._staging = Staging(options.staging_bytes)
         self._snapshots = SnapshotPool(options.max_in_flight)
         # Payloads under way take no more memory than the staging blocks do.
-        encoders = min(os.cpu_count() or 1, staging.blocks - 1)
+        encoders = min(os.cpu_count() or 1, self._staging.blocks - 1)
         self._deltas = Deltas(options.deltas, backend, format_file, term.number, self._snapshots, reopen, encoders)
-        self._blocks = ThreadPoolExecutor(options.threads, thread_name_prefix="ckptstore-write")
-        diffs: Diffs | None = None
-        if options.diffs is not None:
-            threads = self._deltas.threads
-            diffs = Diffs(options.diffs, backend, format_file, term.number, self._deltas.encoders, threads)
-        self._with_diffs = diffs is not None
-        self._committer = Committer(
-            term,
-            self._saves,
-            self._deltas,
-            diffs,
-            snapshots=self._snapshots,
-            staging=staging,
-            blocks=self._blocks,
-            later=self._submit,
-        )
+        self._blocks = started_pool(options.threads, "ckptstore-write")
+        self._with_diffs = options.diffs is not None
+        self._remarked = False  # that steps are not explained
+        self._committer = self._serve(term, parent)
         # One thread persists and commits: the log of a term has one author, and order needs no lock.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptstore-commit")
+        self._thread = started_pool(1, "ckptstore-commit")
         self._process = os.getpid()
-        self._closed = False
+        self._ended: Future[None] | None = None
         self._lock = threading.Lock()
         self._stop_polling = threading.Event()
         if options.poll_seconds is not None:
             threading.Thread(
                 target=self._poll, args=(options.poll_seconds,), name="ckptstore-requests", daemon=True
             ).start()
+        exiting.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             termination.watch(self)
+
+    def _serve(self, term: Term, parent: CheckpointInfo | None) -> Committer:
+        """What a term has of its own; everything else the terms of a writer share."""
+        self.term = term.number
+        self.parent = parent
+        diffs: Diffs | None = None
+        if self._options.diffs is not None:
+            encoders, threads = self._deltas.encoders, self._deltas.threads
+            diffs = Diffs(self._options.diffs, self._backend, self._format, term.number, encoders, threads)
+        return Committer(
+            term,
+            Saves(term.number, parent, self._failures),
+            self._deltas,
+            diffs,
+            snapshots=self._snapshots,
+            staging=self._staging,
+            blocks=self._blocks,
+            later=self._submit,
+        )
 
     def save(
         self, state: Any, step: int, *, updates: Updates | None = None, progress: Progress | None = None
@@ -139,16 +160,18 @@ class Writer:
             FencedError: a newer term exists. This writer is finished.
             CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
         """
-        flat = self._admit(state, step)
+        committer, flat = self._admit(state, step)
         interrupted = threading.Event()
         future: Future[CheckpointInfo] | None = None
 
-        def work() -> CheckpointInfo:
-            if not self._with_diffs:
-                return self._committer.persist(flat, step, progress=progress, interrupted=interrupted)[0]
-            return self._committer.diff_now(flat, self._updates(updates, flat), step, progress, interrupted)
-
         try:
+            found = self._updates(updates, flat)
+
+            def work() -> CheckpointInfo:
+                if not self._with_diffs:
+                    return committer.persist(flat, step, progress=progress, interrupted=interrupted)[0]
+                return committer.diff_now(flat, found, step, progress, interrupted)
+
             future = self._submit(work)
             self._tend()
             return future.result()
@@ -158,8 +181,8 @@ class Writer:
             interrupted.set()
             failure = error if future is None else future.exception()
             if failure is not None:
-                self._saves.release(step, failure)
-                self._saves.seen(step)
+                committer.saves.release(step, failure)
+                committer.saves.seen(step)
             raise
 
     def save_async(self, state: Any, step: int, *, updates: Updates | None = None) -> PendingSave:
@@ -175,7 +198,7 @@ class Writer:
         Raises:
             as `save`; what concerns the medium comes from `PendingSave.result`.
         """
-        flat = self._admit(state, step)
+        committer, flat = self._admit(state, step)
         gradients: Snapshot | None = None
         try:
             snapshot = self._snapshots.take(flat, self._blocks)
@@ -186,12 +209,13 @@ class Writer:
                 snapshot.free()
                 raise
         except BaseException as error:
-            self._saves.release(step, error)
+            committer.saves.release(step, error)
             if isinstance(error, RuntimeError):
                 self._check_open()  # closed by another thread, and its pool with it
             raise
         unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
         done: Future[CheckpointInfo] = Future()
+        committer.saves.watch(step, done)
 
         def work() -> None:
             if not unclaimed.acquire(blocking=False):
@@ -199,14 +223,14 @@ class Writer:
             kept = False
             try:
                 if self._with_diffs:
-                    kept = self._committer.diff(snapshot, moved, step, done)
+                    kept = committer.diff(snapshot, moved, step, done)
                 else:
-                    info, kept = self._committer.persist(
+                    info, kept = committer.persist(
                         snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot
                     )
                     done.set_result(info)
             except BaseException as error:
-                self._committer.fail(step, error, done)
+                committer.fail(step, error, done)
                 raise
             finally:
                 snapshot.land()
@@ -225,9 +249,12 @@ class Writer:
                 snapshot.free()
                 if gradients is not None:
                     gradients.free()
-                self._saves.release(step, error)
+                committer.saves.release(step, error)
+                done.cancel()
             raise
-        return PendingSave(step, done, self._saves.seen)
+        return PendingSave(
+            step, done, lambda: committer.saves.seen(step), lambda: self._hurry(lambda: committer.flush_step(step))
+        )
 
     def flush(self) -> None:
         """Write the steps that wait for their batch, after every `save_async` so far was coded; they are then durable.
@@ -239,7 +266,7 @@ class Writer:
         try:
             self._submit(self._committer.flush).result()
         except BaseException as error:
-            self._saves.seen_error(error)
+            self._failures.seen_error(error)
             raise
 
     def settle(self) -> None:
@@ -250,35 +277,85 @@ class Writer:
         self._submit(self._committer.flush_and_close).result()
 
     def tag(self, name: str, ref_step: int) -> None:
-        """Name the checkpoint of `ref_step` of this term; an existing tag moves.
+        """Name the checkpoint of `ref_step` of this term; an existing tag moves. If it waits for its batch, that is
+        written first.
 
         Raises:
             as `save`.
         """
-        self._submit(lambda: self._committer.commit(tags={name: (self.term, ref_step)})).result()
+        committer = self._committer
+        try:
+            self._submit(lambda: committer.tag(name, ref_step)).result()
+        except BaseException as error:
+            self._failures.seen_error(error)
+            raise
+
+    def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
+        """Go back: begin a new term that continues from an earlier checkpoint, in place of the present one.
+
+        What was saved since stays in the store, as a branch; what is on its way is finished first. The next checkpoint
+        is a full, and its step may be any above that of `ref`. One thread calls it, while no other saves.
+
+        Args:
+            ref: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``, or a checkpoint.
+
+        Returns:
+            the checkpoint that the new term continues from, to be loaded; `parent` and `term` say so, too.
+
+        Raises:
+            CheckpointNotFoundError: there is none of that name; the present term goes on.
+            FencedError: a newer term exists, which is not fenced by this. This writer is finished.
+            StorageError: the medium failed; if a term has been opened all the same, the next save says so.
+            and what a `save_async` raised unseen, before anything is done.
+        """
+        self._check_open()
+        self._submit(self._committer.flush_and_close).result()
+        self._failures.raise_unseen()
+        term, parent = self._begin(ref, self.term)
+        assert parent is not None  # a term that continues from a checkpoint has one
+        self._submit(lambda: self._succeed(term, parent)).result()
+        return parent
+
+    def _succeed(self, term: Term, parent: CheckpointInfo) -> None:
+        """A new term takes the place of the present one. The committer's thread calls it."""
+        self._committer.give_way(WriterClosedError(f"term {self.term} is over: {parent.ref} was gone back to"))
+        self._deltas.begin(term.number)
+        self._committer = self._serve(term, parent)
 
     def drain(self) -> None:
         """Wait until every `save_async` so far is durable; raises what one of them raised and nobody has seen."""
         self._submit(self._committer.flush_in_time).result()
-        self._saves.raise_unseen()
+        self._failures.raise_unseen()
 
     def close(self) -> None:
         """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins are the parent's
         termination.forget(self)
-        with self._lock:
-            if not self._closed:
-                with contextlib.suppress(RuntimeError):  # the interpreter is going
-                    self._thread.submit(self._committer.finish)
-                # Under one lock: a step submitted after that would wait for its batch for ever.
-                self._closed = True
+        self.end()
         self._stop_polling.set()
         # Each of these may be repeated: after Ctrl-C in one of them a second close waits again.
         self._thread.shutdown()
         self._blocks.shutdown()
         self._deltas.close()
-        self._saves.raise_unseen()
+        exiting.forget(self)
+        self._failures.raise_unseen()
+
+    def end(self) -> Future[None]:
+        """Take no save any more -> done when every earlier one is, and the term is closed."""
+        with self._lock:
+            if self._ended is None:
+                # Under one lock: a step submitted after that would wait for its batch for ever.
+                self._ended = self._thread.submit(self._committer.finish)
+            return self._ended
+
+    def unfinished(self) -> list[int]:
+        """The steps of `save_async` that are on their way, ascending."""
+        return self._committer.saves.pending()
+
+    def failures(self) -> list[tuple[int, BaseException]]:
+        """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
+        return self._failures.take()
 
     def __enter__(self) -> Self:
         return self
@@ -293,21 +370,26 @@ class Writer:
                 raise
             # The body's own error is on its way; a lost save must not hide it.
 
-    def _admit(self, state: Any, step: int) -> FlatState:
+    def _admit(self, state: Any, step: int) -> tuple[Committer, FlatState]:
         """Everything that can be refused is refused here, before a byte is written."""
         self._check_open()
-        self._saves.raise_unseen()
-        self._saves.check(step)
+        self._failures.raise_unseen()
+        committer = self._committer
+        committer.saves.check(step)
         flat = state if isinstance(state, FlatState) else torch_seam.flattened(state)
-        self._saves.take(step)
-        return flat
+        committer.saves.take(step)
+        return committer, flat
 
     def _check_open(self) -> None:
         self._check_process()
         if self._committer.ended is not None:
             raise self._committer.ended
-        if self._closed:
-            raise WriterClosedError(f"the writer of term {self.term} is closed")
+        if self._ended is not None:
+            raise WriterClosedError(self._closed())
+
+    def _closed(self) -> str:
+        why = " because the interpreter is ending" if exiting.under_way() else ""
+        return f"the writer of term {self.term} is closed{why}"
 
     def _check_process(self) -> None:
         """A fork has none of the threads: without this it would wait for ever."""
@@ -317,9 +399,13 @@ class Writer:
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
         self._check_process()
         with self._lock:
-            if not self._closed:
+            if self._ended is None:
                 return self._thread.submit(work)
-        raise WriterClosedError(f"the writer of term {self.term} is closed")
+        raise WriterClosedError(self._closed())
+
+    def _hurry(self, work: Callable[[], None]) -> None:
+        with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going
+            self._submit(work)
 
     def _tend(self) -> None:
         """Upkeep of the log, once what was submitted before is done."""
@@ -335,6 +421,9 @@ class Writer:
                 f"updates: {type(updates).__name__}; what the optimizer did is wanted, as in "
                 "updates=training.OptimizerStep(optimizer)"
             )
+        if isinstance(found, Found) and found.left_out is not None and not self._remarked:
+            self._remarked = True
+            warn(found.left_out, UnexplainedStepWarning)
         return found
 
     def _poll(self, seconds: float) -> None:

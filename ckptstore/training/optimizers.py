@@ -12,14 +12,17 @@
 
 Nothing that stands in an `OptimizerStep` is believed: the writer compares what the step predicts with the state that it
 stores, bit by bit. So a learning rate read too late, a step in between that was not saved, or another optimizer's
-arithmetic cost bytes, and never a bit. For the same reason whatever cannot be matched is left out without a word, and
-is stored as any other tensor is:
+arithmetic cost bytes, and never a bit. For the same reason whatever cannot be matched is left out, and is stored as any
+other tensor is; the writer says so once, with the reason (`UnexplainedStepWarning`):
 
 - tensors that the state does not hold in their own memory (clones, ``.cpu()`` copies, numpy views of them);
 - slots that are not all fp32 and of one shape (bf16 or fp8 moments, complex and empty parameters);
-- optimizers other than `torch.optim.SGD`, `Adam` and `AdamW` (and what derives from them);
-- slots not made yet: before a parameter's first step; and parameters that had no gradient and so were not moved;
-- two parameters of the optimizers that share memory, since both moved it.
+- optimizers other than `torch.optim.SGD`, `Adam` and `AdamW` (and what derives from them), such as one that wraps them;
+- two parameters of the optimizers that share memory, since both moved it;
+- without a word: slots not made yet, before a parameter's first step; parameters that had no gradient and so were not
+  moved.
+
+Of a `DTensor` its local part is meant (``to_local()``), which is what a rank saves.
 
 Of a gradient, only a dense one in fp32, bf16 or fp16 is stored (``torch.sparse`` ones are not): without it the step is
 predicted from the states alone.
@@ -28,6 +31,7 @@ predicted from the states alone.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -40,7 +44,7 @@ from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.settings import MAX_COUNT
 from ckptstore.formats.state import FlatState
 from ckptstore.training.tensors import TorchSource
-from ckptstore.updates import Update
+from ckptstore.updates import Found, Update
 
 __all__ = ["Gradients", "OptimizerStep", "clip_factor"]
 
@@ -65,7 +69,7 @@ class OptimizerStep:
     ``set_to_none=False``).
     """
 
-    __slots__ = ("_moves",)
+    __slots__ = ("_left_out", "_moves")
 
     def __init__(
         self,
@@ -105,8 +109,13 @@ class OptimizerStep:
         if not isinstance(optimizers, Sequence) or not all(
             isinstance(one, torch.optim.Optimizer) for one in optimizers
         ):
-            raise UsageError(f"optimizer: {type(optimizer).__name__}; a torch.optim.Optimizer is wanted, or several")
-        found = [entry for one in optimizers for entry in _entries(one)]
+            inner = " (its .optimizer is one)" if _wraps(optimizer) else ""
+            raise UsageError(
+                f"optimizer: {type(optimizer).__name__}; a torch.optim.Optimizer is wanted{inner}, or several"
+            )
+        self._left_out: Counter[str] = Counter()
+        """How many parameters are left out, by the reason."""
+        found = [entry for one in optimizers for entry in _entries(one, self._left_out)]
         if gradients == "grad" and all(parameter.grad is None for _, parameter, _, _ in found):
             gradients = "none"  # they were freed before: predicting needs none
         if gradients == "grad" and not skipped:  # torch's optimizers pass over parameters without a gradient
@@ -117,11 +126,13 @@ class OptimizerStep:
         for (settings, parameter, lr, slots), count in zip(found, counts, strict=True):
             step = optim.Step(count, lr, factor, loss_scale, skipped)
             tensors = _slots(settings, step, parameter, slots)
-            if tensors is not None:
-                gradient = None if skipped else _gradient(parameter, gradients)
+            if isinstance(tensors, str):
+                self._left_out[tensors] += 1
+            elif tensors:
+                gradient = None if skipped else _gradient(parameter, tensors[0], gradients)
                 self._moves.append(_Move(tensors, settings, step, gradient))
 
-    def __call__(self, flat: FlatState) -> list[Update]:
+    def __call__(self, flat: FlatState) -> Found:
         """The updates of the parameters whose slots `flat` holds, in the order of the optimizers' parameters.
 
         Slots are found by their memory: wherever in the state they are, under whatever name, and once if tied.
@@ -129,6 +140,7 @@ class OptimizerStep:
         names = {source.identity: name for name, source in flat.tensors.items()}
         updates: list[Update] = []
         uses: dict[str, int] = {}
+        left_out = self._left_out.copy()
         for move in self._moves:
             slots = [names.get(identity) for identity in move.identities]
             known = tuple(name for name in slots if name is not None)
@@ -136,7 +148,34 @@ class OptimizerStep:
                 uses[name] = uses.get(name, 0) + 1
             if len(known) == len(slots):
                 updates.append(Update(known, move.optimizer, move.step, move.gradient))
-        return [update for update in updates if all(uses[name] == 1 for name in update.slots)]
+            else:
+                left_out[_COPIES if not known else _PARTS] += 1
+        found = [update for update in updates if all(uses[name] == 1 for name in update.slots)]
+        if len(found) < len(updates):
+            left_out[_SHARED] += len(updates) - len(found)
+        return Found(found, _remark(len(found), left_out))
+
+
+_COPIES: Final = (
+    "the state does not hold the memory that the optimizer moves, but copies, if anything (clones, .cpu(), .numpy(), "
+    "full_tensor(), other objects than this optimizer's)"
+)
+_PARTS: Final = (
+    "the state holds only some of a parameter and what the optimizer keeps for it (the optimizer's state_dict() "
+    "belongs in it, too)"
+)
+_SHARED: Final = "two parameters of the optimizers share memory"
+
+
+def _remark(matched: int, left_out: Counter[str]) -> str | None:
+    """What people are told of the parameters that are left out."""
+    if not left_out:
+        return None
+    reasons = "; ".join(f"{reason} [{count}]" for reason, count in left_out.most_common())
+    return (
+        f"OptimizerStep: {matched} of {matched + left_out.total()} parameters matched, because {reasons}. What is not "
+        "matched is stored as a difference, which takes up to three times the bytes"
+    )
 
 
 def clip_factor(norm: float | torch.Tensor, max_norm: float) -> float:
@@ -163,20 +202,30 @@ class _Move:
 
 
 def _entries(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer, left_out: Counter[str]
 ) -> Iterator[tuple[optim.Optimizer, torch.Tensor, float, Mapping[str, Any]]]:
     """Settings, parameter, learning rate and slots of every parameter whose arithmetic is known."""
     kind = next((name for base, name in _ARITHMETIC if isinstance(optimizer, base)), None)
     if kind is None:
+        inside = "; give OptimizerStep what it wraps, its .optimizer" if _wraps(optimizer) else ""
+        reason = f"{type(optimizer).__qualname__} is none of torch.optim's SGD, Adam and AdamW{inside}"
+        left_out[reason] += sum(len(group["params"]) for group in optimizer.param_groups)
         return
     for group in optimizer.param_groups:
         try:
             settings, lr = optim.from_group(kind, group), float(group["lr"])
-        except (UnsupportedStateError, TypeError, ValueError):
+            if not math.isfinite(lr):
+                raise ValueError(f"a learning rate of {lr}")
+        except (UnsupportedStateError, TypeError, ValueError) as error:
+            left_out[f"{type(optimizer).__qualname__}: {error}"] += len(group["params"])
             continue
-        if math.isfinite(lr):
-            for parameter in group["params"]:
-                yield settings, parameter, lr, optimizer.state.get(parameter, {})
+        for parameter in group["params"]:
+            yield settings, parameter, lr, optimizer.state.get(parameter, {})
+
+
+def _wraps(optimizer: object) -> bool:
+    """Whether it is a wrapper, as Accelerate's and others' are."""
+    return isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
 
 
 def _counts(steps: Sequence[Any]) -> list[int]:
@@ -197,41 +246,68 @@ def _counts(steps: Sequence[Any]) -> list[int]:
 
 def _slots(
     settings: optim.Optimizer, step: optim.Step, parameter: torch.Tensor, slots: Mapping[str, Any]
-) -> tuple[TorchSource, ...] | None:
-    """The parameter's slots in the order of the rule, if the arithmetic is for such tensors."""
+) -> tuple[TorchSource, ...] | str:
+    """The parameter's slots in the order of the rule, or why the arithmetic is not for them; none: there is no step."""
     found: list[TorchSource] = []
     for name in settings.rule(step).slots:
         tensor = parameter if name == "weight" else slots.get(name)
+        if tensor is None:
+            return ()  # not made yet
         source = _source(tensor)
-        if source is None or source.dtype != "F32" or source.shape != tuple(parameter.shape) or not source.nbytes:
-            return None
+        if source is None:
+            return f"{name} has no plain bytes in memory ({type(tensor).__name__})"
+        if source.dtype != "F32":
+            return f"{name} is {source.dtype}, and only the arithmetic of fp32 is known"
+        if found and source.shape != found[0].shape:
+            return f"{name} has another shape than its parameter"
         found.append(source)
-    return tuple(found)
+    return tuple(found) if found[0].nbytes else ()  # empty, as a rank's share may be
 
 
-def _gradient(parameter: torch.Tensor, gradients: Gradients) -> TorchSource | SparseGradient | None:
+def _gradient(
+    parameter: torch.Tensor, weight: TorchSource, gradients: Gradients
+) -> TorchSource | SparseGradient | None:
     if not isinstance(gradients, str):
         given = gradients.get(parameter)
         if isinstance(given, SparseGradient):
-            if given.size != parameter.numel():
-                raise UsageError(f"a sparse gradient of {given.size} numbers for a parameter of {parameter.numel()}")
+            if given.size != weight.nbytes // 4:
+                raise UsageError(f"a sparse gradient of {given.size} numbers for a parameter of {weight.nbytes // 4}")
             return given
-        return None if given is None else _dense(parameter, given)
-    return None if gradients == "none" or parameter.grad is None else _dense(parameter, parameter.grad)
+        return None if given is None else _dense(parameter, weight, given)
+    return None if gradients == "none" or parameter.grad is None else _dense(parameter, weight, parameter.grad)
 
 
-def _dense(parameter: torch.Tensor, gradient: torch.Tensor) -> TorchSource | None:
-    if gradient.shape != parameter.shape:
-        raise UsageError(f"a gradient of shape {tuple(gradient.shape)} for a parameter of {tuple(parameter.shape)}")
+def _dense(parameter: torch.Tensor, weight: TorchSource, gradient: torch.Tensor) -> TorchSource | None:
+    placements = getattr(gradient, "placements", None)
+    if placements is not None and placements != getattr(parameter, "placements", None):
+        return None  # a partial sum, say: not what this rank's optimizer consumed
+    shape = tuple(_local(gradient).shape)
+    if shape != weight.shape:
+        raise UsageError(f"a gradient of shape {shape} for a parameter of {weight.shape}")
     source = _source(gradient)
     return source if source is not None and source.dtype in _GRADIENTS else None
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor what this rank has of it, in its own memory; any other tensor is that itself."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor
+    to_local = getattr(tensor, "to_local", None)  # torch.distributed need not be there to be asked
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = to_local()
+    return local
+
+
 def _source(tensor: object) -> TorchSource | None:
-    """The tensor's bytes, if it has plain ones: not of a subclass (DTensor), sparse, freed or on meta."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+    """The tensor's bytes, if it has plain ones: not of another subclass than DTensor, sparse, freed or on meta."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    local = _local(tensor)
+    if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
         return None
     try:
-        return TorchSource(tensor)
+        return TorchSource(local)
     except UnsupportedStateError:
         return None

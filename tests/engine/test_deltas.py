@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore import encoding
 from ckptstore.backends.local import LocalBackend
 from ckptstore.deltas import DeltaOptions
+from ckptstore.formats import digest
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
 from ckptstore.intervals import RestoreBound
 from tests.engine.states import every_dtype, same
@@ -454,3 +456,39 @@ def test_a_base_that_only_a_warning_keeps_from_being_pinned(tmp_path: Path, monk
         for step in (2, 3):
             writer.save({"w": weight + step}, step)
     assert [(info.step, info.kind) for info in store.checkpoints()] == [(1, "full"), (2, "full"), (3, "delta")]
+
+
+@pytest.mark.parametrize("compress_fulls", [False, True])
+def test_everything_coded_has_its_state_digest(tmp_path: Path, compress_fulls: bool) -> None:
+    """Of every tensor of every delta and full: what is missing would not be compared, without a word."""
+    states = trajectory(4)
+    options = DeltaOptions(interval=3, compress_fulls=compress_fulls)
+    store = fill(tmp_path / "store", states, options)
+    assert [info.kind for info in store.checkpoints()] == ["full", "delta", "delta", "delta"]
+    codecs = {tensor.codec for tensor in store.tensors(1).values()}
+    assert (codecs == {"raw"}) != compress_fulls
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+        held = store.tensors(step)
+        assert len(held) > 9
+        for name, tensor in held.items():
+            assert tensor.digest == digest.digest(store.read_tensor(step, name)), name
+
+
+def test_a_delta_that_leads_elsewhere_than_training_was_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        right = digest.combine
+        patched.setattr(encoding.digest, "combine", lambda *parts, nbytes: right(*parts, nbytes=nbytes) ^ 1)
+        store = fill(tmp_path / "store", trajectory(2), 3)
+    with pytest.raises(ckptstore.CorruptSegmentError, match="its state digest is not that of step 2"):
+        store.load(2)
+
+
+def test_a_bound_in_seconds_is_held_to_the_rate_that_was_measured(tmp_path: Path) -> None:
+    """A minute is enough for these few kilobytes, a nanosecond for no chain."""
+    for seconds, kinds in ((60.0, {"full", "delta"}), (1e-9, {"full"})):
+        bound = RestoreBound(times=None, seconds=seconds)
+        store = fill(tmp_path / f"{seconds}", trajectory(5), DeltaOptions(interval=1, bound=bound))
+        assert {info.kind for info in store.checkpoints()} == kinds

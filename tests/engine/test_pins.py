@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
+import uuid
 from collections.abc import Sequence
+from types import FrameType
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptstore
 from ckptstore.backends.base import OBJECT_LIMIT, Backend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CheckpointNotFoundError, StorageError
@@ -94,6 +99,56 @@ class TestPin:
         with pytest.raises(ZeroDivisionError), Pin(world, [A]):
             raise ZeroDivisionError
         assert world.list("pins/") == []
+
+
+class Interrupt:
+    """Presses Ctrl-C before the `count`-th line that this thread runs in the files of `where`."""
+
+    def __init__(self, count: int, where: Sequence[str]) -> None:
+        self.left = count
+        self.where = tuple(where)
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> Interrupt | None:
+        if not frame.f_code.co_filename.endswith(self.where):
+            return None
+        if event in ("call", "line"):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("within", ["pin", "load"])
+def test_ctrl_c_leaves_no_pin_that_is_renewed(within: str) -> None:
+    """Wherever it comes: before every line of the ways in and out of a pin."""
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"w": np.zeros(9)}, 1)
+    count, interrupted = 0, True
+    while interrupted:
+        count += 1
+        interrupt = Interrupt(count, ["pins.py"] if within == "pin" else ["pins.py", "loading.py", "contextlib.py"])
+        interrupted = False
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            if within == "pin":
+                with Pin(store.backend, [A], refresh_every=0.001):
+                    pass
+            else:
+                store.load(1, framework="numpy")
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+        assert interrupted == (interrupt.left <= 0)
+        renewing = [thread for thread in threading.enumerate() if thread.name == "ckptstore-pin"]
+        for thread in renewing:
+            thread.join(10)
+            assert not thread.is_alive(), f"renewed for ever after {count} lines"
+        assert store.backend.list("pins/") == []
+    assert count > (20 if within == "pin" else 100)
+    assert store.load(1, framework="numpy")["w"].tolist() == [0] * 9
 
 
 def by_latest(catalog: Catalog) -> CheckpointId:
@@ -186,7 +241,7 @@ class TestWatch:
             assert watch.survey().segments == {A}
             now[0] += 59
             assert watch.survey().segments == {A}
-            pin._renew()
+            pin._text.renew()
             now[0] += 59
             assert watch.survey().alive == (pin.key,)
             now[0] += 59
@@ -194,7 +249,7 @@ class TestWatch:
             now[0] += 1
             survey = watch.survey()
             assert (survey.segments, survey.alive, survey.dead) == (frozenset(), (), (pin.key,))
-            pin._renew()  # it lives after all
+            pin._text.renew()  # it lives after all
             assert watch.survey().segments == {A}
 
     def test_a_new_watch_takes_no_pin_for_dead(self) -> None:

@@ -37,6 +37,7 @@ EXPECTED = [
     "StoreReplacedError",
     "TensorNotFoundError",
     "TermInfo",
+    "UnexplainedStepWarning",
     "UnpinnedWarning",
     "UnsupportedBackendError",
     "UnsupportedStateError",

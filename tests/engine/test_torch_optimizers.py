@@ -446,3 +446,181 @@ def test_the_package_finds_its_names_lazily() -> None:
         _ = training.nothing_such
     code = "import sys, ckptstore.training; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------- why nothing was explained
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: it is an optimizer, and has one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+
+@pytest.fixture
+def run() -> tuple[Any, Any]:
+    params = parameters((64, 64), (64,))
+    optimizer = torch.optim.AdamW(params)
+    trained(params, optimizer)
+    return params, optimizer
+
+
+def stored(path: Path, state: Callable[[], Any], updates: Callable[[], Any], train: Callable[[int], None]) -> float:
+    """Share of the state that a step takes; each save is told the same, and each step must come back."""
+    store = ckptstore.open(path, create=True)
+    truth = {}
+    with store.writer(diffs=ckptstore.DiffOptions()) as writer:
+        for step in range(1, 5):
+            train(step)
+            how = writer.save if step % 2 else writer.save_async
+            how(state(), step, updates=updates())
+            truth[step] = copied(torch_seam.flattened(state()))
+    for step, expected in truth.items():
+        loaded = copied(torch_seam.flattened(store.load(step)))
+        assert all(np.array_equal(loaded[name], part) for name, part in expected.items())
+    last = store.checkpoint()
+    assert last.kind == "gradient"
+    return last.stored / last.nbytes
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("wrapped", "Wrapper is none of torch.optim's SGD, Adam and AdamW; give OptimizerStep what it wraps, its"),
+        ("unknown", "RMSprop is none of torch.optim's SGD, Adam and AdamW [2]"),
+        ("clones", "the state does not hold the memory that the optimizer moves, but copies"),
+        ("weights", "the state holds only some of a parameter and what the optimizer keeps for it"),
+        ("decay", "AdamW: a learning rate of nan [2]"),
+    ],
+)
+def test_a_hint_that_explains_nothing_says_why_once(tmp_path: Path, run: Any, case: str, reason: str) -> None:
+    params, optimizer = run
+    held = torch.optim.RMSprop(params) if case == "unknown" else optimizer
+
+    def state() -> Any:
+        if case == "weights":
+            return {"w": [parameter.detach() for parameter in params]}
+        whole = {"w": [parameter.detach() for parameter in params], "o": held.state_dict()}
+        return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, whole) if case == "clones" else whole
+
+    def updates() -> OptimizerStep:
+        return OptimizerStep(Wrapper(held) if case == "wrapped" else held)
+
+    def train(step: int) -> None:
+        if case == "decay":  # a rate that no step can be taken with
+            held.param_groups[0]["lr"] = float("nan")
+            return
+        backward(params, step)
+        held.step()
+
+    with pytest.warns(ckptstore.UnexplainedStepWarning) as told:
+        stored(tmp_path / "store", state, updates, train)
+    (warning,) = told
+    assert "OptimizerStep: 0 of 2 parameters matched, because" in str(warning.message)
+    assert reason in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_parameters_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    params = [*parameters((64, 64), (64,)), torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))]
+    optimizer = torch.optim.AdamW(params, foreach=False)
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = OptimizerStep(optimizer)(state_of(params, optimizer))
+    assert len(found) == 2
+    assert found.left_out is not None
+    assert "2 of 3 parameters matched, because weight is BF16, and only the arithmetic of fp32 is known [1]" in (
+        found.left_out
+    )
+    tied = parameters((8,))
+    both = torch.optim.SGD(tied, lr=0.1), torch.optim.SGD([torch.nn.Parameter(tied[0].detach())], lr=0.1)
+    found = OptimizerStep(both, gradients="none")(state_of(tied, *both))
+    assert not found
+    assert found.left_out is not None
+    assert "0 of 2 parameters matched, because two parameters of the optimizers share memory [2]" in found.left_out
+
+
+def test_nothing_is_said_of_what_was_not_moved() -> None:
+    params = parameters((8, 8), (8,))
+    optimizer = torch.optim.AdamW(params)
+    assert OptimizerStep(optimizer)(state_of(params, optimizer)).left_out is None, "before the first step"
+    params[0].grad = torch.ones(8, 8)
+    optimizer.step()
+    found = OptimizerStep(optimizer)(state_of(params, optimizer))
+    assert (len(found), found.left_out) == (1, None), "the other one had no gradient"
+
+
+def test_a_wrapper_that_is_no_optimizer_is_told_what_is_one(run: Any) -> None:
+    class Engine:
+        optimizer = run[1]
+
+    with pytest.raises(UsageError, match=r"Engine; a torch\.optim\.Optimizer is wanted \(its \.optimizer is one\)"):
+        OptimizerStep(Engine())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def mesh() -> Any:
+    """A group of one rank."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def local(state: Any) -> Any:
+    """What a rank saves of a sharded state."""
+    from torch.distributed.tensor import DTensor
+
+    return torch.utils._pytree.tree_map_only(DTensor, lambda tensor: tensor.to_local().detach(), state)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("gradients", ["grad", "none"])
+def test_sharded_parameters_are_matched_by_their_local_memory(tmp_path: Path, mesh: Any, gradients: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+
+    def state() -> Any:
+        return local({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    train(0)
+    step = OptimizerStep(optimizer, gradients=gradients)
+    found = step(torch_seam.flattened(state()))
+    assert (len(found), found.left_out) == (4, None)
+    assert all((update.gradient is None) == (gradients == "none") for update in found)
+    share = stored(tmp_path / "store", state, lambda: OptimizerStep(optimizer, gradients=gradients), train)
+    assert share < 0.45, "a difference takes 0.7 or more"
+
+
+def test_a_gradient_that_is_placed_differently_is_not_what_was_consumed(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    flat = torch_seam.flattened({"w": parameter.detach().to_local()})
+    for placement, taken in ((Shard(0), True), (Partial(), False)):
+        given = DTensor.from_local(torch.ones(8, 4), mesh, [placement])
+        (update,) = OptimizerStep(optimizer, gradients={parameter: given})(flat)
+        assert (update.gradient is not None) == taken
+    (update,) = OptimizerStep(optimizer, gradients={parameter: torch.ones(8, 4)})(flat)
+    assert update.gradient is not None, "a rank's own part, as a plain tensor"
+    with pytest.raises(UsageError, match=r"shape \(4, 4\) for a parameter of \(8, 4\)"):
+        OptimizerStep(optimizer, gradients={parameter: torch.ones(4, 4)})

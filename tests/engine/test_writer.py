@@ -209,6 +209,84 @@ def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp
         assert child.exitcode == 0
 
 
+def test_a_fork_does_not_wait_for_what_its_parent_saves(tmp_path: Path) -> None:
+    """It would never hear of it. What it knows already it may ask for."""
+    with ckptstore.open(tmp_path / "store").writer(poll_seconds=None, max_in_flight=2) as writer:
+        done = writer.save_async({"w": np.zeros(5)}, 1)
+        done.result(60)
+        gate = threading.Event()
+        writer._submit(gate.wait)
+        pending = writer.save_async({"w": np.ones(5)}, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
+            child = multiprocessing.get_context("fork").Process(target=_ask, args=(done, pending), daemon=True)
+            child.start()
+        child.join(30)
+        if child.exitcode is None:
+            child.kill()
+        gate.set()
+        assert child.exitcode == 0
+        assert pending.result(60).step == 2
+
+
+def _ask(done: ckptstore.PendingSave, pending: ckptstore.PendingSave) -> None:
+    assert done.result().step == 1
+    for timeout in (None, 60):
+        with pytest.raises(ckptstore.WriterClosedError, match=r"step 2 is saved by process \d+, not by its fork"):
+            pending.result(timeout)
+
+
+def test_an_interrupted_save_async_commits_nothing_of_another_step(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job is queued when Ctrl-C comes, and finds in its memory what the next save has copied there."""
+    with store.writer(poll_seconds=None) as writer:
+        gate = threading.Event()
+        writer._submit(gate.wait)
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_tend", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.save_async({"w": np.full(5, 1.0)}, 1)
+        second = writer.save_async({"w": np.full(5, 2.0)}, 2)
+        gate.set()
+        assert second.result(60).step == 2
+    assert [info.step for info in store.checkpoints()] == [2]
+    assert store.load(2, framework="numpy")["w"].tolist() == [2] * 5
+
+
+def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every thread that codes has a chunk of 16 MiB in memory, and one chunk waits to be written."""
+    from ckptstore import encoding, writer
+
+    lock, ready, under_way, most = threading.Lock(), threading.Event(), [0], [0]
+    code = encoding._code
+
+    def counted(*arguments: Any) -> Any:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        ready.wait(0.2)  # so that as many as can come come
+        try:
+            return code(*arguments)
+        finally:
+            with lock:
+                under_way[0] -= 1
+
+    monkeypatch.setattr(encoding, "_code", counted)
+    monkeypatch.setattr(writer.os, "cpu_count", lambda: 64)
+    state = {str(number): np.zeros(1 << 20, np.uint8) for number in range(12)}
+    options = ckptstore.DeltaOptions(interval=1, compress_fulls=True)
+    with store.writer(staging_bytes=3 * (16 << 20), deltas=options, poll_seconds=None) as saving:
+        saving.save(state, 1)
+    assert most == [2]
+
+
 def _misuse(writer: ckptstore.Writer) -> None:
     for call in (
         lambda: writer.save({"w": np.ones(4)}, 2),

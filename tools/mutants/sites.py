@@ -153,7 +153,7 @@ class _Finder(ast.NodeVisitor):
                 self._add(node, "durability", "pass")
             elif _CHECKING.fullmatch(called):
                 self._add(node, "checksum" if _CHECKSUMS.fullmatch(called) else "bounds", "pass")
-            elif self.path == "ckptstore/pins.py" and called == "_renew":
+            elif self.path == "ckptstore/pins.py" and called in ("renew", "finalize"):
                 self._add(node, "pin", "pass")
         self.generic_visit(node)
 
