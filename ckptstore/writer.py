@@ -25,6 +25,7 @@ from ckptstore.formats.records import CheckpointId, FormatFile
 from ckptstore.formats.state import FlatState
 from ckptstore.log import Term
 from ckptstore.reading import Progress
+from ckptstore.refs import step_number
 from ckptstore.saves import PendingSave, Saves
 from ckptstore.snapshot import Snapshot, SnapshotPool
 from ckptstore.staging import DEFAULT_BUDGET, Staging
@@ -127,7 +128,7 @@ class Writer:
         Args:
             state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (one that was taken
                 apart already); must not change meanwhile.
-            step: optimizer steps done, above every step that this term continues from.
+            step: optimizer steps done, above every step that this term continues from; numpy's integers, too.
             updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs. With
                 a `DiffOptions.batch` above 1, everything that waits is written.
             progress: called with the number of bytes just copied, from another thread.
@@ -139,6 +140,7 @@ class Writer:
             FencedError: a newer term exists. This writer is finished.
             CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
         """
+        step = step_number(step)
         flat = self._admit(state, step)
         interrupted = threading.Event()
         future: Future[CheckpointInfo] | None = None
@@ -175,6 +177,7 @@ class Writer:
         Raises:
             as `save`; what concerns the medium comes from `PendingSave.result`.
         """
+        step = step_number(step)
         flat = self._admit(state, step)
         gradients: Snapshot | None = None
         try:
@@ -255,7 +258,8 @@ class Writer:
         Raises:
             as `save`.
         """
-        self._submit(lambda: self._committer.commit(tags={name: (self.term, ref_step)})).result()
+        step = step_number(ref_step)
+        self._submit(lambda: self._committer.commit(tags={name: (self.term, step)})).result()
 
     def drain(self) -> None:
         """Wait until every `save_async` so far is durable; raises what one of them raised and nobody has seen."""

@@ -18,6 +18,7 @@ import torch
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.formats.errors import UnsupportedStateError
 from ckptstore.segments import write_full
 from tests.engine.states import every_dtype, same, tensor_bytes, training_state
 
@@ -63,6 +64,16 @@ class TestRoundTrip:
                 assert isinstance(loaded[name], np.ndarray), name
                 assert loaded[name].tobytes() == tensor_bytes(tensor), name
                 assert loaded[name].shape == tuple(tensor.shape), name
+
+    def test_a_state_with_too_long_a_text_is_refused_by_its_key(self, url: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            for save in (writer.save, writer.save_async):
+                with pytest.raises(UnsupportedStateError, match=r"^state\['run'\]\['notes'\]: takes 20\.0 MB"):
+                    save({"w": np.ones(3), "run": {"notes": "x" * 20_000_000}}, 1)
+            assert not any(key.startswith("seg/") for key in store.backend.list(""))
+            same(writer.save({"notes": "x" * 16_000_000}, 1).step, 1)
+        assert len(store.load(1)["notes"]) == 16_000_000
 
     def test_state_without_tensors(self, url: str) -> None:
         with ckptstore.open(url).writer() as writer:
