@@ -21,7 +21,7 @@ from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import check_size, unflatten
 from ckptstore.formats.state import select as select_tree
 from ckptstore.loading import Opened, choose, opened
-from ckptstore.outputs import OutputFile, Outputs, outputs
+from ckptstore.outputs import OutputFile, Outputs, outputs, refuse_store
 from ckptstore.safetensorsfiles import DTYPES_MEMBER
 from ckptstore.streaming import Progress, streams
 from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
@@ -89,7 +89,7 @@ def export(
         progress: told (bytes done, bytes in all).
 
     Raises:
-        UsageError: `out` exists, or shards of a ``.pt`` file are asked for.
+        UsageError: `out` exists or is inside a store, or shards of a ``.pt`` file are asked for.
         StorageError: the output cannot be written. Nothing is left behind then.
         UnsupportedStateError: a state that has no place in such a file.
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
@@ -99,6 +99,7 @@ def export(
         raise UsageError("a .pt file has no shards; --max-shard-size is for safetensors")
     if out.is_dir():
         raise UsageError(f"{out} is a folder: name the file to write")
+    refuse_store(out)
     ref = store.checkpoint(ref).ref
     entries = store.tensors(ref)
     names = choose(entries, select or None, ref)

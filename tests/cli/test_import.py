@@ -162,3 +162,11 @@ def test_a_state_without_tensors_comes_back(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("restore", tmp_path / "run", "--out", tmp_path / "x.safetensors").code == 0
     assert ckpt("import", tmp_path / "copy", tmp_path / "x.safetensors", "--step", "1").code == 0
     assert ckptstore.open(tmp_path / "copy").load(1) == whole
+
+
+def test_no_store_inside_a_store(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    outcome = ckpt("import", run / "seg" / "inner", write(tmp_path / "step_9.safetensors", 1))
+    assert outcome.code == 2
+    assert "is inside the checkpoint store" in outcome.err
+    assert not (run / "seg" / "inner").exists()
+    assert ckpt("import", run, tmp_path / "step_9.safetensors").code == 0
