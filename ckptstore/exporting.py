@@ -18,13 +18,14 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.errors import FormatError, UsageError
 from ckptstore.formats.layout import TensorSpec, order
 from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.state import check_size, unflatten
 from ckptstore.formats.state import select as select_tree
-from ckptstore.formats.state import unflatten
 from ckptstore.loading import Opened, choose, opened
-from ckptstore.outputs import OutputFile, Outputs, outputs
+from ckptstore.outputs import OutputFile, Outputs, outputs, refuse_store
+from ckptstore.safetensorsfiles import DTYPES_MEMBER
 from ckptstore.streaming import Progress, streams
 from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
-from ckptstore.weightfiles import CHECKPOINT_MEMBER, DTYPES_MEMBER, STATE_MEMBER
+from ckptstore.weightfiles import CHECKPOINT_MEMBER, STATE_MEMBER
 
 if TYPE_CHECKING:
     from ckptstore.store import Store
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["ExportResult", "export"]
 
 _HEADER_ALIGN: Final = 128
-_TREE_LIMIT: Final = 32 << 20  # safetensors refuses headers above 100 MB
 
 Chunks = Callable[[str], Iterator[memoryview]]
 
@@ -89,8 +89,9 @@ def export(
         progress: told (bytes done, bytes in all).
 
     Raises:
-        UsageError: `out` exists, or shards of a ``.pt`` file are asked for.
+        UsageError: `out` exists or is inside a store, or shards of a ``.pt`` file are asked for.
         StorageError: the output cannot be written. Nothing is left behind then.
+        UnsupportedStateError: a state that has no place in such a file.
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
     """
     out = Path(out)
@@ -98,6 +99,7 @@ def export(
         raise UsageError("a .pt file has no shards; --max-shard-size is for safetensors")
     if out.is_dir():
         raise UsageError(f"{out} is a folder: name the file to write")
+    refuse_store(out)
     ref = store.checkpoint(ref).ref
     entries = store.tensors(ref)
     names = choose(entries, select or None, ref)
@@ -184,8 +186,9 @@ def _metadata(ref: str, tree: Any, entries: Sequence[TensorEntry]) -> dict[str, 
     foreign = {entry.name: entry.dtype for entry in entries if dtypes.get(entry.dtype).storage != entry.dtype}
     if foreign:
         metadata[DTYPES_MEMBER] = json.dumps(foreign)
-    if tree is not None and len(text := jsontext.dumps(tree)) <= _TREE_LIMIT:
-        metadata[STATE_MEMBER] = text.decode()
+    if tree is not None:
+        check_size(tree)
+        metadata[STATE_MEMBER] = jsontext.dumps(tree).decode()
     return metadata
 
 

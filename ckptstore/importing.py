@@ -9,9 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from ckptstore.checkpointfolders import open_checkpoint, survey
 from ckptstore.formats.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
+from ckptstore.refs import step_number
 from ckptstore.streaming import Progress
-from ckptstore.weightfiles import file_bytes, locate, open_file
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import CheckpointInfo
@@ -30,11 +31,19 @@ _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 @dataclass(frozen=True, slots=True)
 class ImportedFile:
-    """A file, its length in bytes (of shards: all together), and the checkpoint it became."""
+    """A file or folder, and the checkpoint it became.
+
+    Attributes:
+        path: what was opened.
+        nbytes: length of what was taken (of shards and of a folder: all together).
+        info: the checkpoint.
+        left_out: names in the folder that are not in it.
+    """
 
     path: Path
     nbytes: int
     info: CheckpointInfo
+    left_out: tuple[str, ...] = ()
 
 
 def step_of(path: Path, *, series: bool = False) -> int | None:
@@ -66,6 +75,7 @@ def import_files(
     step: int | Literal["auto"] = "auto",
     *,
     parent: str | None = "latest",
+    leave_out: Sequence[str] = (),
     deltas: DeltaOptions | None = None,
     progress: Progress | None = None,
 ) -> list[ImportedFile]:
@@ -75,10 +85,12 @@ def import_files(
 
     Args:
         store: where to; created if there is none.
-        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that hold one of these.
+        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that hold one of these, of which
+            everything is taken (`checkpointfolders`).
         step: of a single file; ``"auto"`` takes it from each name (`step_of`), and gives a single file without one
             the step after the parent's.
         parent: REF that the new term continues from; None for none.
+        leave_out: globs of names in a folder that are not to be taken, of those that nothing else can be done about.
         deltas: store a series as deltas; None: every file becomes a full.
         progress: told (bytes done, bytes in all).
 
@@ -88,17 +100,17 @@ def import_files(
     Raises:
         UsageError: no step can be told, or two files have the same.
         StepOrderError: a step is not above the parent's.
-        FormatError, UnsupportedStateError: a file cannot be imported; nothing was.
+        FormatError, UnsupportedStateError: a file, or something in a folder, cannot be imported; nothing was.
         StorageError: the medium failed; files before that one are checkpoints by then, as a note on the error says.
     """
     if not files:
         raise UsageError("no file to import")
-    paths = [locate(Path(file)) for file in files]
+    paths = [Path(file) for file in files]
     base = _parent(store, parent)
-    steps = _steps(paths, step, base)
+    steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
     total = 0
     for _, path in steps:
-        with open_file(path) as opened:
+        with open_checkpoint(path, leave_out) as opened:
             total += opened.nbytes
     done = 0
 
@@ -112,14 +124,21 @@ def import_files(
     try:
         with store.writer(parent=base, poll_seconds=None, deltas=deltas) as writer:
             for number, path in steps:
-                with open_file(path) as opened:
+                with open_checkpoint(path, leave_out) as opened:
                     info = writer.save(opened.flat, number, progress=advance)
-                    imported.append(ImportedFile(path, file_bytes(path), info))
+                    imported.append(ImportedFile(opened.path, opened.file_bytes, info, opened.left_out))
     except CkptError as error:
         if imported:
             error.add_note(f"imported before the error: {', '.join(one.info.ref for one in imported)}")
         raise
     return imported
+
+
+def _named(path: Path, leave_out: Sequence[str]) -> Path:
+    """The file whose name and folders tell the step."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    return survey(path, leave_out).weights if path.is_dir() else path
 
 
 def _parent(store: Store, parent: str | None) -> CheckpointInfo | None:
@@ -133,18 +152,20 @@ def _parent(store: Store, parent: str | None) -> CheckpointInfo | None:
         return None  # an empty store: the import is its beginning
 
 
-def _steps(paths: Sequence[Path], step: int | Literal["auto"], base: CheckpointInfo | None) -> list[tuple[int, Path]]:
-    """(step, path), ascending."""
+def _steps(
+    paths: Sequence[tuple[Path, Path]], step: int | Literal["auto"], base: CheckpointInfo | None
+) -> list[tuple[int, Path]]:
+    """(step, path), ascending; from (what is to be imported, what tells its step)."""
     if step != "auto":
         if len(paths) > 1:
             raise UsageError(
                 f"one step for {len(paths)} files; import them one by one, or let the names tell the steps"
             )
-        found: list[tuple[int, Path]] = [(step, paths[0])]
+        found: list[tuple[int, Path]] = [(step_number(step), paths[0][0])]
     else:
         found = []
-        for path in paths:
-            number = step_of(path, series=len(paths) > 1)
+        for path, name in paths:
+            number = step_of(name, series=len(paths) > 1)
             if number is None and len(paths) > 1:
                 raise UsageError(f"{path}: its name tells no step (step_1000, checkpoint-1000 ...); import it alone")
             if number is None:

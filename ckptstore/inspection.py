@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from ckptstore.formats import dtypes
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import tensor_names
-from ckptstore.loading import choose, opened
+from ckptstore.loading import choose, one_of, opened
 from ckptstore.numerics import blocks, doubles, is_integer, scalars
 from ckptstore.reading import SegmentReader
 from ckptstore.streaming import Progress, streams
@@ -196,9 +195,7 @@ def statistics(store: Store, ref: str | int, name: str, progress: Progress | Non
     """
     ref = store.checkpoint(ref).ref
     tensors = store.tensors(ref)
-    if name not in tensors:
-        choose(tensors, glob.escape(name), ref)  # raises, with names that are close
-    tensor = tensors[name]
+    tensor = tensors[one_of(tensors, name, ref)]
     with opened(store, ref) as found:
         dtype = dtypes.get(tensor.dtype)
         moments = _Moments()

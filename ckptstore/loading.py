@@ -9,7 +9,7 @@ import difflib
 import fnmatch
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from ckptstore.remarks import warn
 from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
 from ckptstore.store import LossyWarning, Store
 
-__all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "opened", "read_tensor", "tensors", "tree"]
+__all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "one_of", "opened", "read_tensor", "tensors", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +187,26 @@ def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str
     for glob in [chosen] if isinstance(chosen, str) else chosen:
         matches = [name for name in names if name == glob] or fnmatch.filter(names, glob)
         if not matches:
-            close = difflib.get_close_matches(glob, names, 3, 0.4)
-            hint = f"; close: {', '.join(close)}" if close else f"; it has {len(names)} tensors"
-            raise TensorNotFoundError(f"checkpoint {where}: no tensor matches {glob!r}{hint}")
+            raise TensorNotFoundError(f"checkpoint {where}: no tensor matches {glob!r}; {_close(names, glob)}")
         picked.update(matches)
     return [name for name in names if name in picked]
+
+
+def one_of(available: Collection[str], name: str, where: str) -> str:
+    """`name`, which is no glob, if it is there. Raises `TensorNotFoundError` with names that are close."""
+    if name in available:
+        return name
+    names = list(available)
+    if matches := fnmatch.filter(names, name):
+        hint = f"this takes one name, and {len(matches)} match: {', '.join(matches[:3])}"
+    else:
+        hint = _close(names, name)
+    raise TensorNotFoundError(f"checkpoint {where}: no tensor is named {name!r}; {hint}")
+
+
+def _close(names: Sequence[str], name: str) -> str:
+    close = difflib.get_close_matches(name, names, 3, 0.4)
+    return f"close: {', '.join(close)}" if close else f"it has {len(names)} tensors"
 
 
 def _by_segment(chains: Iterable[Chain]) -> list[tuple[SegmentReader, list[TensorEntry]]]:
@@ -261,8 +276,10 @@ def _into(
 ) -> Callable[[str, Origin], Any]:
     """Overwrite the tensors of `options.into`, through staging memory, with verified bytes."""
     targets = torch_seam.flattened(options.into).tensors
-    if options.select is not None:
-        targets = {name: target for name, target in targets.items() if name in wanted}
+    if options.select is not None:  # what it asks for and the checkpoint has not would otherwise stay as it is, unsaid
+        globs = [options.select] if isinstance(options.select, str) else options.select
+        asked = {name for glob in globs for name in fnmatch.filter(targets, glob)}
+        targets = {name: target for name, target in targets.items() if name in wanted or name in asked}
     _check_targets({name: chain.tensor for name, chain in wanted.items()}, targets)
 
     # What cannot be written by byte range is rewritten whole for each: one thread at a time, or one undoes another.
@@ -295,7 +312,8 @@ def _into(
 def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> None:
     """Everything that cannot fit is refused before the first byte is overwritten."""
     if missing := [name for name in wanted if name not in targets]:
-        raise UsageError(f"into= has no tensor {missing[0]!r} ({len(missing)} of {len(wanted)} are missing)")
+        first = f"into= has no tensor {missing[0]!r} ({len(missing)} of {len(wanted)} are missing)"
+        raise UsageError(f"{first}: {_what_to_do(missing, targets)}")
     if extra := [name for name in targets if name not in wanted]:
         raise UsageError(f"into= has a tensor {extra[0]!r} that the checkpoint has not ({len(extra)} in all)")
     for name, tensor in wanted.items():
@@ -307,6 +325,25 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
             )
         if not _writable(targets[name]):
             raise UsageError(f"into= tensor {name!r} is read-only, or several of its elements are one in memory")
+
+
+def _what_to_do(missing: Sequence[str], targets: Collection[str]) -> str:
+    """Advice for `into` without some of the checkpoint's tensors."""
+    if (optimizer := _fresh_optimizer(missing, targets)) is None:
+        return "load what it has with select=[...], the rest without into="
+    others = (name.partition(".")[0] for name in targets)
+    rest = [f"{key}.*" for key in dict.fromkeys(others) if key != optimizer]
+    return (
+        f"an optimizer has no state before its first step; load({optimizer!r} left out of into=, select={rest}), then "
+        f"give load(select='{optimizer}.*')['{optimizer}'] to its load_state_dict()"
+    )
+
+
+def _fresh_optimizer(missing: Sequence[str], targets: Collection[str]) -> str | None:
+    """The key of an optimizer of which every state that the checkpoint has is missing: its names go on ``.state.``"""
+    found = {name.partition(".state.")[0] for name in missing if ".state." in name}
+    fresh = [key for key in found if not any(name.startswith(f"{key}.state.") for name in targets)]
+    return fresh[0] if len(fresh) == 1 else None
 
 
 def _by_range(tensor: Any) -> bool:
@@ -380,6 +417,4 @@ def open_base(store: Store, identity: CheckpointId) -> StoredBase:
 
 def _chain_of(found: Opened, name: str) -> Chain:
     available = found.chains
-    if name not in available:
-        choose(available, name.replace("[", "[[]"), found.entry.ref)  # raises, with suggestions
-    return available[name]
+    return available[one_of(available, name, found.entry.ref)]

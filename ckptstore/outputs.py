@@ -22,13 +22,33 @@ from ckptstore.backends.folders import Folders
 from ckptstore.backends.posix import SYSTEM
 from ckptstore.blocks import BlockStream
 from ckptstore.formats.errors import CkptError, StorageError, UsageError
+from ckptstore.formats.records import FORMAT_KEY
 from ckptstore.staging import BLOCK_BYTES, Staging
 
-__all__ = ["OutputFile", "Outputs", "outputs"]
+__all__ = ["OutputFile", "Outputs", "outputs", "refuse_store"]
 
 _THREADS: Final = 2
+_FORMAT_SAYS: Final = b'"ckptstore":"format"'
+_FORMAT_BYTES: Final = 4096
 _STAGING: Final = 3 * BLOCK_BYTES
 _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+def refuse_store(path: Path) -> None:
+    """Raise `UsageError` if `path` is in a checkpoint store, at any depth: no file of a store is anyone's output."""
+    place = path.absolute().parent.resolve()
+    for folder in (place, *place.parents):
+        if _is_store(folder):
+            raise UsageError(f"{path} is inside the checkpoint store {folder}: write it somewhere else")
+
+
+def _is_store(folder: Path) -> bool:
+    """Also one that is empty still, or whose FORMAT is damaged."""
+    try:
+        with (folder / FORMAT_KEY).open("rb") as file:
+            return _FORMAT_SAYS in file.read(_FORMAT_BYTES) or (folder / "log").is_dir()
+    except OSError:
+        return False
 
 
 class OutputFile:
@@ -74,7 +94,8 @@ class Outputs:
         self._files: list[OutputFile] = []
 
     def refuse_existing(self, path: Path) -> None:
-        """Raise `UsageError` if `path` exists and is not to be overwritten."""
+        """Raise `UsageError` if `path` is in a store, or exists and is not to be overwritten."""
+        refuse_store(path)
         if not self._overwrite and os.path.lexists(path):
             raise _exists(path)
 
@@ -82,7 +103,7 @@ class Outputs:
         """A file that `publish` will name `path`, of about `size_hint` bytes. The one before is sealed.
 
         Raises:
-            UsageError: `path` exists.
+            UsageError: `path` exists, or is in a store.
             StorageError: it cannot be made.
         """
         self.refuse_existing(path)

@@ -6,15 +6,16 @@ term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is what the tag names.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CheckpointNotFoundError, CorruptLogError, UsageError
+from ckptstore.formats.errors import CheckpointNotFoundError, CorruptLogError, StepOrderError, UsageError
 from ckptstore.formats.records import CheckpointEntry, valid_tag
 
-__all__ = ["resolve"]
+__all__ = ["resolve", "step_number"]
 
 _STEP: Final = re.compile(r"(\d{1,16})(?:@(\d{1,10}))?\Z", re.ASCII)
 _NEAREST: Final = 4
@@ -25,7 +26,7 @@ def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
 
     Args:
         catalog: the folded log.
-        ref: ``latest``, ``STEP``, ``STEP@TERM`` or ``tag:NAME``; a number is a STEP.
+        ref: ``latest``, ``STEP``, ``STEP@TERM`` or ``tag:NAME``; a whole number of any type is a STEP.
 
     Raises:
         UsageError: `ref` is none of these.
@@ -33,7 +34,7 @@ def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
         CorruptLogError: ``latest``, or a STEP that only an older term has, behind a damaged slot; names the slot and
             what can be named instead.
     """
-    text = str(ref).strip()
+    text = ref.strip() if isinstance(ref, str) else _number(ref)
     if text == "latest":
         newest = catalog.latest()
         if newest is None:
@@ -43,9 +44,34 @@ def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
         return _tagged(catalog, text.removeprefix("tag:"))
     match = _STEP.match(text)
     if match is None:
-        raise UsageError(f"{text!r} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
+        raise _no_ref(text)
     step, term = int(match[1]), None if match[2] is None else int(match[2])
     return _numbered(catalog, step, term)
+
+
+def _number(ref: object) -> str:
+    try:
+        return str(step_number(ref))
+    except StepOrderError:
+        raise _no_ref(ref) from None
+
+
+def _no_ref(ref: object) -> UsageError:
+    return UsageError(f"{ref!r:.80} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
+
+
+def step_number(step: Any) -> int:
+    """A step as Python's int: of a whole number of any type, numpy's and torch's scalars among them.
+
+    Raises:
+        StepOrderError: it is something else; truth values and floats are, even whole ones.
+    """
+    try:
+        if isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool"):
+            raise TypeError
+        return operator.index(step)
+    except TypeError:
+        raise StepOrderError(f"step {step!r:.80}: a whole number from 0 to 2^53 - 1 is needed") from None
 
 
 def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:

@@ -25,6 +25,7 @@ from ckptstore.formats.records import CheckpointId, FormatFile
 from ckptstore.formats.state import FlatState
 from ckptstore.log import Term
 from ckptstore.reading import Progress
+from ckptstore.refs import step_number
 from ckptstore.remarks import warn
 from ckptstore.saves import Failures, PendingSave, Saves
 from ckptstore.snapshot import Snapshot, SnapshotPool
@@ -148,7 +149,7 @@ class Writer:
         Args:
             state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (one that was taken
                 apart already); must not change meanwhile.
-            step: optimizer steps done, above every step that this term continues from.
+            step: optimizer steps done, above every step that this term continues from; numpy's integers, too.
             updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs. With
                 a `DiffOptions.batch` above 1, everything that waits is written.
             progress: called with the number of bytes just copied, from another thread.
@@ -160,6 +161,7 @@ class Writer:
             FencedError: a newer term exists. This writer is finished.
             CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
         """
+        step = step_number(step)
         committer, flat = self._admit(state, step)
         interrupted = threading.Event()
         future: Future[CheckpointInfo] | None = None
@@ -198,6 +200,7 @@ class Writer:
         Raises:
             as `save`; what concerns the medium comes from `PendingSave.result`.
         """
+        step = step_number(step)
         committer, flat = self._admit(state, step)
         gradients: Snapshot | None = None
         try:
@@ -283,9 +286,9 @@ class Writer:
         Raises:
             as `save`.
         """
-        committer = self._committer
+        committer, step = self._committer, step_number(ref_step)
         try:
-            self._submit(lambda: committer.tag(name, ref_step)).result()
+            self._submit(lambda: committer.tag(name, step)).result()
         except BaseException as error:
             self._failures.seen_error(error)
             raise

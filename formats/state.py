@@ -17,6 +17,8 @@ forms of `values`; containers and tensors have these:
 
 Types are exact: a subclass (namedtuple, IntEnum, defaultdict) is refused rather than restored as something else.
 Tensors that are tied (equal `TensorSource.identity`) have one name. Containers that stand at two places become two.
+
+The text of a tree is at most `TREE_LIMIT` long: it has its place in a segment's header, beside the tensors' names.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ import numpy as np
 from ckptstore.formats import jsontext, values
 from ckptstore.formats.advice import advice
 from ckptstore.formats.errors import UnsupportedStateError
+from ckptstore.formats.layout import HEADER_LIMIT
 from ckptstore.formats.names import flat_names
 from ckptstore.formats.sources import NumpySource, Origin, TensorSource
 from ckptstore.formats.tree import MAX_DEPTH, Resolve, select, tensor_names, unflatten
 
 __all__ = [
     "MAX_DEPTH",
+    "TREE_LIMIT",
     "FlatState",
     "NumpySource",
     "Origin",
@@ -44,12 +48,20 @@ __all__ = [
     "Resolve",
     "Tagged",
     "TensorSource",
+    "check_size",
     "flatten",
     "select",
     "tensor_names",
     "unflatten",
 ]
 
+TREE_LIMIT: Final = HEADER_LIMIT // 4 - (64 << 10)
+"""Bytes of a tree's JSON text. As a text within a header it is at most twice as long; half a header is for names."""
+_MOST: Final = 12
+"""JSON's bytes for one letter, at most."""
+_VALUE: Final = 8
+"""Letters that stand for any short value with its tag and punctuation."""
+_MANY: Final = 100_000
 _DEEPEST: Final = MAX_DEPTH - 3  # a container's members stand at most three levels below it
 _MAPPINGS: Final[dict[type, str]] = {OrderedDict: "$odict", Counter: "$counter"}
 _SETS: Final[dict[type, str]] = {set: "$set", frozenset: "$frozenset"}
@@ -89,7 +101,8 @@ def flatten(state: Any, recognise: Recognise | None = None) -> FlatState:
 
     Raises:
         UnsupportedStateError: an object that is neither; a tensor that cannot be stored; a state nested too deep or
-            containing itself. Names the key path and says what to store in its place.
+            containing itself, or with more in it than `TREE_LIMIT` beside its tensors. Names the key path and says
+            what to store in its place.
     """
     walk = _Flattener(recognise)
     try:
@@ -101,9 +114,49 @@ def flatten(state: Any, recognise: Recognise | None = None) -> FlatState:
     tensors: dict[str, TensorSource] = {}
     for name, source, nodes in zip(flat_names(walk.paths), walk.sources, walk.nodes, strict=True):
         tensors[name] = source
+        walk.letters += len(name) * len(nodes)
         for node in nodes:
             node["$t" if source.origin == "torch" else "$a"] = name
+    if _MOST * walk.letters > TREE_LIMIT:
+        check_size(tree)
     return FlatState(tree, tensors)
+
+
+def check_size(tree: Any) -> None:
+    """Raise `UnsupportedStateError` for a tree longer than `TREE_LIMIT`; it names what takes most, and its place."""
+    length = len(jsontext.dumps(tree))
+    if length <= TREE_LIMIT:
+        return
+    where, largest = "state", length
+    while 0 < len(members := _members(tree)) < _MANY:
+        taken, key, tree = max(((len(jsontext.dumps(member)), key, member) for key, member in members), key=_first)
+        if 2 * taken < largest:  # its members are many, none of them to blame
+            break
+        where, largest = where + key, taken
+    raise UnsupportedStateError(
+        f"{where:.1000}: takes {largest / 1e6:.1f} MB as text; all of a state that is not tensors may take "
+        f"{TREE_LIMIT / 1e6:.1f} MB: store it as a tensor (of text, its bytes in a uint8 array), or elsewhere"
+    )
+
+
+def _first(row: tuple[int, str, Any]) -> int:
+    return row[0]
+
+
+def _members(tree: Any) -> list[tuple[str, Any]]:
+    """What a container holds: (how it is reached, tree). Nothing of a value."""
+    if isinstance(tree, list):
+        return [(f"[{index}]", member) for index, member in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return []
+    tag = next(iter(tree)) if len(tree) == 1 else ""
+    if tag[:1] != "$":
+        return [(f"[{key!r:.80}]", member) for key, member in tree.items()]
+    if tag == "$tuple" or isinstance(tree[tag], dict):
+        return _members(tree[tag])
+    if tag in ("$dict", "$odict", "$counter"):
+        return [(f"[{key!r:.80}]", member) for key, member in tree[tag]]
+    return []
 
 
 class _Flattener:
@@ -116,6 +169,7 @@ class _Flattener:
         self.sources: list[TensorSource] = []
         self.paths: list[tuple[object, ...]] = []
         self.nodes: list[list[dict[str, str]]] = []  # every node of a tensor; names are known only at the end
+        self.letters = 0  # the tree's text takes at most `_MOST` bytes for each
 
     def node(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -124,18 +178,28 @@ class _Flattener:
             return self.container(value, kind, depth)
         encoded = values.encode(value)
         if encoded is not NotImplemented:
-            return encoded
+            return self.counted(encoded)
         found = self.recognise(value) if self.recognise else None
         if isinstance(found, Tagged):
-            return {found.tag: found.value}
+            return self.counted({found.tag: found.value})
         if found is None and kind is np.ndarray:
             found = NumpySource(value)
         if found is None:
             raise UnsupportedStateError(f"{kind.__module__}.{kind.__qualname__} cannot be stored: {advice(value)}")
         return self.tensor(found)
 
+    def counted(self, node: Any) -> Any:
+        """A value's node, its letters added to `letters`."""
+        self.letters += _VALUE
+        if type(node) is str:
+            self.letters += len(node)
+        elif type(node) is dict:  # a tag, and what follows it
+            self.letters += sum(map(len, node.values()))
+        return node
+
     def tensor(self, source: TensorSource) -> dict[str, str]:
         node: dict[str, str] = {}
+        self.letters += _VALUE
         index = self.seen.setdefault(source.identity, len(self.sources))
         if index == len(self.sources):
             self.sources.append(source)
@@ -145,18 +209,27 @@ class _Flattener:
         return node
 
     def container(self, value: Any, kind: type, depth: int) -> Any:
+        self.letters += _VALUE
         if kind is dict:
             if _is_plain(value):
                 return self.members(value, depth + 1)
             return {"$dict": self.pairs(value, depth + 3)}
+        if kind in (list, tuple) and (packed := values.pack_integers(value)) is not None:
+            self.letters += len(packed["$ints"][2])
+            return packed
         if kind is list:
-            return values.pack_integers(value) or self.elements(value, depth + 1)
+            return self.elements(value, depth + 1)
         if kind is tuple:
-            return values.pack_integers(value) or {"$tuple": self.elements(value, depth + 2)}
+            return {"$tuple": self.elements(value, depth + 2)}
         if kind in _SETS:
-            return _element(value, depth)
+            return self.measured(_element(value, depth))
         body = self.members(value, depth + 2) if _is_plain(value) else self.pairs(value, depth + 3)
         return {_MAPPINGS[kind]: body}
+
+    def measured(self, node: Any) -> Any:
+        """What is taken apart elsewhere, likewise."""
+        self.letters += len(jsontext.dumps(node))
+        return node
 
     def elements(self, value: Iterable[Any], depth: int) -> list[Any]:
         found = []
@@ -170,6 +243,7 @@ class _Flattener:
         found = {}
         for key, member in value.items():
             self.path.append(key)
+            self.letters += len(key)
             found[key] = self.node(member, depth)
             self.path.pop()
         return found
@@ -178,7 +252,8 @@ class _Flattener:
         found = []
         for key, member in value.items():
             self.path.append(key)
-            found.append([_key(key, depth), self.node(member, depth)])
+            count = self.measured if type(key) is tuple else self.counted
+            found.append([count(_key(key, depth)), self.node(member, depth)])
             self.path.pop()
         return found
 

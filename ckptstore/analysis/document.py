@@ -13,6 +13,7 @@ from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
 from ckptstore.formats.codecs import BLOCK, word_size
 from ckptstore.formats.errors import StorageError
+from ckptstore.outputs import refuse_store
 
 __all__ = ["COLUMNS", "document", "write_csv"]
 
@@ -140,8 +141,10 @@ def write_csv(found: Analysis, path: Path) -> None:
     """Write one row for every measurement (`COLUMNS`). The file appears complete or not at all.
 
     Raises:
+        UsageError: it is inside a checkpoint store.
         StorageError: it cannot be written.
     """
+    refuse_store(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", newline="", encoding="utf-8") as file:

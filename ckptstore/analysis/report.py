@@ -19,6 +19,7 @@ from ckptstore.analysis.style import STYLE
 from ckptstore.analysis.wording import amount, headline, percent, ratio, restore_line, sample_line
 from ckptstore.formats.codecs import word_size
 from ckptstore.formats.errors import StorageError
+from ckptstore.outputs import refuse_store
 
 __all__ = ["render", "write_report"]
 
@@ -34,8 +35,10 @@ def write_report(found: Analysis, folder: Path) -> Path:
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
+        UsageError: it is inside a checkpoint store.
         StorageError: it cannot be written.
     """
+    refuse_store(folder / "index.html")
     plots.need_matplotlib()
     text = render(found)
     page = folder / "index.html"

@@ -16,13 +16,14 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ckptstore.checkpoint import CheckpointInfo
+from ckptstore.checkpointfolders import is_beside, survey
 from ckptstore.formats.errors import UsageError
 from ckptstore.formats.state import TensorSource
 from ckptstore.importing import step_of
 from ckptstore.loading import open_base
 from ckptstore.staging import Bytes
 from ckptstore.store import Store, open_store
-from ckptstore.weightfiles import locate, open_file
+from ckptstore.weightfiles import open_file
 
 __all__ = ["Checkpoint", "Read", "Skipped", "TensorType", "open_series", "shared_tensors"]
 
@@ -180,7 +181,9 @@ def _expand(text: str) -> list[tuple[Path, ...]]:
     """The checkpoints that one argument stands for, each as its files."""
     path = Path(text)
     if path.exists() or not glob.has_magic(text):
-        return _series_in(path) if path.is_dir() else [(locate(path),)]
+        if not path.exists():
+            raise UsageError(f"{path} does not exist")
+        return _series_in(path) if path.is_dir() else [(path,)]
     matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  # absolute patterns, too
     if not matches:
         raise UsageError(f"{text!r} matches no file")
@@ -192,7 +195,7 @@ def _series_in(folder: Path) -> list[tuple[Path, ...]]:
     if indexes := sorted(folder.glob("*.index.json")):
         return [_with_optimizer((indexes[0],))] if len(indexes) == 1 else [(index,) for index in indexes]
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix.lower() in _WEIGHTS]
-    models = [file for file in files if file.name not in _BESIDE]
+    models = [file for file in files if not is_beside(file)]
     if len(models) == 1:
         return [_with_optimizer((models[0],))]
     if len(models) > 1:
@@ -202,7 +205,7 @@ def _series_in(folder: Path) -> list[tuple[Path, ...]]:
     for inner in sorted(folder.iterdir()):
         if inner.is_dir() and _step(inner / "model.pt") is not None and _holds_weights(inner):
             found += _series_in(inner)
-    return found or [(locate(folder),)]  # locate says what is wrong with it
+    return found or [(survey(folder).weights,)]  # which says what is wrong with it
 
 
 def _holds_weights(folder: Path) -> bool:

@@ -7,6 +7,8 @@ import io
 import os
 import pickle
 import re
+import struct
+import threading
 import warnings
 import zipfile
 from pathlib import Path
@@ -15,14 +17,19 @@ from typing import Any, Final
 import torch
 
 from ckptstore.formats.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
+from ckptstore.training.pickledarrays import ALLOWED
 
 __all__ = ["load"]
 
 _READ: Final = 1 << 20
+_loading = threading.Lock()
+"""What torch allows is one set for the whole process: nobody else here takes it back meanwhile."""
 
 
 def load(path: Path) -> Any:
     """The object in a ``.pt`` file, its tensors on the CPU and, in a zip archive, mapped from the file.
+
+    numpy's arrays of numbers are `PickledArray`; of everything else, only what torch allows is made.
 
     Raises:
         UnsupportedStateError: loading it would run pickled code.
@@ -31,19 +38,27 @@ def load(path: Path) -> Any:
         StorageError: it cannot be read.
     """
     try:
-        with warnings.catch_warnings():
+        with _loading, warnings.catch_warnings(), torch.serialization.safe_globals(ALLOWED):
             warnings.simplefilter("ignore")  # torch remarks on its own storage classes and file versions
             if zipfile.is_zipfile(path):
                 _check_sums(path)
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             with _Bounded(io.FileIO(path)) as file:
+                if file.peek(2)[:2] == b"PK":
+                    raise FormatError(f"{path}: truncated: the directory of the archive, which is its end, is missing")
                 return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
     except OSError as error:
         raise StorageError(error.errno, error.strerror, str(path)) from error
-    except (MemoryError, CorruptionError, FormatError):
+    except (EOFError, struct.error) as error:
+        raise FormatError(f"{path}: truncated: it ends in the middle of a pickle") from error
+    except (MemoryError, CorruptionError):
         raise
+    except FormatError as error:
+        if str(path) in str(error):
+            raise
+        raise FormatError(f"{path}: {error}") from error  # of an array, which knows no file
     except Exception as error:
         # torch reports damage by whatever error comes first, assertions included; the first line of what it says tells
         # what, the rest is advice for programmers.
@@ -85,6 +100,13 @@ class _Bounded(io.BufferedReader):
         """At most `size` bytes."""
         left = os.fstat(self.fileno()).st_size - self.tell()
         return super().read(left if size is None or size < 0 else min(size, max(left, 0)))
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """A whole line: half of one would read as another name. Raises `EOFError`."""
+        line = super().readline(size)
+        if not line.endswith(b"\n"):
+            raise EOFError
+        return line
 
 
 def _refused(path: Path, error: pickle.UnpicklingError) -> UnsupportedStateError | FormatError:

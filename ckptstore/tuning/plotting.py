@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 from ckptstore.formats.errors import MissingDependencyError, UsageError
+from ckptstore.outputs import refuse_store
 from ckptstore.tuning.model import Job, Model
 from ckptstore.tuning.optimum import Configuration, best
 
@@ -24,9 +26,10 @@ def heat_map(job: Job, path: str | os.PathLike[str]) -> None:
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        UsageError: the suffix names no kind of picture.
+        UsageError: the suffix names no kind of picture, or the path is inside a checkpoint store.
         OSError: the picture cannot be written.
     """
+    refuse_store(Path(path).resolve())  # what it may be a link to is overwritten
     try:
         from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure

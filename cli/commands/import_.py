@@ -9,7 +9,7 @@ import click
 
 from ckptstore.cli.arguments import REF, STEP, STORE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, progress, ratio, size, table
+from ckptstore.cli.output import emit, note, progress, ratio, size, table
 
 if TYPE_CHECKING:
     from ckptstore.deltas import DeltaOptions
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     examples=[
         "ckpt import runs/gpt model.safetensors --step 1000",
         "ckpt import runs/gpt checkpoint-*/model.safetensors.index.json",
+        "ckpt import runs/gpt checkpoint-*/ --leave-out training_args.bin",
         "ckpt import runs/gpt step_*.pt",
         "ckpt import runs/gpt old/step_500.pt --parent none",
         "ckpt import runs/small checkpoint-*/ --delta --max-restore-cost 3x",
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
     metavar="REF|none",
     help="What the new term continues from; default: latest.",
 )
+@click.option(
+    "--leave-out",
+    multiple=True,
+    metavar="GLOB",
+    help="Of a folder: do not take what has this name; may be repeated. Without it nothing is left out.",
+)
 @click.option("--delta", is_flag=True, help="Store the series as deltas: shrinks a folder of checkpoints.")
 @click.option("--interval", metavar="T|auto", help="With --delta: checkpoints that share one base. Default: auto.")
 @click.option(
@@ -53,6 +60,7 @@ def command(
     files: tuple[Path, ...],
     step: int | Literal["auto"],
     parent: str,
+    leave_out: tuple[str, ...],
     delta: bool,
     interval: str | None,
     max_restore_cost: str | None,
@@ -61,14 +69,18 @@ def command(
     """Store .safetensors and .pt files as checkpoints.
 
     FILE is a .safetensors or .pt file, the .index.json of Hugging Face shards, or a folder that holds one of these.
+    Of a trainer's folder everything becomes one state: model, optimizer, scheduler, scaler, rng, trainer_state, files.
     Several files are a series, stored by ascending step. The store is created if there is none. Pickled code is never
     run: a .pt file that needs it is refused.
     """
     import ckptstore
     from ckptstore.importing import import_files
+    from ckptstore.outputs import refuse_store
 
     if not delta and (interval, max_restore_cost) != (None, None):
         raise click.UsageError("--interval and --max-restore-cost say how deltas are stored: they need --delta")
+    if "://" not in store:
+        refuse_store(Path(store))
     target = ckptstore.open(store)
     with progress("importing") as advance:
         imported = import_files(
@@ -76,9 +88,13 @@ def command(
             files,
             step,
             parent=None if parent == "none" else parent,
+            leave_out=leave_out,
             deltas=_deltas(interval or "auto", max_restore_cost or "4x") if delta else None,
             progress=advance,
         )
+    for one in imported:
+        if one.left_out:
+            note(f"{one.path}: not in {one.info.ref}: {', '.join(one.left_out)}")
     before, after = sum(one.nbytes for one in imported), sum(one.info.stored for one in imported)
     if as_json:
         emit(
@@ -98,6 +114,7 @@ def command(
                         "bytes": one.info.nbytes,
                         "stored_bytes": one.info.stored,
                         "state": one.info.state,
+                        "left_out": list(one.left_out),
                     }
                     for one in imported
                 ],

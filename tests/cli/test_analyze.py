@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptstore.analysis import Options, analyze, write_csv, write_report
+from ckptstore.formats.errors import UsageError
 from tests.cli.conftest import Run, assert_documented
 
 DOCS = Path(__file__).parents[2] / "docs" / "analyze.md"
@@ -131,3 +133,19 @@ def test_errors(ckpt: Run, series: list[Path], tmp_path: Path) -> None:
     assert "GLOB=CLASS" in ckpt("analyze", *series, "--class", "thing").err
     assert "link speed" in ckpt("analyze", *series, "--link", "fast").err
     assert "restore cost" in ckpt("analyze", *series, "--max-restore-cost", "much").err
+
+
+@pytest.mark.parametrize("option", ["--csv", "--report"])
+def test_reports_do_not_go_into_a_store(
+    ckpt: Run, run: Path, series: list[Path], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    with monkeypatch.context() as patched:
+        patched.setattr("ckptstore.analysis.analyze", lambda *_a, **_o: pytest.fail("measured, although refused"))
+        outcome = ckpt("analyze", *series, option, run / "seg" / "out")
+    assert outcome.code == 2
+    assert "is inside the checkpoint store" in outcome.err
+    found = analyze([str(path) for path in series], Options(methods=("raw", "xor")))
+    for write, path in ((write_csv, run / "FORMAT"), (write_report, run / "log")):
+        with pytest.raises(UsageError, match="is inside the checkpoint store"):
+            write(found, path)

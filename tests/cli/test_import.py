@@ -14,6 +14,7 @@ import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented, state
 from tests.engine.states import same
 from tests.engine.test_deltas import trajectory
+from tests.engine.trainer_folder import write_trainer_folder
 
 
 def write(path: Path, value: float) -> Path:
@@ -74,6 +75,23 @@ def test_a_torch_file_with_code_in_it_is_refused(ckpt: Run, tmp_path: Path) -> N
     assert "refers to torch.nn.modules.linear.Linear" in outcome.err
     assert "hint: save it again with only tensors" in outcome.err
     assert not (tmp_path / "run").exists()
+
+
+def test_trainer_folders_are_imported_whole_or_as_told(ckpt: Run, tmp_path: Path) -> None:
+    folders = [tmp_path / f"checkpoint-{step}" for step in (10, 5)]
+    saved = {int(folder.name[11:]): write_trainer_folder(folder, step=int(folder.name[11:])) for folder in folders}
+    refused = ckpt("import", tmp_path / "run", *folders)
+    assert refused.code == 6
+    assert "training_args.bin" in refused.err
+    assert "hint: to import the rest: --leave-out 'training_args.bin'" in refused.err
+    assert not (tmp_path / "run").exists()
+    arguments = ["import", tmp_path / "run", *folders, "--leave-out", "training_args.bin"]
+    shown = ckpt(*arguments, "--json").json["checkpoints"]
+    assert [(one["step"], one["left_out"]) for one in shown] == [(step, ["training_args.bin"]) for step in (5, 10)]
+    for step, parts in saved.items():
+        same(ckptstore.open(tmp_path / "run").load(step)["optimizer"], parts["optimizer"])
+    text = ckpt("import", tmp_path / "again", *arguments[2:])
+    assert f"note: {folders[1]}: not in 5@1: training_args.bin" in text.err
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
@@ -144,3 +162,11 @@ def test_a_state_without_tensors_comes_back(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("restore", tmp_path / "run", "--out", tmp_path / "x.safetensors").code == 0
     assert ckpt("import", tmp_path / "copy", tmp_path / "x.safetensors", "--step", "1").code == 0
     assert ckptstore.open(tmp_path / "copy").load(1) == whole
+
+
+def test_no_store_inside_a_store(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    outcome = ckpt("import", run / "seg" / "inner", write(tmp_path / "step_9.safetensors", 1))
+    assert outcome.code == 2
+    assert "is inside the checkpoint store" in outcome.err
+    assert not (run / "seg" / "inner").exists()
+    assert ckpt("import", run, tmp_path / "step_9.safetensors").code == 0

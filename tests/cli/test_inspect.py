@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ckptstore
+from ckptstore.diffs import DiffOptions
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.engine.test_diffs import Trainer
 
 
 def test_text(ckpt: Run, pristine: Path) -> None:
@@ -72,6 +75,27 @@ def test_statistics_of_awkward_tensors(ckpt: Run, pristine: Path) -> None:
     assert ckpt("inspect", pristine, "--tensor", "odd.empty").code == 0
     assert ckpt("inspect", pristine, "--tensor", "odd.z", "--json").json["values"] == 2
     assert ckpt("inspect", pristine, "--tensor", "model.frozen", "--json").json["max"] == 11
+
+
+def test_lossy_is_said_of_what_is_lossy_and_of_nothing_else(ckpt: Run, tmp_path: Path) -> None:
+    trainer, store = Trainer(), ckptstore.open(tmp_path / "run", create=True)
+    with store.writer(diffs=DiffOptions(batch=4, accumulate="sum")) as writer:
+        for step in range(1, 6):
+            trainer.train(0.02)
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+    for ref, lossy in (("1", False), ("5", True)):
+        text = ckpt("inspect", store.url, ref)
+        assert text.code == 0
+        assert ("LOSSY" in text.out) == lossy
+        found = ckpt("inspect", store.url, ref, "--json").json
+        assert found["lossy"] == lossy
+        assert [link["lossy"] for link in found["chain"]] == [False, True][: 1 + lossy]
+        restored = ckpt("restore", store.url, "--step", ref, "--out", tmp_path / f"{ref}.pt")
+        assert (f"note: {ref}@1 is lossy" in restored.err) == lossy
+    assert [line.split()[1:3] for line in ckpt("log", store.url).out.splitlines()[1:]] == [
+        *[["5@1", "gradient"], ["1@1", "full"]]
+    ]
+    assert ["lossy" in line for line in ckpt("log", store.url).out.splitlines()[1:]] == [True, False]
 
 
 def test_errors(ckpt: Run, pristine: Path) -> None:

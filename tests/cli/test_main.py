@@ -219,15 +219,25 @@ def test_a_closed_pipe_is_quiet(pristine: Path) -> None:
     assert complaint == b""
 
 
-def test_a_terminal_without_unicode(pristine: Path) -> None:
-    arguments = ["inspect", pristine, "--tensor", "model.embedding.weight"]
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        capture_output=True,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        check=True,
-    )
-    assert b"one bar per power of two" in done.stdout
+@pytest.mark.parametrize("encoding", ["latin-1", "cp437", "ascii"])
+def test_a_terminal_without_unicode(pristine: Path, encoding: str) -> None:
+    """Signs that it has not are written as escapes. Of ascii click makes UTF-8; of others it leaves an error."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[bytes]:
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, env=environment, check=False)
+
+    tree = run("inspect", pristine, "--state")
+    assert (tree.returncode, tree.stderr) == (0, b"")
+    branch = {"latin-1": b"\\u251c\\u2500\\u2500 model", "cp437": "├── model".encode("cp437")}
+    assert branch.get(encoding, "├── model".encode()) in tree.stdout
+    bars = run("inspect", pristine, "--tensor", "model.embedding.weight")
+    assert (bars.returncode, bars.stderr) == (0, b"")
+    assert b"one bar per power of two" in bars.stdout
+    wrong = run("inspect", pristine, "5→")
+    assert (wrong.returncode, wrong.stdout) == (2, b"")
+    arrow = b"\\u2192" if encoding != "ascii" else "→".encode()
+    assert wrong.stderr.startswith(b"error: '5" + arrow + b"' is no REF")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

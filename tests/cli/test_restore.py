@@ -132,3 +132,11 @@ def test_explain_shows_the_plan_and_writes_nothing(ckpt: Run, tmp_path: Path) ->
     assert found["bytes_read"] == sum(step["bytes_read"] for step in found["steps"])
     assert ckpt("restore", store).code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_never_into_a_store(ckpt: Run, run: Path) -> None:
+    before = (run / "FORMAT").read_bytes()
+    outcome = ckpt("restore", run, "--out", run / "FORMAT", "--force")
+    assert outcome.code == 2
+    assert f"is inside the checkpoint store {run}" in outcome.err
+    assert (run / "FORMAT").read_bytes() == before

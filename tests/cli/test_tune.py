@@ -108,6 +108,17 @@ def test_from_a_store_without_diffs(ckpt: Run, pristine: Path) -> None:
     assert ckpt("tune", "wasted-time", "--from", pristine, "--mtbf", "1h", "--replay-time", "1ms").code == 0
 
 
+def test_no_plot_inside_a_store(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "link.png").symlink_to(run / "FORMAT")
+    before = (run / "FORMAT").read_bytes()
+    for picture in (run / "wasted.png", tmp_path / "link.png"):
+        outcome = ckpt("tune", "wasted-time", "--paper", "--plot", picture)
+        assert outcome.code == 2
+        assert "is inside the checkpoint store" in outcome.err
+    assert (run / "FORMAT").read_bytes() == before
+
+
 def test_a_plot(ckpt: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "wasted.png"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ckptstore.exporting import export
 from ckptstore.formats import jsontext
 from ckptstore.formats.errors import FormatError, StorageError, TensorNotFoundError, UsageError
 from ckptstore.importing import import_files
+from ckptstore.outputs import refuse_store
 from ckptstore.weightfiles import STATE_MEMBER
 from tests.engine.states import every_dtype, same, tensor_bytes, training_state
 
@@ -259,3 +261,27 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 48 * 1024, "KiB above a first, small export"
+
+
+@pytest.mark.parametrize("where", ["FORMAT", "log/00000000000000000000", "model.safetensors", "seg/new/../model.pt"])
+def test_no_output_inside_a_store(tmp_path: Path, where: str) -> None:
+    """Not of this store, nor of another, empty or with a damaged FORMAT; not through a link to one."""
+    root = tmp_path / "run"
+    store = ckptstore.open(root)
+    with store.writer() as writer:
+        writer.save({"w": np.ones(3)}, 1)
+    before = {file: file.read_bytes() for file in root.rglob("*") if file.is_file()}
+    (tmp_path / "link").symlink_to(root)
+    (root / "seg" / "new").mkdir()
+    for folder in (root, tmp_path / "link"):
+        with pytest.raises(UsageError, match=rf"is inside the checkpoint store {re.escape(str(root))}: write it som"):
+            export(store, 1, folder / where, overwrite=True)
+    assert {file: file.read_bytes() for file in root.rglob("*") if file.is_file()} == before
+    ckptstore.open(tmp_path / "empty", create=True)
+    with pytest.raises(UsageError, match="is inside the checkpoint store"):
+        export(store, 1, tmp_path / "empty" / "FORMAT", overwrite=True)
+    (root / "FORMAT").write_bytes(b"damaged")
+    with pytest.raises(UsageError, match="is inside the checkpoint store"):
+        refuse_store(root / "FORMAT")
+    (tmp_path / "FORMAT").write_text("somebody else's")
+    refuse_store(tmp_path / "model.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import uuid
@@ -18,6 +19,7 @@ import torch
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.formats.errors import StepOrderError, TensorNotFoundError, UnsupportedStateError, UsageError
 from ckptstore.segments import write_full
 from tests.engine.states import every_dtype, same, tensor_bytes, training_state
 
@@ -63,6 +65,16 @@ class TestRoundTrip:
                 assert isinstance(loaded[name], np.ndarray), name
                 assert loaded[name].tobytes() == tensor_bytes(tensor), name
                 assert loaded[name].shape == tuple(tensor.shape), name
+
+    def test_a_state_with_too_long_a_text_is_refused_by_its_key(self, url: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            for save in (writer.save, writer.save_async):
+                with pytest.raises(UnsupportedStateError, match=r"^state\['run'\]\['notes'\]: takes 20\.0 MB"):
+                    save({"w": np.ones(3), "run": {"notes": "x" * 20_000_000}}, 1)
+            assert not any(key.startswith("seg/") for key in store.backend.list(""))
+            same(writer.save({"notes": "x" * 16_000_000}, 1).step, 1)
+        assert len(store.load(1)["notes"]) == 16_000_000
 
     def test_state_without_tensors(self, url: str) -> None:
         with ckptstore.open(url).writer() as writer:
@@ -144,6 +156,51 @@ class TestSelection:
         ckptstore.open(tmp_path / "store").load(1, select="t7")
         assert (1 << 20) <= sum(asked) < (1 << 20) + 65536  # the tensor, the header and small records
 
+    @pytest.mark.parametrize(
+        ("name", "hint"),
+        [
+            ("w.*", "this takes one name, and 2 match: w.a, w.b"),
+            ("w.c", "close: w.b, w.a"),
+            ("nothing", "it has 3 tensors"),
+        ],
+    )
+    def test_one_tensor_has_one_name(self, url: str, name: str, hint: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            writer.save({"w": {"a": np.ones(1), "b": np.zeros(1)}, "v[0]": np.ones(2)}, 1)
+        for read in (store.read_tensor, lambda *which: list(store.chunks(*which))):
+            with pytest.raises(TensorNotFoundError, match=f"no tensor is named '{re.escape(name)}'; {re.escape(hint)}"):
+                read(1, name)
+        assert store.read_tensor(1, "v[0]").nbytes == 16
+
+    @pytest.mark.parametrize("step", [np.int64(7), np.uint8(7), np.array(7), torch.tensor(7)], ids=repr)
+    def test_whole_numbers_of_any_type_are_steps(self, url: str, step: Any) -> None:
+        store = ckptstore.open(url)
+        with store.writer(max_in_flight=2) as writer:
+            assert type(writer.save({"n": 1}, step).step) is int
+            assert type(writer.save_async({"n": 2}, step + 1).result().step) is int
+            writer.tag("best", step)
+        assert store.load(step) == {"n": 1}
+        assert store.load("tag:best") == {"n": 1}
+        assert store.load(step + 1) == {"n": 2}
+        with store.writer(parent=step) as writer:
+            assert writer.parent is not None
+            assert writer.parent.ref == "7@1"
+
+    @pytest.mark.parametrize("step", [True, np.True_, torch.tensor(True), 7.0, np.float32(7), "7", None], ids=repr)
+    def test_nothing_else_is_a_step(self, url: str, step: Any) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            writer.save({"n": 1}, 1)
+            for refuse in (writer.save, writer.save_async):
+                with pytest.raises(StepOrderError, match="a whole number from 0"):
+                    refuse({"n": 1}, step)
+            with pytest.raises(StepOrderError, match="a whole number from 0"):
+                writer.tag("best", step)
+        if step != "7":
+            with pytest.raises(UsageError, match="is no REF; use latest"):
+                store.load(step)
+
 
 class TestInPlace:
     def test_restores_into_existing_tensors(self, url: str) -> None:
@@ -197,6 +254,35 @@ class TestInPlace:
             target = torch.zeros(6 << 20, dtype=torch.complex64).conj()
             store.load(1, into={"w": target}, threads=3)
             assert torch.equal(target, saved)
+
+    def test_a_fresh_optimizer_has_no_place_for_its_state_and_the_error_says_what_to_do(self, url: str) -> None:
+        state, store = training_state(), ckptstore.open(url)
+        with store.writer() as writer:
+            writer.save(state, 1)
+        model = {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}
+        model["0.weight"] = model["tied"]
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(model["tied"])])
+        into = {"model": model, "optimizer": optimizer.state_dict()}
+        with pytest.raises(UsageError, match="an optimizer has no state before its first step") as raised:
+            store.load(1, into=into)
+        assert "load('optimizer' left out of into=, select=['model.*'])" in str(raised.value)
+        assert "load(select='optimizer.*')['optimizer'] to its load_state_dict()" in str(raised.value)
+        assert not model["0.weight"].any()
+        untied = model | {"0.weight": torch.zeros(64, 64)}
+        with pytest.raises(UsageError, match=r"into= has a tensor 'model\.0\.weight' that the checkpoint has not"):
+            store.load(1, into={"model": untied}, select=["model.*"])
+        store.load(1, into={"model": model}, select=["model.*"])
+        same(model["0.weight"], state["model"]["0.weight"])
+        same(store.load(1, select="optimizer.*")["optimizer"], state["optimizer"])
+
+    def test_other_tensors_that_are_missing(self, url: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            writer.save({"a": np.ones(2), "o": {"state": {"x": np.ones(1), "y": np.ones(1)}}}, 1)
+        with pytest.raises(
+            UsageError, match=r"no tensor 'o\.state\.x' \(1 of 3 are missing\): load what it has with sel"
+        ):
+            store.load(1, into={"a": np.ones(2), "o": {"state": {"y": np.ones(1)}}})
 
 
 class TestMapping:

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckptstore.formats import jsontext, values
@@ -134,6 +134,37 @@ def test_every_state_comes_back_identical(state: Any) -> None:
 def test_equal_states_have_equal_text(state: Any) -> None:
     tree = flatten(state).tree
     assert jsontext.dumps(flatten(there_and_back(state)).tree) == jsontext.dumps(tree)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(states)
+def test_a_tree_may_be_as_long_as_its_limit_and_no_longer(monkeypatch: pytest.MonkeyPatch, state: Any) -> None:
+    monkeypatch.undo()
+    length = len(jsontext.dumps(flatten(state).tree))
+    monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", length)
+    flatten(state)
+    monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", length - 1)
+    with pytest.raises(UnsupportedStateError, match=r"^state.*: takes .* MB as text; all of a state"):
+        flatten(state)
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"run": {"notes": "x" * 20_000_000}}, "state['run']['notes']: takes 20.0 MB"),
+        ({"a": [1, ("é" * 4_000_000,)], "b": "x" * 9_000_000}, "state['a'][1][0]: takes 24.0 MB"),
+        ({7: {"k" * 100: b"x" * 15_000_000}}, f"state[7]['{'k' * 79}]: takes 20.0 MB"),
+        ({"many": [{"note": "x" * 300_000} for _ in range(100)]}, "state['many']: takes 30.0 MB"),
+        ({"set": {"x" * 20_000_000}}, "state['set']: takes 20.0 MB"),
+        ({"x" * 20_000_000: 1}, "state: takes 20.0 MB"),
+        (OrderedDict(log="x" * 20_000_000), "state['log']: takes 20.0 MB"),
+    ],
+)
+def test_what_makes_a_state_too_long_is_named(state: Any, where: str) -> None:
+    with pytest.raises(UnsupportedStateError) as raised:
+        flatten(state)
+    assert str(raised.value).startswith(where)
+    assert "may take 16.7 MB: store it as a tensor" in str(raised.value)
 
 
 def test_a_training_state() -> None:
