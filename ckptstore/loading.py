@@ -34,7 +34,7 @@ from ckptstore.pins import claim
 from ckptstore.planner import Plan, plan
 from ckptstore.reading import Progress, SegmentReader, copy_tensors, load_tensors, map_tensors
 from ckptstore.remarks import warn
-from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
+from ckptstore.staging import Bytes, Staging, aligned
 from ckptstore.store import LossyWarning, Store
 
 __all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "opened", "read_tensor", "tensors", "tree"]
@@ -240,7 +240,7 @@ def _mapped(
 
 def _staging(threads: int) -> Staging:
     """Two blocks for each thread: a payload, and what it becomes."""
-    return Staging(2 * threads * BLOCK_BYTES)
+    return Staging.for_chunks(2 * threads)
 
 
 def _builder(wanted: dict[str, Chain], data: dict[str, Bytes], options: LoadOptions) -> Callable[[str, Origin], Any]:

@@ -15,10 +15,10 @@ import numpy as np
 from ckptstore.backends.base import BLOCK, Backend, SegmentSource
 from ckptstore.formats import hashing
 from ckptstore.formats.errors import CorruptSegmentError, KeyNotFoundError, UsageError
-from ckptstore.formats.layout import HEADER_LIMIT
+from ckptstore.formats.layout import CHUNK, HEADER_LIMIT
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, check_header, parse
-from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
+from ckptstore.staging import BLOCK_BYTES, SLACK, Bytes, Staging, aligned
 
 __all__ = [
     "Piece",
@@ -200,7 +200,7 @@ def copy_tensors(
 
 def iterate_tensor(reader: SegmentReader, tensor: TensorEntry, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
     """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
-    memory = aligned(min(tensor.nbytes, BLOCK_BYTES) + 2 * BLOCK)
+    memory = aligned(min(tensor.nbytes, CHUNK) + SLACK)
     for piece in _pieces(tensor):
         first = piece.chunk.offset // BLOCK * BLOCK
         _read_job(reader, [piece], memory, first, verify, None)()

@@ -131,7 +131,7 @@ def verify(
     format_file = _format(store, keys, found)
     catalog = _history(store, format_file, keys, found)
     found.total = found.nbytes + sum(segment.size for segment in catalog.segments.values())
-    staging = Staging(max(2, threads) * (16 << 20))
+    staging = Staging.for_chunks(max(2, threads))
     with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-verify") as pool:
         for segment in sorted(catalog.segments.values(), key=lambda entry: (entry.term, entry.id)):
             _check_segment(store, segment, staging, pool, found)
