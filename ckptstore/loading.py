@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from ckptstore import refs, torch_seam
-from ckptstore.assembling import Held, assemble, held_by
+from ckptstore.assembling import Held, assemble, held_by, tree_of
 from ckptstore.chains import Chain, fold_tensors, iterate_chain
 from ckptstore.deltas import StoredBase
 from ckptstore.formats import dtypes, hashing, jsontext
@@ -87,11 +87,8 @@ class Opened:
     @cached_property
     def tree(self) -> Any:
         """The typed JSON tree of the state."""
-        for segment in self.plan.encodings[-1].segments:
-            trees = self.readers[segment].doc.trees
-            if self.entry.step in trees:
-                return trees[self.entry.step]
-        raise CorruptSegmentError(f"checkpoint {self.entry.ref}: none of its segments holds the state's tree")
+        last = self.plan.encodings[-1]
+        return tree_of([self.readers[segment] for segment in last.segments], last)
 
     @cached_property
     def chains(self) -> dict[str, Chain]:
@@ -113,11 +110,7 @@ class Opened:
 
     def _held(self, encoding: Encoding) -> Held:
         """The tensors of one encoding, which builds on what the plan says."""
-        readers = [self.readers[segment] for segment in encoding.segments]
-        for reader in readers:
-            if encoding.base is not None and encoding.base not in reader.doc.bases:
-                raise CorruptSegmentError(f"{reader.entry.key}: does not build on {encoding.base.ref}, as the log says")
-        return held_by(readers, encoding.checkpoint[1])
+        return held_by([self.readers[segment] for segment in encoding.segments], encoding)
 
     def check_identity(self) -> None:
         """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
@@ -152,9 +145,11 @@ def opened(store: Store, ref: str | int) -> Iterator[Opened]:
 
 def _open(store: Store, entry: SegmentEntry) -> SegmentReader:
     reader = SegmentReader(store.backend, entry)
-    if (reader.doc.run, reader.doc.segment, reader.doc.term) != (store.run, entry.id, entry.term):
+    try:
+        reader.check_identity(store.run)
+    except CorruptSegmentError:
         reader.close()
-        raise CorruptSegmentError(f"{entry.key}: holds segment {reader.doc.segment} of run {reader.doc.run}")
+        raise
     return reader
 
 

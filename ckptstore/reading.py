@@ -69,6 +69,13 @@ class SegmentReader:
         """Release the handle."""
         self.source.close()
 
+    def check_identity(self, run: str) -> None:
+        """Compare whose segment it says that it is with whose the log says. Raises `CorruptSegmentError`."""
+        if (self.doc.run, self.doc.segment, self.doc.term) != (run, self.entry.id, self.entry.term):
+            raise CorruptSegmentError(
+                f"{self.entry.key}: holds segment {self.doc.segment} of term {self.doc.term} of run {self.doc.run}"
+            )
+
     def _read_doc(self) -> SegmentDoc:
         entry = self.entry
         if self.source.size != entry.size:

@@ -24,7 +24,7 @@ from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.layers import Layer, check_decoded, fold_layer, read_payload
 from ckptstore.staging import SLACK, Bytes, aligned
 
-__all__ = ["Cell", "Program", "Room", "Stage"]
+__all__ = ["Cell", "Program", "Room", "Stage", "take_step"]
 
 _WINDOW = 4 << 20
 """Payload bytes of steps taken in one pass: enough of them to keep the state in cache, few enough to read ahead."""
@@ -213,6 +213,22 @@ class Program:
                     except CorruptSegmentError as error:
                         return CorruptSegmentError(f"{error}; the steps before it are right")
         return None
+
+
+def take_step(layer: Layer, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes) -> None:
+    """Take one step of a group, in place.
+
+    Args:
+        layer: the leader.
+        cells: the tensors of the group, in the order of its names.
+        memory: chunk `index` of each; worthless after an error.
+        scratch: memory for the payload.
+
+    Raises:
+        CorruptSegmentError: the payload is not what was written.
+        StorageError: the medium failed.
+    """
+    _take_steps(Stage(cells, (layer,)), index, memory, (scratch, scratch), None, True)
 
 
 def _length(cell: Cell, index: int) -> int:

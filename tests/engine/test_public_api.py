@@ -37,6 +37,7 @@ EXPECTED = [
     "TensorNotFoundError",
     "TermInfo",
     "UnpinnedWarning",
+    "Unread",
     "UnsupportedBackendError",
     "UnsupportedStateError",
     "Update",
