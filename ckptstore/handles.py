@@ -11,7 +11,7 @@ from ckptstore.formats.errors import CorruptSegmentError, KeyNotFoundError
 
 __all__ = ["Handles"]
 
-_OPEN: Final = 64
+_OPEN: Final = 32
 
 
 class Handles:

@@ -51,6 +51,8 @@ def trees(catalog: Catalog, chosen: Mapping[Node, Encoding]) -> list[Branch]:
     roots: list[Branch] = []
     for node, edges in sorted(catalog.encodings.items()):
         for edge in edges:
+            if not catalog.segments.keys() >= set(edge.segments):
+                continue  # whoever dropped them left another way
             planned = node in chosen and edge_of(edge) == edge_of(chosen[node])
             branch = main[node] if planned else Branch(edge)
             if edge.base is None:
