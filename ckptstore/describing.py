@@ -44,7 +44,7 @@ class Descriptions:
         self._found = found
         self._readers: dict[str, list[Encoding]] = {}
         for edges in catalog.encodings.values():
-            for edge in edges:
+            for edge in {edge_of(edge): edge for edge in edges}.values():  # a log may say it twice
                 for segment in dict.fromkeys(edge.segments):
                     self._readers.setdefault(segment, []).append(edge)
         self._waiting: dict[Edge, dict[str, SegmentReader]] = {}

@@ -1,6 +1,6 @@
 """Decoding every checkpoint of a store: nothing is believed that can be computed.
 
-The encodings that build on one full are a tree (`ckptstore.lineages`). It is walked once for every *column*: the chunks
+The encodings that build on one full are a tree (`ckptstore.branches`). It is walked once for every *column*: the chunks
 at one place of tensors that need each other (those that optimizer steps move together, a master and its rounded copy).
 So each payload is decoded once, and no state is ever in memory: one column for each thread, and one more for every
 fork of the tree above the present place, of which there are few, because the larger side is walked last.
@@ -20,6 +20,7 @@ import numpy as np
 
 from ckptstore.assembling import Held, held_by, spec_of
 from ckptstore.backends.base import Backend
+from ckptstore.branches import Branch
 from ckptstore.chains import master_of
 from ckptstore.findings import Findings, edge_of
 from ckptstore.formats import digest
@@ -29,7 +30,6 @@ from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.formats.records import Encoding
 from ckptstore.handles import Handles
 from ckptstore.layers import Layer, check_decoded, fold_layer
-from ckptstore.lineages import Branch
 from ckptstore.reading import SegmentReader
 from ckptstore.replaying import Cell, take_step
 from ckptstore.staging import Bytes, Staging
@@ -51,7 +51,7 @@ def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Fi
     """Decode and replay every encoding; compare every chunk's hash and every state digest with what was recorded.
 
     Args:
-        roots: see `lineages.trees`.
+        roots: see `branches.trees`.
         found: what is known to be wrong already, which is left out; takes what is found.
         threads: how many; each has two payloads and its columns in memory.
 

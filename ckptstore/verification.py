@@ -9,16 +9,15 @@ was restored. What is damaged is reported with the checkpoints that need it; the
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from ckptstore.backends.base import BLOCK
+from ckptstore.branches import chosen_encodings, trees
 from ckptstore.casualties import casualties
 from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
 from ckptstore.describing import Descriptions, reading_order
-from ckptstore.findings import BytesDone, Damage, Findings, Unread, is_bad_medium
+from ckptstore.findings import BytesDone, Damage, Findings, Unread
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
@@ -28,18 +27,16 @@ from ckptstore.formats.records import (
     CheckpointEntry,
     FormatFile,
     Node,
-    SegmentEntry,
     fold_of,
     slot_key,
     slot_of,
 )
-from ckptstore.lineages import chosen_encodings, trees
 from ckptstore.planner import Plan, plan_all
 from ckptstore.proving import decoded_bytes, prove
-from ckptstore.reading import Piece, SegmentReader, check_chunk, extents
-from ckptstore.staging import Bytes, Staging
+from ckptstore.scrubbing import scrubbing
+from ckptstore.staging import Staging
 from ckptstore.store import Store, open_store
-from ckptstore.sweep import Task, sweep
+from ckptstore.sweep import sweep
 from ckptstore.view import exists, read
 
 __all__ = ["Damage", "Unread", "VerificationReport", "verify"]
@@ -121,7 +118,8 @@ def verify(
     staging = Staging.for_chunks(max(2, threads))
     run = format_file.run
     order = [catalog.segments[segment] for segment in reading_order(catalog)]
-    sweep([_segment(store, run, entry, staging, descriptions, found) for entry in order], threads, "ckptstore-verify")
+    tasks = [scrubbing(store.backend, run, entry, staging, descriptions, found) for entry in order]
+    sweep(tasks, threads, "ckptstore-verify")
     descriptions.compare_bases(chosen)
     prove(store.backend, catalog, roots, found, threads)
     return _report(store, catalog, plans, keys, found, deep)
@@ -200,93 +198,6 @@ def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionErr
             found.add(slot_key(catalog.slots.get(node, catalog.next_seq - 1)), planned)
 
 
-def _segment(
-    store: Store, run: str, entry: SegmentEntry, staging: Staging, descriptions: Descriptions, found: Findings
-) -> Task:
-    """Read one segment: its header and index, what they say, and then its chunks, in as many threads as are free."""
-
-    def begin() -> Iterable[Task]:
-        try:
-            reader = SegmentReader(store.backend, entry)
-        except (CorruptionError, FormatError, StorageError) as error:
-            found.add(entry.key, error, entry.id)
-            return []
-        try:
-            doc = reader.doc
-            tensors = [tensor for step in doc.steps for tensor in doc.tensors.get(step, {}).values()]
-            found.done(entry.size - sum(tensor.stored for tensor in tensors), 1)
-            try:
-                reader.check_identity(run)
-            except CorruptionError as error:
-                found.add(entry.key, error, entry.id)
-            else:
-                descriptions.take(reader)
-            shared = _Shared(reader, extents(tensors))
-        except BaseException:
-            reader.close()
-            raise
-        return shared.tasks(staging, found)
-
-    return begin
-
-
-class _Shared:
-    """A segment that several threads read; the last one closes it."""
-
-    def __init__(self, reader: SegmentReader, pieces: list[list[Piece]]) -> None:
-        self._reader = reader
-        self._pieces = pieces
-        self._left = len(pieces)
-        self._lock = threading.Lock()
-        if not pieces:
-            reader.close()
-
-    def tasks(self, staging: Staging, found: Findings) -> list[Task]:
-        """One for each run of neighbouring chunks."""
-
-        def task(extent: list[Piece]) -> Task:
-            def work() -> Iterable[Task]:
-                with staging.block() as block:
-                    _check_extent(self._reader, extent, block, found)
-                with self._lock:
-                    self._left -= 1
-                    last = not self._left
-                if last:
-                    self._reader.close()
-                return ()
-
-            return work
-
-        return [task(extent) for extent in self._pieces]
-
-
-def _check_extent(reader: SegmentReader, extent: list[Piece], block: Bytes, found: Findings) -> None:
-    entry = reader.entry
-    begin = extent[0].chunk.offset
-    end = extent[-1].chunk.offset + extent[-1].chunk.length
-    data = block[begin % BLOCK : begin % BLOCK + end - begin]
-    try:
-        reader.source.read_into(begin, data.data)
-    except (CorruptionError, StorageError) as error:
-        if isinstance(error, StorageError) and not is_bad_medium(error):
-            found.add(entry.key, error, entry.id)
-            return
-        if len(extent) > 1:  # one bad sector is no reason to give its neighbours up
-            for piece in extent:
-                _check_extent(reader, [piece], block, found)
-            return
-        what = f"tensor {extent[0].tensor.name!r}: bytes {begin}..{end} of the file: {error}"
-        found.add(entry.key, CorruptionError(what), entry.id, [begin])
-        return
-    for piece in extent:
-        at = piece.chunk.offset - begin
-        try:
-            check_chunk(entry.key, piece, data[at : at + piece.chunk.length])
-        except CorruptionError as error:
-            found.add(entry.key, error, entry.id, [piece.chunk.offset])
-    found.done(end - begin)
-
-
 def _report(
     store: Store, catalog: Catalog, plans: dict[Node, Plan], keys: list[str], found: Findings, deep: bool
 ) -> VerificationReport:
@@ -294,7 +205,9 @@ def _report(
     bad = frozenset(found.bad_segments | found.bad_chunks.keys() | flawed)
     intact = plan_all(catalog, avoid=bad)
     gone = casualties(store.backend, catalog, plans.values(), found)
-    restorable, lost, unknown = [], [], []
+    restorable: list[str] = []
+    lost: list[str] = []
+    unknown: list[str] = []
     latest: CheckpointEntry | None = None
     affected: dict[str, list[str]] = {}
     for node, entry in sorted(catalog.checkpoints.items()):

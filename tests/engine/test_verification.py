@@ -299,3 +299,15 @@ def test_deep_holds_chunks_and_no_state(tmp_path: Path) -> None:
     peak, state = map(int, done.stdout.split())
     assert state == 400 << 20
     assert peak < 100 << 20, peak >> 20
+
+
+def test_an_encoding_that_the_log_names_twice() -> None:
+    """Is one: it is decoded once, and what it gives is right."""
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
+    save_chain(store, 3)
+    crafted = Crafted.read(store)
+    newest = crafted.slots[max(key for key, slot in crafted.slots.items() if "checkpoints" in slot)]
+    newest["encodings"] *= 2
+    report = ckptstore.verify(crafted.write(), deep=True)
+    assert report.ok, report.damage
+    assert len(report.restorable) == 3

@@ -50,7 +50,7 @@ def trees(catalog: Catalog, chosen: Mapping[Node, Encoding]) -> list[Branch]:
     main = {node: Branch(encoding) for node, encoding in chosen.items()}
     roots: list[Branch] = []
     for node, edges in sorted(catalog.encodings.items()):
-        for edge in edges:
+        for edge in {edge_of(edge): edge for edge in edges}.values():  # a log may say it twice
             if not catalog.segments.keys() >= set(edge.segments):
                 continue  # whoever dropped them left another way
             planned = node in chosen and edge_of(edge) == edge_of(chosen[node])
