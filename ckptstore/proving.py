@@ -10,23 +10,22 @@ What is wrong is said once. What builds on it is not decoded: `ckptstore.casualt
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ckptstore.assembling import Held, held_by, spec_of
+from ckptstore.assembling import Held, held_by
 from ckptstore.backends.base import Backend
 from ckptstore.branches import Branch
 from ckptstore.chains import master_of
+from ckptstore.columns import Column, Step, cell_of, columns_of
 from ckptstore.findings import Findings, edge_of
 from ckptstore.formats import digest
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CkptError, CorruptSegmentError, StorageError
-from ckptstore.formats.layout import CHUNK, chunk_count
+from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import Encoding
 from ckptstore.handles import Handles
 from ckptstore.layers import Layer, check_decoded, fold_layer
@@ -68,52 +67,6 @@ def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Fi
         handles.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What one encoding does to a column.
-
-    Attributes:
-        layers: tensors by themselves, and leaders of groups.
-        copies: rounded copies, which are made of what the others give.
-    """
-
-    layers: tuple[Layer, ...]
-    copies: tuple[Layer, ...]
-
-
-@dataclass(slots=True)
-class _Column:
-    """Tensors that need each other; all of their chunks.
-
-    Attributes:
-        steps: what each encoding does to them.
-        cells: the tensors.
-        paired: whether two chunks of an fp32 tensor go with one of its copy.
-        sums: by encoding and tensor, the parts of its state digest so far, and of how many chunks these are.
-        left: places that are not done yet.
-    """
-
-    cells: list[Cell] = field(default_factory=list)
-    steps: dict[Branch, _Step] = field(default_factory=dict)
-    paired: bool = False
-    sums: dict[tuple[Branch, str], tuple[int, int]] = field(default_factory=dict)
-    left: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def places(self) -> int:
-        """Places at which it is decoded by itself, at least one."""
-        return max(1, *(-(-chunk_count(cell.nbytes) // self._width(cell)) for cell in self.cells))
-
-    def chunks(self, cell: Cell, place: int) -> range:
-        """Chunks of one of its tensors at a place."""
-        width = self._width(cell)
-        return range(place * width, min((place + 1) * width, chunk_count(cell.nbytes)))
-
-    def _width(self, cell: Cell) -> int:
-        return 2 if self.paired and cell.dtype == "F32" else 1
-
-
 class _Tree:
     """What builds on one full, open and described."""
 
@@ -128,7 +81,7 @@ class _Tree:
 
     def tasks(self, staging: Staging) -> Iterator[Task]:
         """One for each column and place."""
-        for column in self._columns():
+        for column in columns_of(self.held):
             column.left = column.places
             for place in range(column.left):
                 yield self._task(column, place, staging)
@@ -139,61 +92,32 @@ class _Tree:
         unusable = self._found.bad_segments.intersection(encoding.segments) or (flaw is not None and flaw.whole)
         if unusable:
             return {}
-        with suppress(CkptError):
+        try:
             held = held_by([self._reader(segment) for segment in encoding.segments], encoding)
-            sound = {name: layer for name, layer in held.items() if flaw is None or name not in flaw.names}
-            return {
-                name: layer
-                for name, layer in sound.items()
-                if layer.base_ratio != 2 or master_of(layer.tensor) in sound
-            }
-        return {}
+        except StorageError:
+            return {}
+        except CkptError as error:  # it has been changed since it was read first
+            self._found.blame(encoding, self._catalog.segments[encoding.segments[0]].key, error, whole=True)
+            return {}
+        sound = {name: layer for name, layer in held.items() if flaw is None or name not in flaw.names}
+        return {
+            name: layer for name, layer in sound.items() if layer.base_ratio != 2 or master_of(layer.tensor) in sound
+        }
 
     def _reader(self, segment: str) -> SegmentReader:
         if segment not in self._readers:
-            reader = SegmentReader(self._backend, self._catalog.segments[segment])
+            entry = self._catalog.segments[segment]
+            try:
+                reader = SegmentReader(self._backend, entry)
+            except StorageError as error:
+                self._found.add(entry.key, error, entry.id)
+                raise
             reader.close()
             reader.source = self._handles.source(reader.entry.key, reader.entry.size)
             self._readers[segment] = reader
         return self._readers[segment]
 
-    # -- which tensors need each other
-
-    def _columns(self) -> list[_Column]:
-        joined = _Joined()
-        paired: list[Cell] = []
-        for held in self.held.values():
-            for layer in held.values():
-                cell = _cell(layer)
-                joined.find(cell)
-                if layer.group is not None:
-                    for name in layer.group.names:
-                        if name in held:
-                            joined.join(cell, _cell(held[name]))
-                elif layer.base_ratio == 2:
-                    paired.append(cell)
-                    joined.join(cell, _cell(held[str(master_of(layer.tensor))]))
-        columns: dict[Cell, _Column] = {}
-        for cell in joined.cells:
-            columns.setdefault(joined.find(cell), _Column()).cells.append(cell)
-        for cell in paired:
-            columns[joined.find(cell)].paired = True
-        self._divide(columns, joined)
-        return list(columns.values())
-
-    def _divide(self, columns: dict[Cell, _Column], joined: _Joined) -> None:
-        for branch, held in self.held.items():
-            layers: dict[Cell, tuple[list[Layer], list[Layer]]] = {}
-            for layer in held.values():
-                if layer.group is None or layer.tensor.name == layer.group.leader:
-                    column = layers.setdefault(joined.find(_cell(layer)), ([], []))
-                    column[layer.base_ratio == 2].append(layer)
-            for top, (alone, copies) in layers.items():
-                columns[top].steps[branch] = _Step(tuple(alone), tuple(copies))
-
-    # -- decoding
-
-    def _task(self, column: _Column, place: int, staging: Staging) -> Task:
+    def _task(self, column: Column, place: int, staging: Staging) -> Task:
         def work() -> Iterable[Task]:
             with staging.block() as scratch:
                 self._decode(column, place, scratch)
@@ -206,7 +130,7 @@ class _Tree:
 
         return work
 
-    def _decode(self, column: _Column, place: int, scratch: Bytes) -> None:
+    def _decode(self, column: Column, place: int, scratch: Bytes) -> None:
         """Walk the tree. The memory of a state goes on to what builds on it, to the last of them as it is."""
         waiting: list[tuple[Branch, _Memory, bool]] = [(self._root, {}, True)]
         while waiting:
@@ -236,12 +160,15 @@ class _Tree:
         """So many logical bytes were decoded."""
         self._found.advance(nbytes)
 
-    def _check_digests(self, column: _Column) -> None:
+    def _check_digests(self, column: Column) -> None:
         for branch in column.steps:
-            for name, layer in self.held[branch].items():
+            for cell in column.cells:
+                layer = self.held[branch].get(cell.name)
+                if layer is None or cell_of(layer) != cell or layer.tensor.digest is None:
+                    continue
                 tensor = layer.tensor
-                total, count = column.sums.get((branch, name), (0, 0))
-                if tensor.digest is None or count < len(tensor.chunks):  # something of it is lost, which was said
+                total, count = column.sums.get((branch, cell.name), (0, 0))
+                if count < len(tensor.chunks):  # something of it is lost, which was said
                     continue
                 if digest.combine(total, nbytes=tensor.nbytes) != tensor.digest:
                     error = CorruptSegmentError(
@@ -256,7 +183,7 @@ class _Decoding:
     """One encoding at one place of a column."""
 
     tree: _Tree
-    column: _Column
+    column: Column
     place: int
     branch: Branch
     below: _Memory
@@ -264,16 +191,16 @@ class _Decoding:
     scratch: Bytes
     memory: _Memory = field(default_factory=dict)
 
-    def run(self, step: _Step) -> _Memory:
+    def run(self, step: Step) -> _Memory:
         """What the column holds after it."""
         for layer in step.layers:
-            for index in self.column.chunks(_cell(layer), self.place):
+            for index in self.column.chunks(cell_of(layer), self.place):
                 if layer.group is not None:
                     self._step(layer, index)
                 else:
                     self._fold(layer, index)
         for layer in step.copies:
-            for index in self.column.chunks(_cell(layer), self.place):
+            for index in self.column.chunks(cell_of(layer), self.place):
                 self._copy(layer, index)
         return self.memory
 
@@ -283,7 +210,7 @@ class _Decoding:
         return base if base is None or self.owned else base.copy()
 
     def _fold(self, layer: Layer, index: int) -> None:
-        cell = _cell(layer)
+        cell = cell_of(layer)
         out = self._base(cell, index) if layer.base_ratio else _room(layer, index)
         if out is not None:
             base = out if layer.base_ratio else None
@@ -293,7 +220,7 @@ class _Decoding:
 
     def _copy(self, layer: Layer, index: int) -> None:
         held = self.tree.held[self.branch]
-        master = _cell(held[str(master_of(layer.tensor))])
+        master = cell_of(held[str(master_of(layer.tensor))])
         parts = [self.memory.get((master, number)) for number in self.column.chunks(master, self.place)]
         whole = [part for part in parts if part is not None]
         if len(whole) == len(parts):
@@ -307,10 +234,10 @@ class _Decoding:
         assert layer.group is not None
         held = self.tree.held[self.branch]
         members = [held[name] for name in layer.group.names if name in held]
-        bases = [self._base(_cell(member), index) for member in members]
+        bases = [self._base(cell_of(member), index) for member in members]
         outs = [base for base in bases if base is not None]
         if len(outs) == len(layer.group.names):
-            cells = tuple(map(_cell, members))
+            cells = tuple(map(cell_of, members))
             memory = dict(zip(cells, outs, strict=True))
             self._try(layer, index, members, outs, lambda: take_step(layer, cells, index, memory, self.scratch))
 
@@ -336,42 +263,13 @@ class _Decoding:
             except CorruptSegmentError as error:
                 self.tree.wrong(self.branch, result, error, [name])
                 continue
-            self.memory[_cell(result), index] = out
+            self.memory[cell_of(result), index] = out
             if result.tensor.digest is not None:
                 part = digest.partial(out, index * CHUNK // 4)
                 with self.column.lock:
                     key = (self.branch, name)
                     total, count = self.column.sums.get(key, (0, 0))
                     self.column.sums[key] = (total + part, count + 1)
-
-
-class _Joined:
-    """Sets of tensors that need each other."""
-
-    def __init__(self) -> None:
-        self._above: dict[Cell, Cell] = {}
-
-    @property
-    def cells(self) -> list[Cell]:
-        """All of them, in the order in which they were met."""
-        return list(self._above)
-
-    def find(self, cell: Cell) -> Cell:
-        """One of the set's, the same for all of them."""
-        top = self._above.setdefault(cell, cell)
-        while (above := self._above[top]) != top:
-            top = above
-        while cell != top:
-            self._above[cell], cell = top, self._above[cell]
-        return top
-
-    def join(self, one: Cell, other: Cell) -> None:
-        """The sets of two tensors are one."""
-        self._above[self.find(one)] = self.find(other)
-
-
-def _cell(layer: Layer) -> Cell:
-    return Cell(layer.tensor.name, *spec_of(layer.tensor))
 
 
 def _room(layer: Layer, index: int) -> Bytes:

@@ -311,3 +311,27 @@ def test_an_encoding_that_the_log_names_twice() -> None:
     report = ckptstore.verify(crafted.write(), deep=True)
     assert report.ok, report.damage
     assert len(report.restorable) == 3
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_descriptors_that_run_out_in_between(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Everything was read once, and what is to be decoded cannot be opened again: nothing is said to be proven."""
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
+    save_chain(store, 4)
+    opened = 0
+    open_source = MemoryBackend.open_source
+
+    def short(self: Any, key: str) -> Any:
+        nonlocal opened
+        opened += 1
+        if opened > 4 + after:
+            raise ckptstore.StorageError(errno.EMFILE, "cannot read: Too many open files", key)
+        return open_source(self, key)
+
+    monkeypatch.setattr(MemoryBackend, "open_source", short)
+    report = ckptstore.verify(store, deep=True, threads=1)
+    assert not report.damage
+    assert report.unread
+    assert not report.ok
+    assert "4@1" in report.unknown
+    assert not report.lost
