@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ckptstore.store import DeterminismWarning, LossyWarning, LostStepsWarning, Store
     from ckptstore.store import open_store as open
     from ckptstore.updates import UnexplainedStepWarning, Update
-    from ckptstore.verification import Damage, VerificationReport, verify
+    from ckptstore.verification import Damage, Unread, VerificationReport, verify
     from ckptstore.writer import Writer
 
 _HOMES = {
@@ -69,7 +69,7 @@ _HOMES = {
     "saves": "PendingSave",
     "store": "DeterminismWarning LossyWarning LostStepsWarning Store open",
     "updates": "UnexplainedStepWarning Update",
-    "verification": "Damage VerificationReport verify",
+    "verification": "Damage Unread VerificationReport verify",
     "writer": "Writer",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -105,6 +105,7 @@ __all__ = [
     "TermInfo",
     "UnexplainedStepWarning",
     "UnpinnedWarning",
+    "Unread",
     "UnsupportedBackendError",
     "UnsupportedStateError",
     "Update",

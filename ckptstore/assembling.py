@@ -4,37 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckptstore.chains import Chain, master_of
 from ckptstore.formats.errors import CorruptSegmentError
+from ckptstore.formats.records import Encoding
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.steps import Group, groups_of
 from ckptstore.layers import Layer
 from ckptstore.reading import SegmentReader
 from ckptstore.replaying import Cell, Program, Room, Stage
 
-__all__ = ["Held", "assemble", "held_by"]
+__all__ = ["Held", "Spec", "assemble", "held_by", "master_layer", "spec_of", "tree_of"]
 
 Held = Mapping[str, Layer]
 """The tensors of one encoding, by name."""
+Spec = tuple[str, tuple[int, ...]]
+"""Logical dtype and shape."""
 _Root = tuple[str, int]  # tensor, and the encoding after which it is wanted
 
 
-def held_by(readers: Iterable[SegmentReader], step: int) -> dict[str, Layer]:
-    """The tensors that some segments hold of one step.
+def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, Layer]:
+    """The tensors of an encoding, from its open segments.
 
     Raises:
-        CorruptSegmentError, FormatError: a group of tensors that is not whole; see `groups_of`.
+        CorruptSegmentError: a segment does not build on what the log says, or a tensor is there twice, or its
+            group is not whole.
+        FormatError: an optimizer step that this version does not understand; see `groups_of`.
     """
     found: dict[str, Layer] = {}
+    step = encoding.checkpoint[1]
     for reader in readers:
+        if encoding.base is not None and encoding.base not in reader.doc.bases:
+            raise CorruptSegmentError(f"{reader.entry.key}: does not build on {encoding.base.ref}, as the log says")
         tensors = reader.doc.tensors.get(step, {})
         groups: dict[str, Group] = {}
         for group in groups_of(tensors, f"{reader.entry.key}: step {step}"):
             groups |= dict.fromkeys(group.names, group)
         for name, tensor in tensors.items():
+            if name in found:
+                raise CorruptSegmentError(f"{reader.entry.key}: tensor {name!r} of step {step} is in two segments")
             found[name] = Layer(tensor, reader, step, groups.get(name))
     return found
+
+
+def tree_of(readers: Iterable[SegmentReader], encoding: Encoding) -> Any:
+    """The typed JSON tree of the state that an encoding leads to. Raises `CorruptSegmentError` unless there is one."""
+    term, step = encoding.checkpoint
+    trees = [reader.doc.trees[step] for reader in readers if step in reader.doc.trees]
+    if len(trees) != 1:
+        raise CorruptSegmentError(
+            f"checkpoint {step}@{term}: its segments hold {len(trees)} trees of its state, not one"
+        )
+    return trees[0]
 
 
 def assemble(held: Sequence[Held], names: Sequence[str]) -> dict[str, Chain]:
@@ -89,7 +111,7 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
         layer = held[number].get(name)
         if layer is None:
             raise CorruptSegmentError(f"{layers[-1].where}: its base has no such tensor")
-        if layers and _spec(layer.tensor) != _spec(layers[-1].tensor):
+        if layers and spec_of(layer.tensor) != spec_of(layers[-1].tensor):
             raise CorruptSegmentError(f"{layers[-1].where}: its base has another shape or dtype")
         layers.append(layer)
         if layer.base_ratio == 0:
@@ -100,19 +122,24 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
 
 
 def _with_master(held: Sequence[Held], number: int, layers: tuple[Layer, ...]) -> Chain:
-    copy = layers[0]
+    return Chain(layers, _chain(held, number, master_layer(held[number], layers[0]).tensor.name))
+
+
+def master_layer(held: Held, copy: Layer) -> Layer:
+    """The tensor of the same encoding that one is a rounded copy of. Raises `CorruptSegmentError` if none can be."""
     name = master_of(copy.tensor)
-    found = None if name is None else held[number].get(name)
+    found = None if name is None else held.get(name)
     if found is None:
         raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which is not there")
     # Only an fp32 tensor is a master, and only half as wide ones derive: so chains of masters are one link long.
     wanted = ("F32", copy.tensor.shape)
-    if copy.tensor.dtype not in ("BF16", "F16") or _spec(found.tensor) != wanted:
+    if copy.tensor.dtype not in ("BF16", "F16") or spec_of(found.tensor) != wanted:
         raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which has another dtype or shape")
-    return Chain(layers, _chain(held, number, found.tensor.name))
+    return found
 
 
-def _spec(tensor: TensorEntry) -> tuple[str, tuple[int, ...]]:
+def spec_of(tensor: TensorEntry) -> Spec:
+    """Logical dtype and shape."""
     return tensor.dtype, tensor.shape
 
 
@@ -135,13 +162,13 @@ class _Needs:
             if layer is None:
                 where = f"tensor {name!r}" if above is None else above.where
                 raise CorruptSegmentError(f"{where}: its base has no tensor {name!r}, or there is no base")
-            if above is not None and above.tensor.name == name and _spec(layer.tensor) != _spec(above.tensor):
+            if above is not None and above.tensor.name == name and spec_of(layer.tensor) != spec_of(above.tensor):
                 raise CorruptSegmentError(f"{above.where}: its base has another shape or dtype")
             if layer.group is not None:
                 if (number, layer.group.leader) in self.work:
                     continue  # with everything below it: most tensors of a group come this way
                 members = [self.held[number][member] for member in layer.group.names]
-                cells = tuple(Cell(member.tensor.name, *_spec(member.tensor)) for member in members)
+                cells = tuple(Cell(member.tensor.name, *spec_of(member.tensor)) for member in members)
                 self.work[number, layer.group.leader] = cells
                 for other in cells[1:]:
                     self.join(cells[0], other)
@@ -149,7 +176,7 @@ class _Needs:
                 continue
             if (number, name) in self.work:
                 continue
-            self.work[number, name] = (Cell(name, *_spec(layer.tensor)),)
+            self.work[number, name] = (Cell(name, *spec_of(layer.tensor)),)
             if layer.base_ratio:
                 waiting.append((name, number - 1, layer))
 
@@ -176,12 +203,12 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root]) -> dict[_Root, Progr
     results: dict[Cell, dict[str, tuple[Cell, Layer]]] = {}
     for name, number in roots:
         layer = held[number][name]
-        cell = Cell(name, *_spec(layer.tensor))
+        cell = Cell(name, *spec_of(layer.tensor))
         results.setdefault(needs.find(cell), {})[name] = (cell, layer)
     room = Room()
     programs = {top: Program(tuple(stages[top]), found, room) for top, found in results.items()}
     return {
-        (name, number): programs[needs.find(Cell(name, *_spec(held[number][name].tensor)))] for name, number in roots
+        (name, number): programs[needs.find(Cell(name, *spec_of(held[number][name].tensor)))] for name, number in roots
     }
 
 

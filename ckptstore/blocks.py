@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckptstore.backends.base import BLOCK, SegmentSink
 from ckptstore.crashpoints import crash_point
-from ckptstore.staging import BLOCK_BYTES, Bytes, Staging
+from ckptstore.staging import Bytes, Staging
 
 __all__ = ["BlockStream"]
 
@@ -43,14 +43,14 @@ class BlockStream:
         if self._block is None:
             self._raise_failed()
             self._block = self._staging.take()
-        return self._block[self._used : min(self._used + wanted, BLOCK_BYTES)]
+        return self._block[self._used : min(self._used + wanted, self._staging.block_bytes)]
 
     def advance(self, count: int) -> None:
         """`count` bytes of the last `space` are filled."""
         self._used += count
-        assert self._used <= BLOCK_BYTES
-        if self._used == BLOCK_BYTES:
-            self._send(BLOCK_BYTES)
+        assert self._used <= self._staging.block_bytes
+        if self._used == self._staging.block_bytes:
+            self._send(self._used)
 
     def append(self, data: Bytes) -> None:
         """Copy `data` (1-D uint8) to the stream."""

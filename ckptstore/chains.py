@@ -22,7 +22,7 @@ from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.layers import Layer, check_decoded, fold_layer
 from ckptstore.reading import Progress, run_all
 from ckptstore.replaying import Program
-from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
+from ckptstore.staging import SLACK, Bytes, Staging, aligned
 from ckptstore.treefold import fold_in_parts, parts_of
 
 __all__ = ["Chain", "decode_chunk", "fold_tensors", "iterate_chain", "master_of"]
@@ -338,7 +338,7 @@ def iterate_chain(chain: Chain, *, verify: bool = True) -> Iterator[tuple[int, B
     """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
     longest = max((chunk.logical for chunk in chain.tensor.chunks), default=0)
     room = aligned(longest)
-    scratch = aligned(min(BLOCK_BYTES, 2 * longest + BLOCK) + 2 * BLOCK)
+    scratch = aligned(min(CHUNK, 2 * longest + BLOCK) + SLACK)
     start = 0
     for index, chunk in enumerate(chain.tensor.chunks):
         out = room[: chunk.logical]

@@ -20,13 +20,14 @@ from ckptstore.chains import Chain, decode_chunk
 from ckptstore.encoding import Base, Choices, write_packed
 from ckptstore.formats.codecs import FAST_POLICY, Policy
 from ckptstore.formats.errors import CkptError, CorruptionError, UsageError
+from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import CheckpointId, Encoding, FormatFile
 from ckptstore.formats.state import FlatState
 from ckptstore.intervals import FULL, Decision, Form, RestoreBound, Schedule
 from ckptstore.reading import Progress
 from ckptstore.segments import WrittenState, write_full
 from ckptstore.snapshot import Snapshot, SnapshotPool
-from ckptstore.staging import BLOCK_BYTES, SLACK, Bytes, Staging, aligned
+from ckptstore.staging import SLACK, Bytes, Staging, aligned
 from ckptstore.workers import started_pool
 
 __all__ = ["DeltaOptions", "Deltas", "MemoryBase", "StoredBase"]
@@ -109,7 +110,7 @@ class StoredBase:
     def read(self, name: str, start: int, length: int) -> Bytes:
         """See `Base.read`. The range lies within one chunk. Raises `CorruptSegmentError`, `StorageError`."""
         chain = self._chains[name]
-        index, within = divmod(start, BLOCK_BYTES)
+        index, within = divmod(start, CHUNK)
         out = self._chunk(name, chain, index)
         if within + length <= len(out):
             return out[within : within + length]
@@ -125,7 +126,7 @@ class StoredBase:
             return kept[2]
         length = chain.tensor.chunks[index].logical
         out = aligned(length)
-        decode_chunk(chain, index, out, aligned(BLOCK_BYTES + SLACK))
+        decode_chunk(chain, index, out, aligned(CHUNK + SLACK))
         self._local.kept = (name, index, out)
         return out
 

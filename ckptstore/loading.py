@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from ckptstore import refs, torch_seam
-from ckptstore.assembling import Held, assemble, held_by
+from ckptstore.assembling import Held, assemble, held_by, tree_of
 from ckptstore.chains import Chain, fold_tensors, iterate_chain
 from ckptstore.deltas import StoredBase
 from ckptstore.formats import dtypes, hashing, jsontext
@@ -34,7 +34,7 @@ from ckptstore.pins import claim
 from ckptstore.planner import Plan, plan
 from ckptstore.reading import Progress, SegmentReader, copy_tensors, load_tensors, map_tensors
 from ckptstore.remarks import warn
-from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
+from ckptstore.staging import Bytes, Staging, aligned
 from ckptstore.store import LossyWarning, Store
 
 __all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "one_of", "opened", "read_tensor", "tensors", "tree"]
@@ -87,11 +87,8 @@ class Opened:
     @cached_property
     def tree(self) -> Any:
         """The typed JSON tree of the state."""
-        for segment in self.plan.encodings[-1].segments:
-            trees = self.readers[segment].doc.trees
-            if self.entry.step in trees:
-                return trees[self.entry.step]
-        raise CorruptSegmentError(f"checkpoint {self.entry.ref}: none of its segments holds the state's tree")
+        last = self.plan.encodings[-1]
+        return tree_of([self.readers[segment] for segment in last.segments], last)
 
     @cached_property
     def chains(self) -> dict[str, Chain]:
@@ -113,11 +110,7 @@ class Opened:
 
     def _held(self, encoding: Encoding) -> Held:
         """The tensors of one encoding, which builds on what the plan says."""
-        readers = [self.readers[segment] for segment in encoding.segments]
-        for reader in readers:
-            if encoding.base is not None and encoding.base not in reader.doc.bases:
-                raise CorruptSegmentError(f"{reader.entry.key}: does not build on {encoding.base.ref}, as the log says")
-        return held_by(readers, encoding.checkpoint[1])
+        return held_by([self.readers[segment] for segment in encoding.segments], encoding)
 
     def check_identity(self) -> None:
         """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
@@ -152,9 +145,11 @@ def opened(store: Store, ref: str | int) -> Iterator[Opened]:
 
 def _open(store: Store, entry: SegmentEntry) -> SegmentReader:
     reader = SegmentReader(store.backend, entry)
-    if (reader.doc.run, reader.doc.segment, reader.doc.term) != (store.run, entry.id, entry.term):
+    try:
+        reader.check_identity(store.run)
+    except CorruptSegmentError:
         reader.close()
-        raise CorruptSegmentError(f"{entry.key}: holds segment {reader.doc.segment} of run {reader.doc.run}")
+        raise
     return reader
 
 
@@ -255,7 +250,7 @@ def _mapped(
 
 def _staging(threads: int) -> Staging:
     """Two blocks for each thread: a payload, and what it becomes."""
-    return Staging(2 * threads * BLOCK_BYTES)
+    return Staging.for_chunks(2 * threads)
 
 
 def _builder(wanted: dict[str, Chain], data: dict[str, Bytes], options: LoadOptions) -> Callable[[str, Origin], Any]:

@@ -15,10 +15,10 @@ import numpy as np
 from ckptstore.backends.base import BLOCK, Backend, SegmentSource
 from ckptstore.formats import hashing
 from ckptstore.formats.errors import CorruptSegmentError, KeyNotFoundError, UsageError
-from ckptstore.formats.layout import HEADER_LIMIT
+from ckptstore.formats.layout import CHUNK, HEADER_LIMIT
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, check_header, parse
-from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
+from ckptstore.staging import BLOCK_BYTES, SLACK, Bytes, Staging, aligned
 
 __all__ = [
     "Piece",
@@ -68,6 +68,13 @@ class SegmentReader:
     def close(self) -> None:
         """Release the handle."""
         self.source.close()
+
+    def check_identity(self, run: str) -> None:
+        """Compare whose segment it says that it is with whose the log says. Raises `CorruptSegmentError`."""
+        if (self.doc.run, self.doc.segment, self.doc.term) != (run, self.entry.id, self.entry.term):
+            raise CorruptSegmentError(
+                f"{self.entry.key}: holds segment {self.doc.segment} of term {self.doc.term} of run {self.doc.run}"
+            )
 
     def _read_doc(self) -> SegmentDoc:
         entry = self.entry
@@ -200,7 +207,7 @@ def copy_tensors(
 
 def iterate_tensor(reader: SegmentReader, tensor: TensorEntry, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
     """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
-    memory = aligned(min(tensor.nbytes, BLOCK_BYTES) + 2 * BLOCK)
+    memory = aligned(min(tensor.nbytes, CHUNK) + SLACK)
     for piece in _pieces(tensor):
         first = piece.chunk.offset // BLOCK * BLOCK
         _read_job(reader, [piece], memory, first, verify, None)()

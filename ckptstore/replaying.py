@@ -22,9 +22,9 @@ from ckptstore.formats import dtypes, optim
 from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.layers import Layer, check_decoded, fold_layer, read_payload
-from ckptstore.staging import BLOCK_BYTES, SLACK, Bytes, aligned
+from ckptstore.staging import SLACK, Bytes, aligned
 
-__all__ = ["Cell", "Program", "Room", "Stage"]
+__all__ = ["Cell", "Program", "Room", "Stage", "take_step"]
 
 _WINDOW = 4 << 20
 """Payload bytes of steps taken in one pass: enough of them to keep the state in cache, few enough to read ahead."""
@@ -143,7 +143,7 @@ class Program:
         """Restore chunk `index` of the tensors that `outs` names into the memory it gives.
 
         Args:
-            rooms: memory for payloads, two of `BLOCK_BYTES` + `SLACK`.
+            rooms: memory for payloads, two of `CHUNK` + `SLACK`.
             prefetch: reads payloads ahead of their use.
 
         Raises:
@@ -174,7 +174,7 @@ class Program:
             for other, (cell, _) in self.results.items():
                 if other != name and (other, index) not in self._kept and self.room.take(_length(cell, index)):
                     outs[other] = aligned(_length(cell, index))
-            rooms = (aligned(BLOCK_BYTES + SLACK), aligned(BLOCK_BYTES + SLACK))
+            rooms = (aligned(CHUNK + SLACK), aligned(CHUNK + SLACK))
             self.decode(index, outs, rooms, verify=verify)
             self._kept.update({(other, index): data for other, data in outs.items() if other != name})
 
@@ -213,6 +213,22 @@ class Program:
                     except CorruptSegmentError as error:
                         return CorruptSegmentError(f"{error}; the steps before it are right")
         return None
+
+
+def take_step(layer: Layer, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes) -> None:
+    """Take one step of a group, in place.
+
+    Args:
+        layer: the leader.
+        cells: the tensors of the group, in the order of its names.
+        memory: chunk `index` of each; worthless after an error.
+        scratch: memory for the payload.
+
+    Raises:
+        CorruptSegmentError: the payload is not what was written.
+        StorageError: the medium failed.
+    """
+    _take_steps(Stage(cells, (layer,)), index, memory, (scratch, scratch), None, True)
 
 
 def _length(cell: Cell, index: int) -> int:

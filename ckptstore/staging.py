@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ckptstore.backends.base import BLOCK
 from ckptstore.formats.errors import UsageError
+from ckptstore.formats.layout import CHUNK
 
 __all__ = ["BLOCK_BYTES", "DEFAULT_BUDGET", "SLACK", "Bytes", "Staging", "aligned"]
 
@@ -23,10 +24,12 @@ Bytes = npt.NDArray[np.uint8]
 """One-dimensional bytes."""
 
 BLOCK_BYTES: Final = 16 << 20
-"""Bytes of one block: below it disks lose throughput (measured: 16 MiB 1.9 GB/s, 4 MiB 1.5)."""
+"""Bytes that go to the disk, or come from it, at once: below it disks lose throughput (measured: 16 MiB 1.9 GB/s,
+4 MiB 1.5). It is a number of the machine's, as large as a chunk by chance: what holds chunks asks for `CHUNK`."""
 
 SLACK: Final = 2 * BLOCK
-"""Extra bytes of every block: a 16 MiB chunk that begins and ends inside a page is read with both whole pages."""
+"""Extra bytes of every block: a chunk that begins and ends inside a page is read with both whole pages, and a payload
+that its codec could not shorten is a few bytes longer than what it restores."""
 
 DEFAULT_BUDGET: Final = 64 << 20
 
@@ -49,25 +52,41 @@ class Staging:
 
     Args:
         budget: bytes of host memory at most; two blocks at least.
+        block_bytes: what a block holds; None: `BLOCK_BYTES`.
+
+    Attributes:
+        blocks: how many there are at most.
+        block_bytes: what each of them holds.
 
     Raises:
         UsageError: the budget is below two blocks.
     """
 
-    def __init__(self, budget: int = DEFAULT_BUDGET) -> None:
-        if budget < 2 * BLOCK_BYTES:
-            raise UsageError(f"staging budget {budget} bytes: at least {2 * BLOCK_BYTES} are needed")
-        self.blocks = budget // BLOCK_BYTES
+    def __init__(self, budget: int = DEFAULT_BUDGET, block_bytes: int | None = None) -> None:
+        self.block_bytes = BLOCK_BYTES if block_bytes is None else block_bytes
+        if budget < 2 * self.block_bytes:
+            raise UsageError(f"staging budget {budget} bytes: at least {2 * self.block_bytes} are needed")
+        self.blocks = budget // self.block_bytes
         self._made = 0
         self._free: list[Bytes] = []
         self._condition = threading.Condition()
 
+    @classmethod
+    def for_chunks(cls, blocks: int, budget: int = 0) -> Staging:
+        """At least so many blocks, each for any chunk or payload, and for what the disk is asked for at once.
+
+        Args:
+            budget: bytes to use if that is more.
+        """
+        block_bytes = max(BLOCK_BYTES, CHUNK)
+        return cls(max(budget, blocks * block_bytes), block_bytes)
+
     def take(self) -> Bytes:
-        """A block of `BLOCK_BYTES + SLACK` bytes with arbitrary contents; waits until one is free."""
+        """A block of `block_bytes + SLACK` bytes with arbitrary contents; waits until one is free."""
         with self._condition:
             while not self._free:
                 if self._made < self.blocks:
-                    block = aligned(BLOCK_BYTES + SLACK)  # counted once it is there: without memory this raises
+                    block = aligned(self.block_bytes + SLACK)  # counted once it is there: without memory this raises
                     self._made += 1
                     return block
                 self._condition.wait()

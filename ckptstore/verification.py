@@ -1,33 +1,48 @@
-"""Reading every byte of a store and comparing it with its checksum.
+"""Reading every byte of a store and comparing it with its checksum, and every description with the log.
 
 No byte is unchecked: FORMAT, log slots, folds, pins and requests carry their own hash; a segment's header is hashed in
-the log, its chunks in its header. What is damaged is reported with the checkpoints that need it; the rest stays usable.
+the log, its chunks in its header. Then what segments say is compared with what the log says (`ckptstore.describing`),
+and what is asked for ``deep`` is decoded, all of it (`ckptstore.proving`): a checkpoint that is called restorable then
+was restored. What is damaged is reported with the checkpoints that need it; the rest stays usable.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
 
+from ckptstore.branches import chosen_encodings, trees
 from ckptstore.casualties import casualties
 from ckptstore.checkpoint import CheckpointInfo, describe_checkpoint
+from ckptstore.describing import Descriptions, reading_order
+from ckptstore.findings import BytesDone, Damage, Findings, Unread
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
-from ckptstore.formats.records import FORMAT_KEY, CheckpointEntry, FormatFile, SegmentEntry, fold_of, slot_of
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.records import (
+    FORMAT_KEY,
+    CheckpointEntry,
+    FormatFile,
+    Node,
+    fold_of,
+    slot_key,
+    slot_of,
+)
+from ckptstore.logaudit import Link, audit_log
 from ckptstore.planner import Plan, plan_all
-from ckptstore.reading import Piece, SegmentReader, check_chunk, extents, run_all
-from ckptstore.staging import Bytes, Staging
+from ckptstore.proving import decoded_bytes, prove
+from ckptstore.scrubbing import scrubbing
+from ckptstore.staging import Staging
 from ckptstore.store import Store, open_store
+from ckptstore.sweep import sweep
 from ckptstore.view import exists, read
 
-__all__ = ["Damage", "VerificationReport", "verify"]
+__all__ = ["Damage", "Unread", "VerificationReport", "verify"]
 
 _LIMITS: Final = {
     "log": texts.SLOT_LIMIT,
@@ -37,24 +52,6 @@ _LIMITS: Final = {
 }
 """Folder -> bytes that an object in it may have."""
 
-BytesDone = Callable[[int, int], None]
-"""Called with (bytes checked so far, bytes in all), from any thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Something that is not as it was written.
-
-    Attributes:
-        key: the object.
-        what: what is wrong, with tensor and offset where they are known.
-        checkpoints: REFs of the checkpoints that are lost with it.
-    """
-
-    key: str
-    what: str
-    checkpoints: tuple[str, ...] = ()
-
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
@@ -62,92 +59,84 @@ class VerificationReport:
 
     Attributes:
         damage: everything that is wrong; empty when the store is intact.
-        restorable: REFs of checkpoints that can be restored, by term and step.
+        unread: what could not be read for reasons that are no damage: nothing is known of it.
+        restorable: REFs of checkpoints that can be restored, by term and step; with ``deep`` they were.
         lost: REFs of promised checkpoints that cannot.
+        unknown: REFs of those of which it cannot be said, because of what was not read.
         latest: the checkpoint to continue from: the newest restorable one, or None.
         orphans: segments that nothing refers to (crashed saves, gc's prey); not damage, and not checked.
         strangers: objects that are not part of a store.
         objects: how many objects were checked.
         nbytes: how many bytes were checked.
+        deep: whether everything was decoded.
     """
 
     damage: tuple[Damage, ...]
+    unread: tuple[Unread, ...]
     restorable: tuple[str, ...]
     lost: tuple[str, ...]
+    unknown: tuple[str, ...]
     latest: CheckpointInfo | None
     orphans: tuple[str, ...]
     strangers: tuple[str, ...]
     objects: int
     nbytes: int
+    deep: bool
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.damage
-
-
-@dataclass(slots=True)
-class _Findings:
-    """Collects damage from several threads."""
-
-    total: int
-    progress: BytesDone | None
-    damage: dict[tuple[str, str], None] = field(default_factory=dict)
-    bad_segments: set[str] = field(default_factory=set)  # of which nothing can be read
-    bad_chunks: dict[str, set[int]] = field(default_factory=dict)  # segment -> where its damaged chunks begin
-    objects: int = 0
-    nbytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, key: str, error: CkptError, segment: str | None = None, chunks: Iterable[int] | None = None) -> None:
-        with self.lock:
-            self.damage[key, str(error).removeprefix(f"{key}: ")] = None
-            if segment is not None and chunks is not None:
-                self.bad_chunks.setdefault(segment, set()).update(chunks)
-            elif segment is not None:
-                self.bad_segments.add(segment)
-
-    def done(self, nbytes: int, objects: int = 0) -> None:
-        with self.lock:
-            self.nbytes += nbytes
-            self.objects += objects
-            done = self.nbytes
-        if self.progress is not None:
-            self.progress(done, max(self.total, done))
+        """Whether everything was read and nothing is damaged."""
+        return not self.damage and not self.unread
 
 
 def verify(
-    store: Store | str | os.PathLike[str], *, progress: BytesDone | None = None, threads: int = 2
+    store: Store | str | os.PathLike[str],
+    *,
+    deep: bool = False,
+    progress: BytesDone | None = None,
+    threads: int | None = None,
 ) -> VerificationReport:
-    """Check every byte of a store.
+    """Check every byte of a store, and what its segments say.
 
     Args:
         store: a store, or its path or URL.
+        deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on one
+            full, and for each thread a payload and a few chunks.
         progress: called as bytes are done.
-        threads: reading threads.
+        threads: threads that read and decode; None: up to four.
 
     Raises:
         StoreNotFoundError: there is none.
-        StorageError: the medium failed where nothing else can be said (a listing).
+        StorageError: the medium failed where nothing else can be said (a listing, the log).
     """
+    threads = min(4, os.cpu_count() or 1) if threads is None else threads
     if threads < 1:
         raise UsageError(f"threads={threads}: at least 1 is needed")
     if not isinstance(store, Store):
         store = open_store(store)
-    backend = store.backend
-    keys = backend.list("")
-    found = _Findings(0, progress)
+    keys = store.backend.list("")
+    found = Findings(0, progress)
     format_file = _format(store, keys, found)
     catalog = _history(store, format_file, keys, found)
+    planned = plan_all(catalog)
+    plans = {node: plan for node, plan in planned.items() if isinstance(plan, Plan)}
+    chosen = chosen_encodings(plans)
+    roots = trees(catalog, chosen) if deep else []
     found.total = found.nbytes + sum(segment.size for segment in catalog.segments.values())
-    staging = Staging(max(2, threads) * (16 << 20))
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-verify") as pool:
-        for segment in sorted(catalog.segments.values(), key=lambda entry: (entry.term, entry.id)):
-            _check_segment(store, segment, staging, pool, found)
-    return _report(store, catalog, keys, found)
+    found.total += decoded_bytes(roots, catalog)
+    _check_log(catalog, planned, found)
+    descriptions = Descriptions(catalog, found)
+    staging = Staging.for_chunks(max(2, threads))
+    run = format_file.run
+    order = [catalog.segments[segment] for segment in reading_order(catalog)]
+    tasks = [scrubbing(store.backend, run, entry, staging, descriptions, found) for entry in order]
+    sweep(tasks, threads, "ckptstore-verify")
+    descriptions.compare_bases(chosen)
+    prove(store.backend, catalog, roots, found, threads)
+    return _report(store, catalog, plans, keys, found, deep)
 
 
-def _format(store: Store, keys: list[str], found: _Findings) -> FormatFile:
+def _format(store: Store, keys: list[str], found: Findings) -> FormatFile:
     """FORMAT, or what can be known without it, so that one bad byte there hides nothing else."""
     try:
         format_file = store.format
@@ -165,15 +154,18 @@ def _format(store: Store, keys: list[str], found: _Findings) -> FormatFile:
     return format_file
 
 
-def _history(store: Store, format_file: FormatFile, keys: list[str], found: _Findings) -> Catalog:
+def _history(store: Store, format_file: FormatFile, keys: list[str], found: Findings) -> Catalog:
     """Every slot, fold, pin and request, whether the newest view needs it or not."""
     backend = store.backend
+    links: dict[int, Link] = {}
 
     def slot(key: str, data: bytes) -> object:
         seq = slot_of(key)
         if seq is None:
             raise FormatError(f"{key}: not the name of a log slot")
-        return texts.decode_record(data, seq=seq, run=format_file.run, what=key, fetch=backend.get)
+        record = texts.decode_record(data, seq=seq, run=format_file.run, what=key, fetch=backend.get)
+        links[seq] = Link(xxh3_128(data), record.previous)
+        return record
 
     def fold(key: str, data: bytes) -> object:
         place = fold_of(key)
@@ -201,90 +193,56 @@ def _history(store: Store, format_file: FormatFile, keys: list[str], found: _Fin
             # else removed since the listing: a pin that ended, a slot that was folded
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
-    view = read(backend, format_file, look_above=True)
-    for seq in view.catalog.damage:
-        key = f"log/{seq:020d}"
-        if key not in keys:
-            found.add(key, CorruptionError("the slot is missing, and later ones exist"))
-    return view.catalog
+    catalog = read(backend, format_file, look_above=True).catalog
+    audit_log(backend, format_file, catalog, links, keys, found)
+    return catalog
 
 
-def _check_segment(
-    store: Store, entry: SegmentEntry, staging: Staging, pool: ThreadPoolExecutor, found: _Findings
-) -> None:
-    try:
-        reader = SegmentReader(store.backend, entry)
-    except (CorruptionError, FormatError, StorageError) as error:
-        found.add(entry.key, error, entry.id)
+def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionError], found: Findings) -> None:
+    """Whether the log promises what nothing in it restores. Where slots are damaged, that is why."""
+    if catalog.damage:
         return
-
-    def check(extent: list[Piece], block: Bytes) -> None:
-        begin = extent[0].chunk.offset
-        end = extent[-1].chunk.offset + extent[-1].chunk.length
-        data = block[begin % 4096 : begin % 4096 + end - begin]
-        try:
-            reader.source.read_into(begin, data.data)
-        except (CorruptionError, StorageError) as error:
-            if len(extent) > 1:  # one bad sector is no reason to give its neighbours up
-                for piece in extent:
-                    check([piece], block)
-                return
-            what = f"tensor {extent[0].tensor.name!r}: bytes {begin}..{end} of the file: {error}"
-            found.add(entry.key, CorruptionError(what), entry.id, [begin])
-            return
-        for piece in extent:
-            at = piece.chunk.offset - begin
-            try:
-                check_chunk(entry.key, piece, data[at : at + piece.chunk.length])
-            except CorruptionError as error:
-                found.add(entry.key, error, entry.id, [piece.chunk.offset])
-        found.done(end - begin)
-
-    def job(extent: list[Piece]) -> Callable[[], None]:
-        def work() -> None:
-            with staging.block() as block:
-                check(extent, block)
-
-        return work
-
-    try:
-        doc = reader.doc
-        tensors = [tensor for step in doc.steps for tensor in doc.tensors.get(step, {}).values()]
-        run_all(pool, [job(extent) for extent in extents(tensors)])
-        found.done(entry.size - sum(tensor.stored for tensor in tensors), 1)
-    finally:
-        reader.close()
+    for node, planned in planned_all.items():
+        if not isinstance(planned, Plan):
+            found.add(slot_key(catalog.slots.get(node, catalog.next_seq - 1)), planned)
 
 
-def _report(store: Store, catalog: Catalog, keys: list[str], found: _Findings) -> VerificationReport:
-    bad = frozenset(found.bad_segments | found.bad_chunks.keys())
-    restorable, lost = [], []
+def _report(
+    store: Store, catalog: Catalog, plans: dict[Node, Plan], keys: list[str], found: Findings, deep: bool
+) -> VerificationReport:
+    flawed = {segment for _, segments, _ in found.flaws for segment in segments}
+    bad = frozenset(found.bad_segments | found.bad_chunks.keys() | flawed)
+    intact = plan_all(catalog, avoid=bad)
+    gone = casualties(store.backend, catalog, plans.values(), found)
+    restorable: list[str] = []
+    lost: list[str] = []
+    unknown: list[str] = []
     latest: CheckpointEntry | None = None
     affected: dict[str, list[str]] = {}
-    plans, intact = plan_all(catalog), plan_all(catalog, avoid=bad)
-    stored = [plan for plan in plans.values() if isinstance(plan, Plan)]
-    gone = casualties(store.backend, catalog, stored, found.bad_segments, found.bad_chunks)
     for node, entry in sorted(catalog.checkpoints.items()):
-        planned = plans[node]
-        if isinstance(planned, Plan) and (node not in gone or isinstance(intact[node], Plan)):
+        planned = plans.get(node)
+        if planned is not None and (node not in gone or isinstance(intact[node], Plan)):
             restorable.append(entry.ref)
             latest = entry
             continue
-        lost.append(entry.ref)
-        if isinstance(planned, Plan):
-            for segment in planned.segments:
-                affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
+        segments = planned.segments if planned is not None else ()
+        (lost if found.unread_segments.isdisjoint(segments) else unknown).append(entry.ref)
+        for segment in segments:
+            affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
     live = {entry.key for entry in catalog.segments.values()}
     manifests = {f"seg/{term:010d}/{identity}.json" for identity, (term, _) in catalog.manifests.items()}
     others = [key for key in keys if key.startswith("seg/") and key not in live | manifests]
     known = ("seg/", "log/", "fold/", "pins/", "req/", "probe/")
     return VerificationReport(
         damage=tuple(Damage(key, what, tuple(affected.get(key, ()))) for key, what in sorted(found.damage)),
+        unread=tuple(Unread(key, what, tuple(affected.get(key, ()))) for key, what in sorted(found.unread.items())),
         restorable=tuple(restorable),
         lost=tuple(lost),
+        unknown=tuple(unknown),
         latest=None if latest is None else describe_checkpoint(catalog, latest),
         orphans=tuple(key for key in others if PurePath(key).suffix in (".safetensors", ".json")),
         strangers=tuple(key for key in keys if key != FORMAT_KEY and not key.startswith(known)),
         objects=found.objects,
         nbytes=found.nbytes,
+        deep=deep,
     )

@@ -18,12 +18,12 @@ from ckptstore.blocks import BlockStream
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptSegmentError, UsageError
-from ckptstore.formats.layout import ALIGN, HEADER_LIMIT, SEGMENT_LIMIT
+from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT, SEGMENT_LIMIT
 from ckptstore.formats.records import CheckpointId, Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.packing import write_stream
 from ckptstore.reading import Progress, SegmentReader
-from ckptstore.staging import BLOCK_BYTES, Bytes, Staging, aligned
+from ckptstore.staging import SLACK, Bytes, Staging, aligned
 
 __all__ = ["IDENTITIES", "copied_bytes", "copy_encodings", "merged_draft"]
 
@@ -193,7 +193,7 @@ def _copied(
 ) -> dict[str, TensorEntry]:
     """Append the chunks of one step -> its entries in their new place."""
     made: dict[str, TensorEntry] = {}
-    scratch = aligned(BLOCK_BYTES + 3 * BLOCK)
+    scratch = aligned(CHUNK + SLACK)
     for segment in dict.fromkeys(segment for segment, _ in piece.entries):
         with closing(SegmentReader(backend, catalog.segments[segment])) as reader:
             for owner, entry in piece.entries:

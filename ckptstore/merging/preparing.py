@@ -26,7 +26,7 @@ from ckptstore.merging.prepared import Made, Prepared
 from ckptstore.merging.ranges import Selection, select_range, unneeded
 from ckptstore.merging.recoding import recode
 from ckptstore.pins import claim
-from ckptstore.staging import BLOCK_BYTES, DEFAULT_BUDGET, Staging
+from ckptstore.staging import DEFAULT_BUDGET, Staging
 from ckptstore.store import Store
 from ckptstore.streaming import Progress
 
@@ -70,7 +70,7 @@ class Work:
         self._dry_run = dry_run
         self._tally = _Tally(progress)
         self._threads = min(_THREADS, os.cpu_count() or 1)
-        self._staging = Staging(max(DEFAULT_BUDGET, 2 * self._threads * BLOCK_BYTES))
+        self._staging = Staging.for_chunks(2 * self._threads, DEFAULT_BUDGET)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="ckptstore-write")
         self._workers = ThreadPoolExecutor(self._threads, thread_name_prefix="ckptstore-merge")
         self._begun: list[str] = []

@@ -10,12 +10,13 @@ from ckptstore.deltas import StoredBase
 from ckptstore.encoding import Choices, write_packed
 from ckptstore.formats import dtypes
 from ckptstore.formats.codecs import SMALL_POLICY
+from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.sources import Origin
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.loading import Opened
 from ckptstore.reading import Progress
-from ckptstore.staging import BLOCK_BYTES, Bytes, Staging
+from ckptstore.staging import Bytes, Staging
 
 __all__ = ["ChainSource", "recode"]
 
@@ -46,7 +47,7 @@ class ChainSource:
         done = 0
         while done < len(out):
             at = offset + done
-            length = min(len(out) - done, BLOCK_BYTES - at % BLOCK_BYTES)
+            length = min(len(out) - done, CHUNK - at % CHUNK)
             out[done : done + length] = self._state.read(self._name, at, length)
             done += length
 

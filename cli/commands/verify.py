@@ -15,15 +15,22 @@ if TYPE_CHECKING:
 
 DAMAGED = 1
 """Exit code when damage was found (an unreadable store exits with its error's own code)."""
+UNREAD = 8
+"""Exit code when nothing is damaged, but something could not be read: that of a medium that failed."""
 
 
-@make_command("verify", examples=["ckpt verify runs/gpt", "ckpt verify runs/gpt --json && echo intact"])
+@make_command(
+    "verify",
+    examples=["ckpt verify runs/gpt", "ckpt verify runs/gpt --deep", "ckpt verify runs/gpt --json && echo intact"],
+)
 @STORE
-def command(store: str, as_json: bool) -> int:
+@click.option("--deep", is_flag=True, help="Decode and replay every checkpoint, too, and compare what comes out.")
+def command(store: str, deep: bool, as_json: bool) -> int:
     """Check every byte and hash of a store.
 
-    Reads everything. Names what is damaged, which checkpoints that costs, and which can still be restored. Exits 1 if
-    there is damage.
+    Reads everything, and compares what is stored with what the log promised. Names what is damaged, which checkpoints
+    that costs, and which can still be restored. Exits 1 if there is damage, 8 if there is none but something could not
+    be read.
     """
     from ckptstore.backends import open_backend
     from ckptstore.store import Store
@@ -32,25 +39,31 @@ def command(store: str, as_json: bool) -> int:
     # Not `opened`: a damaged FORMAT file is a finding here, no reason to stop.
     target = Store(open_backend(store, create=False))
     with progress("verifying") as advance:
-        report = verify(target, progress=advance)
+        report = verify(target, deep=deep, progress=advance)
     if as_json:
         emit(_json(report))
     else:
         _print(report)
-    return 0 if report.ok else DAMAGED
+    return DAMAGED if report.damage else UNREAD if report.unread else 0
 
 
 def _json(report: VerificationReport) -> dict[str, Any]:
     return {
         "ok": report.ok,
+        "deep": report.deep,
         "objects": report.objects,
         "bytes": report.nbytes,
         "damage": [
             {"key": damage.key, "what": damage.what, "checkpoints": list(damage.checkpoints)}
             for damage in report.damage
         ],
+        "unread": [
+            {"key": unread.key, "what": unread.what, "checkpoints": list(unread.checkpoints)}
+            for unread in report.unread
+        ],
         "restorable": list(report.restorable),
         "lost": list(report.lost),
+        "unknown": list(report.unknown),
         "latest": None if report.latest is None else report.latest.ref,
         "orphans": list(report.orphans),
         "strangers": list(report.strangers),
@@ -58,14 +71,19 @@ def _json(report: VerificationReport) -> dict[str, Any]:
 
 
 def _print(report: VerificationReport) -> None:
-    total = len(report.restorable) + len(report.lost)
-    click.echo(f"checked {size(report.nbytes)} in {report.objects:,} objects, {total:,} checkpoints")
+    total = len(report.restorable) + len(report.lost) + len(report.unknown)
+    decoded = ", each of them decoded" if report.deep else ""
+    click.echo(f"checked {size(report.nbytes)} in {report.objects:,} objects, {total:,} checkpoints{decoded}")
     for damage in report.damage:
         needed = f"  (needed by {some(damage.checkpoints)})" if damage.checkpoints else ""
         click.echo(f"{click.style('damaged', fg='red', bold=True)}  {damage.key}: {damage.what}{needed}")
+    for unread in report.unread:
+        click.echo(f"{click.style('unread', fg='yellow', bold=True)}   {unread.key}: {unread.what}")
     if report.lost:
         click.echo(f"{click.style('lost', fg='red', bold=True)}     {some(report.lost)}")
-    if report.damage:
+    if report.unknown:
+        click.echo(f"{click.style('unknown', fg='yellow', bold=True)}  {some(report.unknown)}")
+    if not report.ok:
         click.echo(f"intact   {some(report.restorable) if report.restorable else 'no checkpoint'}")
         if report.latest is not None:
             click.echo(f"newest checkpoint that can be restored: {report.latest.ref}")

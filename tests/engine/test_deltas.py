@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import mmap
 import threading
 import time
 import uuid
@@ -492,3 +493,40 @@ def test_a_bound_in_seconds_is_held_to_the_rate_that_was_measured(tmp_path: Path
         bound = RestoreBound(times=None, seconds=seconds)
         store = fill(tmp_path / f"{seconds}", trajectory(5), DeltaOptions(interval=1, bound=bound))
         assert {info.kind for info in store.checkpoints()} == kinds
+
+
+def test_a_bound_in_seconds_is_one(tmp_path: Path) -> None:
+    """Bytes per second, not seconds per byte: an hour is enough for a chain of small deltas, a microsecond for none."""
+    weight = np.random.default_rng(0).standard_normal(200_000).astype("<f4")
+    kinds = {}
+    for seconds in (3600.0, 1e-6):
+        store = ckptstore.open(tmp_path / str(seconds))
+        options = DeltaOptions(interval=1, bound=RestoreBound(times=None, seconds=seconds, depth=100))
+        with store.writer(deltas=options, poll_seconds=None) as writer:
+            kinds[seconds] = [writer.save({"w": weight + np.float32(step)}, step).kind for step in range(1, 6)]
+    assert kinds == {3600.0: ["full"] + ["delta"] * 4, 1e-6: ["full"] * 5}
+
+
+@pytest.mark.parametrize("size", [1000, 5 << 20])
+def test_reading_chunk_by_chunk_takes_a_chunk_and_a_payload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """And no more for a small tensor than it needs: there may be thousands of those."""
+    weight = np.random.default_rng(0).integers(0, 1 << 20, size, dtype=np.uint32)
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(deltas=DeltaOptions(interval=1), poll_seconds=None) as writer:
+        writer.save({"w": weight}, 1)
+        weight[::3] += 1
+        assert writer.save({"w": weight}, 2).kind == "delta"
+    taken: list[int] = []
+
+    class Recorded(mmap.mmap):
+        def __new__(cls, number: int, length: int, **how: Any) -> Recorded:
+            if number == -1:
+                taken.append(length)
+            return super().__new__(cls, number, length, **how)
+
+    monkeypatch.setattr("ckptstore.staging.mmap.mmap", Recorded)
+    assert b"".join(part.tobytes() for _, part in store.chunks(2, "w")) == weight.tobytes()
+    chunk = min(weight.nbytes, 16 << 20)
+    assert chunk <= sum(taken) <= min(3 * chunk, 2 * (16 << 20)) + (32 << 10), taken

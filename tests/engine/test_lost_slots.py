@@ -349,3 +349,61 @@ class TestSteps:
         store.writer(parent=4, poll_seconds=None).close()
         damage(store, 2)
         assert store.load(6)["step"] == 6
+
+
+class TestAudit:
+    """`verify` looks where readers, who begin from a fold, do not."""
+
+    def long(self, slots: int) -> Store:
+        """A store with K = 4 that was folded and trimmed as far as the rules allow."""
+        world = World(every=4)
+        store = Store(world)
+        world.create("FORMAT", texts.encode_format(world.fmt))
+        term = open_term(world, world.fmt, None, patience=HASTE)
+        for step in range(1, slots):
+            save(term, step)
+            if step % 3 == 0:
+                folding.fold(world, world.fmt, term.view())
+                folding.trim(world, world.fmt, term.view())
+        return store
+
+    def log_damage(self, store: Store) -> dict[str, str]:
+        """Of the log alone: these segments have no objects."""
+        return {found.key: found.what for found in ckptstore.verify(store).damage if found.key.startswith("log/")}
+
+    def test_what_folding_deleted_is_not_missed(self) -> None:
+        store = self.long(20)
+        assert len(store.backend.list("log/")) < 15
+        assert self.log_damage(store) == {}
+
+    @pytest.mark.parametrize("seq", [0, 4, 16, 17])
+    def test_a_slot_that_nobody_may_delete_is_missed_below_the_fold(self, seq: int) -> None:
+        store = self.long(20)
+        assert store.view().fold_seq > seq
+        store.backend.delete(slot_key(seq))
+        assert self.log_damage(store) == {slot_key(seq): "the slot is missing, and no rule allowed to delete it"}
+        assert store.view().damage == ()
+
+    def test_a_slot_below_the_fold_that_continues_another_log(self) -> None:
+        store = self.long(20)
+        seq = store.view().fold_seq - 1
+        data, _ = texts.encode_commit(
+            replace(full(1, 99), nonce="1" * 32, previous="2" * 32), seq=seq, run=store.run, manifest=""
+        )
+        store.backend.delete(slot_key(seq))
+        store.backend.create(slot_key(seq), data)
+        found = self.log_damage(store)
+        assert set(found) == {slot_key(seq), slot_key(seq + 1)}
+        assert all("does not continue the log" in what for what in found.values())
+
+    def test_a_lost_end_is_seen_by_what_its_terms_left(self, store: Store) -> None:
+        end = store.view().end
+        with store.writer(poll_seconds=None) as writer:
+            writer.save(state(7), 7)
+        for seq in range(end, store.view().end):
+            store.backend.delete(slot_key(seq))
+        (found,) = ckptstore.verify(store).damage
+        assert found.key.startswith("seg/0000000002/")
+        assert "its end is lost" in found.what
+        store.backend.delete(found.key)
+        assert ckptstore.verify(store).ok

@@ -39,6 +39,7 @@ EXPECTED = [
     "TermInfo",
     "UnexplainedStepWarning",
     "UnpinnedWarning",
+    "Unread",
     "UnsupportedBackendError",
     "UnsupportedStateError",
     "Update",

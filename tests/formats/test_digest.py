@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -205,3 +206,17 @@ def test_both_kinds_of_kernels(kind: str, first: int, size: int, request: pytest
     request.addfinalizer(lambda: compiled.use(None))
     compiled.use(kind)
     assert d.partial(kept, first) == expected & MASK
+
+
+def test_memory_is_that_of_one_block(request: pytest.FixtureRequest) -> None:
+    """However long the data is, and however short."""
+    request.addfinalizer(lambda: compiled.use(None))
+    compiled.use("numpy")
+    for nbytes, most in ((64 << 20, 600 << 10), (400, 16 << 10)):
+        data = np.zeros(nbytes, np.uint8)
+        d.partial(data[:8], 0)
+        tracemalloc.start()
+        d.partial(data, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < most, (nbytes, peak)

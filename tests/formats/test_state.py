@@ -539,6 +539,18 @@ def test_a_selection_is_refused_what_no_state_is() -> None:
             select(hostile, {"a"})
 
 
+def test_a_part_of_the_deepest_state() -> None:
+    """What can be read whole can be selected from: the same limit, at exactly its value."""
+    tree: Any = {"a": {"$t": "w"}, "b": {"$t": "x"}}
+    for _ in range(MAX_DEPTH - 1):
+        tree = [tree]
+    unflatten(tree, lambda name, origin: name)
+    assert tensor_names(select(tree, {"w"})) == ["w"]
+    for read in (lambda: unflatten([tree], lambda name, origin: name), lambda: select([tree], {"w"})):
+        with pytest.raises(FormatError, match="nested deeper"):
+            read()
+
+
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=3), st.just("u1")),
     lambda inner: st.one_of(
