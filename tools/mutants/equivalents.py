@@ -1,0 +1,45 @@
+"""Ordinary mutants that are the same program to everyone who may ask, each with the reason why.
+
+They are named by module, function and text, not by line; a test holds that each still applies. What is listed here is
+not drawn. A mutant that a test could notice does not belong here, however unlikely the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from tools.mutants.sites import Site
+
+__all__ = ["EQUIVALENTS", "Equivalent", "without_equivalents"]
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """One of them.
+
+    Attributes:
+        path: the module, relative to the tree's root.
+        where: the function or class.
+        source: what becomes of what, as `Site.source` says it.
+        reason: why nobody can tell.
+    """
+
+    path: str
+    where: str
+    source: str
+    reason: str
+
+    def is_that(self, site: Site) -> bool:
+        """Whether this says it of `site` (and of its like in the same function)."""
+        return (self.path, self.where, self.source) == (site.path, site.where, site.source)
+
+
+EQUIVALENTS: Final[tuple[Equivalent, ...]] = ()
+
+
+def without_equivalents(sites: Iterable[Site], known: Iterable[Equivalent] = EQUIVALENTS) -> list[Site]:
+    """Those of `sites` that a test should notice."""
+    names = {(one.path, one.where, one.source) for one in known}
+    return [site for site in sites if (site.path, site.where, site.source) not in names]
