@@ -31,7 +31,7 @@ PACKED = [name for name in SEGMENTS if name.startswith("packed")]
 
 
 def sampled(places: range, name: str) -> Iterable[int]:
-    """Both ends and 1,000 places between, others for each name; all with ``CKPTSTORE_TESTS=long`` (``make test-long``)."""
+    """Both ends and 1,000 places between, others for each name; all with ``CKPTSTORE_TESTS=long``."""
     if len(places) <= 1000 or os.environ.get("CKPTSTORE_TESTS") == "long":
         return places
     return {places[0], places[-1], *random.Random(name).sample(places, 1000)}
