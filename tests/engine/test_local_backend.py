@@ -156,7 +156,7 @@ def test_a_read_only_mount_is_readable_and_says_so() -> None:
 
 
 def test_a_folder_without_permission_is_read_only() -> None:
-    """Asked in a child that is nobody where this is root, who may write anywhere (and whose tmp_path none may enter)."""
+    """Asked by a child that is nobody where this is root, who may write anywhere (nor may others enter tmp_path)."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         LocalBackend(folder).create("FORMAT", b"x")

@@ -32,7 +32,7 @@ from ckptstore.formats.layout import (
     split,
 )
 from ckptstore.formats.members import MAX_INT
-from ckptstore.formats.optim.settings import MAX_COUNT, MAX_SCALES
+from ckptstore.formats.optim.settings import MAX_SCALES
 from ckptstore.formats.records import CommitRecord, FormatFile, OpenRecord, PinRecord, Request, valid_tag
 from ckptstore.formats.segment import (
     Chunk,
@@ -198,6 +198,16 @@ def test_a_segment_is_filled_to_its_limit(over: int) -> None:
     ]
     assert [len(part) for part in split(specs)] == ([2, 1] if over else [3])
     assert [len(part) for part in split(specs, limit=room + over)] == [3]
+
+
+@pytest.mark.parametrize("letters", [0, 1])
+def test_names_fill_half_a_header(letters: int) -> None:
+    """Every name is counted as if each letter took two escapes, as the longest do, and 400 bytes for the rest."""
+    first = TensorSpec("\U0001f600" * 1_398_064, "U8", ())
+    second = TensorSpec("b" * (1_398_064 + letters), "U8", (1,))
+    described = [400 + 12 * len(spec.name) + 64 * len(spec.shape) + 16 for spec in (first, second)]
+    assert sum(described) == HEADER_LIMIT // 2 + 12 * letters
+    assert [len(part) for part in split([first, second])] == ([1, 1] if letters else [2])
 
 
 # ---- segments ---------------------------------------------------------------------------------------------------
@@ -552,8 +562,8 @@ def test_length_of_a_chunk() -> None:
 
 def test_numbers_of_a_step() -> None:
     assert optim.Step(count=1, lr=0.1).count == 1
-    assert optim.Step(count=MAX_COUNT, lr=0.1).count == MAX_COUNT
-    for count in (0, MAX_COUNT + 1):
+    assert optim.Step(count=2**53, lr=0.1).count == 2**53
+    for count in (0, 2**53 + 1):
         with pytest.raises(ValueError, match="counted"):
             optim.Step(count=count, lr=0.1)
     for bad in ({"lr": float("inf")}, {"lr": 0.1, "loss_scale": 0.0}, {"lr": 0.1, "loss_scale": float("inf")}):

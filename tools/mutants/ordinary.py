@@ -56,6 +56,8 @@ _SYMMETRIC: Final = frozenset({"min", "max", "isinstance", "maximum", "minimum",
 """Calls whose arguments can change places, or fail at once if they do."""
 _UNLIKE: Final = (ast.Starred, ast.Constant, ast.JoinedStr, ast.Lambda)
 """Arguments that have the wrong type in the place of another one, which proves nothing."""
+_TRUSTED: Final = frozenset({"strict", "stacklevel", "repr", "compare"})
+"""Keywords that assert, or change what people see."""
 _SHOWN: Final = 160
 """Characters of a site's `source`."""
 
@@ -224,6 +226,10 @@ class _Finder(ast.NodeVisitor):
             for first, second in zip(node.args, node.args[1:], strict=False):
                 self._swap(node, first, second)
         self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> None:  # ast's name
+        if node.arg not in _TRUSTED:
+            self.visit(node.value)
 
     def _swap(self, call: ast.Call, first: ast.expr, second: ast.expr) -> None:
         if isinstance(first, _UNLIKE) or isinstance(second, _UNLIKE) or ast.dump(first) == ast.dump(second):
