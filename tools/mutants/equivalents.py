@@ -36,7 +36,32 @@ class Equivalent:
         return (self.path, self.where, self.source) == (site.path, site.where, site.source)
 
 
-EQUIVALENTS: Final[tuple[Equivalent, ...]] = ()
+EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
+    Equivalent(
+        "formats/jsontext.py",
+        "loads",
+        "text.count(b'[') + text.count(b'{') > max_depth => text.count(b'[') + text.count(b'{') >= max_depth",
+        "a quick bound that decides whether the exact scan is made, which then refuses the same texts",
+    ),
+    Equivalent(
+        "formats/texts.py",
+        "_checkpoint",
+        "_joined(known | {'tensors': entry.tensors, 'bytes': entry.nbytes}, {}, entry.extra) => entry.extra, {}",
+        "no features: what is joined is the same, in the same order",
+    ),
+    Equivalent(
+        "formats/texts.py",
+        "_encoding",
+        "_joined(known | {'lossy': entry.lossy, 'bytes': entry.bytes}, {}, entry.extra) => entry.extra, {}",
+        "no features: what is joined is the same, in the same order",
+    ),
+    Equivalent(
+        "formats/texts.py",
+        "encode_format",
+        "_joined(known | {'features': features}, {}, file.extra) => {}, known | {'features': features}",
+        "nothing and something, joined in either order",
+    ),
+)
 
 
 def without_equivalents(sites: Iterable[Site], known: Iterable[Equivalent] = EQUIVALENTS) -> list[Site]:
