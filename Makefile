@@ -6,7 +6,7 @@ QUICK ?=
 SIZE ?= 500MB
 ROUNDS ?= 5
 
-.PHONY: demo test check lint types layers bench bench-commands bench-codecs bench-chains bench-diffs bench-recovery exact crash powercut mutants fuzz torture clean
+.PHONY: demo test test-long check lint types layers bench bench-commands bench-codecs bench-chains bench-diffs bench-recovery exact crash powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -24,6 +24,9 @@ demo: .venv/.ready  ## train, get killed, resume, compare bit for bit (QUICK=1: 
 
 test: .venv/.ready  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-long: .venv/.ready  ## the tests that otherwise take samples of the damage that they do, without samples
+	CKPTSTORE_TESTS=long $(BIN)/python -m pytest -n 2 tests/formats/test_segment_hostile.py $(PYTEST_ARGS)
 
 check: lint types layers  ## ruff, mypy --strict, import layers
 
@@ -58,6 +61,8 @@ bench-chains: .venv/.bench-ready  ## delta chains: bytes against restore time
 # The crash campaign in full; `make test` runs short forms of all of it.
 N ?= 200
 SECONDS ?= 60
+MUTANTS ?= 200
+SINCE ?= HEAD~1
 
 bench-diffs: .venv/.bench-ready  ## gradient diffs through the store: bits, and seconds beside zstd-3 and ZipNN
 	$(BIN)/python -m tools.bench.diffs
@@ -81,6 +86,9 @@ torture: .venv/.ready  ## writers, readers, gc, kills and faults at once for SEC
 
 mutants: .venv/.ready  ## remove each sync, check and fence in turn: some test must fail
 	$(BIN)/python -m tools.mutants
+
+mutants-ordinary: .venv/.ready  ## MUTANTS slips in what changed since SINCE (or in MODULES): some test must fail
+	$(BIN)/python -m tools.mutants --ordinary $(MUTANTS) --seed $(or $(SEED),0) $(or $(MODULES),--since $(SINCE))
 
 fuzz: .venv/.ready  ## every decoder against mutated input for SECONDS
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[fuzz]' || \

@@ -73,8 +73,9 @@ def loads(
         raise FormatError(f"{what}: {token} is not allowed in JSON")
 
     def integer(token: str) -> int:
-        if len(token) > _LONGEST_INT:
-            raise FormatError(f"{what}: a number of {len(token)} digits")
+        digits = len(token.lstrip("-"))
+        if digits > _LONGEST_INT:
+            raise FormatError(f"{what}: a number of {digits} digits")
         return int(token)
 
     def real(token: str) -> float:

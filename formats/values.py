@@ -36,6 +36,7 @@ __all__ = ["MAX_PLAIN_INT", "decode", "encode", "is_plain_text", "pack_integers"
 MAX_PLAIN_INT: Final = 2**53
 _DIGITS: Final = 4300  # CPython's own limit on reading an integer; stated, because other readers must know it
 _HUGE: Final = 10**_DIGITS
+_INTEGER: Final = re.compile(f"-?[1-9][0-9]{{0,{_DIGITS - 1}}}")
 _PACK_FROM: Final = 32
 _CODES: Final = {"u1": 2**8, "u2": 2**16, "u4": 2**32, "u8": 2**64, "i1": 2**7, "i2": 2**15, "i4": 2**31, "i8": 2**63}
 _NO_SCALAR: Final = ("C32", "F4_E2M1_X2")
@@ -128,7 +129,7 @@ _ENCODERS: Final[Mapping[type, Callable[[Any], Any]]] = {
 
 
 def _decode_int(body: Any) -> int:
-    if not isinstance(body, str) or len(body) > _DIGITS + 1 or not re.fullmatch("-?[1-9][0-9]*", body):
+    if not isinstance(body, str) or not _INTEGER.fullmatch(body):
         raise FormatError(f"$int is {body!r:.80}")
     value = int(body)
     if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT:

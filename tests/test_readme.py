@@ -49,10 +49,14 @@ def test_commands(folder: Path) -> None:
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make (\w[\w-]*)", (ROOT / "README.md").read_text()):
+    targets = re.findall(r"make (\w[\w-]*)", (ROOT / "README.md").read_text())
+    assert {"demo", "test"} <= set(targets)
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", (ROOT / "README.md").read_text()):
+    links = re.findall(r"\]\(((?!http)[^)#]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 5
+    for target in links:
         assert (ROOT / target).exists(), target

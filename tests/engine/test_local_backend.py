@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
@@ -153,18 +155,32 @@ def test_a_read_only_mount_is_readable_and_says_so() -> None:
     assert backend.list("") == ["log/0", SEGMENT]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_read_only(tmp_path: Path) -> None:
-    LocalBackend(tmp_path).create("FORMAT", b"x")
-    tmp_path.chmod(0o500)
-    try:
-        backend = LocalBackend(tmp_path)
-        assert backend.read_only
-        assert backend.get("FORMAT") == b"x"
-        with pytest.raises(ReadOnlyError):
-            backend.create("log/0", b"")
-    finally:
-        tmp_path.chmod(0o700)
+def test_a_folder_without_permission_is_read_only() -> None:
+    """Asked by a child that is nobody where this is root, who may write anywhere (nor may others enter tmp_path)."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        LocalBackend(folder).create("FORMAT", b"x")
+        folder.chmod(0o555)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                if os.geteuid() == 0:
+                    os.setgroups([])
+                    os.setgid(65534)
+                    os.setuid(65534)
+                backend = LocalBackend(folder)
+                assert backend.read_only
+                assert backend.get("FORMAT") == b"x"
+                with pytest.raises(ReadOnlyError):
+                    backend.create("log/0", b"")
+                status = 0
+            except BaseException:  # noqa: BLE001  # told by the status; the trace goes to the captured output
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        folder.chmod(0o755)
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])

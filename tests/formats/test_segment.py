@@ -515,6 +515,9 @@ def test_golden_segments_are_encoded_again_byte_for_byte(name: str) -> None:
 
 def test_the_script_makes_the_golden_segments(tmp_path: Path) -> None:
     make_segments.main(tmp_path)
-    if list(zstandard.ZSTD_VERSION) == EXPECTED["zstd"]:
-        for path in tmp_path.iterdir():
-            assert path.read_bytes() == (GOLDEN / path.name).read_bytes(), path.name
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made >= set(EXPECTED["segments"])
+    if list(zstandard.ZSTD_VERSION) != EXPECTED["zstd"]:
+        pytest.skip("another version of zstd compresses to other bytes")
+    for name in made:
+        assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes(), name

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tools.mutants import __main__ as command
 from tools.mutants.copies import repository
+from tools.mutants.drawing import changed_since, draw, modules_of
+from tools.mutants.equivalents import EQUIVALENTS, Equivalent
+from tools.mutants.ordinary import KINDS as ORDINARY_KINDS
+from tools.mutants.ordinary import find_ordinary, ordinary_in
 from tools.mutants.reach import instrumented
 from tools.mutants.sites import KINDS, Site, find_sites, sites_in
 from tools.mutants.trial import Bench, baseline, try_all
@@ -196,4 +203,196 @@ def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_sample_of_the_real_gate(capsys: pytest.CaptureFixture[str]) -> None:
     """``make mutants`` tries them all; this, some of those whose tests are quick."""
     status = command.main(["--quick", "--jobs", "2", "--seed", "5"])
+    assert status == 0, capsys.readouterr().out
+
+
+# ---- ordinary mutants -----------------------------------------------------------------------------------------------
+
+SLIPS = '''"""Slips of every kind."""
+
+import warnings
+
+LIMIT: int = 3
+__all__ = ["total"]
+
+
+@dataclass(frozen=True)
+class Counted:
+    left: int = 7
+
+    def take(self, wanted: int, most: int = 1) -> int:
+        """What is taken."""
+        assert wanted >= 0
+        if not wanted or (wanted > most and most is not None):
+            raise ValueError(f"{wanted} of {most + 5}")
+        for _ in range(wanted):
+            if any(part < -1 for part in split(wanted, most)):
+                continue
+            self.left -= 1
+        warnings.warn("9 are left", stacklevel=2)
+        return max(wanted, 2)
+'''
+
+
+def test_ordinary_mutants_of_a_module() -> None:
+    sites = ordinary_in("formats/slips.py", SLIPS.encode())
+    assert [(site.where, site.kind, site.source) for site in sites] == [
+        ("module", "constant", "3 => 4"),
+        ("Counted", "constant", "7 => 8"),
+        ("Counted.take", "constant", "1 => 2"),
+        ("Counted.take", "negation", "not wanted => wanted"),
+        (
+            "Counted.take",
+            "negation",
+            "not wanted or (wanted > most and most is not None) => "
+            "not (not wanted or (wanted > most and most is not None))",
+        ),
+        (
+            "Counted.take",
+            "logic",
+            "not wanted or (wanted > most and most is not None) => not wanted and (wanted > most and most is not None)",
+        ),
+        ("Counted.take", "comparison", "wanted > most => wanted >= most"),
+        ("Counted.take", "logic", "wanted > most and most is not None => wanted > most or most is not None"),
+        ("Counted.take", "comparison", "most is not None => most is None"),
+        ("Counted.take", "removed", "raise ValueError(f'{wanted} of {most + 5}') => pass"),
+        (
+            "Counted.take",
+            "logic",
+            "any((part < -1 for part in split(wanted, most))) => all(...)",
+        ),
+        (
+            "Counted.take",
+            "negation",
+            "any((part < -1 for part in split(wanted, most))) => "
+            "not (any((part < -1 for part in split(wanted, most))))",
+        ),
+        ("Counted.take", "comparison", "part < -1 => part <= -1"),
+        ("Counted.take", "negation", "-1 => 1"),
+        ("Counted.take", "constant", "1 => 2"),
+        ("Counted.take", "swapped", "split(wanted, most) => most, wanted"),
+        ("Counted.take", "removed", "continue => pass"),
+        ("Counted.take", "removed", "self.left -= 1 => pass"),
+        ("Counted.take", "constant", "1 => 2"),
+        ("Counted.take", "removed", "warnings.warn('9 are left', stacklevel=2) => pass"),
+        ("Counted.take", "constant", "2 => 3"),
+    ]
+    assert {site.kind for site in sites} == set(ORDINARY_KINDS)
+    assert len({site.name for site in sites}) == len(sites)
+    for site in sites:
+        mutant = site.mutate(SLIPS.encode())
+        assert mutant != SLIPS.encode()
+        compile(mutant, "mutant", "exec")
+    swapped = next(site for site in sites if site.kind == "swapped").mutate(SLIPS.encode())
+    assert b"for part in split(most, wanted))" in swapped
+
+
+def test_every_ordinary_mutant_of_the_tree_is_a_program() -> None:
+    root = repository()
+    paths = modules_of(root, ["formats/*", "ckptstore/*", "cli/*"])
+    kinds: Counter[str] = Counter()
+    for path in paths:
+        source = (root / path).read_bytes()
+        sites = find_ordinary(root, [path])
+        kinds += Counter(site.kind for site in sites)
+        assert len({site.name for site in sites}) == len(sites), path
+        compile(instrumented(source, dict(enumerate(sites))), path, "exec")
+        for site in sites[:: 1 + len(sites) // 8]:
+            mutant = site.mutate(source)
+            assert mutant != source, site.name
+            compile(mutant, site.name, "exec")
+    assert set(kinds) == set(ORDINARY_KINDS)
+    assert min(kinds.values()) > 100, kinds
+
+
+def test_the_draw_is_the_same_for_a_seed_and_moves_with_nothing_else(tree: Path) -> None:
+    every = draw(tree, ["formats/sample.py"], 1000, 0)
+    some = draw(tree, ["formats/sample.py"], 5, 1)
+    assert len(some) == 5 < len(every)
+    assert some == draw(tree, ["formats/sample.py"], 5, 1)
+    assert {site.name for site in some} <= {site.name for site in every}
+    assert any(some != draw(tree, ["formats/sample.py"], 5, seed) for seed in range(2, 5))
+    names = [site.name for site in some]
+    known = (Equivalent("formats/sample.py", some[0].where, some[0].source, "for this test"),)
+    assert known[0].is_that(some[0])
+    assert names[0] not in {site.name for site in draw(tree, ["formats/sample.py"], 1000, 1, known)}
+    text = (tree / "formats/sample.py").read_text()
+    (tree / "formats/sample.py").write_text(text.replace("import FormatError", "import FormatError\n\nNOTHING = ''"))
+    moved = draw(tree, ["formats/sample.py"], 5, 1)
+    assert [site.name for site in moved] == names
+    assert [site.begin for site in moved] != [site.begin for site in some]
+
+
+def test_modules_are_named_or_those_that_changed(tree: Path) -> None:
+    assert modules_of(tree, ["formats/s*.py"]) == ["formats/sample.py"]
+    with pytest.raises(LookupError, match="formats/nothing"):
+        modules_of(tree, ["formats/sample.py", "formats/nothing.py"])
+    with pytest.raises(LookupError, match="git cannot say"):
+        changed_since(tree / "formats", "HEAD")
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *who, *words], cwd=tree, check=True, capture_output=True)
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    assert changed_since(tree, "HEAD") == []
+    (tree / "formats/sample.py").write_text(SAMPLE + "\n")
+    (tree / "tests/formats/test_sample.py").write_text("")  # not of the rooms
+    git("commit", "-qam", "two")
+    (tree / "cli/later.py").write_text("LATER = 1\n")  # not committed yet
+    (tree / "formats/errors.py").unlink()
+    assert changed_since(tree, "HEAD") == ["cli/later.py"]
+    assert changed_since(tree, "HEAD~1") == ["cli/later.py", "formats/sample.py"]
+    with pytest.raises(LookupError, match="no such revision"):
+        changed_since(tree, "no such revision")
+
+
+def test_ordinary_mutants_are_tried_and_reported(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole command: what no test notices survives and is told; a constant is noticed by who imports it."""
+    text = SAMPLE.replace("number < 10", "number < 10 and number != TWO").replace("def small", "TWO = 2\n\n\ndef small")
+    (tree / "formats/sample.py").write_text(text)
+    monkeypatch.setattr(command, "repository", lambda: tree)
+    target = tmp_path / "report.json"
+    arguments = ["--ordinary", "100", "--jobs", "1", "--json", str(target), "--only", "*::small::*"]
+    assert command.main([*arguments, "--only", "*::module::*", "--only", "*::durable::*", "formats/sample.py"]) == 1
+    told = {verdict["source"]: verdict["outcome"] for verdict in json.loads(target.read_text())}
+    assert told == {
+        "2 => 3": "killed",
+        "number < 10 => number <= 10": "survived",
+        "10 => 11": "survived",
+        "number < 10 and number != TWO => number < 10 or number != TWO": "survived",
+        "number != TWO => number == TWO": "killed",
+        "posix.fsync(descriptor) => pass": "killed",
+    }
+    shown = capsys.readouterr().out
+    assert "SURVIVED formats/sample.py:20: small: 10 => 11" in shown
+    assert ["comparison", "2", "1", "0", "1"] in [line.split() for line in shown.splitlines()]
+    assert command.main([*arguments[:-1], "*::durable::*", "formats/sample.py"]) == 0
+
+
+def test_the_command_refuses_what_it_cannot_draw_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--ordinary", "3", "formats/nothing.py"]) == 2
+    assert "no module" in capsys.readouterr().err
+    assert command.main(["--ordinary", "3", "--since", "no-such-revision"]) == 2
+    assert "no-such-revision" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["formats/members.py"])
+    assert command.main(["--ordinary", "3", "--list", "formats/members.py"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("3 sites: ")
+
+
+@pytest.mark.parametrize("known", EQUIVALENTS, ids=lambda known: f"{known.path}-{known.where}-{known.source[:40]}")
+def test_what_is_known_to_be_equivalent_still_applies(known: Equivalent) -> None:
+    assert len(known.reason) > 20
+    assert any(known.is_that(site) for site in find_ordinary(repository(), [known.path])), "it is gone: leave it out"
+
+
+@pytest.mark.slow
+def test_a_sample_of_ordinary_mutants(capsys: pytest.CaptureFixture[str]) -> None:
+    """``make mutants-ordinary`` tries more and elsewhere; this, some of a module none of whose mutants survives."""
+    status = command.main(["--ordinary", "8", "--quick", "--jobs", "2", "formats/members.py"])
     assert status == 0, capsys.readouterr().out

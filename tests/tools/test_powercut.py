@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import subprocess
@@ -143,12 +142,18 @@ def test_a_slot_that_was_read_back_is_settled_before_it_is_acknowledged() -> Non
     """The folder's fsync fails after the link: the slot is there to be read, and a power cut may take it back."""
     healthy = FaultyPosix(RecordingPosix())
     save_two(healthy, lambda _: None)
+    failed = kept = 0
     for nth in range(10, sum(healthy.calls[name] for name in faults.SYNCS) + 1):
         disk = RecordingPosix()
-        with contextlib.suppress(StorageError, CommitUnknownError):
+        try:
             save_two(FaultyPosix(disk, faults.sync_fails(nth)), disk.acknowledge)
+        except (StorageError, CommitUnknownError):
+            failed += 1
         for state in crash_states(disk, limit=4):
             check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
+            kept += len(state.acknowledged)
+    assert failed > 5, "syncs that fail end the writer"
+    assert kept > 5, "and leave what was acknowledged before"
 
 
 def save_two(posix: FaultyPosix, acknowledge: object) -> None:
@@ -206,8 +211,10 @@ def test_a_manifest_goes_only_after_its_slot(monkeypatch: pytest.MonkeyPatch) ->
         for at, operation in enumerate(disk.history)
         if isinstance(operation, Unname) and operation.name.endswith(".json")
     )
+    restored = 0
     for state in itertools.islice(crash_states(disk, limit=60, begin=begin), 40):
-        check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
+        restored += check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
+    assert restored > 40
 
 
 def test_a_pin_that_a_cut_leaves_is_whole() -> None:

@@ -1,6 +1,7 @@
 """The mutation gate: every fsync, checksum, fence, anchor, pin and bounds check is taken out in turn; a test must fail.
 
 python -m tools.mutants [--only 'formats/texts.py*'] [--jobs 2] [--list] [--quick]
+python -m tools.mutants --ordinary N [--seed S] [--since REV | MODULE ...]
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from tools.mutants.copies import repository
+from tools.mutants.drawing import changed_since, draw, modules_of
+from tools.mutants.ordinary import KINDS as ORDINARY_KINDS
 from tools.mutants.sites import KINDS, Site, find_sites
 from tools.mutants.trial import Bench, Verdict, baseline, try_all
 
@@ -48,10 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants on trial at once; each wants a core")
     parser.add_argument("--list", action="store_true", help="show the sites, run nothing")
     parser.add_argument("--quick", action="store_true", help=f"a sample of {QUICK_SITES} sites, under a minute")
-    parser.add_argument("--seed", type=int, default=0, help="of --quick's sample")
+    parser.add_argument("--ordinary", type=int, metavar="N", help="try N ordinary mutants instead")
+    parser.add_argument("--since", metavar="REV", default="HEAD~1", help="of the modules changed since (%(default)s)")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="of these instead, such as 'formats/seg*.py'")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples of --quick and --ordinary")
     parser.add_argument("--json", type=Path, help="where the report goes")
     options = parser.parse_args(arguments)
-    sites = chosen(find_sites(repository()), options.only, options.quick, options.seed)
+    if options.ordinary is None and options.modules:
+        parser.error("modules are for --ordinary; see --only")
+    try:
+        sites = _sites(options)
+    except LookupError as error:
+        print(error, file=sys.stderr)
+        return 2
     if options.list:
         for site in sites:
             print(f"{site.path}:{site.line}\t{site.name}")
@@ -64,6 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = run(sites, max(1, min(options.jobs, len(sites))), QUICK_ROUNDS if options.quick else ROUNDS)
     report(verdicts, time.monotonic() - begin, options.json)
     return int(any(verdict.outcome == "survived" for verdict in verdicts))
+
+
+def _sites(options: argparse.Namespace) -> list[Site]:
+    if options.ordinary is None:
+        return chosen(find_sites(repository()), options.only, options.quick, options.seed)
+    root = repository()
+    modules = modules_of(root, options.modules) if options.modules else changed_since(root, options.since)
+    return chosen(draw(root, modules, options.ordinary, options.seed), options.only, quick=False, seed=options.seed)
 
 
 def chosen(sites: Sequence[Site], only: Sequence[str] | None, quick: bool, seed: int) -> list[Site]:
@@ -125,7 +145,7 @@ def _round(benches: Sequence[Bench], sites: Sequence[Site], files_each: int | No
 def report(verdicts: Sequence[Verdict], seconds: float, target: Path | None) -> None:
     """A table by kind, the survivors, and JSON."""
     print(f"{'kind':12}{'sites':>7}{'killed':>8}{'timeout':>9}{'survived':>10}")
-    for kind in (*KINDS, "all"):
+    for kind in (*KINDS, *ORDINARY_KINDS, "all"):
         counts = Counter(verdict.outcome for verdict in verdicts if kind in ("all", verdict.site.kind))
         if counts:
             row = (counts.total(), counts["killed"], counts["timeout"], counts["survived"])
@@ -139,7 +159,7 @@ def report(verdicts: Sequence[Verdict], seconds: float, target: Path | None) -> 
 
 
 def _counted(counts: Counter[str]) -> str:
-    return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+    return ", ".join(f"{counts[kind]} {kind}" for kind in (*KINDS, *ORDINARY_KINDS) if counts[kind])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ __all__ = ["tests_of"]
 
 _FORMATS: Final = "tests/formats/test_"
 _ENGINE: Final = "tests/engine/test_"
-_REGRESSIONS: Final = (f"{_FORMATS}regressions.py",)
+_REGRESSIONS: Final = (f"{_FORMATS}limits.py", f"{_FORMATS}regressions.py")
 _CRASHES: Final = tuple(f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "powercut", "crash_store"))
 _LOG: Final = tuple(f"{_ENGINE}{name}.py" for name in ("log", "folding", "pins", "requests", "log_machine"))
 _STORE: Final = tuple(

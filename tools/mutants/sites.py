@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["KINDS", "ROOMS", "Site", "find_sites", "sites_in"]
+__all__ = ["KINDS", "ROOMS", "Site", "find_sites", "numbered", "sites_in"]
 
 KINDS: Final = ("durability", "checksum", "fence", "anchor", "pin", "bounds", "rule")
 ROOMS: Final = ("formats", "ckptstore")
@@ -55,7 +55,7 @@ class Site:
     Attributes:
         path: the file, relative to the tree's root.
         where: the function or class it is in.
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or of those of `ordinary`.
         line: where it is now; for people, nothing depends on it.
         begin, end: the bytes of the file that `text` replaces.
         text: what the mutant has instead.
@@ -106,7 +106,12 @@ def sites_in(path: str, source: bytes) -> list[Site]:
     """
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
-    unique = {(site.begin, site.end, site.text): site for site in finder.found}
+    return numbered(finder.found)
+
+
+def numbered(found: Iterable[Site]) -> list[Site]:
+    """The sites of one file by their place, each mutant once, and with different names."""
+    unique = {(site.begin, site.end, site.text): site for site in found}
     counts: dict[str, int] = {}
     named: list[Site] = []
     for site in sorted(unique.values(), key=lambda site: (site.begin, site.end)):

@@ -1,0 +1,70 @@
+"""Ordinary mutants that are the same program to everyone who may ask, each with the reason why.
+
+They are named by module, function and text, not by line; a test holds that each still applies. What is listed here is
+not drawn. A mutant that a test could notice does not belong here, however unlikely the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from tools.mutants.sites import Site
+
+__all__ = ["EQUIVALENTS", "Equivalent", "without_equivalents"]
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """One of them.
+
+    Attributes:
+        path: the module, relative to the tree's root.
+        where: the function or class.
+        source: what becomes of what, as `Site.source` says it.
+        reason: why nobody can tell.
+    """
+
+    path: str
+    where: str
+    source: str
+    reason: str
+
+    def is_that(self, site: Site) -> bool:
+        """Whether this says it of `site` (and of its like in the same function)."""
+        return (self.path, self.where, self.source) == (site.path, site.where, site.source)
+
+
+EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
+    Equivalent(
+        "formats/jsontext.py",
+        "loads",
+        "text.count(b'[') + text.count(b'{') > max_depth => text.count(b'[') + text.count(b'{') >= max_depth",
+        "a quick bound that decides whether the exact scan is made, which then refuses the same texts",
+    ),
+    Equivalent(
+        "formats/texts.py",
+        "_checkpoint",
+        "_joined(known | {'tensors': entry.tensors, 'bytes': entry.nbytes}, {}, entry.extra) => entry.extra, {}",
+        "no features: what is joined is the same, in the same order",
+    ),
+    Equivalent(
+        "formats/texts.py",
+        "_encoding",
+        "_joined(known | {'lossy': entry.lossy, 'bytes': entry.bytes}, {}, entry.extra) => entry.extra, {}",
+        "no features: what is joined is the same, in the same order",
+    ),
+    Equivalent(
+        "formats/texts.py",
+        "encode_format",
+        "_joined(known | {'features': features}, {}, file.extra) => {}, known | {'features': features}",
+        "nothing and something, joined in either order",
+    ),
+)
+
+
+def without_equivalents(sites: Iterable[Site], known: Iterable[Equivalent] = EQUIVALENTS) -> list[Site]:
+    """Those of `sites` that a test should notice."""
+    names = {(one.path, one.where, one.source) for one in known}
+    return [site for site in sites if (site.path, site.where, site.source) not in names]
