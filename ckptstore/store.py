@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -169,13 +170,9 @@ class Store:
     def terms(self) -> list[TermInfo]:
         """Every term, oldest first."""
         catalog = self.view().catalog
-        counts: dict[int, int] = {}
-        for term, _ in catalog.checkpoints:
-            counts[term] = counts.get(term, 0) + 1
+        counts = Counter(term for term, _ in catalog.checkpoints)
         return [
-            TermInfo(
-                number, opened.parent and opened.parent.ref, opened.time, counts.get(number, 0), dict(opened.writer)
-            )
+            TermInfo(number, opened.parent and opened.parent.ref, opened.time, counts[number], dict(opened.writer))
             for number, opened in sorted(catalog.terms.items())
         ]
 
@@ -378,7 +375,8 @@ def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:
         return
     batch = before.writer["batch"]
     some = f"up to {batch} steps" if isinstance(batch, int) else "steps"
-    if any(term == parent.term and step > parent.step for term, step in catalog.checkpoints):
+    highest = catalog.checkpoints.highest(parent.term)
+    if highest is not None and highest[1] > parent.step:
         return  # going back on purpose
     warn(
         f"term {parent.term} ended without closing: {some} after {parent.step} that waited for their "
