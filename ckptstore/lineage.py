@@ -5,10 +5,9 @@ Only what is asked for is described: the newest twenty of 200,000 checkpoints co
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe
@@ -57,11 +56,14 @@ def lineage(store: Store, limit: int | None = None, term: int | None = None) -> 
         StorageError: the medium failed.
     """
     catalog = store.view().catalog
-    nodes = list(catalog.checkpoints)[::-1]
-    wanted = list(islice((node for node in nodes if term in (None, node[0])), limit))
-    counts = Counter(number for number, _ in nodes)
     terms = [
-        TermInfo(number, opened.parent and opened.parent.ref, opened.time, counts[number], dict(opened.writer))
+        TermInfo(
+            number,
+            opened.parent and opened.parent.ref,
+            opened.time,
+            catalog.checkpoints.holds(number),
+            dict(opened.writer),
+        )
         for number, opened in sorted(catalog.terms.items(), reverse=True)
     ]
     damage = [f"log slot {seq} is damaged or missing" for seq in catalog.damage]
@@ -71,20 +73,27 @@ def lineage(store: Store, limit: int | None = None, term: int | None = None) -> 
         latest = None if newest is None else newest.ref
     except CorruptLogError as error:
         damage.append(str(error))
-    last = nodes.index(wanted[-1]) + 1 if wanted else 0
-    infos = describe(catalog, [catalog.checkpoints[node] for node in wanted])
-    return Lineage(
-        tuple(infos), _parents(catalog, nodes[: last + 1], last), len(nodes), tuple(terms), latest, tuple(damage)
-    )
+    nodes, parents = _newest(catalog, limit, term)
+    infos = describe(catalog, [catalog.checkpoints[node] for node in nodes])
+    return Lineage(tuple(infos), parents, len(catalog.checkpoints), tuple(terms), latest, tuple(damage))
 
 
-def _parents(catalog: Catalog, nodes: Sequence[Node], count: int) -> dict[str, str | None]:
-    """Of the first `count` of `nodes`, which are the newest, newest first."""
-    found: dict[str, str | None] = {}
-    for node, before in islice(pairwise([*nodes, (0, 0)]), count):
+def _newest(catalog: Catalog, limit: int | None, term: int | None) -> tuple[list[Node], dict[str, str | None]]:
+    """The newest nodes that are asked for, and the parents of these and of those between, newest first."""
+    found: list[Node] = []
+    parents: dict[str, str | None] = {}
+    between: dict[str, str | None] = {}
+    nodes: Iterator[tuple[Node, Node]] = pairwise(chain(reversed(catalog.checkpoints), [(0, 0)]))
+    for node, before in nodes:
+        if len(found) == limit or (term is not None and node[0] < term):
+            break
         parent = before if before[0] == node[0] else _line(catalog, node[0])
-        found[_ref(node)] = None if parent is None else _ref(parent)
-    return found
+        between[_ref(node)] = None if parent is None else _ref(parent)
+        if term in (None, node[0]):
+            found.append(node)
+            parents |= between
+            between = {}
+    return found, parents
 
 
 def _line(catalog: Catalog, term: int) -> Node | None:

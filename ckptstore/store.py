@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -170,9 +169,14 @@ class Store:
     def terms(self) -> list[TermInfo]:
         """Every term, oldest first."""
         catalog = self.view().catalog
-        counts = Counter(term for term, _ in catalog.checkpoints)
         return [
-            TermInfo(number, opened.parent and opened.parent.ref, opened.time, counts[number], dict(opened.writer))
+            TermInfo(
+                number,
+                opened.parent and opened.parent.ref,
+                opened.time,
+                catalog.checkpoints.holds(number),
+                dict(opened.writer),
+            )
             for number, opened in sorted(catalog.terms.items())
         ]
 

@@ -109,8 +109,8 @@ class Tables:
         self.checkpoints = members[0].checkpoints()
         self.slots = SlotRows([*self.checkpoints.columns[:2], members[0].column("q", "slot")])
         self.bases = members[1].checkpoints()
-        self.segments = members[2].segments()
-        self.encodings = members[3].encodings(_slices(self.segments.columns[0]))
+        self.segments, ids = members[2].segments()
+        self.encodings = members[3].encodings(ids)
         columns.finish()
 
 
@@ -182,12 +182,14 @@ class _Table:
         rows.extras = self._extras(rows, rows.keys)
         return rows
 
-    def segments(self) -> SegmentRows:
+    def segments(self) -> tuple[SegmentRows, list[bytes]]:
+        """The rows, and their ids."""
         rows = SegmentRows(self._all(SegmentRows.SHAPE, ("id", "term", "size", "header", "hash")))
-        if not ascending(_slices(rows.columns[0])):
+        ids = _slices(rows.columns[0])
+        if not ascending(ids):
             raise FormatError(f"{self._what}: not in the order of their ids, or one of them twice")
         rows.extras = self._extras(rows, rows.keys)
-        return rows
+        return rows, ids
 
     def encodings(self, segments: list[bytes]) -> EncodingRows:
         """

@@ -8,6 +8,8 @@ as it is costs what changed lately, not what the store holds.
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from heapq import merge
+from itertools import groupby
 from typing import Any, Final, Generic, Self, TypeVar
 
 from ckptstore.formats.columns import NodeRows, Rows
@@ -174,3 +176,20 @@ class NodeTable(Table[Node, V]):
                 break
             stop -= 1
         return max(found, default=None)
+
+    def holds(self, term: int) -> int:
+        """How many keys are of `term`."""
+        start, stop = self.rows.upto(term, None)
+        lately = [(node, value is not None) for node, value in self.changes.items() if node[0] == term]
+        return stop - start + sum(there - self._among_rows(node) for node, there in lately)
+
+    def __reversed__(self) -> Iterator[Node]:
+        """From the highest key down; who stops early pays for what was taken."""
+        rows = (
+            node
+            for stop in range(len(self.rows), 0, -MANY)
+            for node in reversed(list(self.rows.keys(max(0, stop - MANY), stop)))
+        )
+        for node, _ in groupby(merge(rows, sorted(self.changes, reverse=True), reverse=True)):
+            if self.changes.get(node, node) is not None:
+                yield node
