@@ -21,6 +21,9 @@ MANY: Final = 1024
 """Changes above which `Table.settle` makes rows of them (big tables: a 64th of the rows): a copy costs at most so many
 entries, and new rows cost a copy of all columns."""
 
+_TAKEN: Final = 256
+"""Rows that are looked at together on the way down."""
+
 K = TypeVar("K", bound=Any)
 V = TypeVar("V")
 
@@ -181,14 +184,16 @@ class NodeTable(Table[Node, V]):
         """How many keys are of `term`."""
         start, stop = self.rows.upto(term, None)
         lately = [(node, value is not None) for node, value in self.changes.items() if node[0] == term]
-        return stop - start + sum(there - self._among_rows(node) for node, there in lately)
+        several = self.rows.count < len(self.rows)  # rows of one key
+        among_rows = sum(1 for _ in self.rows.keys(start, stop)) if several else stop - start
+        return among_rows + sum(there - self._among_rows(node) for node, there in lately)
 
     def __reversed__(self) -> Iterator[Node]:
         """From the highest key down; who stops early pays for what was taken."""
         rows = (
             node
-            for stop in range(len(self.rows), 0, -MANY)
-            for node in reversed(list(self.rows.keys(max(0, stop - MANY), stop)))
+            for stop in range(len(self.rows), 0, -_TAKEN)
+            for node in reversed(list(self.rows.keys(max(0, stop - _TAKEN), stop)))
         )
         for node, _ in groupby(merge(rows, sorted(self.changes, reverse=True), reverse=True)):
             if self.changes.get(node, node) is not None:
