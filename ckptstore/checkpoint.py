@@ -9,7 +9,7 @@ from typing import Any
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Node
 
-__all__ = ["CheckpointInfo", "TermInfo", "describe_all", "describe_checkpoint"]
+__all__ = ["CheckpointInfo", "TermInfo", "describe", "describe_all", "describe_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,15 @@ class TermInfo:
 
 def describe_all(catalog: Catalog) -> list[CheckpointInfo]:
     """The public view of every promised checkpoint, by term and step."""
+    return describe(catalog, catalog.checkpoints.values())
+
+
+def describe(catalog: Catalog, entries: Iterable[CheckpointEntry]) -> list[CheckpointInfo]:
+    """The public view of catalog entries, in their order."""
     tags: dict[Node, list[str]] = {}
     for tag, node in catalog.tags.items():
         tags.setdefault(node, []).append(tag)
-    return [_described(catalog, entry, tags.get(node, ())) for node, entry in sorted(catalog.checkpoints.items())]
+    return [_described(catalog, entry, tags.get(entry.node, ())) for entry in entries]
 
 
 def describe_checkpoint(catalog: Catalog, entry: CheckpointEntry) -> CheckpointInfo:

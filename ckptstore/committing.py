@@ -56,6 +56,7 @@ class Committer:
         """
         self.log = log
         self.ended: WriterError | None = None
+        self._folds = folding.FoldThread(log)
         self.saves = saves
         self._deltas = deltas
         self._diffs = diffs
@@ -192,6 +193,7 @@ class Committer:
     def finish(self) -> None:
         """The last thing a term does."""
         self.flush_and_close()
+        self._complain(self._folds.finish())
         if self._diffs is not None:
             self._diffs.restart()
 
@@ -265,15 +267,20 @@ class Committer:
             self._missing = False
 
     def housekeeping(self) -> None:
-        """Answer requests and fold, after the save was acknowledged. Neither may fail a save."""
+        """Answer requests and begin a fold, after the save was acknowledged. Neither may fail a save."""
         if self.ended is not None:
             return
         try:
             # Prevents: granting a request to drop what a step that waits is coded against.
             requests.handle(self.log, prepare=self.flush_in_time)
-            folding.maintain(self.log)
         except (FencedError, CommitUnknownError) as error:
             self.ended = error  # the next save says so
         except CkptError as error:
+            self._complain(error)
+        else:
+            self._complain(self._folds.begin())
+
+    def _complain(self, error: Exception | None) -> None:
+        if error is not None:
             with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
                 warnings.warn(f"{self.log.backend.url}: upkeep of the log failed, saves go on: {error}", stacklevel=1)

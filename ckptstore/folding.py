@@ -12,7 +12,9 @@ Whoever may write can do it, at any time, also late: the writer does so beside i
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass
+from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
@@ -23,8 +25,12 @@ from ckptstore.formats.records import FormatFile, fold_key, fold_of, manifest_ke
 from ckptstore.log import Term
 from ckptstore.view import View, anchor_above, exists
 
-__all__ = ["KEEP", "Trimmed", "due", "fold", "maintain", "trim"]
+__all__ = ["KEEP", "FoldThread", "Trimmed", "due", "fold", "maintain", "trim"]
 
+_PATIENCE: Final = 60.0
+"""Seconds that closing waits for a fold under way."""
+_AGAIN: Final = 64
+"""Slots after a fold that failed before another is tried."""
 KEEP = 2
 """Newest valid folds that stay: if one is damaged, the other serves, and the slots above it are still there."""
 
@@ -55,13 +61,66 @@ def maintain(term: Term) -> bool:
     Raises:
         StorageError: the medium failed; the term is not affected.
     """
-    if not due(term.next_seq, term.fold_seq, len(term.catalog.checkpoints)):
+    if not _due(term):
         return False
-    view = term.view()
+    _renew(term, term.view())
+    return True
+
+
+def _due(term: Term) -> bool:
+    return due(term.next_seq, term.fold_seq, len(term.catalog.checkpoints))
+
+
+def _renew(term: Term, view: View) -> None:
     fold(term.backend, term.fmt, view)
     term.fold_seq = view.end - 1
     trim(term.backend, term.fmt, view)
-    return True
+
+
+class FoldThread:
+    """Folds what a term has acknowledged beside its commits: in a thread of its own, at most one at a time.
+
+    The term may be fenced, closed or dead while a fold is under way. That is harmless: a fold of what was once
+    acknowledged is true for ever, and what it replaces is deleted by rules that hold at any later time. So nothing
+    waits for it but closing, and that not for ever.
+
+    All of it is called by the thread that commits. A fork has no such thread, and does not come here.
+    """
+
+    def __init__(self, term: Term) -> None:
+        self._term = term
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._not_before = 0
+
+    def begin(self) -> Exception | None:
+        """Begin a fold if one is due and none is under way -> what the one before failed with, said once."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        self._thread, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            self._not_before = self._term.next_seq + _AGAIN
+        if self._term.next_seq < self._not_before or not _due(self._term):
+            return failure
+        # A daemon: one that hangs on its medium keeps no process from ending.
+        thread = threading.Thread(target=self._run, args=(self._term.view(),), name="ckptstore-fold", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread to be had, or the interpreter is going: the next time
+            thread.start()
+            self._thread = thread
+        return failure
+
+    def finish(self, seconds: float = _PATIENCE) -> Exception | None:
+        """Wait for a fold under way, at most so long -> what it failed with."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _run(self, view: View) -> None:
+        try:
+            _renew(self._term, view)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and fails no save
+            self._failure = error
 
 
 def fold(backend: Backend, fmt: FormatFile, view: View) -> str:

@@ -1,12 +1,16 @@
-"""The checkpoints of a store as a forest: who continues from whom. What ``ckpt log`` shows; reads the log once."""
+"""The checkpoints of a store as a forest: who continues from whom. What ``ckpt log`` shows; reads the log once.
+
+Only what is asked for is described: the newest twenty of 200,000 checkpoints cost what twenty cost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe_checkpoint
+from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe
 from ckptstore.formats.errors import CorruptLogError
 
 if TYPE_CHECKING:
@@ -22,9 +26,11 @@ class Lineage:
     """The checkpoints and terms of a store at one moment.
 
     Attributes:
-        checkpoints: newest first: every checkpoint of a term was committed after all of earlier terms.
+        checkpoints: those asked for, newest first: every one of a term was committed after all of earlier terms.
         parents: REF -> REF of the checkpoint it continues from; None for the first of a run. Retired checkpoints are
-            skipped: the nearest one before it that is still there stands in.
+            skipped: the nearest one before it that is still there stands in. Newest first, down to the last of
+            `checkpoints`, those between them that were not asked for included.
+        total: how many checkpoints the store holds.
         terms: newest first.
         latest: REF of what ``latest`` means; None in an empty store, or if damage hides it.
         damage: what is wrong with the log, one sentence each; the checkpoints listed do not need those slots.
@@ -32,25 +38,32 @@ class Lineage:
 
     checkpoints: tuple[CheckpointInfo, ...]
     parents: Mapping[str, str | None]
+    total: int
     terms: tuple[TermInfo, ...]
     latest: str | None
     damage: tuple[str, ...]
 
 
-def lineage(store: Store) -> Lineage:
+def lineage(store: Store, limit: int | None = None, term: int | None = None) -> Lineage:
     """Read the log of `store`.
+
+    Args:
+        limit: at most so many checkpoints, the newest; None: all.
+        term: only the checkpoints of this term.
 
     Raises:
         CorruptLogError: nothing of the log can be read.
         StorageError: the medium failed.
     """
     catalog = store.view().catalog
-    infos = [describe_checkpoint(catalog, entry) for _, entry in sorted(catalog.checkpoints.items(), reverse=True)]
-    counts: dict[int, int] = {}
-    for info in infos:
-        counts[info.term] = counts.get(info.term, 0) + 1
     terms = [
-        TermInfo(number, opened.parent and opened.parent.ref, opened.time, counts.get(number, 0), dict(opened.writer))
+        TermInfo(
+            number,
+            opened.parent and opened.parent.ref,
+            opened.time,
+            catalog.checkpoints.holds(number),
+            dict(opened.writer),
+        )
         for number, opened in sorted(catalog.terms.items(), reverse=True)
     ]
     damage = [f"log slot {seq} is damaged or missing" for seq in catalog.damage]
@@ -60,26 +73,37 @@ def lineage(store: Store) -> Lineage:
         latest = None if newest is None else newest.ref
     except CorruptLogError as error:
         damage.append(str(error))
-    return Lineage(tuple(infos), _parents(catalog), tuple(terms), latest, tuple(damage))
+    nodes, parents = _newest(catalog, limit, term)
+    infos = describe(catalog, [catalog.checkpoints[node] for node in nodes])
+    return Lineage(tuple(infos), parents, len(catalog.checkpoints), tuple(terms), latest, tuple(damage))
 
 
-def _parents(catalog: Catalog) -> dict[str, str | None]:
-    steps: dict[int, list[int]] = {}
-    for term, step in sorted(catalog.checkpoints):
-        steps.setdefault(term, []).append(step)
-    found: dict[str, str | None] = {}
-    for term, members in steps.items():
-        before = _line(catalog, steps, term)
-        for step in members:
-            found[f"{step}@{term}"] = None if before is None else f"{before[1]}@{before[0]}"
-            before = (term, step)
-    return found
+def _newest(catalog: Catalog, limit: int | None, term: int | None) -> tuple[list[Node], dict[str, str | None]]:
+    """The newest nodes that are asked for, and the parents of these and of those between, newest first."""
+    found: list[Node] = []
+    parents: dict[str, str | None] = {}
+    between: dict[str, str | None] = {}
+    nodes: Iterator[tuple[Node, Node]] = pairwise(chain(reversed(catalog.checkpoints), [(0, 0)]))
+    for node, before in nodes:
+        if len(found) == limit or (term is not None and node[0] < term):
+            break
+        parent = before if before[0] == node[0] else _line(catalog, node[0])
+        between[_ref(node)] = None if parent is None else _ref(parent)
+        if term in (None, node[0]):
+            found.append(node)
+            parents |= between
+            between = {}
+    return found, parents
 
 
-def _line(catalog: Catalog, steps: Mapping[int, list[int]], term: int) -> Node | None:
+def _line(catalog: Catalog, term: int) -> Node | None:
     """The nearest checkpoint still there on the line of parents before `term`'s first."""
     while (opened := catalog.terms.get(term)) is not None and opened.parent is not None:
-        term, limit = opened.parent.term, opened.parent.step
-        if earlier := [step for step in steps.get(term, ()) if step <= limit]:
-            return (term, earlier[-1])
+        term = opened.parent.term
+        if (found := catalog.checkpoints.highest(term, opened.parent.step)) is not None:
+            return found
     return None
+
+
+def _ref(node: Node) -> str:
+    return f"{node[1]}@{node[0]}"

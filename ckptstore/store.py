@@ -173,12 +173,13 @@ class Store:
     def terms(self) -> list[TermInfo]:
         """Every term, oldest first."""
         catalog = self.view().catalog
-        counts: dict[int, int] = {}
-        for term, _ in catalog.checkpoints:
-            counts[term] = counts.get(term, 0) + 1
         return [
             TermInfo(
-                number, opened.parent and opened.parent.ref, opened.time, counts.get(number, 0), dict(opened.writer)
+                number,
+                opened.parent and opened.parent.ref,
+                opened.time,
+                catalog.checkpoints.holds(number),
+                dict(opened.writer),
             )
             for number, opened in sorted(catalog.terms.items())
         ]
@@ -403,7 +404,8 @@ def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:
         return
     batch = before.writer["batch"]
     some = f"up to {batch} steps" if isinstance(batch, int) else "steps"
-    if any(term == parent.term and step > parent.step for term, step in catalog.checkpoints):
+    highest = catalog.checkpoints.highest(parent.term)
+    if highest is not None and highest[1] > parent.step:
         return  # going back on purpose
     warn(
         f"term {parent.term} ended without closing: {some} after {parent.step} that waited for their "

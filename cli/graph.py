@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 __all__ = ["draw"]
@@ -10,16 +10,19 @@ __all__ = ["draw"]
 Node = TypeVar("Node", bound=Hashable)
 
 
-def draw(nodes: Sequence[Node], parents: Mapping[Node, Node | None]) -> Iterator[tuple[str, Node | None]]:
+def draw(
+    nodes: Sequence[Node], parents: Mapping[Node, Node | None], known: Container[Node] | None = None
+) -> Iterator[tuple[str, Node | None]]:
     """Lines of the graph: (columns, node), or (columns, None) for a line that only joins branches.
 
     Args:
         nodes: newest first; a node's parent comes after it.
-        parents: the node each continues from; a parent that is not among `nodes` counts as none.
+        parents: the node each continues from; a parent that is not known counts as none.
+        known: nodes that exist, although the drawing may end before them; by default those of `nodes`.
 
     Every column ("lane") waits for the next node of its branch; lanes that wait for one node are joined above it.
     """
-    known = set(nodes)
+    known = set(nodes) if known is None else known
     lanes: list[Node | None] = []
     for node in nodes:
         here = [index for index, waiting in enumerate(lanes) if waiting == node]

@@ -8,10 +8,11 @@ written is asked before (`ckptstore.formats.retention`), and a log with a damage
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from ckptstore.formats.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
 from ckptstore.formats.errors import CorruptLogError
 from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import (
@@ -26,6 +27,7 @@ from ckptstore.formats.records import (
     SegmentEntry,
     object_of,
 )
+from ckptstore.formats.tables import NodeTable, Table
 
 __all__ = ["CLOSED", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
 
@@ -59,23 +61,52 @@ class TermEntry:
 
 
 class EdgeIndex:
-    """The encodings turned round: who reads a segment, who builds on a checkpoint."""
+    """The encodings turned round: who reads a segment, who builds on a checkpoint.
 
-    __slots__ = ("dependents", "users")
+    Entries are never taken out: who asks looks at the encodings that are there.
+    """
 
-    def __init__(self, encodings: Mapping[Node, tuple[Encoding, ...]]) -> None:
-        self.users: dict[str, set[Node]] = {}
-        self.dependents: dict[Node, set[Node]] = {}
-        for edges in encodings.values():
-            for edge in edges:
+    __slots__ = ("_dependents", "_users", "rows")
+
+    def __init__(self, encodings: NodeTable[tuple[Encoding, ...]]) -> None:
+        assert isinstance(encodings.rows, EncodingRows)
+        self.rows = encodings.rows
+        self._users: dict[str, set[Node]] = {}
+        self._dependents: dict[Node, set[Node]] = {}
+        for edges in encodings.changes.values():
+            for edge in edges or ():
                 self.add(edge)
 
     def add(self, edge: Encoding) -> None:
-        """Take an encoding in. Entries are never taken out: who asks looks at the encodings that are there."""
+        """Take an encoding in that is among the changes."""
         for segment in edge.segments:
-            self.users.setdefault(segment, set()).add(edge.checkpoint)
+            self._users.setdefault(segment, set()).add(edge.checkpoint)
         if edge.base is not None:
-            self.dependents.setdefault(edge.base.node, set()).add(edge.checkpoint)
+            self._dependents.setdefault(edge.base.node, set()).add(edge.checkpoint)
+
+    def users(self, segment: str) -> set[Node]:
+        """The checkpoints that have, or had, an encoding that reads `segment`."""
+        return self._users.get(segment, set()).union(self.rows.users(segment))
+
+    def dependents(self, node: Node) -> set[Node]:
+        """The checkpoints that have, or had, an encoding against `node`."""
+        return self._dependents.get(node, set()).union(self.rows.dependents(node))
+
+
+def _checkpoints() -> NodeTable[CheckpointEntry]:
+    return NodeTable(CheckpointRows())
+
+
+def _encodings() -> NodeTable[tuple[Encoding, ...]]:
+    return NodeTable(EncodingRows())
+
+
+def _segments() -> Table[str, SegmentEntry]:
+    return Table(SegmentRows())
+
+
+def _slots() -> NodeTable[int]:
+    return NodeTable(SlotRows())
 
 
 @dataclass(slots=True)
@@ -86,7 +117,7 @@ class Catalog:
         term: the newest term; 0 before the first.
         next_seq: the slot after the last one applied.
         terms: term -> its OPEN.
-        checkpoints: (term, step) -> promised checkpoint, in the order of their commits.
+        checkpoints: (term, step) -> promised checkpoint. Tables are in the order of their keys.
         slots: (term, step) of a promised checkpoint -> the slot that promised it.
         bases: (term, step) -> checkpoint that is retired but still has encodings, because others build on it.
         encodings: (term, step) -> the ways to restore it, oldest first.
@@ -105,11 +136,11 @@ class Catalog:
     term: int = 0
     next_seq: int = 0
     terms: dict[int, TermEntry] = field(default_factory=dict)
-    checkpoints: dict[Node, CheckpointEntry] = field(default_factory=dict)
-    slots: dict[Node, int] = field(default_factory=dict)
-    bases: dict[Node, CheckpointEntry] = field(default_factory=dict)
-    encodings: dict[Node, tuple[Encoding, ...]] = field(default_factory=dict)
-    segments: dict[str, SegmentEntry] = field(default_factory=dict)
+    checkpoints: NodeTable[CheckpointEntry] = field(default_factory=_checkpoints)
+    slots: NodeTable[int] = field(default_factory=_slots)
+    bases: NodeTable[CheckpointEntry] = field(default_factory=_checkpoints)
+    encodings: NodeTable[tuple[Encoding, ...]] = field(default_factory=_encodings)
+    segments: Table[str, SegmentEntry] = field(default_factory=_segments)
     dropped: set[str] = field(default_factory=set)
     spent: set[int] = field(default_factory=set)
     tags: dict[str, Node] = field(default_factory=dict)
@@ -122,14 +153,14 @@ class Catalog:
     _edges: EdgeIndex | None = field(default=None, repr=False, compare=False)
 
     def apply(self, record: Record, seq: int) -> Catalog:
-        """A new catalog with `record`, found in slot `seq`, applied. Copies; a `CatalogBuilder` does not."""
+        """A new catalog with `record`, found in slot `seq`, applied; this one stays as it is."""
         builder = CatalogBuilder(self)
         builder.apply(record, seq)
         return builder.catalog
 
     def edges(self) -> EdgeIndex:
         """The index of the encodings, made when first asked for and kept up to date from then on."""
-        if self._edges is None:
+        if self._edges is None or self._edges.rows is not self.encodings.rows:
             self._edges = EdgeIndex(self.encodings)
         return self._edges
 
@@ -200,14 +231,11 @@ class Catalog:
         return None
 
     def _newest_on_line(self) -> CheckpointEntry | None:
-        steps: dict[int, list[int]] = {}
-        for term, step in self.checkpoints:
-            steps.setdefault(term, []).append(step)
         term, highest = self.term, MAX_INT
         while entry := self.terms.get(term):
-            found = max((step for step in steps.get(term, ()) if step <= highest), default=None)
-            if found is not None:
-                return self.checkpoints[term, found]
+            node = self.checkpoints.highest(term, highest)
+            if node is not None:
+                return self.checkpoints[node]
             if entry.parent is None:
                 return None
             term, highest = entry.parent.term, entry.parent.step
@@ -236,11 +264,11 @@ class CatalogBuilder:
     """
 
     def __init__(self, base: Catalog | None = None, *, adopt: bool = False) -> None:
-        """Start from a copy of `base`, from `base` itself if nobody else has it (`adopt`), or from an empty log."""
+        """Start from a snapshot of `base`, from `base` itself if nobody else has it (`adopt`), or from an empty log."""
         self.catalog = Catalog() if base is None else base if adopt else _copied(base)
 
     def snapshot(self) -> Catalog:
-        """A copy that stays as it is: the dictionaries are copied, their entries shared."""
+        """A catalog that stays as it is: what was there a while ago is shared, what came lately is copied."""
         return _copied(self.catalog)
 
     def apply(self, record: Record, seq: int, digest: str = NO_SLOT) -> None:
@@ -274,6 +302,8 @@ class CatalogBuilder:
                 catalog.tags[name] = tagged
         catalog.requests.update(record.requests)
         catalog.dropped.difference_update(record.swept)
+        for table in _tables(catalog):
+            table.settle()
 
     def mark_damaged(self, seq: int, digest: str = NO_SLOT) -> None:
         """Note that slot `seq` is not what history had there, and go on after it.
@@ -334,8 +364,7 @@ class CatalogBuilder:
         entry = catalog.segments.pop(segment, None)
         if entry is None or entry.term == catalog.term:
             catalog.dropped.add(segment)
-        users: Iterable[Node] = catalog.edges().users.pop(segment, ())
-        for node in users:
+        for node in catalog.edges().users(segment):
             kept = tuple(edge for edge in catalog.encodings.get(node, ()) if segment not in edge.segments)
             if kept:
                 catalog.encodings[node] = kept
@@ -344,8 +373,12 @@ class CatalogBuilder:
                 catalog.bases.pop(node, None)
 
 
+def _tables(catalog: Catalog) -> tuple[Table[Any, Any], ...]:
+    return (catalog.checkpoints, catalog.slots, catalog.bases, catalog.encodings, catalog.segments)
+
+
 def _copied(catalog: Catalog) -> Catalog:
-    """A copy with dictionaries and sets of its own; the entries are shared, and the index is left behind."""
+    """A catalog with changes, dictionaries and sets of its own; rows are shared, the index is left behind."""
     twin = copy.copy(catalog)
     for name in ("terms", "checkpoints", "slots", "bases", "encodings", "segments", "dropped", "spent", "tags"):
         setattr(twin, name, getattr(catalog, name).copy())

@@ -75,7 +75,7 @@ class _After:
         return [edge for edge in both if self.drops.isdisjoint(edge.segments)]
 
     def dependents(self, node: Node) -> list[Node]:
-        return [*self.catalog.edges().dependents.get(node, ()), *self.added_dependents.get(node, ())]
+        return [*self.catalog.edges().dependents(node), *self.added_dependents.get(node, ())]
 
     def restorable(self, node: Node) -> bool:
         stack, seen = [node], {node}
@@ -140,8 +140,7 @@ def _check_encoding(after: _After, edge: Encoding) -> None:
 
 def _check_reachable(after: _After) -> None:
     """No promised checkpoint loses its last path. Only those that lose an encoding, and who builds on them, can."""
-    users = after.catalog.edges().users if after.drops else {}
-    stack = [node for segment in after.drops for node in users.get(segment, ())]
+    stack = [node for segment in after.drops for node in after.catalog.edges().users(segment)]
     lost: set[Node] = set()
     while stack:
         node = stack.pop()
@@ -207,12 +206,12 @@ def _bases(catalog: Catalog, node: Node) -> set[Node]:
 
 def _dependents(catalog: Catalog, node: Node) -> list[Node]:
     """The checkpoints with a live encoding against `node`."""
-    return [other for other in catalog.edges().dependents.get(node, ()) if node in _bases(catalog, other)]
+    return [other for other in catalog.edges().dependents(node) if node in _bases(catalog, other)]
 
 
 def _readers(catalog: Catalog, segment: str) -> Iterable[Node]:
     """The checkpoints with a live encoding that reads `segment`."""
-    for node in catalog.edges().users.get(segment, ()):
+    for node in catalog.edges().users(segment):
         if any(segment in edge.segments for edge in catalog.encodings.get(node, ())):
             yield node
 

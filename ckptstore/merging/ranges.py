@@ -213,7 +213,7 @@ def unneeded(
 def _readers(catalog: Catalog, segments: Iterable[str]) -> Iterable[Node]:
     """The checkpoints with a live encoding that reads one of `segments`."""
     for segment in segments:
-        for node in catalog.edges().users.get(segment, ()):
+        for node in catalog.edges().users(segment):
             if any(segment in edge.segments for edge in catalog.encodings.get(node, ())):
                 yield node
 

@@ -27,8 +27,8 @@ def command(store: str, limit: int | None, term: int | None, as_json: bool) -> N
     from ckptstore.lineage import lineage
 
     target = opened(store)
-    found = lineage(target)
-    shown = [info for info in found.checkpoints if term in (None, info.term)][:limit]
+    found = lineage(target, limit, term)
+    shown = found.checkpoints
     for damage in found.damage:
         note(damage)
     if as_json:
@@ -43,10 +43,10 @@ def command(store: str, limit: int | None, term: int | None, as_json: bool) -> N
             }
         )
     elif shown:
-        click.echo(_text(found, shown))
-        _closing(found, shown, term)
-    elif found.checkpoints and term is None:
-        click.echo(f"{len(found.checkpoints):,} checkpoints")  # none of them was asked for
+        click.echo(_text(found))
+        _closing(found, term)
+    elif found.total and term is None:
+        click.echo(f"{found.total:,} checkpoints")  # none of them was asked for
     else:
         note("no checkpoint yet" if term is None else f"no checkpoint in term {term}")
 
@@ -73,29 +73,27 @@ def _term(info: TermInfo) -> dict[str, Any]:
     return {"term": info.term, "parent": info.parent, "time": info.time, "checkpoints": info.checkpoints}
 
 
-def _text(found: Lineage, shown: list[CheckpointInfo]) -> str:
+def _text(found: Lineage) -> str:
     from ckptstore.cli.graph import draw
 
-    infos = {info.ref: info for info in shown}
+    infos = {info.ref: info for info in found.checkpoints}
     rows: list[list[str]] = []
-    # The whole graph is drawn, so that a branch whose root is not shown still looks like a branch.
-    listed = [info.ref for info in found.checkpoints]
-    for columns, ref in draw(listed, found.parents):
+    # The graph is drawn as far as it is shown, but of the whole: a branch whose root is below looks like a branch.
+    known = {*found.parents, *found.parents.values()}
+    for columns, ref in draw(list(found.parents), found.parents, known):
         if ref in infos:
             info = infos[ref]
             names = (["latest"] if ref == found.latest else []) + [f"tag:{tag}" for tag in info.tags]
             kind = info.kind + (f" of {info.base}" if info.base else "") + (", lossy" if info.lossy else "")
             rows.append([columns, ref, kind, size(info.stored), moment(info.time), " ".join(names)])
-        elif ref is None and rows and len(infos) == len(listed):
+        elif ref is None and rows and len(infos) == found.total:
             rows.append([columns, "", "", "", "", ""])
-        if ref == shown[-1].ref:
-            break
     return table(["", "CHECKPOINT", "KIND", ">STORED", "TIME", ""], rows)
 
 
-def _closing(found: Lineage, shown: list[CheckpointInfo], term: int | None) -> None:
-    if len(shown) < len(found.checkpoints) and term is None:
-        click.echo(f"... and {len(found.checkpoints) - len(shown):,} more")
+def _closing(found: Lineage, term: int | None) -> None:
+    if len(found.checkpoints) < found.total and term is None:
+        click.echo(f"... and {found.total - len(found.checkpoints):,} more")
     newest = found.terms[0]
     if newest.checkpoints == 0 and term is None:
         since = f"from {newest.parent}" if newest.parent else "from nothing"

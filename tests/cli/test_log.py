@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import ckptstore
+from ckptstore import checkpoint
 from tests.cli.conftest import Run, assert_documented, documented
 
 
@@ -89,3 +93,38 @@ def test_damage_is_noted_and_the_rest_is_listed(ckpt: Run, run: Path) -> None:
     worse = ckpt("log", run, "--json").json
     assert worse["latest"] is None
     assert any("newest checkpoint is not known" in sentence for sentence in worse["damage"])
+
+
+@pytest.mark.parametrize("term", [None, 1, 3])
+def test_the_newest_ones_are_drawn_as_in_the_whole_graph(ckpt: Run, tmp_path: Path, term: int | None) -> None:
+    store = ckptstore.open(tmp_path / "forks", create=True)
+    for parent, steps in (("latest", (1, 2, 3)), ("2@1", (3, 9)), ("1@1", (5,)), ("9@2", (10,)), (None, (1,))):
+        with store.writer(parent=parent, poll_seconds=None) as writer:
+            for step in steps:
+                writer.save({"step": step}, step=step)
+    only = [] if term is None else ["--term", str(term)]
+    whole = [line for line in ckpt("log", tmp_path / "forks", *only).out.splitlines() if "@" in line]
+    assert len(whole) == {None: 8, 1: 3, 3: 1}[term]
+    columns = [line.split("@")[0] for line in whole]
+    for limit in range(1, len(whole) + 1):
+        shown = [
+            line for line in ckpt("log", tmp_path / "forks", "-n", str(limit), *only).out.splitlines() if "@" in line
+        ]
+        assert [line.split("@")[0].split() for line in shown] == [line.split() for line in columns[:limit]]
+
+
+def test_only_what_is_shown_is_described(ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ckptstore.open(tmp_path / "many", create=True)
+    with store.writer(poll_seconds=None) as writer:
+        for step in range(1, 31):
+            writer.save({"step": step}, step=step)
+    described: list[int] = []
+    one = checkpoint._described
+
+    def counted(*args: Any) -> ckptstore.CheckpointInfo:
+        described.append(args[1].step)
+        return one(*args)
+
+    monkeypatch.setattr(checkpoint, "_described", counted)
+    assert "... and 27 more" in ckpt("log", tmp_path / "many", "-n", 3).out
+    assert described == [30, 29, 28]

@@ -667,11 +667,11 @@ def _misuse(writer: Any) -> None:
 def test_upkeep_that_fails_fails_no_save_and_keeps_polling(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def broken(term: Any) -> None:
+    def broken(term: Any, prepare: Any) -> None:
         calls.append(1)
-        raise ckptstore.CorruptLogError("slot 3 is damaged; not folded")
+        raise ckptstore.CorruptLogError("a request cannot be read")
 
-    monkeypatch.setattr("ckptstore.committing.folding.maintain", broken)
+    monkeypatch.setattr("ckptstore.committing.requests.handle", broken)
     with ckptstore.open(url).writer(poll_seconds=0.01) as writer:
         writer.save({"n": 1}, step=1)  # pytest makes errors of warnings, in the writer's thread, too
         deadline = time.monotonic() + 20

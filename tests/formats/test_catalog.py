@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats import folds, jsontext
+from ckptstore.formats import folds
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import (
     CheckpointNotFoundError,
@@ -37,6 +36,7 @@ from ckptstore.formats.records import (
 )
 from ckptstore.formats.retention import check_commit, droppable, needed
 from tests.formats import log_strategies as some
+from tests.formats.fold_data import Columns, body, parted, sealed, sealed_frame
 from tests.formats.log_strategies import RUN, digest
 
 
@@ -151,24 +151,24 @@ class TestFold:
         assert time.process_time() - begun < 10  # it takes 10 ms; only a quadratic decoder would take seconds
 
 
-def sealed(document: dict[str, Any]) -> tuple[bytes, str]:
-    """A fold with a right checksum around any document."""
-    frame = zstandard.ZstdCompressor().compress(jsontext.dumps(document))
-    name = folds.xxh3_128(frame)
-    return b"ckptstore fold\n" + name.encode() + b"\n" + frame, name[:16]
-
-
-def document(records: list[Record]) -> dict[str, Any]:
-    data, _ = folds.encode_fold(applied(records), run=RUN)
-    found: dict[str, Any] = json.loads(zstandard.ZstdDecompressor().decompress(data[48:]))
-    return found
+def document(records: list[Record]) -> tuple[dict[str, Any], Columns]:
+    return parted(folds.encode_fold(applied(records), run=RUN)[0])
 
 
 class TestHostileFold:
+    MANY: ClassVar[list[Record]] = [*CHAIN, change(tags={"best": (1, 4)}, drops=(digest(50),), retires=((1, 1),))]
+
+    def refuses_or_holds(self, text: bytes, name: str) -> None:
+        with contextlib.suppress(FormatError):
+            catalog = folds.decode_fold(text, seq=5, run=RUN, digest16=name, what="fold")
+            catalog.latest()
+            assert refold(catalog) == catalog
+
     @given(st.data())
     @settings(max_examples=200)
-    def test_any_change_anywhere_gives_a_catalog_or_a_format_error(self, data: st.DataObject) -> None:
-        found = value = document([*CHAIN, change(tags={"best": (1, 4)}, drops=(digest(50),), retires=((1, 1),))])
+    def test_any_change_of_the_document_gives_a_catalog_or_a_format_error(self, data: st.DataObject) -> None:
+        found, columns = document(self.MANY)
+        value: Any = found
         while True:
             place = data.draw(st.sampled_from(list(value) if isinstance(value, dict) else list(range(len(value)))))
             inner = value[place]
@@ -178,48 +178,79 @@ class TestHostileFold:
             value[place] = data.draw(some.json_values)
             break
         try:
-            text, name = sealed(found)
+            text, name = sealed(found, columns)
         except ValueError:  # no JSON
             return
-        with contextlib.suppress(FormatError):
-            catalog = folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
-            catalog.latest()
-            refold(catalog)
+        self.refuses_or_holds(text, name)
 
-    def test_columns_of_different_lengths_are_refused(self) -> None:
-        for table, column in (("checkpoints", "step"), ("segments", "size"), ("encodings", "kind"), ("terms", "seq")):
-            found = document(CHAIN)
-            found[table][column] = found[table][column] + found[table][column]
-            text, name = sealed(found)
-            with pytest.raises(FormatError, match=column):
-                folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
+    @given(st.data())
+    @settings(max_examples=200)
+    def test_any_change_of_a_column_gives_a_catalog_or_a_format_error(self, data: st.DataObject) -> None:
+        found, columns = document(self.MANY)
+        column = columns[data.draw(st.sampled_from([name for name in columns if columns[name]]))]
+        row = data.draw(st.integers(0, len(column) - 1))
+        if isinstance(column[row], str):
+            column[row] = data.draw(some.ids)
+        elif isinstance(column[row], float):
+            column[row] = data.draw(st.floats())
+        else:
+            column[row] = data.draw(st.integers(0, 5) | st.integers(-(2**63), 2**63))
+        self.refuses_or_holds(*sealed(found, columns))
+
+    @given(st.integers(-40, 40).filter(bool), st.binary(min_size=40, max_size=40))
+    def test_columns_that_are_too_short_or_too_long_are_refused(self, more: int, tail: bytes) -> None:
+        whole = body(*document(CHAIN))
+        text, name = sealed_frame(zstandard.compress(whole[:more] if more < 0 else whole + tail[:more]))
+        with pytest.raises(FormatError, match=r"bytes of a column|behind the last column"):
+            folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
+
+    @pytest.mark.parametrize("table", ["checkpoints", "bases", "segments", "encodings"])
+    @pytest.mark.parametrize("rows", [0, 2**53, -1, "4"])
+    def test_another_number_of_rows_is_refused(self, table: str, rows: Any) -> None:
+        found, columns = document(self.MANY)
+        assert found[table]["rows"]
+        found[table]["rows"] = rows
+        text, name = sealed(found, columns)
+        with pytest.raises(FormatError):
+            folds.decode_fold(text, seq=5, run=RUN, digest16=name, what="fold")
+
+    @pytest.mark.parametrize(
+        ("table", "more"), [("checkpoints", 0), ("checkpoints", 1), ("bases", 0), ("encodings", 1)]
+    )
+    def test_rows_out_of_order_or_twice_are_refused(self, table: str, more: int) -> None:
+        records = [*CHAIN, change(retires=((1, 1), (1, 2)))]
+        found, columns = document(records)
+        column = columns[f"{table}.step"]
+        column[0] = column[1] + more
+        text, name = sealed(found, columns)
+        with pytest.raises(FormatError, match="order of term and step"):
+            folds.decode_fold(text, seq=5, run=RUN, digest16=name, what="fold")
 
     def test_a_segment_out_of_range_is_refused(self) -> None:
-        found = document(CHAIN)
-        found["encodings"]["segment"][0] = 99
-        text, name = sealed(found)
+        found, columns = document(CHAIN)
+        columns["encodings.segment"][0] = 99
+        text, name = sealed(found, columns)
         with pytest.raises(FormatError, match="99"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
 
     def test_an_unknown_incompat_feature_is_refused(self) -> None:
-        text, name = sealed(document(CHAIN) | {"incompat": ["warp"]})
+        found, columns = document(CHAIN)
+        text, name = sealed(found | {"incompat": ["warp"]}, columns)
         with pytest.raises(IncompatibleFormatError, match="warp"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
 
     def test_a_frame_that_claims_too_much_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        text, name = sealed(document(CHAIN))
+        text, name = sealed(*document(CHAIN))
         monkeypatch.setattr(folds, "FOLD_LIMIT", 100)
         monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: pytest.fail("decompressed"))
         with pytest.raises(FormatError, match="at most 100"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
 
     def test_what_is_no_frame_is_refused(self) -> None:
-        for frame in (b"", b"garbage", zstandard.compress(b"{}") + b"x"):
-            name = folds.xxh3_128(frame)
+        for frame in (b"", b"garbage", zstandard.compress(b"{}\n") + b"x", zstandard.compress(b"{}")):
+            text, name = sealed_frame(frame)
             with pytest.raises(FormatError):
-                folds.decode_fold(
-                    b"ckptstore fold\n" + name.encode() + b"\n" + frame, seq=0, run=RUN, digest16=name[:16], what="f"
-                )
+                folds.decode_fold(text, seq=0, run=RUN, digest16=name, what="f")
 
 
 class TestApply:

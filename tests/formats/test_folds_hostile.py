@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import pytest
@@ -12,22 +11,21 @@ import zstandard
 from ckptstore.formats import folds
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats.hashing import xxh3_128
+from tests.formats.fold_data import LAYOUT, Columns, body, parted, sealed_frame
 from tools.fuzz import seeds
 
-DOCUMENT: dict[str, Any] = json.loads(seeds.fold_texts()[0])
+DOCUMENT, COLUMNS = parted(folds.encode_fold(seeds.catalog(), run=seeds.RUN)[0])
 HEX = "a" * 32
 BEYOND = 2**53 + 1
 
 
-def decode(document: Any) -> Catalog:
-    return decode_frame(zstandard.compress(json.dumps(document).encode()))
+def decode(document: Any, columns: Columns = COLUMNS) -> Catalog:
+    return decode_frame(zstandard.compress(body(document, columns)))
 
 
 def decode_frame(frame: bytes) -> Catalog:
-    digest = xxh3_128(frame)
-    data = b"ckptstore fold\n" + digest.encode() + b"\n" + frame
-    return folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest[:16], what="fold/x")
+    data, digest16 = sealed_frame(frame)
+    return folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
 
 
 def changed(path: str, value: Any) -> Any:
@@ -48,40 +46,45 @@ LIES = [
     ("run", "f" * 32),
     ("seq", 8),
     ("term", -1),
-    # A column that is none; strings and objects have a length, too.
-    ("segments.size", "x" * len(DOCUMENT["segments"]["size"])),
-    ("segments.size", {str(row): 1 for row in range(len(DOCUMENT["segments"]["size"]))}),
+    # A table or column that is none; strings and objects have a length, too.
+    ("segments", None),
+    ("segments", []),
+    ("segments.rows", None),
+    ("segments.rows", 1.0),
+    ("segments.rows", True),
+    ("segments.rows", 2**60),
+    ("encodings.rows", 0),
+    ("encodings.uses", None),
+    ("encodings.uses", DOCUMENT["encodings"]["uses"] - 1),
     ("terms.writers", '"'),
+    ("terms.seq", "x" * len(DOCUMENT["terms"]["seq"])),
+    ("terms.seq", {str(row): 1 for row in range(len(DOCUMENT["terms"]["seq"]))}),
     # Numbers.
-    ("segments.size.0", -1),
-    ("segments.size.0", BEYOND),
-    ("segments.size.0", 1.0),
-    ("segments.size.0", True),
-    ("segments.header", [1.5] * len(DOCUMENT["segments"]["header"])),
-    ("segments.size", DOCUMENT["segments"]["size"][1:]),
+    ("terms.seq.0", -1),
+    ("terms.seq.0", BEYOND),
+    ("terms.seq.0", 1.0),
+    ("terms.seq.0", True),
+    ("terms.seq", [1.5] * len(DOCUMENT["terms"]["seq"])),
+    ("terms.seq", DOCUMENT["terms"]["seq"][1:]),
     ("terms.time.0", "1"),
     ("terms.time.0", True),
     ("terms.time.0", 1e300),
     ("terms.time.0", -(2**60)),
-    ("encodings.kind.0", 1),
-    ("encodings.kind.0", None),
+    ("encodings.kinds", None),
+    ("encodings.kinds", []),
+    ("encodings.kinds.0", 1),
+    ("encodings.kinds.0", None),
     # Digests.
-    ("segments.id", DOCUMENT["segments"]["id"][:-1]),
-    ("segments.id", DOCUMENT["segments"]["id"] + "a"),
-    ("segments.id", DOCUMENT["segments"]["id"][:-1] + "G"),
-    ("segments.hash", DOCUMENT["segments"]["hash"].upper().replace("0", "A")),
-    ("checkpoints.state", DOCUMENT["checkpoints"]["state"] + HEX),
+    ("encodings.loose", None),
     ("encodings.loose", "xyz"),
     ("encodings.loose", "g" * 32),
+    ("encodings.loose", "A" * 32),
     ("encodings.loose", "a" * 33),
     ("dropped", "a" * 31),
     ("dropped", "z" * 32),
     ("terms.parent.state", ""),
     ("terms.parent.state", HEX * 2),
     # References.
-    ("encodings.segment.0", 10_000),
-    ("encodings.segment", DOCUMENT["encodings"]["segment"] + [0]),
-    ("encodings.count.0", DOCUMENT["encodings"]["count"][0] + 1),
     ("terms.writer.0", len(DOCUMENT["terms"]["writers"])),
     ("terms.writers.0", "[]"),
     ("terms.writers.0", "{"),
@@ -89,6 +92,13 @@ LIES = [
     ("terms.extra", {"0": 1}),
     ("terms.extra", {"0": {}, "1": []}),
     ("terms.extra", []),
+    ("segments.extra", {"0": 1}),
+    ("segments.extra", {"-1": {}}),
+    ("segments.extra", {"00": {}}),
+    ("segments.extra", {"\u0663": {}}),
+    ("segments.extra", {str(DOCUMENT["segments"]["rows"]): {}}),
+    ("checkpoints.extra", []),
+    ("encodings.extra", {"x": {}}),
     # Lists of the rest.
     ("spent", [-1]),
     ("spent", ["1"]),
@@ -140,14 +150,56 @@ def test_an_unknown_feature() -> None:
         decode({**DOCUMENT, "incompat": ["later"]})
 
 
-def test_empty_columns_may_be_lists_only() -> None:
-    """Checks of members must not depend on there being any."""
-    empty = {**DOCUMENT, "bases": {name: type(value)() for name, value in DOCUMENT["bases"].items()}}
-    decode(empty)
-    for name, column in empty["bases"].items():
-        wrong: Any = {} if isinstance(column, list) else []
-        with pytest.raises(FormatError):
-            decode({**empty, "bases": {**empty["bases"], name: wrong}})
+COLUMN_LIES = [
+    *[
+        (f"{table}.{name}", 0, value)
+        for table, name in [("segments", "size"), ("checkpoints", "slot"), ("encodings", "bytes")]
+        for value in (-1, BEYOND, 2**62)
+    ],
+    ("checkpoints.time", 0, float("nan")),
+    ("checkpoints.time", 0, float("inf")),
+    ("checkpoints.time", 0, -1e300),
+    ("encodings.lossy", 0, 2),
+    ("encodings.kind", 0, len(DOCUMENT["encodings"]["kinds"])),
+    ("encodings.segment", 0, 10_000),
+    ("encodings.count", 0, COLUMNS["encodings.count"][0] + 1),
+    ("encodings.base_step", COLUMNS["encodings.base_term"].index(0), 1),
+    ("encodings.base_state", COLUMNS["encodings.base_term"].index(0), HEX),
+    # Out of order, or twice.
+    ("checkpoints.term", 0, 9),
+    ("segments.id", 0, COLUMNS["segments.id"][1]),
+    ("segments.id", 0, "f" * 32),
+    ("encodings.term", 0, 9),
+]
+
+
+@pytest.mark.parametrize(("path", "row", "value"), COLUMN_LIES, ids=[f"{lie[0]}={lie[2]!r:.30}" for lie in COLUMN_LIES])
+def test_a_lie_in_a_column(path: str, row: int, value: Any) -> None:
+    columns = copy.deepcopy(COLUMNS)
+    columns[path][row] = value
+    with pytest.raises(FormatError, match="fold/x"):
+        decode(DOCUMENT, columns)
+
+
+def test_limits_of_numbers_and_times_are_inclusive() -> None:
+    columns = copy.deepcopy(COLUMNS)
+    columns["segments.size"][0] = 2**53
+    columns["checkpoints.time"][0] = -(2.0**53)
+    catalog = decode(DOCUMENT, columns)
+    assert next(iter(catalog.segments.values())).size == 2**53
+    assert next(iter(catalog.checkpoints.values())).time == -(2.0**53)
+
+
+def test_without_rows() -> None:
+    """Checks of columns must not depend on there being any."""
+    document = copy.deepcopy(DOCUMENT)
+    document["encodings"] |= {"kinds": [], "uses": 0, "loose": ""}
+    for table in LAYOUT:
+        document[table]["rows"] = 0
+        document[table].pop("extra", None)
+    catalog = decode(document, {name: [] for name in COLUMNS})
+    assert not catalog.checkpoints
+    assert not catalog.encodings
 
 
 def test_a_frame_that_claims_more_than_a_fold_may_hold() -> None:
@@ -159,7 +211,7 @@ def test_a_frame_that_claims_more_than_a_fold_may_hold() -> None:
 
 
 def test_a_frame_with_something_behind_it() -> None:
-    frame = zstandard.compress(json.dumps(DOCUMENT).encode())
+    frame = zstandard.compress(body(DOCUMENT, COLUMNS))
     with pytest.raises(FormatError, match="fold/x"):
         decode_frame(frame + b"\0")
     with pytest.raises(FormatError, match="fold/x"):

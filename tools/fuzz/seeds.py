@@ -54,7 +54,7 @@ _FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 
 def claimed_by_frame(data: bytes) -> int:
-    """What a zstd frame may ask for: its content size within the limit of folds, and the JSON made of it."""
+    """What a zstd frame may ask for: its content size within the limit of folds, and what is made of it."""
     if data[:4] != _FRAME_MAGIC:
         return 0
     try:
@@ -182,7 +182,7 @@ def catalog() -> Catalog:
 
 
 def fold_texts() -> list[bytes]:
-    """The JSON of a fold, and its frame."""
+    """JSON and columns of a fold, and its frame."""
     data, _ = folds.encode_fold(catalog(), run=RUN)
     frame = data[len(b"ckptstore fold\n") + 33 :]
     return [zstandard.decompress(frame), frame]

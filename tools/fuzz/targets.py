@@ -225,7 +225,7 @@ def _same_commit(record: CommitRecord) -> None:
 
 
 def _fold(data: bytes) -> bool:
-    """The JSON of a fold; bytes that begin as a zstd frame are the fold's body as it is."""
+    """What a fold's frame holds (JSON, columns); bytes that begin as a zstd frame are the frame as it is."""
     body = data if data[:4] == b"\x28\xb5\x2f\xfd" else zstandard.compress(data)
     digest = hashing.xxh3_128(body)
     text = b"ckptstore fold\n" + digest.encode() + b"\n" + body
@@ -301,7 +301,7 @@ def _ref(data: bytes) -> bool:
         asked = request_of(key)
         _require(asked is None or f"req/{asked[0]:010d}-{asked[1]}" == key, f"{key!r} is taken for a request")
     entry = refs.resolve(catalog, text)
-    _require(entry is catalog.checkpoints.get(entry.node), "a REF names what is not there")
+    _require(entry == catalog.checkpoints.get(entry.node), "a REF names what is not there")
     return True
 
 

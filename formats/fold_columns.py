@@ -1,0 +1,254 @@
+"""The big tables of a fold: columns of fixed width, one behind the other, little-endian.
+
+A number takes 8 bytes, a flag 1, a time 8 (a double), a hash or uuid 16. How many rows there are, and what is rare
+(members that this version does not know), says the JSON before them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.columns import (
+    DIGEST,
+    CheckpointRows,
+    Column,
+    EncodingRows,
+    NodeRows,
+    Rows,
+    SegmentRows,
+    SlotRows,
+    ascending,
+)
+from ckptstore.formats.errors import FormatError
+from ckptstore.formats.members import MAX_INT, Members, hexadecimal
+
+__all__ = ["ColumnReader", "Tables", "write_tables"]
+
+_WIDTHS: Final = {"q": 8, "d": 8, "b": 1, "x": DIGEST}
+_NOTHING: Final = bytes(DIGEST)
+_BELOW_LIMIT: Final = bytes(range(MAX_INT >> 48))
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_tables(catalog: Catalog) -> tuple[dict[str, Any], list[bytes]]:
+    """The big tables of `catalog` -> (what their JSON says, their columns in order)."""
+    checkpoints, slots = catalog.checkpoints.settled(), catalog.slots.settled()
+    bases, segments, encodings = catalog.bases.settled(), catalog.segments.settled(), catalog.encodings.settled()
+    assert isinstance(encodings, EncodingRows)
+    assert len(slots) == len(checkpoints)
+    kinds, used = _kinds(encodings)
+    place = {name: row for row, name in enumerate(_slices(segments.columns[0]))}
+    uses = _slices(encodings.uses)
+    loose = sorted({name for name in uses if name not in place})  # only after damage: no intact record adds them
+    place.update((name, len(segments) + row) for row, name in enumerate(loose))
+    meta: dict[str, Any] = {
+        "checkpoints": _described(checkpoints),
+        "bases": _described(bases),
+        "segments": _described(segments),
+        "encodings": _described(encodings) | {"kinds": used, "uses": len(uses), "loose": b"".join(loose).hex()},
+    }
+    columns = [*checkpoints.columns, slots.columns[2], *bases.columns, *segments.columns]
+    columns += [*encodings.columns[:2], kinds, *encodings.columns[3:], array("q", map(place.__getitem__, uses))]
+    return meta, [_little(column).tobytes() if isinstance(column, array) else column for column in columns]
+
+
+def _slices(digests: bytes) -> list[bytes]:
+    return [digests[start : start + DIGEST] for start in range(0, len(digests), DIGEST)]
+
+
+def _kinds(rows: EncodingRows) -> tuple[array[int], list[str]]:
+    """The column of kinds as places in a sorted list of those that occur, so that equal catalogs have equal folds."""
+    column = rows.columns[2]
+    used = sorted({rows.kinds[code] for code in set(column)})
+    place = [used.index(kind) if kind in used else 0 for kind in rows.kinds]
+    return array("q", map(place.__getitem__, column)), used
+
+
+def _described(rows: Rows[Any, Any]) -> dict[str, Any]:
+    extras = {
+        str(rows.find(key)[0] + place): dict(members)
+        for key in sorted(rows.extras)
+        for place, members in sorted(rows.extras[key].items())
+    }
+    return {"rows": len(rows)} | ({"extra": extras} if extras else {})
+
+
+def _little(column: array[Any]) -> array[Any]:
+    if sys.byteorder == "little":
+        return column
+    swapped = column[:]
+    swapped.byteswap()
+    return swapped
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class Tables:
+    """The big tables of a fold as rows, checked."""
+
+    def __init__(self, found: Members, columns: ColumnReader, what: str) -> None:
+        """
+        Args:
+            found: the fold's members; those of the tables are taken out.
+
+        Raises:
+            FormatError: wrong, short, out of order, or more than the tables take.
+        """
+        members = [
+            _Table(found.rest().pop(name, None), f"{what}, {name}", columns)
+            for name in ("checkpoints", "bases", "segments", "encodings")
+        ]
+        self.checkpoints = members[0].checkpoints()
+        self.slots = SlotRows([*self.checkpoints.columns[:2], members[0].column("q", "slot")])
+        self.bases = members[1].checkpoints()
+        self.segments, ids = members[2].segments()
+        self.encodings = members[3].encodings(ids)
+        columns.finish()
+
+
+class ColumnReader:
+    """Takes columns off the bytes behind a fold's JSON."""
+
+    def __init__(self, data: memoryview, what: str) -> None:
+        self._data = data
+        self._what = what
+
+    def take(self, letter: str, rows: int, what: str) -> Column:
+        """The next column; no more is allocated than there are bytes.
+
+        Raises:
+            FormatError: too short, or a number, time or flag out of range.
+        """
+        size = rows * _WIDTHS[letter]
+        if size > len(self._data):
+            raise FormatError(f"{what}: {size} bytes of a column, {len(self._data)} are left")
+        taken, self._data = bytes(self._data[:size]), self._data[size:]
+        if letter == "x":
+            return taken
+        column = _little(array(letter, taken))
+        if not _IN_RANGE[letter](taken, column):
+            raise FormatError(f"{what}: a number out of range")
+        return column
+
+    def finish(self) -> None:
+        """Raises `FormatError` if something is left."""
+        if len(self._data):
+            raise FormatError(f"{self._what}: {len(self._data)} bytes behind the last column")
+
+
+def _naturals(taken: bytes, column: array[Any]) -> bool:
+    """Integers in 0..2^53. Nearly always their two high bytes say so, which costs no object for each."""
+    if not taken[7::8].strip(b"\0") and not taken[6::8].translate(None, _BELOW_LIMIT):
+        return True
+    return min(column) >= 0 and max(column) <= MAX_INT
+
+
+def _times(_: bytes, column: array[Any]) -> bool:
+    return all(map(math.isfinite, column)) and not (len(column) and max(map(abs, column)) > MAX_INT)
+
+
+def _flags(taken: bytes, _: array[Any]) -> bool:
+    return not taken.translate(None, b"\0\1")
+
+
+_IN_RANGE: Final = {"q": _naturals, "d": _times, "b": _flags}
+
+
+class _Table:
+    """One table: its JSON, and its columns, which are taken in their order."""
+
+    def __init__(self, value: Any, what: str, columns: ColumnReader) -> None:
+        self._members = Members(value, what)
+        self._rows = self._members.number("rows")
+        self._columns = columns
+        self._what = what
+
+    def column(self, letter: str, name: str, rows: int | None = None) -> Column:
+        return self._columns.take(letter, self._rows if rows is None else rows, f"{self._what}, {name}")
+
+    def checkpoints(self) -> CheckpointRows:
+        names = ("term", "step", "state", "time", "tensors", "bytes")
+        rows = CheckpointRows(self._all(CheckpointRows.SHAPE, names))
+        if not rows.sorted_strictly():
+            raise FormatError(f"{self._what}: not in the order of term and step, or one of them twice")
+        rows.extras = self._extras(rows, rows.keys)
+        return rows
+
+    def segments(self) -> tuple[SegmentRows, list[bytes]]:
+        """The rows, and their ids."""
+        rows = SegmentRows(self._all(SegmentRows.SHAPE, ("id", "term", "size", "header", "hash")))
+        ids = _slices(rows.columns[0])
+        if not ascending(ids):
+            raise FormatError(f"{self._what}: not in the order of their ids, or one of them twice")
+        rows.extras = self._extras(rows, rows.keys)
+        return rows, ids
+
+    def encodings(self, segments: list[bytes]) -> EncodingRows:
+        """
+        Args:
+            segments: ids of the table of segments.
+        """
+        names = ("term", "step", "kind", "base's term", "base's step", "base's state", "count", "lossy", "bytes")
+        columns = self._all(EncodingRows.SHAPE, names)
+        kinds = self._members.names("kinds")
+        ids = [*segments, *self._loose()]
+        uses = self._members.number("uses")
+        places = self.column("q", "segment", uses)
+        if max(columns[2], default=-1) >= len(kinds):
+            raise FormatError(f"{self._what}: kind {max(columns[2])} of {len(kinds)}")
+        if len(places) and max(places) >= len(ids):
+            raise FormatError(f"{self._what}: segment {max(places)} of {len(ids)}")
+        if sum(columns[6]) != uses:
+            raise FormatError(f"{self._what}: {uses} uses of segments, the rows have {sum(columns[6])}")
+        if not _bases_canonical(columns[3], columns[4], columns[5]):
+            raise FormatError(f"{self._what}: a base of term 0")
+        rows = EncodingRows(columns, {}, kinds, b"".join(map(ids.__getitem__, places)))
+        if not rows.sorted_strictly() and (nodes := list(NodeRows.keys(rows))) != sorted(nodes):
+            raise FormatError(f"{self._what}: not in the order of term and step")
+        rows.extras = self._extras(rows, lambda: NodeRows.keys(rows))
+        return rows
+
+    def _all(self, shape: str, names: Sequence[str]) -> list[Column]:
+        return [self.column(letter, name) for letter, name in zip(shape, names, strict=True)]
+
+    def _loose(self) -> list[bytes]:
+        text = self._members.text("loose")
+        if len(text) % (2 * DIGEST) or not hexadecimal(text, len(text)):
+            self._members.refuse("loose", "joined groups of 32 lower-case hex digits")
+        return _slices(bytes.fromhex(text))
+
+    def _extras(self, rows: Rows[Any, Any], keys: Callable[[], Iterator[Any]]) -> dict[Any, dict[int, dict[str, Any]]]:
+        """Row -> its unknown members, by key and place among the rows of the key. `keys`: one for each row."""
+        extras: dict[Any, dict[int, dict[str, Any]]] = {}
+        found = list(self._extra_rows(len(rows)))
+        of_row = list(keys()) if found else []
+        for row, members in found:
+            key = of_row[row]
+            extras.setdefault(key, {})[row - rows.find(key)[0]] = members
+        return extras
+
+    def _extra_rows(self, rows: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        for text, members in self._members.mapping("extra").items():
+            canonical = text.isascii() and text.isdecimal() and len(text) <= 16 and str(int(text)) == text
+            if not canonical or int(text) >= rows or type(members) is not dict:
+                self._members.refuse("extra", "an object of rows to objects")
+            yield int(text), members
+
+
+def _bases_canonical(terms: array[int], steps: array[int], states: bytes) -> bool:
+    """Where there is no base (term 0), the rest of it is 0, too."""
+    if not any(terms):
+        return not any(steps) and states.count(0) == len(states)
+    return all(
+        not steps[row] and states[row * DIGEST : (row + 1) * DIGEST] == _NOTHING
+        for row, term in enumerate(terms)
+        if not term
+    )

@@ -1,0 +1,254 @@
+"""What a long history costs: ``python -m tools.bench.catalog`` (``make bench-catalog``).
+
+Stores of 1,000 to 200,000 checkpoints (plain fulls, and step diffs in batches of 20 with a full every 100) are made as a
+fold and nothing else. Every number is taken in a process of its own: the bytes of the fold; the seconds of READ, of
+WRITER OPEN and of ``ckpt log -n 20`` (the whole command); the memory that the catalog keeps, by tracemalloc and by the
+process's resident size; and the longest that one small save took, among saves over which a fold was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from ckptstore.backends.local import LocalBackend
+from ckptstore.formats.catalog import CatalogBuilder
+from ckptstore.formats.folds import encode_fold
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.records import (
+    FORMAT_KEY,
+    CheckpointEntry,
+    CheckpointId,
+    CommitRecord,
+    Encoding,
+    FormatFile,
+    OpenRecord,
+    SegmentEntry,
+    fold_key,
+)
+from ckptstore.formats.texts import encode_format
+from tools.bench.commands import ckpt
+from tools.bench.report import median
+
+COUNTS: Final = (1_000, 10_000, 50_000, 200_000)
+BATCH: Final = 20
+FULL_EVERY: Final = 100
+_EXTRA_SAVES: Final = 40
+
+
+def _digest(text: str) -> str:
+    return xxh3_128(text.encode())
+
+
+def _segment(name: str, size: int) -> SegmentEntry:
+    return SegmentEntry(_digest(f"id {name}"), 1, size, 8192, _digest(f"header {name}"))
+
+
+def _checkpoint(step: int) -> CheckpointEntry:
+    return CheckpointEntry(1, step, _digest(f"state {step}"), 1.7e9 + step * 1.234567, 148, 497_759_232)
+
+
+def _fulls(count: int) -> CatalogBuilder:
+    """One commit for each checkpoint."""
+    builder = CatalogBuilder()
+    builder.apply(OpenRecord(1, None, _digest("open"), 1.7e9), 0)
+    for step in range(1, count + 1):
+        segment = _segment(str(step), 497_800_000 + step % 977)
+        edge = Encoding((1, step), "full", None, (segment.id,), False, segment.size)
+        builder.apply(CommitRecord(1, _digest("nonce"), (segment,), (_checkpoint(step),), (edge,)), step)
+    return builder
+
+
+def _diffs(count: int) -> CatalogBuilder:
+    """One commit, and one segment, for each batch of steps."""
+    builder = CatalogBuilder()
+    builder.apply(OpenRecord(1, None, _digest("open"), 1.7e9), 0)
+    for seq, first in enumerate(range(1, count + 1, BATCH), 1):
+        steps = range(first, min(first + BATCH, count + 1))
+        segment = _segment(str(first), 90_000_000 + first % 977)
+        edges = []
+        for step in steps:
+            full = step % FULL_EVERY == 1
+            base = None if full else CheckpointId(1, step - 1, _digest(f"state {step - 1}"))
+            edges.append(Encoding((1, step), "full" if full else "gradient", base, (segment.id,), False, 4_500_000))
+        entries = tuple(_checkpoint(step) for step in steps)
+        builder.apply(CommitRecord(1, _digest("nonce"), (segment,), entries, tuple(edges)), seq)
+    return builder
+
+
+_KINDS: Final[dict[str, Callable[[int], CatalogBuilder]]] = {"fulls": _fulls, "diffs": _diffs}
+
+
+def make(folder: Path, kind: str, count: int) -> int:
+    """A store of one fold with `count` checkpoints -> bytes of the fold."""
+    run = uuid.uuid4().hex
+    catalog = _KINDS[kind](count).catalog
+    data, digest = encode_fold(catalog, run=run)
+    backend = LocalBackend(folder)
+    backend.create(FORMAT_KEY, encode_format(FormatFile(run=run)))
+    backend.create(fold_key(catalog.next_seq - 1, digest), data)
+    return len(data)
+
+
+# ------------------------------------------------------------------------------------------------ in a process each
+
+
+def _resident() -> int:
+    """Bytes of this process in memory, once what was freed has been given back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _read(folder: str) -> dict[str, float]:
+    import ckptstore
+
+    store = ckptstore.open(folder)
+    store.format  # noqa: B018
+    import zstandard  # noqa: F401
+
+    before = _resident()
+    begun = time.perf_counter()
+    view = store.view()
+    seconds = time.perf_counter() - begun
+    held = _resident() - before
+    return {"read_s": seconds, "resident": held / len(view.catalog.checkpoints)}
+
+
+def _traced(folder: str) -> dict[str, float]:
+    import ckptstore
+
+    store = ckptstore.open(folder)
+    store.format  # noqa: B018
+    import zstandard  # noqa: F401
+
+    tracemalloc.start()
+    view = store.view()
+    gc.collect()
+    return {"traced": tracemalloc.get_traced_memory()[0] / len(view.catalog.checkpoints)}
+
+
+def _open(folder: str) -> dict[str, float]:
+    import zstandard  # noqa: F401
+
+    import ckptstore
+    from ckptstore.log import open_term
+
+    store = ckptstore.open(folder)
+    store.format  # noqa: B018
+    begun = time.perf_counter()
+    term = open_term(store.backend, store.format, lambda catalog: getattr(catalog.latest(), "id", None))
+    assert term.parent is not None
+    return {"open_s": time.perf_counter() - begun}
+
+
+def _stall(folder: str) -> dict[str, float]:
+    """Small saves until some after a fold was written -> milliseconds."""
+    import ckptstore
+
+    store = ckptstore.open(folder)
+    before = set(store.backend.list("fold/"))
+    seconds: list[float] = []
+    after = 0
+    with store.writer(poll_seconds=None) as writer:
+        assert writer.parent is not None
+        first = writer.parent.step + 1
+        for step in range(first, first + 3000):
+            begun = time.perf_counter()
+            writer.save({"step": step}, step=step)
+            seconds.append(time.perf_counter() - begun)
+            if after or (step % 8 == 0 and set(store.backend.list("fold/")) - before):
+                after += 1
+            if after > _EXTRA_SAVES:
+                break
+    assert set(store.backend.list("fold/")) - before
+    return {"save_ms": median(seconds[1:]) * 1e3, "longest_ms": max(seconds[1:]) * 1e3, "first_ms": seconds[0] * 1e3}
+
+
+_PARTS: Final[dict[str, Callable[[str], dict[str, float]]]] = {
+    "read": _read,
+    "traced": _traced,
+    "open": _open,
+    "stall": _stall,
+}
+
+
+def _measured(part: str, folder: Path) -> dict[str, float]:
+    command = [sys.executable, "-m", "tools.bench.catalog", "--part", part, "--store", str(folder)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def _log_seconds(folder: Path) -> float:
+    begun = time.perf_counter()
+    subprocess.run([*ckpt(), "log", str(folder), "-n", "20"], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begun
+
+
+def measure(place: Path, kind: str, count: int, rounds: int) -> dict[str, Any]:
+    """One line of the table. Times are medians of `rounds` processes; the saves come last, they change the store."""
+    folder = place / f"{kind}-{count}"
+    nbytes = make(folder, kind, count)
+    reads = [_measured("read", folder) for _ in range(rounds)]
+    row: dict[str, Any] = {"kind": kind, "checkpoints": count, "fold_bytes": nbytes}
+    row["read_s"] = median([one["read_s"] for one in reads])
+    row["resident"] = median([one["resident"] for one in reads])
+    row["log_s"] = median([_log_seconds(folder) for _ in range(rounds)])
+    row |= _measured("traced", folder)
+    row["open_s"] = median([_measured("open", folder)["open_s"] for _ in range(rounds)])
+    return row | _measured("stall", folder)
+
+
+_HEADINGS: Final = (
+    "kind      checkpoints   fold bytes   READ s   OPEN s   log -n 20 s   traced B/ckpt   RSS B/ckpt"
+    "   save ms   longest ms"
+)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['kind']:<9} {row['checkpoints']:>11,} {row['fold_bytes']:>12,} {row['read_s']:>8.3f} {row['open_s']:>8.3f}"
+        f" {row['log_s']:>13.3f} {row['traced']:>15.0f} {row['resident']:>12.0f} {row['save_ms']:>9.2f}"
+        f" {row['longest_ms']:>12.1f}"
+    )
+
+
+@click.command()
+@click.option("--counts", default=",".join(map(str, COUNTS)), help="Numbers of checkpoints.")
+@click.option("--kinds", default=",".join(_KINDS), help="fulls, diffs")
+@click.option("--rounds", default=3, type=click.IntRange(min=1), help="Processes for each time.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), help="Where the stores are made.")
+@click.option("--part", type=click.Choice(list(_PARTS)), hidden=True)
+@click.option("--store", hidden=True)
+def main(counts: str, kinds: str, rounds: int, folder: Path | None, part: str | None, store: str | None) -> None:
+    """Measure stores with many checkpoints; the report goes to ``bench-out/catalog.json``, too."""
+    if part is not None and store is not None:
+        click.echo(json.dumps(_PARTS[part](store)))
+        return
+    rows = []
+    click.echo(_HEADINGS)
+    with tempfile.TemporaryDirectory(prefix="ckptstore-catalog-", dir=folder) as place:
+        for kind in kinds.split(","):
+            for count in map(int, counts.split(",")):
+                rows.append(measure(Path(place), kind, count, rounds))
+                click.echo(_line(rows[-1]))
+    out = Path("bench-out/catalog.json")
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
