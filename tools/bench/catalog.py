@@ -1,7 +1,7 @@
 """What a long history costs: ``python -m tools.bench.catalog`` (``make bench-catalog``).
 
-Stores of 1,000 to 200,000 checkpoints (plain fulls, and step diffs in batches of 20 with a full every 100) are made as a
-fold and nothing else. Every number is taken in a process of its own: the bytes of the fold; the seconds of READ, of
+Stores of 1,000 to 200,000 checkpoints (plain fulls, and step diffs in batches of 20 with a full every 100) are made as
+a fold and nothing else. Every number is taken in a process of its own: the bytes of the fold; the seconds of READ, of
 WRITER OPEN and of ``ckpt log -n 20`` (the whole command); the memory that the catalog keeps, by tracemalloc and by the
 process's resident size; and the longest that one small save took, among saves over which a fold was written.
 """
@@ -220,9 +220,9 @@ _HEADINGS: Final = (
 
 def _line(row: dict[str, Any]) -> str:
     return (
-        f"{row['kind']:<9} {row['checkpoints']:>11,} {row['fold_bytes']:>12,} {row['read_s']:>8.3f} {row['open_s']:>8.3f}"
-        f" {row['log_s']:>13.3f} {row['traced']:>15.0f} {row['resident']:>12.0f} {row['save_ms']:>9.2f}"
-        f" {row['longest_ms']:>12.1f}"
+        f"{row['kind']:<9} {row['checkpoints']:>11,} {row['fold_bytes']:>12,} {row['read_s']:>8.3f}"
+        f" {row['open_s']:>8.3f} {row['log_s']:>13.3f} {row['traced']:>15.0f} {row['resident']:>12.0f}"
+        f" {row['save_ms']:>9.2f} {row['longest_ms']:>12.1f}"
     )
 
 

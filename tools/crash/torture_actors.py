@@ -41,6 +41,7 @@ from ckptstore.view import exists
 from tools.crash import faults
 from tools.crash.faults import Fault, FaultyPosix
 from tools.crash.scenario import CHAIN, Violation, same_state, state_of
+from tools.crash.torture_mishaps import mishap
 
 __all__ = ["ACTORS", "Journal", "Stage", "perform"]
 
@@ -92,8 +93,12 @@ class Stage:
 
     def store(self) -> Store:
         """The store, opened anew: after a failed fsync a backend acknowledges nothing any more."""
+        return Store(self.backend(self.root))
+
+    def backend(self, folder: Path) -> LocalBackend:
+        """A way to the store in `folder`, through this actor's faults."""
         posix = FaultyPosix(SYSTEM, *self.faulty) if self.faulty else SYSTEM
-        return Store(LocalBackend(self.root, posix, direct=self.chance.random() < 0.7))
+        return LocalBackend(folder, posix, direct=self.chance.random() < 0.7)
 
     def note(self, **event: Any) -> None:
         """See `Journal.note`."""
@@ -298,6 +303,7 @@ ACTORS: Final[Mapping[str, tuple[Callable[[Stage], None], int]]] = {
     "maintainer": (maintain, 1),
     "collector": (gather, 1),
     "filler": (fill, 1),
+    "mishap": (mishap, 1),
 }
 """Name -> (what it does again and again, how many of them at once). Later commands plug in here."""
 RARE: Final = frozenset({"rival"})

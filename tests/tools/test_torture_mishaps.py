@@ -1,0 +1,63 @@
+"""The actor that loses slots, puts copies back and moves folders: it finds what is silent, and here nothing is."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptstore import view
+from ckptstore.log import Term
+from tools.crash.scenario import Violation
+from tools.crash.torture_actors import Journal, Stage
+from tools.crash.torture_mishaps import mishap
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """In memory, where there is such a place: no power is cut here, and a disk's fsyncs would take minutes."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+def run(place: Path, seeds: range) -> dict[str, int]:
+    """Mishaps of these seeds -> how often each kind."""
+    notes = place / "notes"
+    notes.mkdir(exist_ok=True)
+    journal = Journal(notes / "mishap.jsonl")
+    for seed in seeds:
+        mishap(Stage(place / "store", notes, random.Random(seed), journal))
+    kinds: dict[str, int] = {}
+    for event in Journal.read(notes):
+        for kind in event:
+            kinds[kind] = kinds.get(kind, 0) + 1
+    return kinds
+
+
+@pytest.mark.slow
+def test_nothing_is_silent(place: Path) -> None:
+    kinds = run(place, range(24))
+    assert set(kinds) == {"mishap slots", "mishap copy", "mishap moved", "mishap deleted"}
+    assert not list(place.glob("mishap-*"))
+
+
+def only_the_next(reading: view._Reading) -> int:
+    return reading.seq + 1 if view.exists(reading.backend, view.slot_key(reading.seq + 1)) else -1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["look above", "look before", "chain"])
+def test_it_finds_what_the_rules_prevent(place: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    if rule == "look above":
+        monkeypatch.setattr(view._Reading, "_slot_above", only_the_next)
+    elif rule == "look before":
+        monkeypatch.setattr(Term, "_check_log_is_mine", lambda _term, _seq: None)
+    else:
+        monkeypatch.setattr(view._Reading, "_follows", lambda _reading, _record: True)
+        monkeypatch.setattr(Term, "_check_log_is_mine", lambda _term, _seq: None)
+    with pytest.raises(Violation):
+        run(place, range(400))

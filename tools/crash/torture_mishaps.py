@@ -1,0 +1,229 @@
+"""An actor of `tools.crash.torture` that breaks stores of its own: slots vanish, copies are put back, folders move.
+
+What such a mishap destroys nobody can give back. What must hold is that nothing of it is silent: whatever was
+acknowledged loads with the right bits, or `verify` reports damage (but for the very end of a log, which leaves no
+trace); `latest` is the newest or an error; a writer whose store was moved goes on in that store, one whose store was
+deleted or set back stops, before it fences anybody; gc takes nothing that still loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ckptstore.backends.local import LocalBackend
+from ckptstore.collecting import collect
+from ckptstore.formats.errors import CkptError, CorruptLogError, WriterError
+from ckptstore.formats.records import slot_of
+from ckptstore.store import Store
+from ckptstore.verification import verify
+from tools.crash.scenario import Violation, same_state
+
+if TYPE_CHECKING:
+    from ckptstore.writer import Writer
+    from tools.crash.torture_actors import Stage
+
+__all__ = ["mishap"]
+
+Saved = dict[str, dict[str, Any]]
+"""REF -> the state that was acknowledged under it."""
+
+
+def mishap(stage: Stage) -> None:
+    """Make a small store, let one thing happen to it, and look for what is silent."""
+    _tidy(stage.root.parent)
+    folder = stage.root.parent / f"mishap-{os.getpid()}-{stage.chance.getrandbits(32):08x}"
+    kind = stage.chance.choice(list(_KINDS))
+    try:
+        _KINDS[kind](stage, folder)
+    finally:
+        for path in (folder, _beside(folder, "old"), _beside(folder, "copy")):
+            shutil.rmtree(path, ignore_errors=True)
+    stage.note(**{f"mishap {kind}": 1})
+
+
+def _tidy(parent: Path) -> None:
+    """Remove what killed incarnations left."""
+    for path in parent.glob("mishap-*"):
+        if not Path("/proc", path.name.split("-")[1]).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f"{folder.name}-{what}")
+
+
+def _save(stage: Stage, writer: Writer, saved: Saved, count: int) -> None:
+    """Save some steps; what is acknowledged is noted in `saved`."""
+    first = max((int(ref.partition("@")[0]) for ref in saved if ref.endswith(f"@{writer.term}")), default=0)
+    first = max(first, 0 if writer.parent is None else writer.parent.step)
+    for step in range(first + 1, first + 1 + count):
+        state = {"w": np.frombuffer(stage.chance.randbytes(512), np.uint8), "step": step}
+        info = writer.save(state, step)
+        saved[info.ref] = state
+
+
+def _fill(stage: Stage, store: Store, saved: Saved, terms: int) -> Writer:
+    """Some terms, some of them forks; the last one's writer is left open."""
+    for index in range(terms):
+        known = [info.ref for info in store.checkpoints()] if index else []
+        fork = bool(known) and stage.chance.random() < 0.3
+        writer = store.writer(parent=stage.chance.choice(known) if fork else "latest", threads=1, poll_seconds=None)
+        _save(stage, writer, saved, stage.chance.randint(0, 4))
+        if index + 1 < terms:
+            writer.close()
+    return writer
+
+
+# ------------------------------------------------------------------------------------------------ what happens
+
+
+def _slots_vanish(stage: Stage, folder: Path) -> None:
+    store, saved = Store(stage.backend(folder)), Saved()
+    _fill(stage, store, saved, stage.chance.randint(1, 4)).close()
+    catalog = store.view().catalog
+    slots = {f"{step}@{term}": seq for (term, step), seq in catalog.slots.items()}
+    end = catalog.next_seq
+    lost = set(stage.chance.sample(range(end), min(end, stage.chance.randint(1, 4))))
+    for seq in lost:
+        path = folder / f"log/{seq:020d}"
+        if stage.chance.random() < 0.2:
+            data = bytearray(path.read_bytes())
+            data[stage.chance.randrange(len(data))] ^= 1 << stage.chance.randrange(8)
+            path.write_bytes(data)
+        else:
+            path.unlink()
+    left = [slot_of(f"log/{path.name}") for path in (folder / "log").iterdir()]
+    top = max((seq for seq in left if seq is not None), default=-1)
+    _check(Store(LocalBackend(folder)), {ref: state for ref, state in saved.items() if slots[ref] <= top})
+
+
+def _copy_is_put_back(stage: Stage, folder: Path) -> None:
+    store, saved, copied = Store(stage.backend(folder)), Saved(), Saved()
+    writer = _fill(stage, store, saved, stage.chance.randint(1, 3))
+    copied |= saved
+    copy = _beside(folder, "copy")
+    shutil.copytree(folder, copy)
+    _save(stage, writer, saved, stage.chance.randint(0, 3))
+    for path in folder.rglob("*"):
+        if path.is_file() and not (copy / path.relative_to(folder)).exists():
+            path.unlink()
+    after = Saved(copied)
+    rival = None
+    if stage.chance.random() < 0.6:
+        rival = Store(LocalBackend(folder)).writer(threads=1, poll_seconds=None)
+        _save(stage, rival, after, stage.chance.randint(0, 3))
+    try:
+        before = set(saved)
+        _save(stage, writer, saved, 2)
+        after |= {ref: state for ref, state in saved.items() if ref not in before}
+    except WriterError:
+        pass
+    if rival is not None:
+        try:
+            _save(stage, rival, after, 1)
+        except WriterError as error:
+            raise Violation(f"a writer was fenced by one whose store was set back: {error}") from error
+        rival.close()
+    _close(writer)
+    _check(Store(LocalBackend(folder)), after)
+
+
+def _folder_moves(stage: Stage, folder: Path) -> None:
+    store, saved, others = Store(stage.backend(folder)), Saved(), Saved()
+    writer = _fill(stage, store, saved, stage.chance.randint(1, 3))
+    folder.rename(_beside(folder, "old"))
+    new = Store(LocalBackend(folder))
+    if stage.chance.random() < 0.8:
+        _fill(stage, new, others, stage.chance.randint(1, 3)).close()
+    _save(stage, writer, saved, 3)
+    writer.close()
+    if others:
+        _check(new, others)
+        if not verify(new).ok:
+            raise Violation("a store at another's old place is damaged")
+    old = Store(LocalBackend(_beside(folder, "old")))
+    _check(old, saved)
+    if missing := set(saved) - {info.ref for info in old.checkpoints()}:
+        raise Violation(f"acknowledged to a store that was moved, and not in it: {sorted(missing)}")
+
+
+def _folder_is_deleted(stage: Stage, folder: Path) -> None:
+    store, saved = Store(stage.backend(folder)), Saved()
+    writer = _fill(stage, store, saved, stage.chance.randint(1, 2))
+    shutil.rmtree(folder)
+    lost = dict(saved)
+    try:
+        _save(stage, writer, saved, 1)
+    except CkptError:
+        pass
+    else:
+        raise Violation(f"acknowledged after the store was deleted: {sorted(set(saved) - set(lost))}")
+    _close(writer)
+    again = Saved()
+    _fill(stage, Store(LocalBackend(folder)), again, 1).close()
+    _check(Store(LocalBackend(folder)), again)
+
+
+_KINDS: Final[dict[str, Callable[[Stage, Path], None]]] = {
+    "slots": _slots_vanish,
+    "copy": _copy_is_put_back,
+    "moved": _folder_moves,
+    "deleted": _folder_is_deleted,
+}
+
+
+def _close(writer: Writer) -> None:
+    """A writer that has stopped says so when it closes."""
+    with contextlib.suppress(CkptError):
+        writer.close()
+
+
+# ------------------------------------------------------------------------------------------------ what must hold
+
+
+def _check(store: Store, saved: Saved) -> None:
+    """Raises `Violation` if something of `saved` is gone or other, and nobody says so."""
+    try:
+        report = verify(store)
+    except CkptError:
+        return  # nothing can be read, and that is said
+    there = {info.ref: info for info in store.checkpoints()}
+    silent = [ref for ref in saved if ref not in there]
+    if silent and report.ok:
+        raise Violation(f"acknowledged, gone, and verify says intact: {sorted(silent)}")
+    loads = set()
+    for ref, state in saved.items():
+        if ref not in there:
+            continue
+        try:
+            found = store.load(ref, framework="numpy")
+        except CkptError as error:
+            if ref in report.restorable or report.ok:
+                raise Violation(f"{ref} does not load, but verify says that it does: {error}") from error
+            continue
+        if not same_state(found, state):
+            raise Violation(f"{ref} was restored with other bits")
+        loads.add(ref)
+    try:
+        latest = store.checkpoint("latest").ref
+    except CkptError:
+        latest = ""
+    newest = [ref for ref in saved if ref.endswith(f"@{store.view().catalog.term}")]
+    if latest and newest:
+        last = max(newest, key=lambda ref: int(ref.partition("@")[0]))
+        if latest != last:
+            raise Violation(f"latest is {latest}, without a word, but {last} was acknowledged")
+    try:
+        collect(store)
+    except CorruptLogError:
+        return
+    for ref in loads:
+        if not same_state(store.load(ref, framework="numpy"), saved[ref]):
+            raise Violation(f"{ref} was restored with other bits after gc")
