@@ -54,14 +54,14 @@ _FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 
 def claimed_by_frame(data: bytes) -> int:
-    """What a zstd frame may ask for: its content size within the limit of folds, and the JSON made of it."""
+    """What a zstd frame may ask for: its content size within the limits of folds, and the JSON made of it."""
     if data[:4] != _FRAME_MAGIC:
         return 0
     try:
         size = int(zstandard.get_frame_parameters(data).content_size)
     except zstandard.ZstdError:
         return 0
-    return 3 * size if size <= folds.FOLD_LIMIT else 0
+    return 3 * size if size <= min(folds.FOLD_LIMIT, folds.SLACK + folds.RATIO * len(data)) else 0
 
 
 def _headers() -> list[tuple[dict[str, Any], dict[str, Any], bytes]]:
