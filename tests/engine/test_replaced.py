@@ -135,17 +135,29 @@ def test_a_store_reached_through_a_link_is_the_one_the_link_led_to(tmp_path: Pat
     assert list((tmp_path / "disk2").iterdir()) == []
 
 
+def test_a_store_whose_old_place_is_gone_is_written_to_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "old" / "run").mkdir(parents=True)
+    backend = LocalBackend(tmp_path / "old" / "run")
+    (tmp_path / "old" / "run").rename(tmp_path / "run")
+    shutil.rmtree(tmp_path / "old")
+    backend.create("log/0", b"x")
+    assert (tmp_path / "run" / "log" / "0").read_bytes() == b"x"
+
+
 # A folder below the store
 
 
-@pytest.mark.parametrize("anew", ["nothing", "empty", "foreign"])
+@pytest.mark.parametrize("anew", ["nothing", "empty", "foreign", "made again"])
 def test_a_log_that_is_swapped_under_a_writer_is_noticed(tmp_path: Path, anew: str) -> None:
     with writer_of(tmp_path / "other") as other:
         other.save(state(1), step=1)
     writer = writer_of(tmp_path / "run")
     writer.save(state(1), step=1)
-    (tmp_path / "run" / "log").rename(tmp_path / "log")
-    if anew == "empty":
+    if anew == "made again":  # and is likely to get the number of the one before
+        shutil.rmtree(tmp_path / "run" / "log")
+    else:
+        (tmp_path / "run" / "log").rename(tmp_path / "log")
+    if anew in ("empty", "made again"):
         (tmp_path / "run" / "log").mkdir()
     elif anew == "foreign":
         (tmp_path / "other" / "log").rename(tmp_path / "run" / "log")

@@ -76,9 +76,23 @@ def some(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
 
 
 tag_changes = st.dictionaries(tags, st.none() | nodes, max_size=2)
-opens = st.builds(
-    OpenRecord, term=terms, parent=st.none() | identities, nonce=ids, time=times, writer=extras, extra=extras
-)
+
+
+def _opens(term: int) -> st.SearchStrategy[OpenRecord]:
+    """The parent is of an earlier term."""
+    earlier = st.builds(CheckpointId, st.integers(1, term - 1), steps, ids) if term > 1 else st.nothing()
+    return st.builds(
+        OpenRecord,
+        term=st.just(term),
+        parent=st.none() | earlier,
+        nonce=ids,
+        time=times,
+        writer=extras,
+        extra=extras,
+    )
+
+
+opens = terms.flatmap(_opens)
 
 
 def _commits(term: int) -> st.SearchStrategy[CommitRecord]:

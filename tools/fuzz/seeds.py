@@ -61,7 +61,7 @@ def claimed_by_frame(data: bytes) -> int:
         size = int(zstandard.get_frame_parameters(data).content_size)
     except zstandard.ZstdError:
         return 0
-    return 3 * size if size <= folds.FOLD_LIMIT else 0
+    return 3 * size if size <= min(folds.FOLD_LIMIT, folds.SLACK + folds.RATIO * len(data)) else 0
 
 
 def _headers() -> list[tuple[dict[str, Any], dict[str, Any], bytes]]:
