@@ -89,7 +89,7 @@ class Pin:
         try:
             if self._text.backend.read_only:
                 raise ReadOnlyError(f"{self._text.backend.url} is read-only")
-            self._text.renew()
+            self._renew()
         except StorageError as error:
             # A full disk is when a checkpoint has to be read, and brought elsewhere.
             if not isinstance(error, ReadOnlyError) and error.errno not in _FULL:
@@ -107,6 +107,9 @@ class Pin:
         )
         thread.start()
         self._thread = thread
+
+    def _renew(self) -> None:
+        self._text.renew()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

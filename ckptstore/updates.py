@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from ckptstore.formats.errors import UsageError
 from ckptstore.formats.optim import Optimizer, SparseGradient, Step
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.snapshot import Snapshot, SnapshotPool
 
-__all__ = ["Found", "UnexplainedStepWarning", "Update", "Updates", "with_copies"]
+__all__ = ["Found", "UnexplainedStepWarning", "Update", "Updates", "looked_up", "with_copies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,17 @@ class Found(list[Update]):
 
 Updates: TypeAlias = Sequence[Update] | Callable[[FlatState], Sequence[Update]]
 """The updates of a step, or what finds them in the state as it was taken apart."""
+
+
+def looked_up(updates: Updates, flat: FlatState) -> Sequence[Update]:
+    """The updates of a step. Raises `UsageError` for what are none."""
+    found = updates(flat) if callable(updates) else updates
+    if not isinstance(found, Sequence) or not all(isinstance(update, Update) for update in found):
+        raise UsageError(
+            f"updates: {type(updates).__name__}; what the optimizer did is wanted, as in "
+            "updates=training.OptimizerStep(optimizer)"
+        )
+    return found
 
 
 def with_copies(

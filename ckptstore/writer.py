@@ -30,7 +30,7 @@ from ckptstore.remarks import warn
 from ckptstore.saves import Failures, PendingSave, Saves
 from ckptstore.snapshot import Snapshot, SnapshotPool
 from ckptstore.staging import DEFAULT_BUDGET, Staging
-from ckptstore.updates import Found, UnexplainedStepWarning, Update, Updates, with_copies
+from ckptstore.updates import Found, UnexplainedStepWarning, Update, Updates, looked_up, with_copies
 from ckptstore.workers import started_pool
 
 __all__ = ["Begin", "Writer", "WriterOptions"]
@@ -418,12 +418,7 @@ class Writer:
     def _updates(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
         if updates is None or not self._with_diffs:
             return ()
-        found = updates(flat) if callable(updates) else updates
-        if not isinstance(found, Sequence) or not all(isinstance(update, Update) for update in found):
-            raise UsageError(
-                f"updates: {type(updates).__name__}; what the optimizer did is wanted, as in "
-                "updates=training.OptimizerStep(optimizer)"
-            )
+        found = looked_up(updates, flat)
         if isinstance(found, Found) and found.left_out is not None and not self._remarked:
             self._remarked = True
             warn(found.left_out, UnexplainedStepWarning)

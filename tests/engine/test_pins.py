@@ -241,7 +241,7 @@ class TestWatch:
             assert watch.survey().segments == {A}
             now[0] += 59
             assert watch.survey().segments == {A}
-            pin._text.renew()
+            pin._renew()
             now[0] += 59
             assert watch.survey().alive == (pin.key,)
             now[0] += 59
@@ -249,7 +249,7 @@ class TestWatch:
             now[0] += 1
             survey = watch.survey()
             assert (survey.segments, survey.alive, survey.dead) == (frozenset(), (), (pin.key,))
-            pin._text.renew()  # it lives after all
+            pin._renew()  # it lives after all
             assert watch.survey().segments == {A}
 
     def test_a_new_watch_takes_no_pin_for_dead(self) -> None:
