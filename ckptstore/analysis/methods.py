@@ -102,7 +102,7 @@ class Methods:
         """Everything that needs no base; the slow one only where `slow`."""
         found = []
         if "gzip" in self.wanted and slow:
-            found.append(_timed("gzip", lambda: zlib.compress(data, 6), zlib.decompress)[0])
+            found.append(_timed("gzip", lambda: zlib.compress(data.data, 6), zlib.decompress)[0])
         if "zstd" in self.wanted:
             squeeze, expand = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
             found.append(_timed("zstd", lambda: squeeze.compress(data.data), expand.decompress)[0])
