@@ -46,6 +46,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = threading.RLock()
 _compiled: bool | None = None
+_loaded = 0
+
+
+def loaded() -> int:
+    """How many loops this process has compiled or fetched from the cache: where that grew, a time is no measurement."""
+    return _loaded
 
 
 def kind() -> str:
@@ -126,9 +132,11 @@ class Loop(Generic[_P, _R]):
         return (self._machine or self._compile())(*args, **kwargs)
 
     def _compile(self) -> Callable[_P, _R]:
+        global _loaded
         with _lock:
             if self._machine is None:
                 self._machine = _jit(self._function, self._arguments)
+                _loaded += 1
             return self._machine
 
 

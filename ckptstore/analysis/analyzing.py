@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -125,6 +126,17 @@ class Analysis:
     def exact(self) -> bool:
         """Whether every byte was."""
         return all(len(group.units) == group.blocks for group in self.groups)
+
+    @property
+    def gap(self) -> int:
+        """Where one gap stands for all: of those under study the one measured most often, the smallest of several."""
+        counts = Counter(gap for _, gap in {((one.index, one.base), one.gap) for one in self.measurements})
+        return max(self.gaps, key=lambda gap: (counts[gap], -gap))
+
+    def over_training(self, group: int, method: str) -> list[Measurement]:
+        """A method at each step measured; of a delta, against the checkpoint before, however far that is."""
+        found = (one for one in self.measurements if (one.group, one.method) == (group, method))
+        return [one for one in found if one.base in (None, one.index - 1)]
 
     @property
     def major(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from ckptstore.analysis.advice import IntervalCost
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
+from ckptstore.analysis.wording import what_to_do
 from ckptstore.formats.codecs import BLOCK, word_size
 from ckptstore.formats.errors import StorageError
 from ckptstore.outputs import refuse_store
@@ -63,6 +64,7 @@ def document(found: Analysis) -> dict[str, Any]:
             "largest_gap_measured": advice.measured,
             "encode_gbps": _gbps(advice.encode),
             "decode_gbps": _gbps(advice.decode),
+            "what_to_do": what_to_do(found),
             "classes": [
                 {
                     **_group(found, one.group),

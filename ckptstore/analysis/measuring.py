@@ -186,11 +186,12 @@ def _ordered(pool: ThreadPoolExecutor, count: int, job: _Job) -> Iterator[_UnitR
 
 def _measure_unit(job: _Job, unit: Unit, slow: bool) -> _UnitResult:
     data = read_unit(unit, job.read)
-    found: list[tuple[int | None, Coded]] = [(None, one) for one in job.methods.alone(data, slow=slow)]
+    alone = job.methods.alone(data, slow=slow)
+    found: list[tuple[int | None, Coded]] = [(None, one) for one in alone]
     if (master := _master_bytes(job, unit)) is not None:
         found += [(None, one) for one in job.methods.derived(data, master)]
     for base, _, read, deltas in job.bases:
-        found += [(base, one) for one in job.methods.against(data, read_unit(unit, read), deltas)]
+        found += [(base, one) for one in job.methods.against(data, read_unit(unit, read), deltas, alone)]
     return unit, found, prefix_counts(data, job.methods.word)
 
 

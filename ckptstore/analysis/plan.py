@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,8 @@ PAIRS: Final = 4
 """Pairs of checkpoints measured for each gap."""
 _ROUND: Final = (1, 10, 100, 1000, 2, 4, 8, 16, 32, 64, 128, 256, 512, 5, 20, 50, 200, 500)
 """Gaps that people prefer to read, where a choice is free."""
+_ALIKE: Final = 16
+"""Gaps that differ by no more than this part of themselves count as one: in an uneven series few are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +69,33 @@ def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | N
     if missing := [gap for gap in gaps if gap not in pairs]:
         known = ", ".join(map(str, sorted(pairs)[:12]))
         raise UsageError(f"no two checkpoints are {missing[0]} apart (in units of {unit} steps); there are {known}")
-    chosen = sorted(set(gaps)) or _choose_gaps(pairs)
+    even = len({b - a for a, b in pairwise(steps)}) == 1
+    chosen = sorted(set(gaps)) or _choose_gaps(pairs, even)
     wanted: dict[int, dict[int, int]] = {index: {} for index in _spread(list(range(count)), points)}
     for index in wanted:
         if index:
-            wanted[index][index - 1] = max(1, round((steps[index] - steps[index - 1]) / unit))
+            gap = max(1, round((steps[index] - steps[index - 1]) / unit))
+            wanted[index][index - 1] = gap if even else next((one for one in chosen if _alike(gap, one)), gap)
+    if not even:
+        pairs = {gap: _pairs(pairs, gap) for gap in chosen}
     complete = _complete(pairs, chosen)
     for gap in chosen:
-        of_gap = dict(pairs[gap])  # the nearest base, where rounding gives two
+        of_gap = dict(pairs[gap])  # the nearest to the gap, where several are alike
         candidates = [target for target in sorted(of_gap) if target in complete] or sorted(of_gap)
         for target in _spread(candidates, PAIRS):
             wanted.setdefault(target, {})[of_gap[target]] = gap
     targets = [Target(index, tuple(sorted(wanted[index].items(), reverse=True))) for index in sorted(wanted)]
     return Plan(tuple(targets), tuple(chosen))
+
+
+def _alike(gap: int, other: int) -> bool:
+    return _ALIKE * abs(gap - other) <= other
+
+
+def _pairs(pairs: dict[int, list[tuple[int, int]]], gap: int) -> list[tuple[int, int]]:
+    """The pairs of a gap, and before them those of gaps like it, the least like it first."""
+    alike = sorted((one for one in pairs if _alike(one, gap)), key=lambda one: (-abs(one - gap), one))
+    return [pair for one in alike for pair in pairs[one]]
 
 
 def _complete(pairs: dict[int, list[tuple[int, int]]], gaps: Sequence[int]) -> set[int]:
@@ -87,14 +104,17 @@ def _complete(pairs: dict[int, list[tuple[int, int]]], gaps: Sequence[int]) -> s
     return set.intersection(*found) if found else set()
 
 
-def _choose_gaps(pairs: dict[int, list[tuple[int, int]]]) -> list[int]:
+def _choose_gaps(pairs: dict[int, list[tuple[int, int]]], even: bool) -> list[int]:
     """One gap of each octave: the one with most pairs, then the roundest."""
+    every = sorted(gap for gap, members in pairs.items() for _ in members)
     octaves: dict[int, list[int]] = {}
     for gap in pairs:
         octaves.setdefault(gap.bit_length(), []).append(gap)
 
     def preference(gap: int) -> tuple[int, int, int]:
-        return (-len(pairs[gap]), _ROUND.index(gap) if gap in _ROUND else len(_ROUND), gap)
+        reach = 0 if even else gap // _ALIKE
+        count = bisect_right(every, gap + reach) - bisect_left(every, gap - reach)
+        return (-count, _ROUND.index(gap) if gap in _ROUND else len(_ROUND), gap)
 
     best = sorted(min(members, key=preference) for members in octaves.values())
     return _spread(best, GAPS)

@@ -135,8 +135,8 @@ def _drop_crowded(ticks: Sequence[float]) -> list[float]:
 
 
 def ratios(found: Analysis) -> str:
-    """Ratio of every codec, a panel for each group; deltas at the smallest gap; the bounds as ticks."""
-    gap = found.gaps[0]
+    """Ratio of every codec, a panel for each group; deltas over `Analysis.gap`; the bounds as ticks."""
+    gap = found.gap
 
     def draw(axes: Axes, position: int) -> None:
         number = found.major[position]
@@ -169,15 +169,13 @@ def ratios(found: Analysis) -> str:
 
 
 def training(found: Analysis) -> str:
-    """Ratio at each step (the XOR paper's figure 6), deltas at the smallest gap."""
+    """Ratio at each step (the XOR paper's figure 6), deltas against the checkpoint before."""
     from matplotlib.ticker import MaxNLocator
-
-    gap = found.gaps[0]
 
     def draw(axes: Axes, position: int) -> None:
         number = found.major[position]
         for method in ("gzip", "zstd", "planes", "xor", "diff", "diff-context"):
-            points = [one for one in _of(found, number, method) if one.gap in (None, gap) and one.estimate.fraction]
+            points = [one for one in found.over_training(number, method) if one.estimate.fraction]
             if points:
                 steps = [found.series[one.index].step for one in points]
                 style: dict[str, Any] = {"color": COLOURS[method], "marker": _MARKERS[method]}
@@ -210,13 +208,15 @@ def gaps(found: Analysis) -> str:
             axes.plot(
                 [one.gap or 1 for one in cells], [bits * one.estimate.fraction for one in cells], label=method, **style
             )
-            pairs = [one for one in _of(found, number, method) if one.gap in found.gaps]
+            pairs = _of(found, number, method)  # of every gap: an uneven series has few that are the same
             marks = [bits * one.estimate.fraction for one in pairs]
             axes.scatter([one.gap or 1 for one in pairs], marks, s=9, color=COLOURS[method], alpha=0.35, linewidths=0)
         for method in ("xor", "diff"):
             cells = [one for one in _means(found, number, f"bound-{method}") if one.gap in found.gaps]
             marks = [bits * one.estimate.fraction for one in cells]
             axes.plot([one.gap or 1 for one in cells], marks, color=COLOURS[method], linestyle="--", linewidth=1)
+        for one in _means(found, number, "bound"):
+            axes.axhline(bits * one.estimate.fraction, color=COLOURS["planes"], linestyle="--", linewidth=1)
         for one in _means(found, number, "planes"):
             axes.axhline(bits * one.estimate.fraction, color=COLOURS["planes"], linestyle=":", label="planes, no base")
         axes.set_xscale("log", base=2)
@@ -271,7 +271,7 @@ def prefixes(found: Analysis) -> str:
 
 def speeds(found: Analysis) -> str:
     """Ratio against encoding speed of one core: up and to the right is better."""
-    gap = found.gaps[0]
+    gap = found.gap
 
     def draw(axes: Axes, position: int) -> None:
         number = found.major[position]

@@ -16,7 +16,7 @@ from ckptstore.analysis.analyzing import PREFIX_BITS, Analysis
 from ckptstore.analysis.methods import METHODS
 from ckptstore.analysis.sampling import Estimate
 from ckptstore.analysis.style import STYLE
-from ckptstore.analysis.wording import amount, headline, percent, ratio, restore_line, sample_line
+from ckptstore.analysis.wording import amount, headline, percent, ratio, restore_line, sample_line, what_to_do
 from ckptstore.formats.codecs import word_size
 from ckptstore.formats.errors import StorageError
 from ckptstore.outputs import refuse_store
@@ -65,19 +65,20 @@ def render(found: Analysis) -> str:
         _section(
             "What each codec makes of each class",
             f"Logical over stored bytes: longer is better. Deltas are against the checkpoint {_apart(found)} before. "
-            "Black ticks are the order‑0 entropy of the byte planes, the bound for a codec without context. "
+            "Black ticks are the bounds for a codec without context: the order‑0 entropy of the byte planes, the sign "
+            "where it is best. "
             "Thin lines: 95 % confidence.",
             plots.ratios(found),
         ),
         _section(
             "Over training",
-            f"The ratio at each step measured (the XOR paper's Fig. 6); deltas over {_apart(found)}.",
+            "The ratio at each step measured (the XOR paper's Fig. 6); deltas against the checkpoint before.",
             plots.training(found),
         ),
         _section(
             "How a delta grows with its gap",
-            "XOR against integer difference: lower is better. Dashed lines are the entropy bounds, faint dots single "
-            "pairs of checkpoints. Above the dotted line a delta no longer pays.",
+            "XOR against integer difference: lower is better. Dashed lines are the bounds of their colours, faint dots "
+            "single pairs of checkpoints. Above the dotted line a delta no longer pays.",
             plots.gaps(found),
         ),
         _section(
@@ -106,6 +107,7 @@ def render(found: Analysis) -> str:
         ),
         _every_codec(found),
         _inputs(found),
+        f"<p class=lead>{_text(what_to_do(found))}</p>",
     ]
     title = f"{found.advice.nbytes / found.advice.best.mean:.2f}× smaller" if found.advice.best.mean else "ckpt analyze"
     return (
@@ -156,7 +158,7 @@ def _recommended(found: Analysis) -> str:
 
 def _every_codec(found: Analysis) -> str:
     parts = []
-    gap = found.gaps[0]
+    gap = found.gap
     for number, group in enumerate(found.groups):
         cells = {one.method: one for one in found.summaries if one.group == number and one.gap in (None, gap)}
         shown = [cells[name] for name in METHODS if name in cells]
@@ -240,7 +242,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _apart(found: Analysis) -> str:
-    gap = found.gaps[0]
+    gap = found.gap
     return f"{gap} step{'s' if gap > 1 else ''}" if found.spacing == 1 else f"{gap * found.spacing:,} steps"
 
 

@@ -6,8 +6,9 @@ import math
 
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
+from ckptstore.intervals import RestoreBound
 
-__all__ = ["amount", "headline", "percent", "ratio", "restore_line", "sample_line"]
+__all__ = ["amount", "headline", "percent", "ratio", "restore_line", "sample_line", "what_to_do"]
 
 
 def amount(nbytes: float) -> str:
@@ -64,4 +65,23 @@ def sample_line(found: Analysis) -> str:
     return (
         f"{found.sampled:.1%} of the bytes were measured, in blocks of 1 MiB drawn at random; "
         f"± is half a {CONFIDENCE:.0%} confidence interval"
+    )
+
+
+def what_to_do(found: Analysis) -> str:
+    """One sentence that can be followed as it stands."""
+    advice, best, options = found.advice, found.advice.best, found.options
+    if not best.interval:
+        return "What to do: go on storing fulls (a writer without deltas=), for no delta pays within the restore bound."
+    arguments = [f"interval={best.interval}"]
+    if any(one.method == "diff-context" for one in advice.groups if one.group in found.major):
+        arguments.append("policy=SMALL_POLICY")
+    if options.bound != RestoreBound():
+        arguments.append(f"bound={options.bound!r}")
+    if options.compress_fulls:
+        arguments.append("compress_fulls=True")
+    every = "step" if found.spacing == 1 else f"{found.spacing:,} steps"
+    return (
+        f"What to do: save every {every}, as here, with store.writer(deltas=DeltaOptions({', '.join(arguments)})): "
+        f"{amount(best.mean)} per checkpoint instead of {amount(advice.nbytes)}."
     )

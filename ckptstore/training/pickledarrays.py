@@ -30,13 +30,14 @@ class PickledArray(np.ndarray[Any, Any]):
         """Take (version, shape, dtype, whether in Fortran order, bytes). Raises `FormatError` for anything else."""
         if not (isinstance(state, tuple) and len(state) == 5):
             raise FormatError("a pickled array of unknown form")
-        version, shape, dtype, fortran, data = state
+        _version, shape, dtype, fortran, data = state
         if not isinstance(shape, tuple) or len(shape) > _DIMENSIONS or not all(map(_is_length, shape)):
             raise FormatError(f"a pickled array of shape {shape!r:.80}")
         found = _plain(dtype)
         if not isinstance(data, bytes) or len(data) != math.prod(shape) * found.itemsize:
             raise FormatError(f"a pickled array of {found} and shape {shape!r:.80} has other bytes")
-        super().__setstate__((version, shape, found, bool(fortran), data))  # type: ignore[misc]  # numpy types it away
+        # numpy's own stub wants a numpy.bool, which numpy itself does not take here.
+        super().__setstate__((1, shape, found, bool(fortran), data))  # type: ignore[arg-type]
 
 
 def _is_length(value: object) -> bool:

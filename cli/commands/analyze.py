@@ -152,7 +152,7 @@ def _options(
 
 
 def _text(found: Analysis) -> Iterator[str]:
-    from ckptstore.analysis.wording import amount, headline, restore_line, sample_line
+    from ckptstore.analysis.wording import amount, headline, restore_line, sample_line, what_to_do
 
     yield click.style(headline(found), bold=True)
     yield restore_line(found)
@@ -166,11 +166,11 @@ def _text(found: Analysis) -> Iterator[str]:
         ["CLASS", "DTYPE", ">TENSORS", ">SIZE", ">MEASURED", "CODEC", ">RATIO", ">+-", ">BEST T"], _classes(found)
     )
     yield ""
-    gap = found.gaps[0]
+    gap = found.gap
     yield f"ratio, and GB/s of one core to encode / decode; deltas over a gap of {gap} ({gap * found.spacing:,} steps):"
     yield table(*_codecs(found))
     yield ""
-    yield "bits per value by gap; the bound is the order-0 entropy of the byte planes of the difference:"
+    yield "bits per value by gap; a bound is what no codec without context goes below:"
     yield table(*_gaps(found))
     yield ""
     yield f"distinct prefixes by length, at step {found.series[-1].step:,}:"
@@ -195,6 +195,8 @@ def _text(found: Analysis) -> Iterator[str]:
     yield ""
     yield f"seconds to encode ({found.options.cores} cores) and send one checkpoint: serial / overlapped"
     yield table(*_shipping(found))
+    yield ""
+    yield what_to_do(found)
 
 
 def _classes(found: Analysis) -> Iterator[list[str]]:
@@ -213,7 +215,7 @@ def _codecs(found: Analysis) -> tuple[list[str], list[list[str]]]:
     from ckptstore.analysis.methods import METHODS
     from ckptstore.analysis.wording import ratio
 
-    gap = found.gaps[0]
+    gap = found.gap
     cells = {(one.group, one.method): one for one in found.summaries if one.gap in (None, gap)}
     rows = []
     for method in (*METHODS, "bound", "bound-xor", "bound-diff"):

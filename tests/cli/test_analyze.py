@@ -50,6 +50,7 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
         assert any(line.startswith(method) for line in lines), method
     assert "distinct prefixes by length, at step 40:" in lines
     assert any("1 Gbit/s" in line and "100 Gbit/s" in line for line in lines)
+    assert re.match(r"What to do: save every 10 steps, as here, with store\.writer\(deltas=DeltaOptions\(", lines[-1])
 
 
 def test_json_is_as_documented(ckpt: Run, series: list[Path]) -> None:

@@ -229,6 +229,22 @@ def test_an_irregular_series_counts_gaps_in_its_smallest_distance() -> None:
         plan_targets(steps, (7,))
 
 
+def test_an_uneven_series_loses_no_pair_to_a_gap_that_is_nearly_the_same() -> None:
+    steps = [1000, 1001, 2000, 2001, 3000, 3001, 4000]
+    plan = plan_targets(steps)
+    assert plan.gaps[0] == 1
+    thousand = plan.gaps[1]
+    assert thousand in (999, 1000)
+    pairs = [(steps[t.index] - steps[base], gap) for t in plan.targets for base, gap in t.bases]
+    assert len([1 for difference, gap in pairs if gap == thousand]) >= 3
+    assert {difference for difference, gap in pairs if gap == thousand} == {999, 1000}
+    assert all(abs(difference - gap) <= gap / 16 for difference, gap in pairs)
+    plan = plan_targets([0, 1, 17, 34], (16, 33))  # 17 counts as 16, 34 as 33; the exact one comes first
+    pairs = [(t.index, base, gap) for t in plan.targets for base, gap in t.bases]
+    assert pairs == [(1, 0, 1), (2, 1, 16), (3, 2, 16), (3, 1, 33)]
+    assert plan_targets(sorted(np.random.default_rng(0).choice(10**9, 300, replace=False).tolist())).gaps
+
+
 @given(st.sets(st.integers(0, 10**6), min_size=2, max_size=40), st.integers(2, 20))
 @settings(max_examples=60, deadline=None)
 def test_any_series_can_be_planned(steps: set[int], points: int) -> None:
