@@ -210,6 +210,30 @@ def _unknown(crafted: Crafted) -> None:
     index["decoded"] = "-" * 16 + index["decoded"][16:]
 
 
+def _encoding(crafted: Crafted, step: int) -> dict[str, Any]:
+    return next(
+        edge for slot in crafted.slots.values() for edge in slot.get("encodings", ()) if edge["checkpoint"][1] == step
+    )
+
+
+def _twice(crafted: Crafted) -> None:
+    _encoding(crafted, 2)["segments"] *= 2
+
+
+def _second_tree(crafted: Crafted) -> None:
+    """A second segment of the same step that holds no tensor, but a tree."""
+    (key,) = [key for key, one in crafted.segments.items() if one.document["steps"] == [2]]
+    (slot,) = [slot for slot in crafted.slots.values() if slot.get("segments", [{}])[0].get("id", "?") in key]
+    more = crafted.clone().segments[key]
+    assert more.index is not None
+    more.document["segment"], more.payload = OTHER, b""
+    more.index |= {"tensor": [], "codec": [], "length": [], "counts": [0], "stored": "", "decoded": ""}
+    more.index.pop("digests", None)
+    crafted.segments[key.rpartition("/")[0] + f"/{OTHER}.safetensors"] = more
+    slot["segments"].append({**slot["segments"][0], "id": OTHER})
+    _encoding(crafted, 2)["segments"].append(OTHER)
+
+
 OTHER = "0" * 32
 ALL = ("1@1", "2@1", "3@1")
 WRONG: dict[str, tuple[Callable[[Crafted], Any], bool, str, tuple[str, ...]]] = {
@@ -219,6 +243,8 @@ WRONG: dict[str, tuple[Callable[[Crafted], Any], bool, str, tuple[str, ...]]] = 
     "base": (lambda one: _document(one, 2)["bases"][0].__setitem__(2, OTHER), False, "does not build on", ALL[1:]),
     "no base": (lambda one: _document(one, 2).update(bases=[]), False, "does not build on", ALL[1:]),
     "no tree": (lambda one: _row(one, 2, "w")[0]["trees"].clear(), False, "0 trees", ("2@1",)),
+    "two trees": (_second_tree, False, "2 trees", ("2@1",)),
+    "twice": (_twice, False, "is in two segments", ALL[1:]),
     "no state": (lambda one: _tree(one, 2, "step", {"$no": 1}), True, "unknown tag", ("2@1",)),
     "another value": (lambda one: _tree(one, 2, "step", 7), False, "another state", ("2@1",)),
     "another hash": (_decoded, False, "another state", ("2@1",)),
