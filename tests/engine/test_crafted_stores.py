@@ -65,7 +65,8 @@ KINDS: dict[str, Callable[[ckptstore.Store], None]] = {
     "steps": _steps,
     "merged": _merged,
 }
-TRIALS = int(os.environ.get("CRAFTED_TRIALS", "25"))
+TRIALS = int(os.environ.get("CRAFTED_TRIALS", "20"))
+"""Changes of each kind for each store; a campaign sets more, and CRAFTED_SEED."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -158,3 +159,131 @@ def test_payloads_that_fit_and_lead_elsewhere(valid: tuple[str, Crafted]) -> Non
         store = changed.write()
         assert check(store, (name, at))
         assert ckptstore.verify(store, deep=True).lost
+
+
+def _row(crafted: Crafted, step: int, name: str) -> tuple[dict[str, Any], int]:
+    """The index that holds a tensor of a step, and the place of its entry there."""
+    for segment in crafted.segments.values():
+        if segment.document["steps"] == [step]:
+            assert segment.index is not None
+            names = [segment.index["tensors"][row][0] for row in segment.index["tensor"]]
+            return segment.index, names.index(name)
+    raise AssertionError(step)
+
+
+def _document(crafted: Crafted, step: int) -> dict[str, Any]:
+    return next(one.document for one in crafted.segments.values() if one.document["steps"] == [step])
+
+
+def _codec(crafted: Crafted, step: int, name: str, codec: str | None, **params: Any) -> None:
+    """Another codec, or other parameters, for one tensor; of what it is decoded to nothing is said otherwise."""
+    index, place = _row(crafted, step, name)
+    found, before = index["codecs"][index["codec"][place]]
+    index["codecs"].append([codec or found, {**({} if codec else before), **params}])
+    index["codec"][place] = len(index["codecs"]) - 1
+
+
+def _spec(crafted: Crafted, step: int, name: str, place: int, value: Any) -> None:
+    """Another name, dtype or shape of a tensor."""
+    index, entry = _row(crafted, step, name)
+    index["tensors"][index["tensor"][entry]][place] = value
+
+
+def _tree(crafted: Crafted, step: int, name: str, value: Any) -> None:
+    index, _ = _row(crafted, step, "w")
+    index["trees"][str(step)][name] = value
+
+
+def _renamed(crafted: Crafted) -> None:
+    """The base has a tensor of another name; its state says so, too."""
+    _spec(crafted, 1, "counts", 0, "other")
+    _tree(crafted, 1, "counts", {"$a": "other"})
+
+
+def _decoded(crafted: Crafted) -> None:
+    index, _ = _row(crafted, 2, "w")
+    index["decoded"] = ("0" if index["decoded"][0] != "0" else "1") + index["decoded"][1:]
+
+
+def _unknown(crafted: Crafted) -> None:
+    index, _ = _row(crafted, 2, "w")
+    index["decoded"] = "-" * 16 + index["decoded"][16:]
+
+
+def _encoding(crafted: Crafted, step: int) -> dict[str, Any]:
+    return next(
+        edge for slot in crafted.slots.values() for edge in slot.get("encodings", ()) if edge["checkpoint"][1] == step
+    )
+
+
+def _twice(crafted: Crafted) -> None:
+    _encoding(crafted, 2)["segments"] *= 2
+
+
+def _second_tree(crafted: Crafted) -> None:
+    """A second segment of the same step that holds no tensor, but a tree."""
+    (key,) = [key for key, one in crafted.segments.items() if one.document["steps"] == [2]]
+    (slot,) = [slot for slot in crafted.slots.values() if slot.get("segments", [{}])[0].get("id", "?") in key]
+    more = crafted.clone().segments[key]
+    assert more.index is not None
+    more.document["segment"], more.payload = OTHER, b""
+    more.index |= {"tensor": [], "codec": [], "length": [], "counts": [0], "stored": "", "decoded": ""}
+    more.index.pop("digests", None)
+    crafted.segments[key.rpartition("/")[0] + f"/{OTHER}.safetensors"] = more
+    slot["segments"].append({**slot["segments"][0], "id": OTHER})
+    _encoding(crafted, 2)["segments"].append(OTHER)
+
+
+OTHER = "0" * 32
+ALL = ("1@1", "2@1", "3@1")
+WRONG: dict[str, tuple[Callable[[Crafted], Any], bool, str, tuple[str, ...]]] = {
+    "run": (lambda one: _document(one, 2).update(run=OTHER), False, "holds segment", ALL[1:]),
+    "term": (lambda one: _document(one, 2).update(term=7), False, "holds segment", ALL[1:]),
+    "segment": (lambda one: _document(one, 2).update(segment=OTHER), False, "holds segment", ALL[1:]),
+    "base": (lambda one: _document(one, 2)["bases"][0].__setitem__(2, OTHER), False, "does not build on", ALL[1:]),
+    "no base": (lambda one: _document(one, 2).update(bases=[]), False, "does not build on", ALL[1:]),
+    "no tree": (lambda one: _row(one, 2, "w")[0]["trees"].clear(), False, "0 trees", ("2@1",)),
+    "two trees": (_second_tree, False, "2 trees", ("2@1",)),
+    "twice": (_twice, False, "is in two segments", ALL[1:]),
+    "no state": (lambda one: _tree(one, 2, "step", {"$no": 1}), True, "unknown tag", ("2@1",)),
+    "another value": (lambda one: _tree(one, 2, "step", 7), False, "another state", ("2@1",)),
+    "another hash": (_decoded, False, "another state", ("2@1",)),
+    "no hash": (_unknown, False, "hashes of its decoded chunks", ("2@1",)),
+    "a tensor too many": (lambda one: _tree(one, 2, "more", {"$a": "more"}), False, "lack tensor 'more'", ("2@1",)),
+    "unknown codec": (lambda one: _codec(one, 2, "w", "nope"), False, "unknown codec", ALL[1:]),
+    "unknown word": (lambda one: _codec(one, 2, "w", None, word=3), False, "'w'", ALL[1:]),
+    "no master": (lambda one: _codec(one, 3, "copy", None, of="no"), False, "derived from 'no'", ("3@1",)),
+    "wrong master": (lambda one: _codec(one, 3, "copy", None, of="counts"), False, "another dtype or shape", ("3@1",)),
+    "from nothing": (lambda one: _codec(one, 1, "counts", "diff", word=2), False, "builds on nothing", ALL),
+    "base without it": (_renamed, True, "'counts' of 2@1 builds on 1@1, which has no U16", ALL[1:]),
+    "another shape": (lambda one: _spec(one, 1, "counts", 2, [2, 1000]), True, "has no U16", ALL[1:]),
+    "another dtype": (lambda one: _spec(one, 1, "counts", 1, "I16"), True, "has no U16", ALL[1:]),
+}
+
+
+@pytest.fixture(scope="module")
+def deltas() -> Crafted:
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
+    _deltas(store)
+    crafted = Crafted.read(store)
+    index, place = _row(crafted, 3, "copy")
+    assert index["codecs"][index["codec"][place]][0] == "derive"
+    return crafted
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_a_load_refuses_is_reported_without_decoding(deltas: Crafted, how: str) -> None:
+    change, restate, reason, lost = WRONG[how]
+    crafted = deltas.clone()
+    change(crafted)
+    store = crafted.write(restate=restate)
+    report = ckptstore.verify(store)
+    assert len(report.damage) == 1, report.damage
+    assert reason in report.damage[0].what
+    assert report.lost == report.damage[0].checkpoints == lost
+    right, wrong = loadable(store)
+    assert tuple(right) == report.restorable
+    assert tuple(wrong) == lost
+    assert any(
+        reason in str(error) or "base has" in str(error) or "begins with" in str(error) for error in wrong.values()
+    )

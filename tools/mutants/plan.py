@@ -54,14 +54,32 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     },
     **{
         f"ckptstore/{name}.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("diff_damage", "hostile_segments", "diffs"))
-        for name in ("assembling", "replaying", "layers", "batches", "diffs", "diffing")
+        for name in ("replaying", "layers", "batches", "diffs", "diffing")
     },
+    "ckptstore/assembling.py": tuple(
+        f"{_ENGINE}{tests}.py" for tests in ("crafted_stores", "diff_damage", "hostile_segments", "diffs")
+    ),
     "ckptstore/reading.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("damage", "hostile_segments", "store", "diff*")),
     "ckptstore/termination.py": (f"{_ENGINE}diffs_review.py", f"{_ENGINE}diff_kills.py"),
     "ckptstore/planner.py": (f"{_ENGINE}store.py", *_LOG),
     "ckptstore/training/torchfiles.py": (f"{_ENGINE}weightfiles.py", f"{_ENGINE}pickledarrays.py"),
     "ckptstore/training/*": (f"{_ENGINE}torch_*.py",),
-    "ckptstore/verification.py": (f"{_ENGINE}damage.py", "tests/cli/test_verify.py"),
+    **{
+        f"ckptstore/{name}.py": (
+            *(f"{_ENGINE}{tests}.py" for tests in ("verification", "crafted_stores", "damage")),
+            "tests/cli/test_verify.py",
+        )
+        for name in (
+            "verification",
+            "scrubbing",
+            "describing",
+            "proving",
+            "columns",
+            "casualties",
+            "findings",
+            "handles",
+        )
+    },
     **{f"ckptstore/{name}.py": _LOG for name in ("view", "log", "folding", "pins", "requests", "collecting")},
     "ckptstore/*": _STORE,
 }
