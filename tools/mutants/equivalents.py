@@ -38,6 +38,12 @@ class Equivalent:
 
 EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
     Equivalent(
+        "ckptstore/intervals.py",
+        "DeltaSizes.expect",
+        "len(known) > 1 => len(known) >= 1",
+        "where one gap is known, none is known at half of it: the other half of the condition is false",
+    ),
+    Equivalent(
         "ckptstore/folding.py",
         "_hides_damage",
         "catalog.damage[-1] > opened.seq => catalog.damage[-1] >= opened.seq",
