@@ -188,3 +188,19 @@ def test_numbers_count_from_the_full() -> None:
     assert [written(schedule) for _ in range(4)] == [0, 1, 2, 3]
     schedule.restart()
     assert [written(schedule) for _ in range(3)] == [0, 1, 2]
+
+
+def test_only_an_automatic_interval_is_chosen_anew() -> None:
+    bound = RestoreBound(None, depth=1)
+    fixed = Schedule(3, "anchor", bound)
+    run(fixed, 2)
+    fixed.restart()
+    run(fixed, 6)
+    assert fixed.current == 3
+    free = Schedule("auto", "anchor", bound)
+    run(free, 2)
+    assert free.current == 4
+    free.restart()
+    run(free, 1)
+    assert free.sizes is not None
+    assert free.current == best_interval(free.sizes, math.inf, depth=1) > 4

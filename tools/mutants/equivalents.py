@@ -62,6 +62,12 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
         "only keys of folds are passed; the other half of the expression is for the type checker",
     ),
     Equivalent(
+        "ckptstore/log.py",
+        "Term.commit",
+        "manifest is not None and record.manifest is not None => manifest is not None or record.manifest is not None",
+        "a record names a manifest exactly where one was made; both are asked for the type checker",
+    ),
+    Equivalent(
         "formats/jsontext.py",
         "loads",
         "text.count(b'[') + text.count(b'{') > max_depth => text.count(b'[') + text.count(b'{') >= max_depth",
