@@ -237,7 +237,7 @@ class _Table:
 
     def _extra_rows(self, rows: int) -> Iterator[tuple[int, dict[str, Any]]]:
         for text, members in self._members.mapping("extra").items():
-            canonical = text.isascii() and text.isdecimal() and len(text) <= 16 and str(int(text)) == text
+            canonical = text.isdecimal() and len(text) <= 16 and str(int(text)) == text
             if not canonical or int(text) >= rows or type(members) is not dict:
                 self._members.refuse("extra", "an object of rows to objects")
             yield int(text), members
