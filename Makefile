@@ -6,7 +6,7 @@ QUICK ?=
 SIZE ?= 500MB
 ROUNDS ?= 5
 
-.PHONY: demo test test-long check lint types layers bench bench-commands bench-codecs bench-chains bench-diffs bench-recovery exact crash powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: demo test test-long check lint types layers bench bench-commands bench-catalog bench-codecs bench-chains bench-diffs bench-recovery exact crash powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -51,6 +51,9 @@ bench: .venv/.bench-ready  ## save and load against peers (SIZE=500MB ROUNDS=5)
 
 bench-commands: .venv/.bench-ready  ## start-up and log speed of the command
 	$(BIN)/python -m tools.bench.commands
+
+bench-catalog: .venv/.bench-ready  ## what 1,000 to 200,000 checkpoints cost: fold, READ, OPEN, log, memory, stall
+	$(BIN)/python -m tools.bench.catalog
 
 bench-codecs: .venv/.bench-ready  ## ratio and speed of every codec against other compressors
 	$(BIN)/python -m tools.bench.codecs

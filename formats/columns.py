@@ -223,9 +223,9 @@ class CheckpointRows(NodeRows[CheckpointEntry]):
         terms, steps, states, times, tensors, sizes = self.columns
         for row in range(start, stop):
             state = states[row * DIGEST : (row + 1) * DIGEST].hex()
-            node: Any = (terms[row], steps[row])
-            entry: Any = (*node, state, times[row], tensors[row], sizes[row])
-            yield CheckpointEntry(*entry, self._extra(node))
+            term, step = terms[row], steps[row]
+            extra = self._extra((term, step))
+            yield CheckpointEntry(term, step, state, times[row], tensors[row], sizes[row], extra)
 
     def _encoded(self, items: Sequence[tuple[Node, CheckpointEntry]]) -> Self:
         rows = [entry for _, entry in items]
@@ -264,8 +264,8 @@ class SegmentRows(Rows[str, SegmentEntry]):
         for row in range(start, stop):
             at, end = row * DIGEST, (row + 1) * DIGEST
             name = ids[at:end].hex()
-            sides: Any = (terms[row], sizes[row], headers[row])
-            yield SegmentEntry(name, *sides, hashes[at:end].hex(), self._extra(name))
+            checksum = hashes[at:end].hex()
+            yield SegmentEntry(name, terms[row], sizes[row], headers[row], checksum, self._extra(name))
 
     def _encoded(self, items: Sequence[tuple[str, SegmentEntry]]) -> Self:
         rows = [entry for _, entry in items]
@@ -400,5 +400,4 @@ class EncodingRows(NodeRows[tuple[Encoding, ...]]):
             yield self._node(row)
 
     def _node(self, row: int) -> Node:
-        node: Any = (self.columns[0][row], self.columns[1][row])
-        return node
+        return (self.columns[0][row], self.columns[1][row])

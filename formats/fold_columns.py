@@ -148,7 +148,7 @@ def _naturals(taken: bytes, column: array[Any]) -> bool:
     """Integers in 0..2^53. Nearly always their two high bytes say so, which costs no object for each."""
     if not taken[7::8].strip(b"\0") and not taken[6::8].translate(None, _BELOW_LIMIT):
         return True
-    return min(column) >= 0 and max(column) <= MAX_INT
+    return bool(min(column) >= 0 and max(column) <= MAX_INT)
 
 
 def _times(_: bytes, column: array[Any]) -> bool:
@@ -237,7 +237,7 @@ class _Table:
 
     def _extra_rows(self, rows: int) -> Iterator[tuple[int, dict[str, Any]]]:
         for text, members in self._members.mapping("extra").items():
-            canonical = text.isascii() and text.isdecimal() and len(text) <= 16 and str(int(text)) == text
+            canonical = text.isdecimal() and len(text) <= 16 and str(int(text)) == text
             if not canonical or int(text) >= rows or type(members) is not dict:
                 self._members.refuse("extra", "an object of rows to objects")
             yield int(text), members

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from heapq import merge
 from itertools import groupby
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar, overload
 
 from ckptstore.formats.columns import NodeRows, Rows
 from ckptstore.formats.records import Node
@@ -26,6 +26,7 @@ _TAKEN: Final = 256
 
 K = TypeVar("K", bound=Any)
 V = TypeVar("V")
+D = TypeVar("D")
 
 
 class Table(MutableMapping[K, V], Generic[K, V]):
@@ -67,10 +68,14 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
     def __contains__(self, key: object) -> bool:
         if key in self.changes:
-            return self.changes[key] is not None  # type: ignore[index]
+            return self.changes[key] is not None
         return self._among_rows(key)  # type: ignore[arg-type]
 
-    def get(self, key: K, default: Any = None) -> Any:
+    @overload
+    def get(self, key: K, /) -> V | None: ...
+    @overload
+    def get(self, key: K, /, default: V | D) -> V | D: ...
+    def get(self, key: K, /, default: Any = None) -> Any:
         """The value of `key`, or `default`."""
         if key in self.changes:
             value = self.changes[key]
@@ -79,7 +84,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         return self.rows.value(start, stop) if start < stop else default
 
     def __getitem__(self, key: K) -> V:
-        value: V | None = self.get(key)
+        value = self.get(key)
         if value is None:
             raise KeyError(key)
         return value
@@ -146,15 +151,21 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
 
 class _Items(ItemsView[K, V]):
+    def __init__(self, table: Table[K, V]) -> None:
+        super().__init__(table)
+        self._table = table
+
     def __iter__(self) -> Iterator[tuple[K, V]]:
-        table: Any = self._mapping
-        return iter(table._each())
+        return self._table._each()
 
 
 class _Values(ValuesView[V]):
+    def __init__(self, table: Table[Any, V]) -> None:
+        super().__init__(table)
+        self._table = table
+
     def __iter__(self) -> Iterator[V]:
-        table: Any = self._mapping
-        return (value for _, value in table._each())
+        return (value for _, value in self._table._each())
 
 
 class NodeTable(Table[Node, V]):

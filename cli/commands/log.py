@@ -79,7 +79,7 @@ def _text(found: Lineage) -> str:
     infos = {info.ref: info for info in found.checkpoints}
     rows: list[list[str]] = []
     # The graph is drawn as far as it is shown, but of the whole: a branch whose root is below looks like a branch.
-    known = {*found.parents, *found.parents.values()}
+    known = {*found.parents, *filter(None, found.parents.values())}
     for columns, ref in draw(list(found.parents), found.parents, known):
         if ref in infos:
             info = infos[ref]

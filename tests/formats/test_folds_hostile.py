@@ -95,6 +95,7 @@ LIES = [
     ("segments.extra", {"0": 1}),
     ("segments.extra", {"-1": {}}),
     ("segments.extra", {"00": {}}),
+    ("segments.extra", {"1" * 5000: {}}),
     ("segments.extra", {"\u0663": {}}),
     ("segments.extra", {str(DOCUMENT["segments"]["rows"]): {}}),
     ("checkpoints.extra", []),
@@ -178,6 +179,18 @@ def test_a_lie_in_a_column(path: str, row: int, value: Any) -> None:
     columns = copy.deepcopy(COLUMNS)
     columns[path][row] = value
     with pytest.raises(FormatError, match="fold/x"):
+        decode(DOCUMENT, columns)
+
+
+@pytest.mark.parametrize(("path", "value"), [("encodings.base_step", 1), ("encodings.base_state", HEX)])
+def test_where_no_encoding_has_a_base(path: str, value: Any) -> None:
+    columns = copy.deepcopy(COLUMNS)
+    rows = len(columns["encodings.term"])
+    columns |= {"encodings.base_term": [0] * rows, "encodings.base_step": [0] * rows}
+    columns["encodings.base_state"] = ["0" * 32] * rows
+    assert all(edge.base is None for edges in decode(DOCUMENT, columns).encodings.values() for edge in edges)
+    columns[path][rows - 1] = value
+    with pytest.raises(FormatError, match="a base of term 0"):
         decode(DOCUMENT, columns)
 
 

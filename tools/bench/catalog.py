@@ -2,8 +2,9 @@
 
 Stores of 1,000 to 200,000 checkpoints (plain fulls, and step diffs in batches of 20 with a full every 100) are made as
 a fold and nothing else. Every number is taken in a process of its own: the bytes of the fold; the seconds of READ, of
-WRITER OPEN and of ``ckpt log -n 20`` (the whole command); the memory that the catalog keeps, by tracemalloc and by the
-process's resident size; and the longest that one small save took, among saves over which a fold was written.
+WRITER OPEN and of ``ckpt log -n 20`` (the whole command), and of the processor where others use the machine, too; the
+memory that the catalog keeps, by tracemalloc and by the process's resident size; and the longest that one small save
+took, among saves over which a fold was written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -120,11 +122,11 @@ def _read(folder: str) -> dict[str, float]:
     import zstandard  # noqa: F401
 
     before = _resident()
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     view = store.view()
-    seconds = time.perf_counter() - begun
+    seconds, cpu = time.perf_counter() - begun, time.process_time() - used
     held = _resident() - before
-    return {"read_s": seconds, "resident": held / len(view.catalog.checkpoints)}
+    return {"read_s": seconds, "read_cpu_s": cpu, "resident": held / len(view.catalog.checkpoints)}
 
 
 def _traced(folder: str) -> dict[str, float]:
@@ -148,10 +150,10 @@ def _open(folder: str) -> dict[str, float]:
 
     store = ckptstore.open(folder)
     store.format  # noqa: B018
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     term = open_term(store.backend, store.format, lambda catalog: getattr(catalog.latest(), "id", None))
     assert term.parent is not None
-    return {"open_s": time.perf_counter() - begun}
+    return {"open_s": time.perf_counter() - begun, "open_cpu_s": time.process_time() - used}
 
 
 def _stall(folder: str) -> dict[str, float]:
@@ -192,10 +194,12 @@ def _measured(part: str, folder: Path) -> dict[str, float]:
     return found
 
 
-def _log_seconds(folder: Path) -> float:
-    begun = time.perf_counter()
+def _log_seconds(folder: Path) -> tuple[float, float]:
+    """Of the clock, and of the processor."""
+    begun, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([*ckpt(), "log", str(folder), "-n", "20"], check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - begun
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - begun, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
 
 
 def measure(place: Path, kind: str, count: int, rounds: int) -> dict[str, Any]:
@@ -204,26 +208,26 @@ def measure(place: Path, kind: str, count: int, rounds: int) -> dict[str, Any]:
     nbytes = make(folder, kind, count)
     reads = [_measured("read", folder) for _ in range(rounds)]
     row: dict[str, Any] = {"kind": kind, "checkpoints": count, "fold_bytes": nbytes}
-    row["read_s"] = median([one["read_s"] for one in reads])
-    row["resident"] = median([one["resident"] for one in reads])
-    row["log_s"] = median([_log_seconds(folder) for _ in range(rounds)])
+    row |= {name: median([one[name] for one in reads]) for name in reads[0]}
+    logs = [_log_seconds(folder) for _ in range(rounds)]
+    row |= {"log_s": median([wall for wall, _ in logs]), "log_cpu_s": median([cpu for _, cpu in logs])}
     row |= _measured("traced", folder)
-    row["open_s"] = median([_measured("open", folder)["open_s"] for _ in range(rounds)])
+    opens = [_measured("open", folder) for _ in range(rounds)]
+    row |= {name: median([one[name] for one in opens]) for name in opens[0]}
     return row | _measured("stall", folder)
 
 
 _HEADINGS: Final = (
-    "kind      checkpoints   fold bytes   READ s   OPEN s   log -n 20 s   traced B/ckpt   RSS B/ckpt"
+    "kind   checkpoints   fold bytes   READ s (CPU)    OPEN s (CPU)    log s (CPU)     traced B   RSS B"
     "   save ms   longest ms"
 )
 
 
 def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['kind']:<9} {row['checkpoints']:>11,} {row['fold_bytes']:>12,} {row['read_s']:>8.3f}"
-        f" {row['open_s']:>8.3f} {row['log_s']:>13.3f} {row['traced']:>15.0f} {row['resident']:>12.0f}"
-        f" {row['save_ms']:>9.2f} {row['longest_ms']:>12.1f}"
-    )
+    times = "".join(f" {row[f'{name}_s']:>8.3f} ({row[f'{name}_cpu_s']:.3f})" for name in ("read", "open", "log"))
+    memory = f"{row['traced']:>10.0f} {row['resident']:>7.0f}"
+    saves = f"{row['save_ms']:>9.2f} {row['longest_ms']:>12.1f}"
+    return f"{row['kind']:<6} {row['checkpoints']:>11,} {row['fold_bytes']:>12,}{times} {memory} {saves}"
 
 
 @click.command()

@@ -39,6 +39,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
     "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
     "formats/members.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py", f"{_FORMATS}segment_hostile.py"),
+    "formats/fold*.py": (f"{_FORMATS}folds_hostile.py", f"{_FORMATS}catalog.py", f"{_FORMATS}tables.py"),
+    "formats/columns.py": (f"{_FORMATS}tables.py", f"{_FORMATS}catalog.py"),
     "formats/retention.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
     "ckptstore/backends/*": (f"{_ENGINE}local_backend.py", f"{_ENGINE}backends.py", *_CRASHES),
@@ -49,7 +51,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/outputs.py": (f"{_ENGINE}exporting.py",),
     "ckptstore/merging/*": tuple(f"{_ENGINE}{tests}.py" for tests in ("merging", "merging_diffs", "hostile_segments")),
     **{
-        f"ckptstore/{name}.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("writer", "store", "diffs", "deltas*"))
+        f"ckptstore/{name}.py": tuple(
+            f"{_ENGINE}{tests}.py" for tests in ("writer", "folding_beside", "store", "diffs", "deltas*")
+        )
         for name in ("writer", "committing", "saves")
     },
     **{
