@@ -103,7 +103,7 @@ class Crafted:
         """(kind of text, key, place) of everything that can be changed."""
         for key, slot in self.slots.items():
             if slot["ckptstore"] == "commit":
-                for member in slot.keys() & {"segments", "checkpoints", "encodings"}:
+                for member in [name for name in ("segments", "checkpoints", "encodings") if name in slot]:
                     yield from (("record", key, place) for place in _within(slot[member], (member,)))
         for key, segment in self.segments.items():
             yield from (("header", key, place) for place in _within(segment.head, ()))

@@ -107,7 +107,7 @@ def test_a_chunk_that_this_process_cannot_read(store: ckptstore.Store, monkeypat
             read_into = source.read_into
 
             def failing(offset: int, out: memoryview) -> None:
-                if offset + len(out) < source.size - 1000 or offset == 0:
+                if offset != 4096:  # header and index: the payload begins behind the header's page
                     read_into(offset, out)
                 else:
                     raise ckptstore.StorageError(errno.ENOMEM, "cannot read: Cannot allocate memory", key)
@@ -118,6 +118,7 @@ def test_a_chunk_that_this_process_cannot_read(store: ckptstore.Store, monkeypat
     monkeypatch.setattr(type(store.backend), "open_source", opened)
     report = ckptstore.verify(store)
     assert not report.damage
+    assert [unread.key for unread in report.unread] == [key]
     assert report.unknown == ("2@1", "3@1", "4@1")
 
 
@@ -335,3 +336,19 @@ def test_descriptors_that_run_out_in_between(monkeypatch: pytest.MonkeyPatch, af
     assert not report.ok
     assert "4@1" in report.unknown
     assert not report.lost
+
+
+@pytest.mark.parametrize("form", ["anchor", "paper"])
+def test_several_that_build_on_one(form: Any) -> None:
+    """Each of them is decoded from what the base was, whatever became of it for the others."""
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
+    weight = np.random.default_rng(0).standard_normal(5000).astype("<f4")
+    options = DeltaOptions(interval=4, form=form, bound=RestoreBound(times=None, depth=1000))
+    with store.writer(deltas=options, poll_seconds=None) as writer:
+        kinds = [writer.save({"w": weight * np.float32(1 + step / 1000)}, step).kind for step in range(1, 10)]
+    assert kinds.count("delta") > 5
+    bases = [info.base for info in store.checkpoints() if info.base is not None]
+    assert (len(set(bases)) < len(bases)) or form == "paper"
+    report = ckptstore.verify(store, deep=True)
+    assert report.ok, report.damage
+    assert len(report.restorable) == 9
