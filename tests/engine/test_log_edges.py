@@ -6,7 +6,7 @@ import pytest
 
 from ckptstore.formats.errors import CommitUnknownError, CorruptLogError, FencedError
 from ckptstore.formats.records import slot_key
-from ckptstore.log import Term, open_term
+from ckptstore.log import Term, open_term, read
 from ckptstore.view import Patience
 from tests.engine.log_world import HASTE, Fate, FaultyBackend, World, save
 
@@ -124,3 +124,19 @@ def test_a_dead_term_says_the_same_again() -> None:
     with pytest.raises(FencedError) as second:
         save(term, 1)
     assert first.value is second.value
+
+
+def test_a_read_starts_over_so_often_with_growing_pauses_and_none_at_the_end() -> None:
+    """Slots were deleted that no fold replaces: every READ finds that it is stale."""
+    world = World(every=4)
+    term = opened(world, world)
+    for step in range(1, 7):
+        save(term, step)
+    for seq in (1, 2):
+        world.delete(slot_key(seq))
+    patience, paused = waiting()
+    with pytest.raises(CorruptLogError, match="slot 1 is absent or stray"):
+        read(world, world.fmt, patience=patience)
+    assert len(paused) == 3
+    for found, longest in zip(paused, (1.0, 2.0, 3.0), strict=True):
+        assert longest / 2 <= found <= longest

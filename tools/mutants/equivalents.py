@@ -68,6 +68,12 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
         "a record names a manifest exactly where one was made; both are asked for the type checker",
     ),
     Equivalent(
+        "ckptstore/view.py",
+        "_Reading.__init__",
+        "-1 => 1",
+        "set again by every run, before anything reads it",
+    ),
+    Equivalent(
         "formats/jsontext.py",
         "loads",
         "text.count(b'[') + text.count(b'{') > max_depth => text.count(b'[') + text.count(b'{') >= max_depth",
