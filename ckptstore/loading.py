@@ -115,8 +115,11 @@ class Opened:
         """The tensors of one encoding, which builds on what the plan says."""
         readers = [self.readers[segment] for segment in encoding.segments]
         for reader in readers:
-            if encoding.base is not None and encoding.base not in reader.doc.bases:
-                raise CorruptSegmentError(f"{reader.entry.key}: does not build on {encoding.base.ref}, as the log says")
+            told = reader.doc.encodings.get(encoding.checkpoint[1])
+            if told is None or (told.term, told.base) != (encoding.checkpoint[0], encoding.base):
+                below = "nothing" if encoding.base is None else encoding.base.ref
+                step = "{1}@{0}".format(*encoding.checkpoint)
+                raise CorruptSegmentError(f"{reader.entry.key}: does not build {step} on {below}, as the log says")
         return held_by(readers, encoding.checkpoint[1])
 
     def check_identity(self) -> None:

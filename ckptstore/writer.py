@@ -22,6 +22,7 @@ from ckptstore.deltas import DeltaOptions, Deltas, StoredBase
 from ckptstore.diffs import DiffOptions, Diffs
 from ckptstore.formats.errors import UsageError, WriterClosedError, WriterError
 from ckptstore.formats.records import CheckpointId, FormatFile
+from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState
 from ckptstore.log import Term
 from ckptstore.reading import Progress
@@ -89,12 +90,13 @@ class Writer:
         self._snapshots = SnapshotPool(options.max_in_flight)
         # Payloads under way take no more memory than the staging blocks do.
         encoders = min(os.cpu_count() or 1, staging.blocks - 1)
-        self._deltas = Deltas(options.deltas, backend, format_file, term.number, self._snapshots, reopen, encoders)
+        draft = SegmentDoc(format_file.run, term.number, "", {}, parents={term.number: term.parent})
+        self._deltas = Deltas(options.deltas, backend, draft, self._snapshots, reopen, encoders)
         self._blocks = ThreadPoolExecutor(options.threads, thread_name_prefix="ckptstore-write")
         diffs: Diffs | None = None
         if options.diffs is not None:
             threads = self._deltas.threads
-            diffs = Diffs(options.diffs, backend, format_file, term.number, self._deltas.encoders, threads)
+            diffs = Diffs(options.diffs, backend, draft, self._deltas.encoders, threads)
         self._with_diffs = diffs is not None
         self._committer = Committer(
             term,
