@@ -162,6 +162,11 @@ class SegmentDoc:
         kinds = {encoding.kind for encoding in self.encodings.values()}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
+    @property
+    def lossy(self) -> bool:
+        """Whether some of its steps are not what training had."""
+        return any(encoding.lossy for encoding in self.encodings.values())
+
 
 def identity_members(doc: SegmentDoc, form: str) -> dict[str, Any]:
     """The members of the document, without trees and tensors, that both forms begin with.
