@@ -1,14 +1,10 @@
-"""Make the golden payloads of every codec: ``python -m tools.golden.make_codecs FOLDER``.
-
-Run once per format version, and the result is committed under ``formats/golden``: a plain segment with the state of one
-checkpoint, a packed segment with the next one as deltas against it, and ``codecs-1.json``, which says what each
-tensor of the second has to be. A later version adds files and never remakes old ones.
+"""Golden payloads of every codec but ``step``: a plain segment with the state of one checkpoint, a packed segment with
+the next one as deltas against it, and ``codecs-1.json``, which says what each tensor of the second has to be.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +21,7 @@ from ckptstore.formats.layout import TensorSpec
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.segment_steps import StepEncoding
-from tools.golden.make_segments import RUN, packed
+from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "segment-1-codecs-base.safetensors"
 DELTA = "segment-1-codecs-delta.safetensors"
@@ -131,15 +127,18 @@ def examples() -> list[Example]:
 
 def base_segment(found: list[Example]) -> bytes:
     """A plain segment with the tensors that deltas are made against."""
+    return _base(found)[0]
+
+
+def _base(found: list[Example]) -> tuple[bytes, SegmentDoc]:
     bases = {e.name: e.base for e in found if e.base is not None and e.of is None}
     specs = [TensorSpec(e.name, e.dtype, _shape(e)) for e in found if e.name in bases]
     trees = {10: {name: {"$t": name} for name in bases}}
     doc = SegmentDoc(RUN, 1, "a" * 32, {10: StepEncoding(1, "full")}, parents={1: None}, trees=trees)
     layout = plan_plain(specs, doc, digests=True)
     entries = {s.name: raw_entry(layout, s, [chunk_hash(bases[s.name])], digest(bases[s.name])) for s in layout.specs}
-    return encode_plain(layout, replace(doc, tensors={10: entries})) + b"".join(
-        bases[spec.name].tobytes() for spec in layout.specs
-    )
+    doc = replace(doc, tensors={10: entries})
+    return encode_plain(layout, doc) + b"".join(bases[spec.name].tobytes() for spec in layout.specs), doc
 
 
 def delta_segment(found: list[Example]) -> bytes:
@@ -153,7 +152,7 @@ def delta_segment(found: list[Example]) -> bytes:
             (TensorEntry(e.name, e.dtype, _shape(e), (chunk,), e.codec.name, params, digest=digest(e.data)), stored)
         )
     trees = {11: {e.name: {"$t": e.name} for e in found}}
-    told = {11: StepEncoding(1, "delta", CheckpointId(1, 10, "1" * 32))}
+    told = {11: StepEncoding(1, "delta", CheckpointId(1, 10, state_of(_base(found)[1])))}
     doc = SegmentDoc(RUN, 1, "b" * 32, told, parents={1: None}, trees=trees)
     return packed(doc, {11: entries})[0]
 
@@ -176,7 +175,3 @@ def main(folder: Path) -> None:
     images = {e.name: xxh3_128(e.data.tobytes()) for e in found}
     text = json.dumps({"zstd": list(zstandard.ZSTD_VERSION), "segments": hashes, "images": images}, indent=1)
     (folder / "codecs-1.json").write_text(text + "\n", encoding="ascii")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

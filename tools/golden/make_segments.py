@@ -1,14 +1,12 @@
-"""Make the golden segments: ``python -m tools.golden.make_segments FOLDER``.
+"""The golden segments: both forms, and all that a document and an index can say.
 
-Run once per format version, and the result is committed under ``formats/golden``; a later version adds files and never
-remakes old ones. Everything is derived from fixed numbers, so a second run writes the same bytes (the compressed index
+Everything is derived from fixed numbers, so a second run writes the same bytes (the compressed index
 of packed segments depends on the zstd library; its version is noted).
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,9 +14,10 @@ from typing import Any
 
 import zstandard
 
+from ckptstore.formats import jsontext
 from ckptstore.formats.digest import digest
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.hashing import chunk_hash, header_hash, state_hash, xxh3_128
 from ckptstore.formats.layout import TensorSpec, chunk_extents
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import (
@@ -74,6 +73,13 @@ def packed(doc: SegmentDoc, steps: Mapping[int, Sequence[tuple[TensorEntry, byte
     doc = replace(doc, tensors=tensors)
     header, index = encode_packed(doc, len(payload), header_size)
     return header + payload + index, doc
+
+
+def state_of(doc: SegmentDoc) -> str:
+    """The state hash of the one checkpoint that a segment holds."""
+    (step,) = doc.steps
+    tensors = [(name, entry.dtype, entry.shape, entry.hash) for name, entry in doc.tensors[step].items()]
+    return state_hash(jsontext.dumps(doc.trees[step]), tensors)
 
 
 def every_dtype() -> tuple[bytes, SegmentDoc]:
@@ -207,7 +213,3 @@ def main(folder: Path) -> None:
     zstd = list(zstandard.ZSTD_VERSION)
     text = json.dumps({"zstd": zstd, "segments": described}, indent=1)
     (folder / "segments-1.json").write_text(text + "\n", encoding="ascii")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

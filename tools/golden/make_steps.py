@@ -1,5 +1,5 @@
-"""Golden optimizer steps: a plain segment with the states of one checkpoint, a packed one with the next as steps of every
-rule, variant, encoding and form of gradient, and ``steps-1.json``, which says what each tensor of the second has to be.
+"""Golden optimizer steps: a plain segment with the states of one checkpoint, a packed one with the next as steps of
+every rule, variant, encoding and form of gradient, and ``steps-1.json``: what each tensor of the second has to be.
 
 They pin the arithmetic of ``adam/1``, ``sgd/1`` and ``skip/1``: were it to change, these files could not be read.
 """
@@ -7,7 +7,7 @@ They pin the arithmetic of ``adam/1``, ``sgd/1`` and ``skip/1``: were it to chan
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.steps import STEP, Group, follower_params
-from tools.golden.make_segments import RUN, packed
+from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "steps-1-base.safetensors"
 STEPS = "steps-1.safetensors"
@@ -127,29 +127,35 @@ def examples() -> Iterator[Example]:
 
 def base_segment(found: list[Example]) -> bytes:
     """A plain segment with the old states."""
+    return _base(found)[0]
+
+
+def _base(found: list[Example]) -> tuple[bytes, SegmentDoc]:
     images = {name: part.tobytes() for e in found for name, part in e.tensors(e.old).items()}
     specs = [TensorSpec(name, "F32", (len(image) // 4,)) for name, image in images.items()]
     trees = {20: {name: {"$t": name} for name in images}}
     doc = SegmentDoc(RUN, 1, "c" * 32, {20: StepEncoding(1, "full")}, parents={1: None}, trees=trees)
     layout = plan_plain(specs, doc, digests=False)
     entries = {s.name: raw_entry(layout, s, [chunk_hash(images[s.name])]) for s in layout.specs}
-    header = encode_plain(layout, replace(doc, tensors={20: entries}))
-    return header + b"".join(images[spec.name] for spec in layout.specs)
+    doc = replace(doc, tensors={20: entries})
+    return encode_plain(layout, doc) + b"".join(images[spec.name] for spec in layout.specs), doc
 
 
-def step_segment(found: list[Example]) -> bytes:
-    """A packed segment with the steps."""
+def step_segment(
+    found: list[Example], change: Callable[[dict[str, Any]], dict[str, Any]] = lambda params: params
+) -> bytes:
+    """A packed segment with the steps; `change` makes other parameters of the leaders'."""
     entries: list[tuple[TensorEntry, bytes]] = []
     for e in found:
         for name, part in e.tensors(e.new).items():
             leads = name == e.group.leader
             stored, image = e.payload if leads else b"", part.tobytes()
             chunk = Chunk(0, len(stored), len(image), chunk_hash(stored), chunk_hash(image))
-            params = e.group.params if leads else follower_params(e.group.leader)
+            params = change(e.group.params) if leads else follower_params(e.group.leader)
             entry = TensorEntry(name, "F32", (len(part),), (chunk,), STEP, params, digest=digest(image))
             entries.append((entry, stored))
     trees = {21: {entry.name: {"$t": entry.name} for entry, _ in entries}}
-    told = {21: StepEncoding(1, "gradient", CheckpointId(1, 20, "2" * 32))}
+    told = {21: StepEncoding(1, "gradient", CheckpointId(1, 20, state_of(_base(found)[1])))}
     return packed(SegmentDoc(RUN, 1, "d" * 32, told, parents={1: None}, trees=trees), {21: entries})[0]
 
 
