@@ -63,7 +63,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.formats.errors import IncompatibleFormatError
 from ckptstore.formats.optim import adam, predicted, replayed, settings, sgd, sparse
 from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
 from ckptstore.formats.optim.chains import Encoding, Layer, decode
@@ -112,8 +112,11 @@ RULES: Mapping[str, Callable[[Mapping[str, Any]], Rule]] = MappingProxyType(
 
 
 def rule(params: Mapping[str, Any]) -> Rule:
-    """The rule of JSON parameters (``Rule.params``). Raises ``FormatError`` for an unknown rule or parameter."""
+    """The rule of JSON parameters (``Rule.params``).
+
+    Raises ``IncompatibleFormatError`` for an unknown rule, ``FormatError`` for an unknown parameter.
+    """
     name = params.get("rule")
     if not isinstance(name, str) or name not in RULES:
-        raise FormatError(f"unknown optimizer rule {name!r:.80}: this version knows {', '.join(RULES)}")
+        raise IncompatibleFormatError(f"unknown optimizer rule {name!r:.80}: this version knows {', '.join(RULES)}")
     return RULES[name](params)

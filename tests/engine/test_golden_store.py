@@ -69,3 +69,13 @@ def test_the_script_makes_such_a_store_the_same_each_time(tmp_path: Path) -> Non
         assert json.loads(folder.with_suffix(".json").read_text()) == json.loads((GOLDEN / "store-1.json").read_text())
     assert made[0] == made[1]
     assert {path.name for path in (GOLDEN / "store-1").rglob("*.safetensors")} <= {path.name for path in made[0]}
+
+
+def test_arithmetic_that_is_not_known_is_no_damage(tmp_path: Path) -> None:
+    """A newer version reads it: the error says so, and names the tensor and what this version knows."""
+    store = ckptstore.open(shutil.copytree(GOLDEN / "conformance" / "unknown-rule", tmp_path / "store"))
+    expected = r"'0.9.fma.predicted.weight': unknown optimizer rule 'adam/2': this version knows adam/1, sgd/1, skip/1"
+    for verify in (True, False):
+        with pytest.raises(ckptstore.IncompatibleFormatError, match=expected):
+            store.load(21, verify=verify)
+    store.load(20)

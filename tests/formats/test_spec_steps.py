@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckptstore.formats
 from ckptstore.formats import compiled, optim
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
+from ckptstore.formats.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
 from tools.conformance.page import steps as page
 from tools.conformance.page.codecs import RefusedError
 
@@ -217,7 +217,7 @@ def test_other_arithmetic_is_another_id_and_is_refused(unknown: str) -> None:
     """Never taken for the one that this version knows: a name alone is no id."""
     params = {**GROUPS["adamw"].rule(LATER).params, "rule": unknown}
     known = "this version knows adam/1, sgd/1, skip/1"
-    with pytest.raises(FormatError, match=f"unknown optimizer rule '{unknown}': {known}"):
+    with pytest.raises(IncompatibleFormatError, match=f"unknown optimizer rule '{unknown}': {known}"):
         optim.rule(params)
     with pytest.raises(RefusedError):
         page.Rule(params)
