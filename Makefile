@@ -6,7 +6,7 @@ QUICK ?=
 SIZE ?= 500MB
 ROUNDS ?= 5
 
-.PHONY: demo test test-long check lint types layers bench bench-commands bench-catalog bench-codecs bench-chains bench-diffs bench-recovery exact crash powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: demo test test-long check lint types layers golden conformance bench bench-commands bench-catalog bench-codecs bench-chains bench-diffs bench-recovery exact crash powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -92,6 +92,14 @@ mutants: .venv/.ready  ## remove each sync, check and fence in turn: some test m
 
 mutants-ordinary: .venv/.ready  ## MUTANTS slips in what changed since SINCE (or in MODULES): some test must fail
 	$(BIN)/python -m tools.mutants --ordinary $(MUTANTS) --seed $(or $(SEED),0) $(or $(MODULES),--since $(SINCE))
+
+golden: .venv/.ready  ## every golden file again (until format 1 is released)
+	$(BIN)/python -m tools.golden
+
+READER ?= $(BIN)/python -m tools.conformance.page
+
+conformance: .venv/.ready  ## the conformance set against an executable (READER="...")
+	$(BIN)/python -m tools.conformance $(READER)
 
 fuzz: .venv/.ready  ## every decoder against mutated input for SECONDS
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[fuzz]' || \

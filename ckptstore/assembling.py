@@ -35,8 +35,11 @@ def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, L
     found: dict[str, Layer] = {}
     step = encoding.checkpoint[1]
     for reader in readers:
-        if encoding.base is not None and encoding.base not in reader.doc.bases:
-            raise CorruptSegmentError(f"{reader.entry.key}: does not build on {encoding.base.ref}, as the log says")
+        told = reader.doc.encodings.get(step)
+        if told is None or (told.term, told.base) != (encoding.checkpoint[0], encoding.base):
+            below = "nothing" if encoding.base is None else encoding.base.ref
+            where = f"{step}@{encoding.checkpoint[0]}"
+            raise CorruptSegmentError(f"{reader.entry.key}: does not build {where} on {below}, as the log says")
         tensors = reader.doc.tensors.get(step, {})
         groups: dict[str, Group] = {}
         for group in groups_of(tensors, f"{reader.entry.key}: step {step}"):

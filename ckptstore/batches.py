@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptstore.backends.base import Backend
@@ -20,7 +20,8 @@ from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_index import MAX_ENTRIES
-from ckptstore.packing import write_stream
+from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.packing import shares, write_stream
 from ckptstore.staging import Staging
 
 __all__ = ["KIND", "write_batch"]
@@ -38,13 +39,18 @@ class _Part:
     units: tuple[Unit, ...]
     first: bool
 
+    @property
+    def stored(self) -> int:
+        """Bytes of its payloads."""
+        return sum(tensor.stored for unit in self.units for tensor in unit)
+
 
 def write_batch(
     backend: Backend,
     steps: Sequence[EncodedStep],
+    draft: SegmentDoc,
     *,
-    run: str,
-    term: int,
+    times: Sequence[float],
     staging: Staging,
     pool: ThreadPoolExecutor,
     begun: Callable[[str], None],
@@ -55,6 +61,8 @@ def write_batch(
 
     Args:
         steps: ascending, each coded against the one before it.
+        draft: what its segments say of themselves; their uuids and steps are filled in.
+        times: when each of the steps was made.
         staging: memory of the stream; `pool`: threads that write blocks.
         begun: called with the id of every segment before it exists.
         digests: state digests of the last step's tensors, by name.
@@ -64,38 +72,42 @@ def write_batch(
         StorageError: the medium failed; what was written is removed as far as possible.
     """
     written: list[SegmentEntry] = []
+    divided = [(uuid.uuid4().hex, parts) for parts in _split(steps, limit)]
     used: dict[int, list[str]] = {step.step: [] for step in steps}
-    overhead = 0
-    for parts in _split(steps, limit):
-        draft = SegmentDoc(
-            run=run,
-            term=term,
-            segment=uuid.uuid4().hex,
-            kind=KIND,
-            steps=tuple(part.step.step for part in parts),
-            bases=tuple(part.step.base for part in parts),
-            trees={part.step.step: part.step.tree for part in parts if part.first},
-            lossy=any(part.step.lossy for part in parts),
-        )
-        begun(draft.segment)
-        entry, payload = _write_segment(backend, draft, parts, staging, pool, digests or {}, steps[-1].step)
-        written.append(entry)
-        overhead += entry.size - payload
+    for segment, parts in divided:
         for part in parts:
-            used[part.step.step].append(entry.id)
-    share, left = divmod(overhead, len(steps))
-    encodings = tuple(
-        Encoding(
-            checkpoint=(term, step.step),
-            kind=KIND,
-            base=step.base,
-            segments=tuple(used[step.step]),
-            lossy=step.lossy,
-            bytes=step.stored + share + (left if step is steps[-1] else 0),
+            used[part.step.step].append(segment)
+    moments = dict(zip(used, times, strict=True))
+    costs = dict.fromkeys(used, 0)
+    for segment, parts in divided:
+        doc = replace(
+            draft,
+            segment=segment,
+            encodings={
+                part.step.step: _described(part.step, draft.term, moments[part.step.step], segment, used)
+                for part in parts
+            },
+            trees={part.step.step: part.step.tree for part in parts if part.first},
         )
+        begun(segment)
+        entry = _write_segment(backend, doc, parts, staging, pool, digests or {}, steps[-1].step)
+        written.append(entry)
+        for part, cost in zip(parts, shares(entry.size, [part.stored for part in parts]), strict=True):
+            costs[part.step.step] += cost
+    encodings = tuple(
+        Encoding((draft.term, step.step), KIND, step.base, tuple(used[step.step]), step.lossy, costs[step.step])
         for step in steps
     )
     return tuple(written), encodings
+
+
+def _described(
+    step: EncodedStep, term: int, moment: float, segment: str, used: Mapping[int, Sequence[str]]
+) -> StepEncoding:
+    """What a segment says of one of its steps: among others which part of it is here, if it is in several."""
+    all_parts = used[step.step]
+    part = None if len(all_parts) == 1 else Part(all_parts[0], all_parts.index(segment), len(all_parts))
+    return StepEncoding(term, KIND, step.base, moment, step.lossy, part)
 
 
 def _split(steps: Sequence[EncodedStep], limit: int) -> Iterator[list[_Part]]:
@@ -128,9 +140,8 @@ def _write_segment(
     pool: ThreadPoolExecutor,
     digests: Mapping[str, int],
     last: int,
-) -> tuple[SegmentEntry, int]:
-    """Write one segment -> its entry, and how many bytes of it are payload."""
-    nbytes = sum(tensor.stored for part in parts for unit in part.units for tensor in unit)
+) -> SegmentEntry:
+    """Write one segment."""
 
     def fill(stream: BlockStream) -> dict[int, dict[str, TensorEntry]]:
         tensors: dict[int, dict[str, TensorEntry]] = {}
@@ -143,7 +154,7 @@ def _write_segment(
             }
         return tensors
 
-    return write_stream(backend, draft, nbytes, fill, staging, pool), nbytes
+    return write_stream(backend, draft, sum(part.stored for part in parts), fill, staging, pool)
 
 
 def _append(stream: BlockStream, tensor: EncodedTensor, digest: int | None) -> TensorEntry:

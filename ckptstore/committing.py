@@ -228,10 +228,12 @@ class Committer:
         if self.ended is not None:
             raise self.ended
         begun: list[str] = []
+        moment = time.time()
         try:
             written, decision, base = self._deltas.write(
                 flat,
                 step,
+                moment,
                 staging=self._staging,
                 pool=self._blocks,
                 restorable=self.log.catalog.restorable,
@@ -243,7 +245,7 @@ class Committer:
             used = {segment.id for segment in written.segments}
             self._abandoned += [segment for segment in begun if segment not in used]
             begun = list(used)
-            entry = CheckpointEntry(self.log.number, step, written.state, time.time(), written.tensors, written.nbytes)
+            entry = CheckpointEntry(self.log.number, step, written.state, moment, written.tensors, written.nbytes)
             encoding = self._deltas.encoding(written, entry.node, base)
             self.commit(segments=written.segments, checkpoints=(entry,), encodings=(encoding,))
         except (FencedError, CommitUnknownError):

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptstore.backends.base import Backend
@@ -21,7 +21,9 @@ from ckptstore.encoding import Base, Choices, write_packed
 from ckptstore.formats.codecs import FAST_POLICY, Policy
 from ckptstore.formats.errors import CkptError, CorruptionError, UsageError
 from ckptstore.formats.layout import CHUNK
-from ckptstore.formats.records import CheckpointId, Encoding, FormatFile
+from ckptstore.formats.records import CheckpointId, Encoding
+from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.state import FlatState
 from ckptstore.intervals import FULL, Decision, Form, RestoreBound, Schedule
 from ckptstore.reading import Progress
@@ -147,8 +149,7 @@ class Deltas:
         self,
         options: DeltaOptions | None,
         backend: Backend,
-        fmt: FormatFile,
-        term: int,
+        draft: SegmentDoc,
         snapshots: SnapshotPool,
         reopen: Callable[[CheckpointId], StoredBase],
         threads: int,
@@ -157,6 +158,7 @@ class Deltas:
 
         Args:
             options: None: every checkpoint is an uncompressed full.
+            draft: what all segments of the term say of themselves.
             reopen: opens a committed checkpoint as a base, when memory does not suffice to keep it.
             threads: threads that code; each has a chunk and its payload in memory.
         """
@@ -165,8 +167,7 @@ class Deltas:
         if options is not None:
             self.schedule = Schedule(options.interval, options.form, options.bound)
         self._backend = backend
-        self._format = fmt
-        self._term = term
+        self._draft = draft
         self._snapshots = snapshots
         self._reopen = reopen
         self._choices = Choices(self._options.policy)
@@ -178,6 +179,7 @@ class Deltas:
         self,
         flat: FlatState,
         step: int,
+        moment: float,
         *,
         staging: Staging,
         pool: ThreadPoolExecutor,
@@ -188,12 +190,13 @@ class Deltas:
         """Store `flat` as the schedule decides, and make it durable (COMMIT step 1).
 
         Args:
+            moment: when the checkpoint was made, seconds since 1970.
             restorable: whether the catalog to which the record will be applied can restore a checkpoint.
             begun: called with the id of every segment before it exists; not all of them need be part of the result.
         """
 
         def store(base: Base | None, gap: int) -> WrittenState:
-            return self._store(flat, step, base, gap, staging, pool, begun, progress)
+            return self._store(flat, step, moment, base, gap, staging, pool, begun, progress)
 
         decision, base = self._decide(restorable)
         began = time.monotonic()
@@ -229,6 +232,7 @@ class Deltas:
         self,
         flat: FlatState,
         step: int,
+        moment: float,
         base: Base | None,
         gap: int,
         staging: Staging,
@@ -236,13 +240,13 @@ class Deltas:
         begun: Callable[[str], None],
         progress: Progress | None,
     ) -> WrittenState:
+        kind, below = ("full", None) if base is None else ("delta", base.id)
+        draft = replace(self._draft, encodings={step: StepEncoding(self._draft.term, kind, below, moment)})
         if base is None and not self._options.compress_fulls:
             return write_full(
                 self._backend,
                 flat,
-                run=self._format.run,
-                term=self._term,
-                step=step,
+                draft,
                 staging=staging,
                 pool=pool,
                 begun=begun,
@@ -251,10 +255,7 @@ class Deltas:
         return write_packed(
             self._backend,
             flat,
-            run=self._format.run,
-            term=self._term,
-            step=step,
-            kind="full" if base is None else "delta",
+            draft,
             base=base,
             gap=gap,
             choices=self._choices,
@@ -324,10 +325,10 @@ class Deltas:
             return self._reopen(identity)
         return MemoryBase(identity, snapshot or self._snapshots.copy(flat, self.encoders))
 
-    def begin(self, term: int) -> None:
+    def begin(self, draft: SegmentDoc) -> None:
         """Another term of the same writer: without a base, as the first began."""
         self._restart()
-        self._term = term
+        self._draft = draft
 
     def _restart(self) -> None:
         """Let go of every base; the next checkpoint is a full."""

@@ -20,7 +20,8 @@ from ckptstore.encoding import Choices
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import FAST_POLICY, Policy
 from ckptstore.formats.errors import UsageError
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, FormatFile, SegmentEntry
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import TensorSource
 from ckptstore.snapshot import Snapshot
 from ckptstore.staging import Staging
@@ -141,20 +142,20 @@ class Diffs:
         self,
         options: DiffOptions,
         backend: Backend,
-        fmt: FormatFile,
-        term: int,
+        draft: SegmentDoc,
         encoders: ThreadPoolExecutor,
         threads: int,
     ) -> None:
         """Begin without a step in memory: the first checkpoint is a full.
 
         Args:
+            draft: what all segments of the term say of themselves.
             encoders: threads that code; `threads`: how many those are.
         """
         self.options = options
         self._backend = backend
-        self._format = fmt
-        self._term = term
+        self._draft = draft
+        self._term = draft.term
         self._encoders = encoders
         self._threads = threads
         self._choices = Choices(options.policy)
@@ -238,11 +239,12 @@ class Diffs:
         coded = [one.coded for one in self.waiting if one.coded is not None]
         if self._latest is not None:
             coded = [self._summed_up()]
+        moments = [one.time for one in self.waiting]
         segments, encodings = write_batch(
             self._backend,
             coded,
-            run=self._format.run,
-            term=self._term,
+            self._draft,
+            times=moments[-len(coded) :],  # of what was summed up: the last step's
             staging=staging,
             pool=pool,
             begun=begun,

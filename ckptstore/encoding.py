@@ -6,7 +6,6 @@ tried. Which codec a tensor gets is chosen from samples of it, and kept for a wh
 
 from __future__ import annotations
 
-import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,7 +23,7 @@ from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, ch
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.packing import write_stream
+from ckptstore.packing import drafts, write_stream
 from ckptstore.segments import WrittenState
 from ckptstore.staging import Bytes, Staging
 
@@ -118,11 +117,8 @@ class Coded:
 def write_packed(
     backend: Backend,
     flat: FlatState,
+    draft: SegmentDoc,
     *,
-    run: str,
-    term: int,
-    step: int,
-    kind: str,
     base: Base | None,
     gap: int,
     choices: Choices,
@@ -133,13 +129,12 @@ def write_packed(
     begun: Callable[[str], None],
     progress: Callable[[int], None] | None = None,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
-    lossy: bool = False,
 ) -> WrittenState:
     """Code `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
 
     Args:
         flat: the state; its tensors must not change until this returns.
-        kind: ``delta`` or ``full``.
+        draft: what its segments say of themselves; see `packing.drafts`.
         base: what deltas are made against; None: codecs without a base only.
         gap: checkpoints between base and state; choices are kept apart by its magnitude.
         choices: what was chosen before; updated.
@@ -148,7 +143,6 @@ def write_packed(
         begun: called with the id of every segment before it exists.
         progress: called with the logical bytes of every chunk coded.
         limit: logical bytes per segment.
-        lossy: the state is not what training had.
 
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
@@ -156,21 +150,12 @@ def write_packed(
     plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, encoders)}
     written: list[SegmentEntry] = []
     parts: list[tuple[str, str, Sequence[int], str]] = []
-    for number, members in enumerate(split([plan.spec for plan in plans.values()], limit)):
-        draft = SegmentDoc(
-            run=run,
-            term=term,
-            segment=uuid.uuid4().hex,
-            kind=kind,
-            steps=(step,),
-            bases=() if base is None else (base.id,),
-            trees={step: flat.tree} if number == 0 else {},
-            lossy=lossy,
-        )
-        begun(draft.segment)
+    divided = split([plan.spec for plan in plans.values()], limit)
+    for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
+        begun(doc.segment)
         own = [plans[spec.name] for spec in members]
         with closing(code_all(own, flat, base, encoders, threads, digests=True)) as coded:
-            entry, tensors = _write_segment(backend, draft, own, coded, staging, pool, progress)
+            entry, tensors = _write_segment(backend, doc, own, coded, staging, pool, progress)
         written.append(entry)
         parts += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
     state = hashing.state_hash(jsontext.dumps(flat.tree), parts)

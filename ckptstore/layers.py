@@ -35,11 +35,11 @@ class Layer:
 
     @cached_property
     def codec(self) -> Codec:
-        """How its chunks are coded. Raises `FormatError` for a codec that this version does not know."""
+        """How its chunks are coded. Raises `IncompatibleFormatError` for a codec that this version does not know."""
         try:
             return codecs.codec(self.tensor.codec, {k: v for k, v in self.tensor.params.items() if k != "of"})
         except FormatError as error:
-            raise FormatError(f"{self.where}: {error}") from error
+            raise type(error)(f"{self.where}: {error}") from error
 
     @property
     def base_ratio(self) -> int:

@@ -25,7 +25,13 @@ from ckptstore.chains import Chain, fold_tensors, iterate_chain
 from ckptstore.deltas import StoredBase
 from ckptstore.formats import dtypes, hashing, jsontext
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CorruptSegmentError, FormatError, TensorNotFoundError, UsageError
+from ckptstore.formats.errors import (
+    CorruptSegmentError,
+    FormatError,
+    IncompatibleFormatError,
+    TensorNotFoundError,
+    UsageError,
+)
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
@@ -116,6 +122,8 @@ class Opened:
         """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
         try:
             parts = [(name, held.dtype, held.shape, held.hash) for name, (held, _) in self.tensors.items()]
+        except IncompatibleFormatError:
+            raise  # nothing is damaged: a newer version reads it
         except FormatError as error:  # a chunk whose decoded bytes have no hash
             raise CorruptSegmentError(f"checkpoint {self.entry.ref}: {error}") from error
         if hashing.state_hash(jsontext.dumps(self.tree), parts) != self.entry.state:

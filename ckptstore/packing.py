@@ -1,10 +1,12 @@
-"""Writing one packed segment: payload first, then its index, and the header last."""
+"""Writing one packed segment: payload first, then its index, and the header last. And what all segments say alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +16,44 @@ from ckptstore.crashpoints import crash_point
 from ckptstore.formats import hashing
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_packed, plan_packed
+from ckptstore.formats.segment_steps import Part
 from ckptstore.staging import Staging, aligned
 
-__all__ = ["write_stream"]
+__all__ = ["drafts", "shares", "write_stream"]
+
+
+def drafts(draft: SegmentDoc, tree: Any, count: int) -> list[SegmentDoc]:
+    """The documents of the `count` segments that together hold one checkpoint: each is told which part it is.
+
+    Args:
+        draft: what they have in common: everything but uuid, tree and tensors.
+        tree: the state's, which the first of them holds.
+    """
+    (step,) = draft.steps
+    ids = [uuid.uuid4().hex for _ in range(count)]
+    known = draft.encodings[step]
+    parts = [Part(ids[0], number, count) if count > 1 else None for number in range(count)]
+    return [
+        replace(
+            draft,
+            segment=segment,
+            encodings={step: replace(known, part=part)},
+            trees={} if number else {step: tree},
+        )
+        for number, (segment, part) in enumerate(zip(ids, parts, strict=True))
+    ]
+
+
+def shares(size: int, stored: Sequence[int]) -> list[int]:
+    """What each step of a segment costs: the bytes of its chunks and an equal share of the rest, of which the last step
+    has what does not divide. SPEC.md 5.1 says so: who makes the log again counts alike.
+
+    Args:
+        size: length of the segment.
+        stored: bytes of each step's chunks.
+    """
+    share, left = divmod(size - sum(stored), len(stored))
+    return [own + share + (left if number == len(stored) - 1 else 0) for number, own in enumerate(stored)]
 
 
 def write_stream(

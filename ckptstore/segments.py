@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, Layout, Tensor
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.packing import drafts
 from ckptstore.staging import Bytes, Staging, aligned
 
 __all__ = ["WrittenState", "write_full"]
@@ -45,10 +45,8 @@ class WrittenState:
 def write_full(
     backend: Backend,
     flat: FlatState,
+    draft: SegmentDoc,
     *,
-    run: str,
-    term: int,
-    step: int,
     staging: Staging,
     pool: ThreadPoolExecutor,
     begun: Callable[[str], None],
@@ -60,9 +58,7 @@ def write_full(
     Args:
         backend: where to.
         flat: the state; its tensors must not change until this returns.
-        run: the store's run uuid.
-        term: the writer's term.
-        step: the checkpoint's step.
+        draft: what its segments say of themselves; see `packing.drafts`.
         staging: memory to pass through.
         pool: threads that write blocks.
         begun: called with the id of every segment before it exists, so that a failed one can be named in a drop.
@@ -75,15 +71,8 @@ def write_full(
     specs = [TensorSpec(name, source.dtype, source.shape) for name, source in flat.tensors.items()]
     written: list[SegmentEntry] = []
     hashes: list[tuple[str, str, Sequence[int], str]] = []
-    for number, members in enumerate(split(specs, limit)):
-        doc = SegmentDoc(
-            run=run,
-            term=term,
-            segment=uuid.uuid4().hex,
-            kind="full",
-            steps=(step,),
-            trees={step: flat.tree} if number == 0 else {},
-        )
+    divided = split(specs, limit)
+    for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
         begun(doc.segment)
         entry, tensors = _write_plain(backend, doc, members, flat.tensors, staging, pool, progress)
         written.append(entry)

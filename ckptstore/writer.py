@@ -22,6 +22,7 @@ from ckptstore.deltas import DeltaOptions, Deltas, StoredBase
 from ckptstore.diffs import DiffOptions, Diffs
 from ckptstore.formats.errors import UsageError, WriterClosedError, WriterError
 from ckptstore.formats.records import CheckpointId, FormatFile
+from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState
 from ckptstore.log import Term
 from ckptstore.reading import Progress
@@ -103,7 +104,7 @@ class Writer:
         self._snapshots = SnapshotPool(options.max_in_flight)
         # Payloads under way take no more memory than the staging blocks do.
         encoders = min(os.cpu_count() or 1, self._staging.blocks - 1)
-        self._deltas = Deltas(options.deltas, backend, format_file, term.number, self._snapshots, reopen, encoders)
+        self._deltas = Deltas(options.deltas, backend, self._draft(term), self._snapshots, reopen, encoders)
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
         self._remarked = False  # that steps are not explained
@@ -122,6 +123,10 @@ class Writer:
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             termination.watch(self)
 
+    def _draft(self, term: Term) -> SegmentDoc:
+        """What all segments of a term say of themselves."""
+        return SegmentDoc(self._format.run, term.number, "", {}, parents={term.number: term.parent})
+
     def _serve(self, term: Term, parent: CheckpointInfo | None) -> Committer:
         """What a term has of its own; everything else the terms of a writer share."""
         self.term = term.number
@@ -129,7 +134,7 @@ class Writer:
         diffs: Diffs | None = None
         if self._options.diffs is not None:
             encoders, threads = self._deltas.encoders, self._deltas.threads
-            diffs = Diffs(self._options.diffs, self._backend, self._format, term.number, encoders, threads)
+            diffs = Diffs(self._options.diffs, self._backend, self._draft(term), encoders, threads)
         return Committer(
             term,
             Saves(term.number, parent, self._failures),
@@ -322,7 +327,7 @@ class Writer:
     def _succeed(self, term: Term, parent: CheckpointInfo) -> None:
         """A new term takes the place of the present one. The committer's thread calls it."""
         self._committer.give_way(WriterClosedError(f"term {self.term} is over: {parent.ref} was gone back to"))
-        self._deltas.begin(term.number)
+        self._deltas.begin(self._draft(term))
         self._committer = self._serve(term, parent)
 
     def drain(self) -> None:

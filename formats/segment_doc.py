@@ -9,14 +9,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Final
 
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats.hashing import tensor_hash
-from ckptstore.formats.members import Members, hexadecimal, natural
+from ckptstore.formats.members import Members
 from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.segment_steps import StepEncoding, read_parents, read_steps, step_columns
 
 __all__ = [
     "KNOWN_INCOMPAT",
@@ -56,7 +56,6 @@ class Chunk:
         logical: decoded bytes.
         stored_hash: `chunk_hash` of the stored bytes.
         decoded_hash: `chunk_hash` of the decoded bytes, or None where the writer did not have them.
-        params: what the codec noted for this chunk alone; usually empty.
     """
 
     offset: int
@@ -64,7 +63,6 @@ class Chunk:
     logical: int
     stored_hash: str
     decoded_hash: str | None
-    params: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +123,12 @@ class SegmentDoc:
         run: uuid of the run (32 hex digits).
         term: the term that wrote it.
         segment: the segment's own uuid (32 hex digits).
-        kind: ``full``, ``delta``, ``gradient``, or what a later version adds.
-        steps: the steps it holds data of, ascending; the plain form has exactly one.
+        encodings: by step, ascending, what it says of each that it holds; the plain form holds exactly one.
         generation: counts the reuses of the file on media that recycle files; 0 for a fresh one.
-        bases: the checkpoints that its encodings build on; codecs refer to them by position.
+        parents: the checkpoint that a term continues from (None: from nothing), for its own term and those of its
+            checkpoints, as far as the writer knew.
         trees: the typed JSON tree of each step; empty in further segments of a checkpoint.
         tensors: per step (every one of `steps` is a key), its tensors by name, in file order.
-        lossy: some tensor is not what training had, bit for bit (asked for by name).
         incompat: features without which the segment cannot be read.
         ro_compat: features without which it must not be rewritten.
         extra: members of the document that this version does not know, kept as they are.
@@ -140,13 +137,11 @@ class SegmentDoc:
     run: str
     term: int
     segment: str
-    kind: str
-    steps: tuple[int, ...]
+    encodings: Mapping[int, StepEncoding]
     generation: int = 0
-    bases: tuple[CheckpointId, ...] = ()
+    parents: Mapping[int, CheckpointId | None] = field(default_factory=dict)
     trees: Mapping[int, Any] = field(default_factory=dict)
     tensors: Mapping[int, Mapping[str, TensorEntry]] = field(default_factory=dict)
-    lossy: bool = False
     incompat: tuple[str, ...] = ()
     ro_compat: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -155,6 +150,22 @@ class SegmentDoc:
         strangers = (set(self.trees) | set(self.tensors)).difference(self.steps)
         if strangers:
             raise FormatError(f"segment {self.segment}: trees or tensors of other steps ({min(strangers)})")
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps it holds data of, ascending."""
+        return tuple(self.encodings)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its encodings, ``mixed`` if they differ."""
+        kinds = {encoding.kind for encoding in self.encodings.values()}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+
+    @property
+    def lossy(self) -> bool:
+        """Whether some of its steps are not what training had."""
+        return any(encoding.lossy for encoding in self.encodings.values())
 
 
 def identity_members(doc: SegmentDoc, form: str) -> dict[str, Any]:
@@ -168,14 +179,12 @@ def identity_members(doc: SegmentDoc, form: str) -> dict[str, Any]:
         "form": form,
         "incompat": list(doc.incompat),
         "ro_compat": list(doc.ro_compat),
-        "kind": doc.kind,
         "run": doc.run,
         "term": doc.term,
         "segment": doc.segment,
         "generation": doc.generation,
-        "steps": list(doc.steps),
-        "bases": [[base.term, base.step, base.state] for base in doc.bases],
-        "lossy": doc.lossy,
+        "parents": [[term, None if parent is None else list(parent)] for term, parent in doc.parents.items()],
+        **step_columns(doc.encodings),
     }
     read_identity(Members(identity, f"segment {doc.segment}"), f"segment {doc.segment}")
     return identity
@@ -198,18 +207,13 @@ def read_identity(members: Members, where: str) -> SegmentDoc:
     unknown = sorted(set(incompat) - KNOWN_INCOMPAT)
     if unknown:
         raise IncompatibleFormatError(f"{where}: needs features that this version does not know: {unknown!r:.200}")
-    steps = members.items("steps", lambda step: step if natural(step) else None, "steps")
-    if not steps or any(left >= right for left, right in pairwise(steps)):
-        members.refuse("steps", "a list of ascending steps")
     return SegmentDoc(
         run=members.digest("run"),
         term=members.term(),
         segment=members.digest("segment"),
-        kind=members.text("kind"),
-        steps=steps,
         generation=members.number("generation"),
-        bases=members.items("bases", _base, "[term, step, state]"),
-        lossy=members.flag("lossy"),
+        parents=read_parents(members),
+        encodings=read_steps(members),
         incompat=incompat,
         ro_compat=members.names("ro_compat"),
     )
@@ -242,9 +246,3 @@ def frame(header: bytes, header_size: int) -> bytes:
     if len(header) > room:
         raise FormatError(f"a header of {len(header)} bytes does not fit the {room} that were planned")
     return LENGTH.pack(room) + header.ljust(room)
-
-
-def _base(value: Any) -> CheckpointId | None:
-    if type(value) is not list or len(value) != 3 or not hexadecimal(value[2]):
-        return None
-    return CheckpointId(*value) if natural(value[0]) and natural(value[1]) and value[0] else None

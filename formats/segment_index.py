@@ -2,8 +2,8 @@
 
 Consecutive steps hold the same tensors, encoded in the same ways. So each distinct tensor description and each distinct
 (codec, parameters) is written once and an entry is a pair of rows of those tables; chunks are columns of numbers and of
-hashes. What follows from the rest is left out: the length of a chunk's decoded bytes, the offset of a chunk that lies
-where the one before ends, the hash of no bytes, the decoded hash of raw bytes.
+hashes. What follows from the rest is left out: the length of a chunk's decoded bytes, its offset (each lies where the
+one before ends), the hash of no bytes, the decoded hash of raw bytes.
 """
 
 from __future__ import annotations
@@ -54,21 +54,14 @@ def index_members(doc: SegmentDoc, payload: int, header_size: int) -> dict[str, 
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     if len(entries) > MAX_ENTRIES or len(chunks) > MAX_CHUNKS:
         raise FormatError(f"segment {doc.segment}: {len(entries)} entries, {len(chunks)} chunks are too many")
-    tensors, codecs, params = _Table(), _Table(), _Table()
-    params.row(b"{}", {})
+    tensors, codecs = _Table(), _Table()
     columns: dict[str, Any] = {
         "counts": [len(doc.tensors.get(step, {})) for step in doc.steps],
         "tensor": [_described(tensors, entry) for entry in entries],
         "codec": [_encoded(codecs, entry) for entry in entries],
         "length": [chunk.length for chunk in chunks],
     }
-    offsets = [chunk.offset - header_size for chunk in chunks]
-    _check_tiling(offsets, columns["length"], payload, f"segment {doc.segment}")
-    if offsets != _running(columns["length"]):
-        columns["offset"] = offsets
-    noted = [params.row(jsontext.dumps(dict(chunk.params)), dict(chunk.params)) for chunk in chunks]
-    if any(noted):
-        columns |= {"params": params.rows, "chunk_params": noted}
+    _check_tiling(chunks, payload, header_size, f"segment {doc.segment}")
     columns["stored"] = hash_column(chunk.stored_hash for chunk in chunks if chunk.length)
     columns["decoded"] = hash_column(
         chunk.decoded_hash for entry in entries if entry.codec != RAW for chunk in entry.chunks
@@ -156,21 +149,19 @@ def _encoded(codecs: _Table, entry: TensorEntry) -> int:
     return codecs.row(jsontext.dumps(row), row)
 
 
-def _running(lengths: Sequence[int]) -> list[int]:
-    return list(accumulate(lengths, initial=0))[:-1]
-
-
-def _check_tiling(offsets: Sequence[int], lengths: Sequence[int], payload: int, where: str) -> None:
+def _check_tiling(chunks: Sequence[Chunk], payload: int, header_size: int, where: str) -> None:
     """Every byte of the payload belongs to exactly one chunk: so every byte has a hash, and none has two meanings."""
-    if offsets and max(offsets) > payload:  # also of a chunk without bytes
-        raise CorruptSegmentError(f"{where}: a chunk at byte {max(offsets)} of a payload of {payload}")
-    position = 0
-    for offset, length in sorted(pair for pair in zip(offsets, lengths, strict=True) if pair[1]):
-        if offset != position:
-            raise CorruptSegmentError(f"{where}: a chunk at byte {offset} of the payload, expected at {position}")
-        position += length
-    if position != payload:
-        raise CorruptSegmentError(f"{where}: the chunks end at byte {position} of a payload of {payload}")
+    position = header_size
+    for chunk in chunks:
+        if chunk.offset != position and chunk.length:
+            raise CorruptSegmentError(f"{where}: a chunk at byte {chunk.offset} of the file, expected at {position}")
+        position += chunk.length
+    _check_end(position - header_size, payload, where)
+
+
+def _check_end(end: int, payload: int, where: str) -> None:
+    if end != payload:
+        raise CorruptSegmentError(f"{where}: the chunks end at byte {end} of a payload of {payload}")
 
 
 def _picked(
@@ -219,25 +210,19 @@ def _read_chunks(
     if total > MAX_CHUNKS:
         raise FormatError(f"{where}: {total} chunks, at most {MAX_CHUNKS} are allowed")
     lengths = numbers(columns.pop("length", None), f"{where}: length", total)
-    offsets: Sequence[int] = _running(lengths)
-    if "offset" in columns:
-        offsets = numbers(columns.pop("offset"), f"{where}: offset", total)
-    _check_tiling(offsets, lengths, extent[1], where)
-    params: list[dict[str, Any]] = [{}] * total
-    if "chunk_params" in columns:
-        params = _picked(columns, "params", "chunk_params", total, _read_params, where)
+    _check_end(sum(lengths), extent[1], where)
     filled = sum(1 for length in lengths if length)
     stored = iter(read_known_hashes(columns.pop("stored", None), filled, f"{where}: stored"))
     encoded = sum(count for count, (codec, _) in zip(counts, codecs, strict=True) if codec != RAW)
     decoded = iter(read_hashes(columns.pop("decoded", None), encoded, f"{where}: decoded"))
-    rows = zip(offsets, lengths, params, strict=True)
+    rows = zip(accumulate(lengths, initial=extent[0]), lengths, strict=False)  # the last number is where they end
 
     def chunk(codec: str, logical: int, name: str) -> Chunk:
-        offset, length, own = next(rows)
+        offset, length = next(rows)
         hashed = next(stored) if length else _HASH_OF_NOTHING
         if codec == RAW and length != logical:
             raise CorruptSegmentError(f"{where}: tensor {name!r:.200}: {length} raw bytes of a chunk of {logical}")
-        return Chunk(extent[0] + offset, length, logical, hashed, hashed if codec == RAW else next(decoded), own)
+        return Chunk(offset, length, logical, hashed, hashed if codec == RAW else next(decoded))
 
     return [
         tuple(chunk(codec, logical, spec.name) for _, logical in chunk_extents(spec.nbytes))

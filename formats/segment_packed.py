@@ -18,7 +18,6 @@ from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.layout import HEADER_LIMIT, MAX_SIZE, RESERVED_PREFIX, padded
 from ckptstore.formats.members import MAX_INT, Members
-from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment_columns import numbers
 from ckptstore.formats.segment_doc import (
     LENGTH,
@@ -41,28 +40,17 @@ INDEX_LIMIT: Final = HEADER_LIMIT
 _LEVEL = 3
 
 
-def plan_packed(draft: SegmentDoc, *, steps: int = 0, bases: int = 0) -> int:
+def plan_packed(draft: SegmentDoc) -> int:
     """Bytes to leave for the header, a multiple of `ALIGN`, whatever the payload and the index become.
 
     Args:
-        draft: the document as far as it is known.
-        steps: how many steps it may have in the end (at least those of `draft`).
-        bases: how many bases it may have in the end.
+        draft: the document without trees and tensors.
 
     Raises:
         FormatError: a document that is not well-formed, or a header beyond `HEADER_LIMIT`.
     """
     identity_members(draft, PACKED)  # or it could not be read back
-    count = max(steps, len(draft.steps))
-    longest = replace(
-        draft,
-        steps=tuple(range(MAX_INT - count + 1, MAX_INT + 1)),
-        bases=(CheckpointId(MAX_INT, MAX_INT, "0" * 32),) * max(bases, len(draft.bases)),
-        generation=MAX_INT,
-        trees={},
-        tensors={},
-        lossy=False,  # the longer word
-    )
+    longest = replace(draft, generation=MAX_INT)
     size = padded(LENGTH.size + len(_header_text(longest, MAX_SIZE, INDEX_LIMIT, INDEX_LIMIT, "0" * 32)))
     if size > HEADER_LIMIT:
         raise FormatError(f"segment {draft.segment}: a header of {size} bytes; at most {HEADER_LIMIT} are allowed")

@@ -66,6 +66,7 @@ def groups_of(tensors: Mapping[str, TensorEntry], where: str) -> list[Group]:
     """The groups among the tensors of one step in one segment.
 
     Raises:
+        IncompatibleFormatError: arithmetic that this version does not know.
         FormatError: parameters that this version does not understand.
         CorruptSegmentError: a group that is not whole, or whose tensors do not fit together; names one of them.
     """
@@ -96,7 +97,7 @@ def _read(leader: TensorEntry, where: str) -> Group:
     try:
         known = optim.rule(rule)
     except FormatError as error:
-        raise FormatError(f"{what}: {error}") from error
+        raise type(error)(f"{what}: {error}") from error
     group = Group(cast("optim.Encoding", encoding), known, tuple(tuple(member) for member in members))
     if any(len(member) != len(known.slots) for member in group.members):
         raise FormatError(f"{what}: a parameter has the slots {', '.join(known.slots)}")

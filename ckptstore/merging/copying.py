@@ -19,17 +19,15 @@ from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptSegmentError, UsageError
 from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT, SEGMENT_LIMIT
-from ckptstore.formats.records import CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
-from ckptstore.packing import write_stream
+from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.packing import shares, write_stream
 from ckptstore.reading import Progress, SegmentReader
 from ckptstore.staging import SLACK, Bytes, Staging, aligned
 
-__all__ = ["IDENTITIES", "copied_bytes", "copy_encodings", "merged_draft"]
+__all__ = ["copied_bytes", "copy_encodings", "merged_draft"]
 
-IDENTITIES: Final = "checkpoints"
-"""Member of the document of a merged segment: the identity of the checkpoint of each of its steps. A merged segment may
-be of a later term than the checkpoints that it restores."""
 _INDEX_BYTES: Final = HEADER_LIMIT // 2
 """Estimated bytes of an index at which the next segment begins."""
 
@@ -98,8 +96,7 @@ def copy_encodings(
         draft = replace(
             draft,
             trees={piece.edge.checkpoint[1]: piece.tree for piece in group},
-            lossy=any(piece.edge.lossy for piece in group),
-            extra={**_common(group), **draft.extra},
+            extra=_common(group),
         )
         begun(draft.segment)
 
@@ -108,32 +105,34 @@ def copy_encodings(
 
         entry = write_stream(target, draft, sum(piece.stored for piece in group), fill, staging, pool)
         written.append(entry)
-        overhead = entry.size - sum(piece.stored for piece in group)
-        for number, piece in enumerate(group):
-            share = overhead // len(group) + (overhead % len(group) if not number else 0)
-            encodings.append(replace(piece.edge, segments=(entry.id,), bytes=piece.stored + share))
+        costs = shares(entry.size, [piece.stored for piece in group])
+        encodings += [
+            replace(piece.edge, segments=(entry.id,), bytes=cost) for piece, cost in zip(group, costs, strict=True)
+        ]
     return written, encodings
 
 
 def merged_draft(edges: Sequence[Encoding], catalog: Catalog, run: str, term: int) -> SegmentDoc:
     """The document of a segment that restores these checkpoints, without what is known last."""
-    kinds = {edge.kind for edge in edges}
-    identities = [_identity(catalog, edge) for edge in edges]
+    terms = {term, *(edge.checkpoint[0] for edge in edges)}
     return SegmentDoc(
         run=run,
         term=term,
         segment=uuid.uuid4().hex,
-        kind=kinds.pop() if len(kinds) == 1 else "mixed",
-        steps=tuple(edge.checkpoint[1] for edge in edges),
-        bases=tuple(dict.fromkeys(edge.base for edge in edges if edge.base is not None)),
-        extra={IDENTITIES: [list(identity) for identity in identities]},
+        encodings={edge.checkpoint[1]: _told(catalog, edge) for edge in edges},
+        parents={number: catalog.terms[number].parent for number in sorted(terms) if _is_known(catalog, number)},
     )
 
 
-def _identity(catalog: Catalog, edge: Encoding) -> CheckpointId:
+def _told(catalog: Catalog, edge: Encoding) -> StepEncoding:
     entry = catalog.find(edge.checkpoint)
     assert entry is not None, edge.checkpoint  # it has an encoding
-    return entry.id
+    return StepEncoding(entry.term, edge.kind, edge.base, entry.time, edge.lossy)
+
+
+def _is_known(catalog: Catalog, term: int) -> bool:
+    """Whether the term's OPEN is intact."""
+    return term in catalog.terms and catalog.terms[term].known
 
 
 def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _Piece:
@@ -166,7 +165,7 @@ def _common(group: Sequence[_Piece]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for piece in group:
         for name, value in piece.extra.items():
-            if name != IDENTITIES and found.setdefault(name, value) != value:
+            if found.setdefault(name, value) != value:
                 raise UsageError(
                     f"the segments of {piece.edge.checkpoint[1]}@{piece.edge.checkpoint[0]} say {name!r}, which this "
                     "version does not know and must not lose: merge them with a newer one"

@@ -19,7 +19,7 @@ from ckptstore.formats.errors import CorruptSegmentError, FencedError, StorageEr
 from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, segment_key
 from ckptstore.formats.retention import check_commit
 from ckptstore.merging.checking import check_copies, check_state, opened_plan
-from ckptstore.merging.copying import copied_bytes, copy_encodings
+from ckptstore.merging.copying import copied_bytes, copy_encodings, merged_draft
 from ckptstore.merging.costs import restore_cost
 from ckptstore.merging.nowhere import Nowhere
 from ckptstore.merging.prepared import Made, Prepared
@@ -207,8 +207,7 @@ class Work:
                 self._target,
                 opened[0],
                 opened[1] if below else None,
-                run=self._store.run,
-                term=self._term,
+                lambda edge: merged_draft([edge], catalog, self._store.run, self._term),
                 staging=self._staging,
                 pool=self._pool,
                 encoders=self._workers,

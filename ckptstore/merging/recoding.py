@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from ckptstore.backends.base import Backend
 from ckptstore.deltas import StoredBase
@@ -12,6 +13,7 @@ from ckptstore.formats import dtypes
 from ckptstore.formats.codecs import SMALL_POLICY
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import Encoding, SegmentEntry
+from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.sources import Origin
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.loading import Opened
@@ -56,9 +58,8 @@ def recode(
     target: Backend,
     found: Opened,
     below: Opened | None,
+    draft: Callable[[Encoding], SegmentDoc],
     *,
-    run: str,
-    term: int,
     staging: Staging,
     pool: ThreadPoolExecutor,
     encoders: ThreadPoolExecutor,
@@ -72,7 +73,7 @@ def recode(
         target: where to.
         found: the checkpoint.
         below: the base, or None.
-        run, term: what the new segments belong to.
+        draft: what the segments of an encoding say of themselves (`copying.merged_draft`).
         staging, pool: memory of the stream, and threads that write its blocks.
         encoders, threads: threads that decode and code, and how many; each has two chunks in memory.
         begun: called with the id of every segment before it exists; not all of them need be part of the result.
@@ -94,13 +95,18 @@ def recode(
     gap = 1 if below is None else max(1, found.entry.step - below.entry.step)
 
     def write(against: StoredBase | None) -> tuple[list[SegmentEntry], Encoding, str]:
+        edge = Encoding(
+            checkpoint=found.entry.node,
+            kind="full" if against is None else "delta",
+            base=None if against is None else against.id,
+            segments=(),
+            lossy=lossy,
+            bytes=0,
+        )
         written = write_packed(
             target,
             flat,
-            run=run,
-            term=term,
-            step=found.entry.step,
-            kind="full" if against is None else "delta",
+            draft(edge),
             base=against,
             gap=gap,
             choices=choices,
@@ -110,16 +116,8 @@ def recode(
             threads=threads,
             begun=begun,
             progress=progress,
-            lossy=lossy,
         )
-        edge = Encoding(
-            checkpoint=found.entry.node,
-            kind="full" if against is None else "delta",
-            base=None if against is None else against.id,
-            segments=tuple(entry.id for entry in written.segments),
-            lossy=lossy,
-            bytes=written.stored,
-        )
+        edge = replace(edge, segments=tuple(entry.id for entry in written.segments), bytes=written.stored)
         return list(written.segments), edge, written.state
 
     made = write(base)

@@ -74,7 +74,7 @@ from ckptstore.formats.codecs.planecoder import DEPTH, FAST, THRIFTY
 from ckptstore.formats.codecs.pooling import TINY, Member, Pool, plan_pools
 from ckptstore.formats.codecs.prefix import Prefix, distinct_prefixes
 from ckptstore.formats.codecs.sums import add, is_additive
-from ckptstore.formats.errors import FormatError
+from ckptstore.formats.errors import IncompatibleFormatError
 
 __all__ = [
     "BLOCK",
@@ -130,7 +130,10 @@ CODECS: Mapping[str, Callable[[Mapping[str, Any]], Codec]] = MappingProxyType(
 
 
 def codec(name: str, params: Mapping[str, Any]) -> Codec:
-    """The codec that a segment's metadata names. Raises ``FormatError`` for an unknown name or parameter."""
+    """The codec that a segment's metadata names.
+
+    Raises ``IncompatibleFormatError`` for an unknown name, ``FormatError`` for an unknown parameter.
+    """
     if name not in CODECS:
-        raise FormatError(f"unknown codec {name!r}")
+        raise IncompatibleFormatError(f"unknown codec {name!r:.80}: this version knows {', '.join(CODECS)}")
     return CODECS[name](params)

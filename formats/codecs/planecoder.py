@@ -34,7 +34,7 @@ from ckptstore.formats.codecs.kernels import N_LOG_N, SAMPLE, Bytes
 from ckptstore.formats.errors import CorruptSegmentError
 
 RAW, FILL, ZSTD, SPARSE, PACK1, PACK2, PACK4 = range(7)
-DEPTH = 3
+DEPTH = 2
 FAST, THRIFTY = 0, 1
 _INCOMPRESSIBLE = 7.88  # bits per value of a sample; below it coding gains at least 1 %
 _PIECES = 8

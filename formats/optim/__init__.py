@@ -63,8 +63,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ckptstore.formats.errors import FormatError
-from ckptstore.formats.optim import predicted, replayed, sparse
+from ckptstore.formats.errors import IncompatibleFormatError
+from ckptstore.formats.optim import adam, predicted, replayed, settings, sgd, sparse
 from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
 from ckptstore.formats.optim.chains import Encoding, Layer, decode
 from ckptstore.formats.optim.choice import Choice, choose, choose_variant, evaluate
@@ -106,14 +106,17 @@ __all__ = [
 ]
 
 RULES: Mapping[str, Callable[[Mapping[str, Any]], Rule]] = MappingProxyType(
-    {"adam": AdamRule.parse, "sgd": SGDRule.parse, "skip": Skip.parse}
+    {adam.ID: AdamRule.parse, sgd.ID: SGDRule.parse, settings.SKIP: Skip.parse}
 )
-"""Every rule's parser of parameters, by name."""
+"""Every rule's parser of parameters, by the id of its arithmetic."""
 
 
 def rule(params: Mapping[str, Any]) -> Rule:
-    """The rule of JSON parameters (``Rule.params``). Raises ``FormatError`` for an unknown rule or parameter."""
+    """The rule of JSON parameters (``Rule.params``).
+
+    Raises ``IncompatibleFormatError`` for an unknown rule, ``FormatError`` for an unknown parameter.
+    """
     name = params.get("rule")
     if not isinstance(name, str) or name not in RULES:
-        raise FormatError(f"unknown optimizer rule {name!r}")
+        raise IncompatibleFormatError(f"unknown optimizer rule {name!r:.80}: this version knows {', '.join(RULES)}")
     return RULES[name](params)

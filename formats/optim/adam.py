@@ -31,6 +31,8 @@ from ckptstore.formats.compiled import hot
 from ckptstore.formats.optim.arithmetic import Floats, doubles, floats, fma, multiply_add, settle, single
 from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
+ID = "adam/1"
+"""Of the arithmetic above. Other arithmetic gets another version: see `Rule.params`."""
 VARIANTS = ("fma", "plain", "divide")
 SLOTS = ("weight", "exp_avg", "exp_avg_sq")
 _NUMBERS = ("l2", "shrink", "weight1", "beta2", "weight2", "root", "eps", "rate")
@@ -76,7 +78,7 @@ class AdamRule:
     def params(self) -> dict[str, Any]:
         """See `Rule.params`."""
         return {
-            "rule": "adam",
+            "rule": ID,
             "variant": self.variant,
             "amsgrad": self.amsgrad,
             "maximize": self.maximize,
@@ -87,7 +89,7 @@ class AdamRule:
     @staticmethod
     def parse(params: Mapping[str, Any]) -> AdamRule:
         """The rule of JSON parameters. Raises ``FormatError``."""
-        reader = Reader("adam", params)
+        reader = Reader(ID, params)
         rule = AdamRule(
             reader.choice("variant", VARIANTS),
             reader.flag("amsgrad"),

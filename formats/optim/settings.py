@@ -14,6 +14,7 @@ from ckptstore.formats.optim.arithmetic import FLOAT, PATTERN, Floats, single
 
 MAX_COUNT = 1 << 53
 MAX_SCALES = 4
+SKIP = "skip/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,11 @@ class Rule(Protocol):
 
     @property
     def params(self) -> dict[str, Any]:
-        """JSON parameters; ``optim.rule(params)`` makes an equal rule of them."""
+        """JSON parameters; ``optim.rule(params)`` makes an equal rule of them.
+
+        ``rule`` is the arithmetic's id, a name and a version. What an id computes never changes: other arithmetic (when
+        torch changes its kernels, say) gets another version, and readers keep the old one.
+        """
 
     def apply(self, state: Sequence[Floats], gradient: Floats) -> None:
         """Take the step on one tile, in place. ``gradient`` is as training stored it, and is destroyed."""
@@ -120,12 +125,12 @@ class Skip:
     @property
     def params(self) -> dict[str, Any]:
         """See `Rule.params`."""
-        return {"rule": "skip", "slots": list(self.slots)}
+        return {"rule": SKIP, "slots": list(self.slots)}
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Skip:
         """The rule of JSON parameters. Raises ``FormatError``."""
-        reader = Reader("skip", params)
+        reader = Reader(SKIP, params)
         slots = reader.names("slots", 8)
         reader.finish()
         return Skip(slots)

@@ -23,6 +23,8 @@ from ckptstore.formats.compiled import hot
 from ckptstore.formats.optim.arithmetic import Floats, floats, fma, multiply_add, settle, single
 from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
+ID = "sgd/1"
+"""Of the arithmetic above. Other arithmetic gets another version: see `Rule.params`."""
 VARIANTS = ("fma", "plain")
 _NUMBERS = ("decay", "momentum", "share", "rate")
 
@@ -64,7 +66,7 @@ class SGDRule:
     def params(self) -> dict[str, Any]:
         """See `Rule.params`."""
         return {
-            "rule": "sgd",
+            "rule": ID,
             "variant": self.variant,
             "buffer": self.buffer,
             "first": self.first,
@@ -77,7 +79,7 @@ class SGDRule:
     @staticmethod
     def parse(params: Mapping[str, Any]) -> SGDRule:
         """The rule of JSON parameters. Raises ``FormatError``."""
-        reader = Reader("sgd", params)
+        reader = Reader(ID, params)
         rule = SGDRule(
             reader.choice("variant", VARIANTS),
             reader.flag("buffer"),

@@ -62,10 +62,10 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Forge:
     ) -> Forged:
         write, encode = batches.write_batch, packing.encode_packed
 
-        def writes(backend: Any, coded: list[EncodedStep], **how: Any) -> Any:
+        def writes(backend: Any, coded: list[EncodedStep], draft: SegmentDoc, **how: Any) -> Any:
             by_number = {one.step: one for one in coded}
             steps(by_number)
-            return write(backend, list(by_number.values()), **how)
+            return write(backend, list(by_number.values()), draft, **{**how, "times": [0.0] * len(by_number)})
 
         monkeypatch.setattr(diffs, "write_batch", writes)
         monkeypatch.setattr(packing, "encode_packed", lambda draft, *rest: encode(doc(draft), *rest))

@@ -128,7 +128,8 @@ def test_a_batch_is_one_segment(tmp_path: Path) -> None:
     assert [doc.steps for _, doc in described] == [(1,), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11), (12,)]
     for _, doc in described[1:]:
         assert doc.kind == "gradient"
-        assert [base.step for base in doc.bases] == [step - 1 for step in doc.steps]
+        below = [told.base for told in doc.encodings.values()]
+        assert [base and base.node for base in below] == [(1, step - 1) for step in doc.steps]
     digests = {
         step: {entry.digest is not None for entry in held.values()} for step, held in described[1][1].tensors.items()
     }

@@ -17,6 +17,7 @@ from ckptstore import encoding, packing
 from ckptstore.deltas import DeltaOptions
 from ckptstore.formats import hashing
 from ckptstore.formats.errors import CorruptSegmentError
+from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.intervals import RestoreBound
 from ckptstore.loading import open_base
@@ -41,24 +42,6 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Store]:
         return store
 
     return forged
-
-
-def test_raw_chunks_in_any_order(forge: Callable[..., ckptstore.Store]) -> None:
-    """The packed form allows it, so a tensor whose chunks lie backwards is put together as described."""
-    noise = np.random.default_rng(0).integers(0, 256, 2 * CHUNK, dtype=np.uint8)
-
-    def backwards(entry: TensorEntry) -> TensorEntry:
-        assert entry.codec == "raw"
-        return replace(entry, chunks=entry.chunks[::-1])
-
-    store = forge([{"w": noise}], backwards)
-    expected = {"w": np.concatenate([noise[CHUNK:], noise[:CHUNK]])}
-    same(expected, store.load(1, framework="numpy"))
-    same(expected["w"], store.read_tensor(1, "w"))
-    target = {"w": np.zeros(2 * CHUNK, np.uint8)}
-    same(expected, store.load(1, into=target, framework="numpy"))
-    assert b"".join(part.tobytes() for _, part in store.chunks(1, "w")) == expected["w"].tobytes()
-    assert ckptstore.verify(store).ok
 
 
 @pytest.mark.parametrize("length", [0, 5, 4000, 1 << 27, 1 << 53])
@@ -153,16 +136,16 @@ def test_a_base_of_another_shape(forge: Callable[..., ckptstore.Store], what: st
 def misdescribed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Store]:
     """Saves a full and a delta, whose document is another one than it should be."""
 
-    def saved(change: Callable[[SegmentDoc], SegmentDoc]) -> ckptstore.Store:
+    def saved(change: Callable[[SegmentDoc], SegmentDoc], kind: str = "delta") -> ckptstore.Store:
         original = packing.encode_packed
 
         def encode(doc: SegmentDoc, *rest: Any) -> Any:
-            return original(change(doc) if doc.kind == "delta" else doc, *rest)
+            return original(change(doc) if doc.kind == kind else doc, *rest)
 
         monkeypatch.setattr(packing, "encode_packed", encode)
         weight = np.random.default_rng(0).integers(0, 256, 60000, dtype=np.uint8)
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
-        with store.writer(deltas=DeltaOptions(interval=1), poll_seconds=None) as writer:
+        with store.writer(deltas=DeltaOptions(interval=1, compress_fulls=True), poll_seconds=None) as writer:
             writer.save({"w": weight}, step=1)
             weight[::100] += 1
             assert writer.save({"w": weight}, step=2).kind == "delta"
@@ -171,12 +154,30 @@ def misdescribed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Sto
     return saved
 
 
-def test_a_segment_that_builds_on_something_else(misdescribed: Callable[..., ckptstore.Store]) -> None:
-    store = misdescribed(lambda doc: replace(doc, bases=(doc.bases[0]._replace(state="0" * 32),)))
+OTHERS: dict[str, dict[str, Any]] = {
+    "another state": {"base": CheckpointId(1, 1, "0" * 32)},
+    "another checkpoint": {"base": CheckpointId(1, 0, "0" * 32)},
+    "nothing": {"base": None},
+    "a step of another term": {"term": 2},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_segment_that_builds_on_something_else(misdescribed: Callable[..., ckptstore.Store], other: str) -> None:
+    change = OTHERS[other]
+    store = misdescribed(lambda doc: replace(doc, encodings={2: replace(doc.encodings[2], **change)}))
     store.load(1)
     for verify in (True, False):
-        with pytest.raises(CorruptSegmentError, match="does not build on 1@1"):
+        with pytest.raises(CorruptSegmentError, match="does not build 2@1 on 1@1"):
             store.load(2, verify=verify)
+
+
+def test_a_full_that_builds_on_something(misdescribed: Callable[..., ckptstore.Store]) -> None:
+    """Whoever rebuilt the log from it would make a delta of it."""
+    below = CheckpointId(1, 0, "0" * 32)
+    store = misdescribed(lambda doc: replace(doc, encodings={1: replace(doc.encodings[1], base=below)}), "full")
+    with pytest.raises(CorruptSegmentError, match="does not build 1@1 on nothing"):
+        store.load(1)
 
 
 @pytest.mark.parametrize(

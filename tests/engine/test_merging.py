@@ -117,7 +117,8 @@ def test_all_steps_in_one_segment(store: Store, states: list[dict[str, Any]]) ->
     documents = [doc for _, doc in store.describe("7@1")]
     merged = next(doc for doc in documents if len(doc.steps) > 1)
     assert (merged.kind, merged.steps) == ("delta", (2, 3, 4, 5, 6, 7))
-    assert [tuple(one[:2]) for one in merged.extra["checkpoints"]] == [(1, step) for step in range(2, 8)]
+    assert [told.term for told in merged.encodings.values()] == [1] * 6
+    assert [told.base and told.base.step for told in merged.encodings.values()] == list(range(1, 7))
     stored = sum(store.checkpoint(step).stored for step in range(2, 8))
     assert stored == done.written_nbytes  # the header's share included
 

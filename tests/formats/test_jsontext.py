@@ -86,3 +86,16 @@ def test_long_integers_are_refused_whatever_python_is_set_to() -> None:
 def test_other_encodings_than_utf8(text: bytes) -> None:
     with pytest.raises(FormatError, match="here"):
         jsontext.loads(text, what="here", max_bytes=100)
+
+
+def test_nesting_is_counted_in_brackets() -> None:
+    """SPEC.md 1: 0 of a number, 1 of ``[]`` and ``{"a": 1}``, 2 of ``[[]]``."""
+    for text, depth in (("7", 0), ("[]", 1), ('{"a": 1}', 1), ("[[]]", 2), ('{"a": [1]}', 2)):
+        jsontext.loads(text.encode(), what="here", max_bytes=100, max_depth=depth)
+        if depth:
+            with pytest.raises(FormatError, match="nested deeper"):
+                jsontext.loads(text.encode(), what="here", max_bytes=100, max_depth=depth - 1)
+    deepest = b"[" * 256 + b"]" * 256
+    jsontext.loads(deepest, what="here", max_bytes=1000)
+    with pytest.raises(FormatError, match="nested deeper than 256"):
+        jsontext.loads(b"[" + deepest + b"]", what="here", max_bytes=1000)

@@ -25,7 +25,7 @@ from ckptstore.formats.segment import SegmentDoc, check_header, header_length, p
 from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
-SEGMENTS = {path.stem.removeprefix("segment-1-"): path.read_bytes() for path in sorted(GOLDEN.glob("*.safetensors"))}
+SEGMENTS = {path.stem.removeprefix("segment-1-"): path.read_bytes() for path in sorted(GOLDEN.glob("segment-1-*"))}
 PLAIN = [name for name in SEGMENTS if name.startswith("plain")]
 PACKED = [name for name in SEGMENTS if name.startswith("packed")]
 
@@ -291,6 +291,7 @@ def test_a_document_of_another_type_is_refused(name: str, document: Any) -> None
             read(closed({**header, "__metadata__": metadata}, None, rest))
 
 
+COLUMNS = ("terms", "kinds", "times", "bases")
 PLAIN_FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "overlap": lambda h, d: h["replicated"].update(data_offsets=[16, 32]),
     "hole": lambda h, d: h["w"].update(data_offsets=[48, 112]),
@@ -318,7 +319,7 @@ PLAIN_FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "digests": lambda h, d: d.update(digests="0" * 17),
     "another tree": lambda h, d: d.update(trees={"102": {}}),
     "tree with a sign": lambda h, d: d.update(trees={"+101": {}}),
-    "two steps": lambda h, d: d.update(steps=[101, 102]),
+    "two steps": lambda h, d: d.update({name: 2 * d[name] for name in COLUMNS} | {"steps": [101, 102]}),
     "form": lambda h, d: d.update(form="packed"),
     "reserved name": lambda h, d: h.update({"ckptstore/x": h.pop("replicated")}),
     "further field": lambda h, d: h["z"].update(strides=[1]),
@@ -329,6 +330,25 @@ PLAIN_FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "base of another type": lambda h, d: d.update(bases=[{"term": 1, "step": 3, "state": "a" * 32}]),
     "base without a state": lambda h, d: d.update(bases=[[1, 3]]),
     "base of an odd state": lambda h, d: d.update(bases=[[1, 3, "a" * 31]]),
+    **{f"fewer {name}": (lambda h, d, name=name: d.update({name: []})) for name in COLUMNS},
+    **{f"more {name}": (lambda h, d, name=name: d.update({name: d[name] * 2})) for name in COLUMNS},
+    "term 0": lambda h, d: d.update(terms=[0]),
+    "a true term": lambda h, d: d.update(terms=[True]),
+    "a kind of another type": lambda h, d: d.update(kinds=[1]),
+    "a time of another type": lambda h, d: d.update(times=["now"]),
+    "a time beyond all": lambda h, d: d.update(times=[1e300]),
+    "another step is lossy": lambda h, d: d.update(lossy=[102]),
+    "lossy as it was": lambda h, d: d.update(lossy=True),
+    "lossy twice": lambda h, d: d.update(lossy=[101, 101]),
+    "a part of another step": lambda h, d: d.update(parts=[[102, "b" * 32, 0, 2]]),
+    "a part of one": lambda h, d: d.update(parts=[[101, "b" * 32, 0, 1]]),
+    "a part beyond all": lambda h, d: d.update(parts=[[101, "b" * 32, 2, 2]]),
+    "a part of something": lambda h, d: d.update(parts=[[101, "b", 0, 2]]),
+    "two parts of a step": lambda h, d: d.update(parts=[[101, "b" * 32, 0, 2]] * 2),
+    "a parent of term 0": lambda h, d: d.update(parents=[[0, None]]),
+    "two parents": lambda h, d: d.update(parents=[[3, None]] * 2),
+    "a parent of its own term": lambda h, d: d.update(parents=[[3, [3, 1, "a" * 32]]]),
+    "a parent without a state": lambda h, d: d.update(parents=[[3, [2, 1]]]),
 }
 
 
@@ -346,17 +366,12 @@ def column(name: str, place: int, value: Any) -> Callable[[dict[str, Any]], None
 
 
 PACKED_FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
-    "outside": column("offset", 0, 10**6),
-    "negative offset": column("offset", 0, -1),
-    "overlap": column("offset", 0, 24),
-    "two in one place": lambda i: i.update(offset=[0] * len(i["offset"])),
     "negative length": column("length", 0, -20),
     "longer": column("length", 0, 21),
     "length of another type": column("length", 0, True),
     "no such tensor": column("tensor", 0, 10**6),
     "negative tensor": column("tensor", 0, -1),
     "no such codec": column("codec", 0, 10**6),
-    "no such parameters": column("chunk_params", 0, 10**6),
     "another tensor": lambda i: i.update(tensor=[i["tensor"][1], *i["tensor"][1:]]),
     "more entries than columns": column("counts", 0, 1 << 19),
     "too many entries": column("counts", 0, 1 << 50),

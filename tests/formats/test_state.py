@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import math
 import random
 import struct
@@ -588,3 +589,21 @@ def test_packed_integers_take_the_narrowest_type() -> None:
         assert packed is not None
         assert packed["$ints"][:2] == ["list", code]
         assert values.decode("$ints", packed["$ints"]) == [low, high] * 16
+
+
+def test_a_tree_is_200_deep_as_the_page_counts() -> None:
+    """At most 200 arrays and objects stand around a value; an empty list is a value."""
+    for leaf, text in ((1, "1"), ([], "[]")):
+        tree: Any = leaf
+        for _ in range(200):
+            tree = [tree]
+        assert json.dumps(tree).count("[") == 200 + text.count("[")
+        unflatten(tree, lambda name, origin: name)
+        with pytest.raises(FormatError, match="deeper than 200"):
+            unflatten([tree], lambda name, origin: name)
+    around = {"a": {"$tuple": [1]}}  # three around the 1
+    for _ in range(197):
+        around = {"b": around}
+    unflatten(around, lambda name, origin: name)
+    with pytest.raises(FormatError, match="deeper than 200"):
+        unflatten({"b": around}, lambda name, origin: name)

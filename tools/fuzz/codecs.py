@@ -144,8 +144,6 @@ def _moves(change: int, rng: np.random.Generator, count: int, bits: int) -> Any:
 _CHANGES: Final = 9
 
 
-_NARROW, _HALVES = 16, 32
-"""First forms of a group: narrow words, and halves of which the high ones are narrow."""
 _LENGTHS: Final = {1: (40, 6001, (1 << 20) + 5000), 6: (700, 30_003)}
 
 
@@ -177,25 +175,7 @@ def _seeds() -> list[bytes]:
                         raise Violation(f"{codec} does not encode: {error}") from error
                     if len(payload) < 1 << 15:
                         found.append(_HEAD.pack(kind, seed, length) + payload)
-    return list(dict.fromkeys([*found, *_halves()]))
-
-
-def _halves() -> list[bytes]:
-    """Groups of the form of halves, put together: the encoder takes it only for longer payloads than are fuzzed."""
-    found = []
-    for kind, (name, params) in enumerate(KINDS):
-        word = params.get("word", 0)
-        if name not in ("planes", "xor", "diff") or word < 4 or "context" in params:
-            continue
-        for number, change in enumerate((0, 1, 2, 3, 5)):
-            count = 300 + number
-            high = _changed(codecs.Planes(word // 2), count * word // 2, np.zeros(0, np.uint8), change, number)
-            narrow = codecs.encode(codecs.Planes(word // 2), high).tobytes()
-            if narrow[0] in range(_NARROW, _HALVES):
-                low = np.random.default_rng(number).bytes(count * word // 2)
-                payload = bytes([narrow[0] - _NARROW + _HALVES]) + low + narrow[1:]
-                found.append(_HEAD.pack(kind, number % 6, count * word) + payload)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _declared(data: bytes) -> int:

@@ -67,7 +67,7 @@ def claimed_by_frame(data: bytes) -> int:
 def _headers() -> list[tuple[dict[str, Any], dict[str, Any], bytes]]:
     """(safetensors entries, document, file) of every golden segment."""
     found = []
-    for path in sorted(_GOLDEN.glob("*.safetensors")):
+    for path in sorted(_GOLDEN.glob("segment-1-*")):
         data = path.read_bytes()
         (length,) = struct.unpack_from("<Q", data)
         entries = json.loads(data[8 : 8 + length])

@@ -1,1 +1,11 @@
-"""Makes the golden files: small files of every released format, which every later version has to read."""
+"""Golden files: what this version writes, kept so that every later version reads it.
+
+``python -m tools.golden`` makes all of them again, the same bytes each time (but for another version of zstd, which the
+files name). Until format 1 is released they follow the format; afterwards later versions add files, and change none.
+
+``formats/golden``
+    ``segments-1.json`` and segments in both forms; ``codecs-1.json``, every codec; ``steps-1.json``, optimizer steps of
+    every rule; ``texts-1.json``, slots, manifests, folds and the other texts, with the features that they may ask for.
+``tests/golden``
+    ``store-1``, a store with a little of everything, and what comes out of it; ``conformance``, the conformance set.
+"""

@@ -1,16 +1,12 @@
-"""Make the golden payloads of every codec: ``python -m tools.golden.make_codecs FOLDER``.
-
-Run once per format version, and the result is committed under ``formats/golden``: a plain segment with the state of one
-checkpoint, a packed segment with the next one as deltas against it, and ``codecs-1.json``, which says what each
-tensor of the second has to be. A later version adds files and never remakes old ones.
+"""Golden payloads of every codec but ``step``: a plain segment with the state of one checkpoint, a packed segment with
+the next one as deltas against it, and ``codecs-1.json``, which says what each tensor of the second has to be.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ml_dtypes
@@ -24,7 +20,8 @@ from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.layout import TensorSpec
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
-from tools.golden.make_segments import RUN, packed
+from ckptstore.formats.segment_steps import StepEncoding
+from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "segment-1-codecs-base.safetensors"
 DELTA = "segment-1-codecs-delta.safetensors"
@@ -68,6 +65,7 @@ def _without_base() -> Iterator[Example]:
     halves = rng.integers(0, 1 << 16, 34_000).astype("<u4") | np.where(rng.random(34_000) < 0.04, 1 << 16, 0).astype(
         "<u4"
     )
+    narrow = np.where(rng.random(5000) < 0.01, 70_000, np.minimum(rng.geometric(0.35, 5000) - 1, 15)).astype("<u4")
     yield Example("raw", "U8", codecs.as_bytes(np.arange(100, dtype=np.uint8)), codecs.Raw())
     yield Example("planes.rotate", "F32", weights, codecs.Planes(4, "rotate"))
     yield Example("planes.fold", "I16", signed, codecs.Planes(2, "fold"))
@@ -76,6 +74,7 @@ def _without_base() -> Iterator[Example]:
     yield Example("planes.sparse", "U8", rare, codecs.Planes(1))
     yield Example("planes.constant", "F64", codecs.as_bytes(np.full(700, 0.1)), codecs.Planes(8))
     yield Example("planes.halves", "U32", codecs.as_bytes(halves), codecs.Planes(4), level=codecs.THRIFTY)
+    yield Example("planes.narrow", "U32", codecs.as_bytes(narrow), codecs.Planes(4))
     yield Example(
         "planes.zstd", "U8", codecs.as_bytes(np.tile(np.arange(50, dtype=np.uint8), 60)), codecs.Planes(1), level=9
     )
@@ -128,28 +127,33 @@ def examples() -> list[Example]:
 
 def base_segment(found: list[Example]) -> bytes:
     """A plain segment with the tensors that deltas are made against."""
+    return _base(found)[0]
+
+
+def _base(found: list[Example]) -> tuple[bytes, SegmentDoc]:
     bases = {e.name: e.base for e in found if e.base is not None and e.of is None}
     specs = [TensorSpec(e.name, e.dtype, _shape(e)) for e in found if e.name in bases]
-    doc = SegmentDoc(RUN, 1, "a" * 32, "full", (10,), trees={10: {name: {"$t": name} for name in bases}})
+    trees = {10: {name: {"$t": name} for name in bases}}
+    doc = SegmentDoc(RUN, 1, "a" * 32, {10: StepEncoding(1, "full")}, parents={1: None}, trees=trees)
     layout = plan_plain(specs, doc, digests=True)
     entries = {s.name: raw_entry(layout, s, [chunk_hash(bases[s.name])], digest(bases[s.name])) for s in layout.specs}
-    doc = SegmentDoc(RUN, 1, "a" * 32, "full", (10,), trees=doc.trees, tensors={10: entries})
-    return encode_plain(layout, doc) + b"".join(bases[spec.name].tobytes() for spec in layout.specs)
+    doc = replace(doc, tensors={10: entries})
+    return encode_plain(layout, doc) + b"".join(bases[spec.name].tobytes() for spec in layout.specs), doc
 
 
 def delta_segment(found: list[Example]) -> bytes:
     """A packed segment with every example."""
-    entries, at = [], 0
+    entries = []
     for e in found:
         stored = codecs.encode(e.codec, e.data, e.base, level=e.level).tobytes()
-        chunk = Chunk(at if stored else 0, len(stored), len(e.data), chunk_hash(stored), chunk_hash(e.data))
+        chunk = Chunk(0, len(stored), len(e.data), chunk_hash(stored), chunk_hash(e.data))
         params = e.codec.params | ({"of": e.of} if e.of else {})
         entries.append(
             (TensorEntry(e.name, e.dtype, _shape(e), (chunk,), e.codec.name, params, digest=digest(e.data)), stored)
         )
-        at += len(stored)
     trees = {11: {e.name: {"$t": e.name} for e in found}}
-    doc = SegmentDoc(RUN, 1, "b" * 32, "delta", (11,), 0, (CheckpointId(1, 10, "1" * 32),), trees)
+    told = {11: StepEncoding(1, "delta", CheckpointId(1, 10, state_of(_base(found)[1])))}
+    doc = SegmentDoc(RUN, 1, "b" * 32, told, parents={1: None}, trees=trees)
     return packed(doc, {11: entries})[0]
 
 
@@ -171,7 +175,3 @@ def main(folder: Path) -> None:
     images = {e.name: xxh3_128(e.data.tobytes()) for e in found}
     text = json.dumps({"zstd": list(zstandard.ZSTD_VERSION), "segments": hashes, "images": images}, indent=1)
     (folder / "codecs-1.json").write_text(text + "\n", encoding="ascii")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

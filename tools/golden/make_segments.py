@@ -1,14 +1,12 @@
-"""Make the golden segments: ``python -m tools.golden.make_segments FOLDER``.
+"""The golden segments: both forms, and all that a document and an index can say.
 
-Run once per format version, and the result is committed under ``formats/golden``; a later version adds files and never
-remakes old ones. Everything is derived from fixed numbers, so a second run writes the same bytes (the compressed index
+Everything is derived from fixed numbers, so a second run writes the same bytes (the compressed index
 of packed segments depends on the zstd library; its version is noted).
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,9 +14,10 @@ from typing import Any
 
 import zstandard
 
+from ckptstore.formats import jsontext
 from ckptstore.formats.digest import digest
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.hashing import chunk_hash, header_hash, state_hash, xxh3_128
 from ckptstore.formats.layout import TensorSpec, chunk_extents
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import (
@@ -31,8 +30,12 @@ from ckptstore.formats.segment import (
     plan_plain,
     raw_entry,
 )
+from ckptstore.formats.segment_steps import Part, StepEncoding
 
 RUN = "00112233445566778899aabbccddeeff"
+TIME = 1763793293.125
+FULL = StepEncoding(3, "full")
+PARENTS = {3: CheckpointId(2, 40, "2" * 32)}
 
 
 def data_of(spec: TensorSpec) -> bytes:
@@ -55,21 +58,28 @@ def plain(doc: SegmentDoc, specs: Sequence[TensorSpec], *, digests: bool) -> tup
 
 
 def packed(doc: SegmentDoc, steps: Mapping[int, Sequence[tuple[TensorEntry, bytes]]]) -> tuple[bytes, SegmentDoc]:
-    """A packed segment. Entries come with the stored bytes of their chunks, whose offsets count from the payload."""
+    """A packed segment. Entries come with the stored bytes of their chunks, which are laid end to end."""
     header_size = plan_packed(doc)
-    payload = bytearray(sum(chunk.length for pairs in steps.values() for entry, _ in pairs for chunk in entry.chunks))
+    payload = b"".join(stored for pairs in steps.values() for _, stored in pairs)
     tensors: dict[int, dict[str, TensorEntry]] = {step: {} for step in doc.steps}
+    position = header_size
     for step, pairs in steps.items():
-        for entry, stored in pairs:
-            taken = 0
+        for entry, _ in pairs:
+            chunks = []
             for chunk in entry.chunks:
-                payload[chunk.offset : chunk.offset + chunk.length] = stored[taken : taken + chunk.length]
-                taken += chunk.length
-            chunks = tuple(replace(chunk, offset=chunk.offset + header_size) for chunk in entry.chunks)
-            tensors[step][entry.name] = replace(entry, chunks=chunks)
+                chunks.append(replace(chunk, offset=position))
+                position += chunk.length
+            tensors[step][entry.name] = replace(entry, chunks=tuple(chunks))
     doc = replace(doc, tensors=tensors)
     header, index = encode_packed(doc, len(payload), header_size)
-    return header + bytes(payload) + index, doc
+    return header + payload + index, doc
+
+
+def state_of(doc: SegmentDoc) -> str:
+    """The state hash of the one checkpoint that a segment holds."""
+    (step,) = doc.steps
+    tensors = [(name, entry.dtype, entry.shape, entry.hash) for name, entry in doc.tensors[step].items()]
+    return state_hash(jsontext.dumps(doc.trees[step]), tensors)
 
 
 def every_dtype() -> tuple[bytes, SegmentDoc]:
@@ -89,7 +99,7 @@ def every_dtype() -> tuple[bytes, SegmentDoc]:
         "betas": {"$tuple": [0.9, 0.95]},
         "odd": {"$float": "nan"},
     }
-    doc = SegmentDoc(RUN, 3, "a" * 32, "full", (100,), trees={100: tree})
+    doc = SegmentDoc(RUN, 3, "a" * 32, {100: replace(FULL, time=TIME)}, parents=PARENTS, trees={100: tree})
     return plain(doc, specs, digests=True)
 
 
@@ -101,24 +111,30 @@ def shards() -> tuple[bytes, SegmentDoc]:
         TensorSpec("replicated", "I64", (2,)),
     ]
     doc = SegmentDoc(
-        RUN, 3, "b" * 32, "full", (101,), generation=7, ro_compat=("later",), extra={"rank": 3, "new": {"a": [1, None]}}
+        RUN,
+        3,
+        "b" * 32,
+        {101: replace(FULL, part=Part("c" * 32, 1, 2))},
+        generation=7,
+        ro_compat=("later",),
+        extra={"rank": 3, "new": {"a": [1, None]}},
     )
     return plain(doc, specs, digests=False)
 
 
 def no_tensors() -> tuple[bytes, SegmentDoc]:
     """A state without tensors."""
-    return plain(SegmentDoc(RUN, 3, "c" * 32, "full", (102,), trees={102: {"epoch": 1}}), [], digests=True)
+    return plain(SegmentDoc(RUN, 3, "c" * 32, {102: FULL}, trees={102: {"epoch": 1}}), [], digests=True)
 
 
 def batch() -> tuple[bytes, SegmentDoc]:
-    """Three steps of gradient diffs: everything that an index can say. The codecs are invented."""
+    """Three steps of two terms: everything that a document and an index can say. The codecs are invented."""
     nothing = chunk_hash(b"")
 
-    def entry(name: str, step: int, at: int, **more: Any) -> tuple[TensorEntry, bytes]:
+    def entry(name: str, step: int, **more: Any) -> tuple[TensorEntry, bytes]:
         spec = TensorSpec(name, more.pop("dtype", "F32"), (10,))
         stored = bytes((step * place) % 256 for place in range(len(name)))
-        chunk = Chunk(at, len(stored), spec.nbytes, chunk_hash(stored), more.pop("decoded", None), more.pop("own", {}))
+        chunk = Chunk(0, len(stored), spec.nbytes, chunk_hash(stored), more.pop("decoded", None))
         return TensorEntry(spec.name, spec.dtype, spec.shape, (chunk,), **more), stored
 
     def predicted(name: str, step: int) -> tuple[TensorEntry, bytes]:
@@ -136,27 +152,33 @@ def batch() -> tuple[bytes, SegmentDoc]:
     )
     steps = {
         200: [
-            entry("ckptstore/gradient/w", 200, 66, dtype="BF16", codec="sparse", params={"k": 0.01}, own={"n": 1}),
+            entry("ckptstore/gradient/w", 200, dtype="BF16", codec="sparse", params={"k": 0.01}),
             predicted("w", 200),
             (verbatim, raw),
         ],
         201: [
-            entry("ckptstore/gradient/w", 201, 24, dtype="BF16", codec="sparse", params={"k": 1}, own={"n": True}),
+            entry("ckptstore/gradient/w", 201, dtype="BF16", codec="sparse", params={"k": 1}),
             predicted("w", 201),
-            entry("m", 201, 86, codec="diff", params={"base": 0}, decoded="0123456789abcdef"),
+            entry("m", 201, codec="diff", params={"base": 0}, decoded="0123456789abcdef"),
         ],
-        205: [entry("ckptstore/gradient/w", 205, 44, dtype="BF16", codec="sparse", params={"k": True})],
+        205: [entry("ckptstore/gradient/w", 205, dtype="BF16", codec="sparse", params={"k": True})],
     }
-    steps[205].append(entry("v2", 205, 64, codec="diff"))
+    steps[205].append(entry("v2", 205, codec="diff"))
     trees = {step: {"step": step, "w": {"$t": "w"}} for step in steps}
-    bases = (CheckpointId(3, 199, "1" * 32), CheckpointId(2, 40, "2" * 32))
-    doc = SegmentDoc(RUN, 3, "d" * 32, "gradient", tuple(steps), 0, bases, trees, lossy=True, extra={"later": [1.5]})
+    below = CheckpointId(2, 40, "2" * 32)
+    told = {
+        200: StepEncoding(2, "delta", below, TIME, part=Part("d" * 32, 0, 2)),
+        201: StepEncoding(3, "gradient", CheckpointId(2, 200, "1" * 32), TIME + 0.25, lossy=True),
+        205: StepEncoding(3, "full", None, -1.5, lossy=True),
+    }
+    parents = {2: None, 3: below}
+    doc = SegmentDoc(RUN, 3, "d" * 32, told, parents=parents, trees=trees, extra={"later": [1.5]})
     return packed(doc, steps)
 
 
 def nothing_packed() -> tuple[bytes, SegmentDoc]:
     """A packed segment with a tree and no payload."""
-    return packed(SegmentDoc(RUN, 3, "e" * 32, "delta", (300,), trees={300: [1, 2, 3]}), {300: []})
+    return packed(SegmentDoc(RUN, 3, "e" * 32, {300: StepEncoding(3, "delta")}, trees={300: [1, 2, 3]}), {300: []})
 
 
 GOLDEN: Mapping[str, Callable[[], tuple[bytes, SegmentDoc]]] = {
@@ -172,7 +194,6 @@ def describe(data: bytes, doc: SegmentDoc) -> dict[str, Any]:
     """What has to be read from a golden segment."""
     header = int.from_bytes(data[:8], "little") + 8
     doc_json = asdict(doc)
-    doc_json["bases"] = [list(base) for base in doc.bases]
     return {
         "size": len(data),
         "header": header,
@@ -192,7 +213,3 @@ def main(folder: Path) -> None:
     zstd = list(zstandard.ZSTD_VERSION)
     text = json.dumps({"zstd": zstd, "segments": described}, indent=1)
     (folder / "segments-1.json").write_text(text + "\n", encoding="ascii")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

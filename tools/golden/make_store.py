@@ -1,7 +1,6 @@
-"""Make a golden store: ``python -m tools.golden.make_store FOLDER``.
+"""A golden store: later versions have to restore every step of it, bit for bit.
 
-Run once per released format, and the result is committed under ``tests/golden``: later versions have to restore every
-step of it, bit for bit. It has a little of everything that writers write: two terms of which one forks, fulls (as they
+It has a little of everything that writers write: two terms of which one forks, fulls (as they
 are and compressed), deltas, gradient diffs of every kind, a lossy one, a merge, a retired checkpoint, tags, a fold.
 """
 
@@ -9,11 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +20,7 @@ from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
 from ckptstore.merging import merge
 from ckptstore.store import Store
+from tools.golden.still import still
 
 ADAM = optim.AdamW(beta1=0.9, beta2=0.95, weight_decay=0.1)
 SGD = optim.SGD(momentum=0.9, nesterov=True)
@@ -120,11 +117,7 @@ def expectations(store: Store) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     """Write the store, and beside it ``NAME.json``: what has to come out of it."""
-    with mock.patch.object(platform, "node", return_value="golden"):
+    with still(1):
         store = ckptstore.open(folder, create=True)
         fill(store)
     folder.with_suffix(".json").write_text(json.dumps(expectations(store), indent=1, sort_keys=True) + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,0 +1,142 @@
+"""What a segment says of each of its steps: whose checkpoint, how it is encoded, and on what that builds.
+
+Columns again, beside the document's ``steps``. With them a COMMIT can be made again from its segments alone: which
+encodings there are, what each builds on, which segments it reads; and with ``parents`` the OPEN of a term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from ckptstore.formats.members import Members, hexadecimal, is_time, natural
+from ckptstore.formats.records import CheckpointId
+
+__all__ = ["Part", "StepEncoding", "read_parents", "read_steps", "step_columns"]
+
+_NOTHING: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several segments that an encoding reads.
+
+    Attributes:
+        first: uuid of the encoding's first segment: tells it from other encodings of the same checkpoint.
+        number: which one this is, from 0.
+        count: how many there are, at least 2.
+    """
+
+    first: str
+    number: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEncoding:
+    """An encoding of one checkpoint, as the segment that holds it knows it.
+
+    Attributes:
+        term: the checkpoint's; a merged segment may be of a later one.
+        kind: ``full``, ``delta``, ``gradient``, or what a later version adds.
+        base: the checkpoint that it builds on; None: it needs no other.
+        time: when the checkpoint was made, seconds since 1970 UTC.
+        lossy: some tensor is not what training had, bit for bit (asked for by name).
+        part: which part of the encoding is here; None: all of it.
+    """
+
+    term: int
+    kind: str
+    base: CheckpointId | None = None
+    time: float = 0.0
+    lossy: bool = False
+    part: Part | None = None
+
+
+def step_columns(encodings: Mapping[int, StepEncoding]) -> dict[str, Any]:
+    """The members ``steps`` to ``parts`` of a document."""
+    rows = encodings.values()
+    return {
+        "steps": list(encodings),
+        "terms": [row.term for row in rows],
+        "kinds": [row.kind for row in rows],
+        "times": [row.time for row in rows],
+        "bases": [None if row.base is None else list(row.base) for row in rows],
+        "lossy": [step for step, row in encodings.items() if row.lossy],
+        "parts": [
+            [step, row.part.first, row.part.number, row.part.count]
+            for step, row in encodings.items()
+            if row.part is not None
+        ],
+    }
+
+
+def read_steps(members: Members) -> dict[int, StepEncoding]:
+    """Take what `step_columns` wrote out of `members`.
+
+    Raises:
+        FormatError: something else, or steps that do not ascend.
+    """
+    steps = members.items("steps", lambda step: step if natural(step) else None, "steps")
+    if not steps or any(left >= right for left, right in pairwise(steps)):
+        members.refuse("steps", "a list of ascending steps")
+    terms = members.items("terms", lambda term: term if natural(term) and term else None, "terms")
+    kinds = members.names("kinds")
+    times = members.items("times", lambda time: float(time) if is_time(time) else None, "numbers of seconds")
+    bases = members.items("bases", _base, "[term, step, state] or null")
+    for name, column in (("terms", terms), ("kinds", kinds), ("times", times), ("bases", bases)):
+        if len(column) != len(steps):
+            members.refuse(name, f"a list of {len(steps)}, one for each step")
+    lossy = members.items("lossy", lambda step: step if natural(step) else None, "steps")
+    _some(members, "lossy", lossy, steps)
+    rows = members.items("parts", _part, "[step, segment, number, count]")
+    _some(members, "parts", [step for step, _ in rows], steps)
+    parts, marked = dict(rows), frozenset(lossy)
+    found = {}
+    for step, term, kind, time, base in zip(steps, terms, kinds, times, bases, strict=True):
+        below = base if isinstance(base, CheckpointId) else None
+        found[step] = StepEncoding(term, kind, below, time, step in marked, parts.get(step))
+    return found
+
+
+def read_parents(members: Members) -> dict[int, CheckpointId | None]:
+    """Take ``parents``: term -> the checkpoint it continues from. Raises `FormatError`."""
+    rows = members.items("parents", _parent, "[term, null or [term, step, state]]")
+    if any(left[0] >= right[0] for left, right in pairwise(rows)):
+        members.refuse("parents", "a list of ascending terms")
+    return dict(rows)
+
+
+def _some(members: Members, name: str, found: Sequence[int], steps: Sequence[int]) -> None:
+    if any(left >= right for left, right in pairwise(found)) or not set(found) <= set(steps):
+        members.refuse(name, "a list of the segment's steps, ascending")
+
+
+def _base(value: Any) -> CheckpointId | object | None:
+    """`_NOTHING` for null: None says that `value` is something else."""
+    if value is None:
+        return _NOTHING
+    if type(value) is not list or len(value) != 3 or not hexadecimal(value[2]):
+        return None
+    return CheckpointId(*value) if natural(value[0]) and natural(value[1]) and value[0] else None
+
+
+def _parent(value: Any) -> tuple[int, CheckpointId | None] | None:
+    if type(value) is not list or len(value) != 2 or not natural(value[0]) or not value[0]:
+        return None
+    parent = _base(value[1])
+    if parent is None:
+        return None
+    below = parent if isinstance(parent, CheckpointId) else None
+    return None if below is not None and below.term >= value[0] else (value[0], below)
+
+
+def _part(value: Any) -> tuple[int, Part] | None:
+    if type(value) is not list or len(value) != 4 or not natural(value[0]) or not hexadecimal(value[1]):
+        return None
+    number, count = value[2:]
+    if not natural(number) or not natural(count) or count < 2 or number >= count:
+        return None
+    return value[0], Part(value[1], number, count)

@@ -1,0 +1,81 @@
+"""The golden optimizer steps give what they gave: by us, in both forms of the kernels, and by the page's decoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+import ckptstore.formats
+from ckptstore.formats import compiled, optim, steps
+from ckptstore.formats.digest import digest
+from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.segment import SegmentDoc, header_length, parse
+from tools.conformance.page import steps as page
+from tools.golden import make_codecs, make_steps
+
+GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
+EXPECTED = json.loads((GOLDEN / "steps-1.json").read_text())
+
+
+def golden(name: str) -> tuple[bytes, SegmentDoc]:
+    data, expected = (GOLDEN / name).read_bytes(), EXPECTED["segments"][name]
+    header = data[: header_length(data, len(data), name)]
+    assert (xxh3_128(data), header_hash(header)) == (expected["hash"], expected["header_hash"])
+    return data, parse(header, len(data), name, lambda offset, length: data[offset : offset + length])
+
+
+@pytest.mark.parametrize("reader", ["page", *compiled.KINDS])
+def test_golden_steps_stay_readable(reader: str, request: pytest.FixtureRequest) -> None:
+    if reader == "compiled":
+        pytest.importorskip("numba")
+    if reader != "page":
+        request.addfinalizer(lambda: compiled.use(None))
+        compiled.use(reader)
+    (below, base), (data, doc) = golden(make_steps.BASE), golden(make_steps.STEPS)
+    old, tensors = base.tensors[20], doc.tensors[21]
+    images: dict[str, bytes] = {}
+    for group in steps.groups_of(tensors, "golden"):
+        (chunk,) = tensors[group.leader].chunks
+        payload = data[chunk.offset : chunk.offset + chunk.length]
+        slots = []
+        for slot in range(len(group.members[0])):
+            parts = [old[member[slot]].chunks[0] for member in group.members]
+            image = b"".join(below[part.offset : part.offset + part.length] for part in parts)
+            slots.append(np.frombuffer(image, "<u4").copy())
+        if reader == "page":
+            slots = page.decode(group.encoding, group.rule.params, payload, slots)
+        else:
+            optim.decode([optim.Layer(group.encoding, group.rule, payload)], slots)
+        cut = len(slots[0]) // len(group.members)
+        for number, member in enumerate(group.members):
+            for name, part in zip(member, slots, strict=True):
+                images[name] = part[number * cut : (number + 1) * cut].tobytes()
+    assert {name: xxh3_128(image) for name, image in images.items()} == EXPECTED["images"]
+    for name, entry in tensors.items():
+        assert (chunk_hash(images[name]), digest(images[name])) == (entry.chunks[0].decoded_hash, entry.digest)
+
+
+def test_they_cover_the_page() -> None:
+    leaders = [entry.params for entry in golden(make_steps.STEPS)[1].tensors[21].values() if "rule" in entry.params]
+    rules = [params["rule"] for params in leaders]
+    assert {rule["rule"] for rule in rules} == set(optim.RULES)
+    assert {params["encoding"] for params in leaders} == {"predicted", "replayed", "sparse"}
+    assert {(rule["rule"], rule.get("variant")) for rule in rules} >= {
+        *(("adam/1", variant) for variant in ("fma", "plain", "divide")),
+        *(("sgd/1", variant) for variant in ("fma", "plain")),
+    }
+    for flag in ("amsgrad", "maximize", "buffer", "first", "nesterov"):
+        assert {rule[flag] for rule in rules if flag in rule} == {True, False}, flag
+    assert {len(params["members"]) for params in leaders} == {1, 2}
+
+
+@pytest.mark.parametrize("maker", [make_steps, make_codecs], ids=["steps", "codecs"])
+def test_the_scripts_make_the_golden_files(maker: object, tmp_path: Path) -> None:
+    maker.main(tmp_path)  # type: ignore[attr-defined]
+    if list(zstandard.ZSTD_VERSION) == EXPECTED["zstd"]:
+        for path in tmp_path.iterdir():
+            assert path.read_bytes() == (GOLDEN / path.name).read_bytes(), path.name

@@ -1,0 +1,108 @@
+"""The conformance set: two readers give what is expected, ours and the one from the page; a wrong answer is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.formats import compiled
+from tools.conformance.__main__ import SET, main
+from tools.conformance.comparing import differences
+from tools.conformance.ours import answer
+from tools.conformance.page.codecs import RefusedError
+from tools.conformance.page.store import Store
+from tools.golden import make_conformance
+
+STORES: dict[str, Any] = json.loads(SET.read_text())["stores"]
+
+
+@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("name", STORES)
+def test_our_reader(name: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if kind == "compiled":
+        pytest.importorskip("numba")
+    request.addfinalizer(lambda: compiled.use(None))
+    compiled.use(kind)
+    folder = shutil.copytree(SET.parent / name, tmp_path / "store")  # reading leaves a pin for a while
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert differences(STORES[name]["expected"], answer(folder)) == []
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_the_reader_from_the_page(name: str) -> None:
+    try:
+        found = Store(SET.parent / name).answer()
+    except RefusedError as error:
+        found = {"refused": str(error)}
+    assert differences(STORES[name]["expected"], found) == []
+
+
+def test_the_reader_from_the_page_knows_nothing_of_ours() -> None:
+    """Else it would prove little."""
+    code = "import sys, tools.conformance.page.store; sys.exit(any(m.startswith('ckptstore') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=SET.parents[3]).returncode == 0
+
+
+def test_the_set_has_everything() -> None:
+    expected = {name: store["expected"] for name, store in STORES.items()}
+    assert {*make_conformance.STORES, "../store-1"} == expected.keys()
+    assert {name for name, one in expected.items() if "refused" in one} == {"incompat", "features-read", "major-2"}
+    lost = {name for name, one in expected.items() for c in one.get("checkpoints", {}).values() if "error" in c}
+    assert lost == {"damaged-segment", "unknown-rule"}
+    assert any(one["lossy"] for one in expected["../store-1"]["checkpoints"].values())
+
+
+def reader(path: Path, text: str) -> list[str]:
+    """An executable that prints `text`."""
+    path.write_text(f"print({text!r})\n")
+    return [sys.executable, str(path)]
+
+
+def test_the_script_runs_an_executable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Right for the one store, wrong for the other, and one that prints nothing that could be read."""
+    stores = {name: STORES[name] for name in ("incompat", "features-write")}
+    small = tmp_path / "set.json"
+    small.write_text(json.dumps({"stores": stores}))
+    assert main(["--set", str(small), *reader(tmp_path / "a.py", '{"refused": "x"}')]) == 1
+    out = capsys.readouterr().out
+    assert "ok    incompat" in out
+    assert "FAIL  features-write" in out
+    assert main(["--set", str(small), *reader(tmp_path / "b.py", "what?")]) == 2
+    assert "no answer" in capsys.readouterr().out
+    assert main(["--set", str(small), str(tmp_path / "nothing-here")]) == 2
+    assert main([sys.executable, "-m", "tools.conformance.page"]) == 0
+    assert "all as expected" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({"latest": "1@1"}, "checkpoints: missing"),
+        ({"latest": "1@1", "checkpoints": {"1@1": {"a": [1, 2]}}, "more": 1}, "more: not expected"),
+        ({"latest": "2@1", "checkpoints": {"1@1": {"a": [1, 2]}}}, "/latest: '2@1' instead of '1@1'"),
+        ({"latest": "1@1", "checkpoints": {"1@1": {"a": [1, 3]}}}, "/checkpoints/1@1/a/1: 3 instead of 2"),
+        ({"latest": "1@1", "checkpoints": {"1@1": {"a": [1]}}}, "/checkpoints/1@1/a: [1] instead of [1, 2]"),
+        ({"latest": "1@1", "checkpoints": {"1@1": {"a": [True, 2]}}}, "/0: True instead of 1"),
+        ({"latest": {"error": ""}, "checkpoints": {"1@1": {"a": [1, 2]}}}, "/latest"),
+        ({"refused": "no"}, "latest: missing"),
+        ([], "instead of"),
+    ],
+)
+def test_every_difference_is_told(found: Any, reason: str) -> None:
+    expected = {"latest": "1@1", "checkpoints": {"1@1": {"a": [1, 2]}}}
+    assert differences(expected, expected) == []
+    assert reason in "\n".join(differences(expected, found))
+
+
+def test_texts_of_errors_are_not_compared() -> None:
+    assert differences({"refused": "a"}, {"refused": "b"}) == []
+    assert differences({"x": {"error": "a"}}, {"x": {"error": "b"}}) == []
+    assert "has to be refused" in differences({"refused": "a"}, {"latest": None, "checkpoints": {}})[0]

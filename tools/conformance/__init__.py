@@ -1,0 +1,19 @@
+"""The conformance set: whole stores, and what has to come out of them, for readers in any language.
+
+``tests/golden/conformance`` holds the stores and ``conformance-1.json``::
+
+    {"stores": {NAME: {"about": text, "expected": ANSWER}, ...}}
+
+An executable under test is given the path of one store and prints its ANSWER, a JSON object, on standard output::
+
+    {"refused": text}                                 the store must not be read (an unknown feature)
+    {"latest": "STEP@TERM" | null | {"error": text},
+     "checkpoints": {"STEP@TERM": CHECKPOINT, ...}}   every promised checkpoint
+    CHECKPOINT = {"error": text}                      it cannot be restored
+               | {"state": state hash, "lossy": boolean, "tree": the tree of SPEC.md 3.1,
+                  "tensors": {name: {"dtype": logical, "shape": [...], "hash": XXH3-128 of its image}, ...}}
+
+Texts are not compared. ``python -m tools.conformance COMMAND ...`` runs ``COMMAND ... STORE`` for every store; two such
+commands are here: ``python -m tools.conformance.ours`` and ``python -m tools.conformance.page``, a reader made from
+``formats/SPEC.md`` alone.
+"""

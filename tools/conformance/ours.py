@@ -1,0 +1,51 @@
+"""ckptstore itself, as an executable under test: ``python -m tools.conformance.ours STORE``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ckptstore
+from ckptstore.formats.errors import CkptError, CorruptionError, FormatError
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.store import Store
+
+__all__ = ["answer"]
+
+
+def answer(folder: Path) -> dict[str, Any]:
+    """What the store at `folder` holds: see `tools.conformance`."""
+    try:
+        store = ckptstore.open(folder)
+        found = store.checkpoints()
+    except CkptError as error:
+        return {"refused": str(error)}
+    try:
+        latest: Any = store.checkpoint("latest").ref if found else None
+    except CkptError as error:
+        latest = {"error": str(error)}
+    return {"latest": latest, "checkpoints": {info.ref: _checkpoint(store, info.ref) for info in found}}
+
+
+def _checkpoint(store: Store, ref: str) -> dict[str, Any]:
+    try:
+        info = store.checkpoint(ref)
+        tensors = {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "hash": xxh3_128(store.read_tensor(ref, name).tobytes()),
+            }
+            for name, entry in store.tensors(ref).items()
+        }
+        return {"state": info.state, "lossy": info.lossy, "tree": store.tree(ref), "tensors": tensors}
+    except (CorruptionError, FormatError) as error:
+        return {"error": str(error)}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(answer(Path(sys.argv[1]))))

@@ -1,0 +1,251 @@
+"""SPEC.md 6 to 8 and READ of 10: FORMAT, slots, manifests and folds; and the catalog that they give."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import zstandard
+
+from tools.conformance.page.codecs import RefusedError
+
+Node = tuple[int, int]
+
+
+class DamagedError(Exception):
+    """A text is not as it was written."""
+
+
+@dataclass
+class Catalog:
+    """7.4"""
+
+    term: int = 0
+    nonces: dict[int, str] = field(default_factory=dict)
+    orphans: set[int] = field(default_factory=set)
+    last: str | None = "0" * 32  # None: the slot before was damaged
+    parents: dict[int, Any] = field(default_factory=dict)
+    checkpoints: dict[Node, dict[str, Any]] = field(default_factory=dict)
+    retired: set[Node] = field(default_factory=set)
+    encodings: dict[Node, list[dict[str, Any]]] = field(default_factory=dict)
+    segments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unsettled: bool = False
+
+    def promised(self) -> list[Node]:
+        return [node for node in self.checkpoints if node not in self.retired]
+
+    def latest(self) -> Node | None:
+        term, below = self.term, 1 << 60
+        while term:
+            if found := [step for one, step in self.promised() if one == term and step <= below]:
+                return term, max(found)
+            if term in self.orphans:
+                self.unsettled = True
+            parent = self.parents.get(term)
+            term, below = (parent[0], parent[1]) if parent else (0, 0)
+        return None
+
+
+def unsealed(data: bytes) -> dict[str, Any]:
+    text = data[:-34]
+    if data[-34:] != b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n":
+        raise DamagedError
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise DamagedError
+    return found
+
+
+def read_format(folder: Path) -> dict[str, Any]:
+    found = unsealed((folder / "FORMAT").read_bytes())
+    if found["major"] != 1 or found["features"].get("read"):
+        raise RefusedError("features of FORMAT")
+    return found
+
+
+def read(folder: Path) -> Catalog:
+    """READ; nobody writes meanwhile, so that nothing is ever stale."""
+    format_file = read_format(folder)
+    catalog, seq = newest_fold(folder, format_file["run"])
+    slots = sorted(int(path.name) for path in (folder / "log").glob("*"))
+    while slots and seq <= slots[-1]:
+        data = path.read_bytes() if (path := folder / "log" / f"{seq:020d}").exists() else b""
+        try:
+            slot = unsealed(data)
+            check_slot(slot, format_file["run"], seq)
+            check_continues(catalog, slot)
+            apply(catalog, whole(folder, slot))
+            catalog.last = xxhash.xxh3_128_hexdigest(data)
+        except DamagedError:
+            catalog.unsettled, catalog.last = True, None
+        seq += 1
+    if seq % format_file["anchor_every"]:
+        above = (seq // format_file["anchor_every"] + 1) * format_file["anchor_every"]
+        assert not (folder / "log" / f"{above:020d}").exists()
+    return catalog
+
+
+def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
+    if slot["ckptstore"] not in ("open", "commit"):
+        raise RefusedError("kind of a slot")
+    if slot.get("incompat"):
+        raise RefusedError("features of a slot")
+    if slot["run"] != run or slot["seq"] != seq:
+        raise DamagedError
+
+
+def check_continues(catalog: Catalog, slot: dict[str, Any]) -> None:
+    if catalog.last is not None and slot["previous"] != catalog.last:
+        raise DamagedError
+    if slot["ckptstore"] == "open":
+        follows = slot["term"] > catalog.term
+    elif slot["term"] == catalog.term:
+        follows = catalog.nonces.get(slot["term"]) == slot["nonce"]
+    else:
+        follows = catalog.last is None and slot["term"] > catalog.term
+    if not follows:
+        raise DamagedError
+
+
+def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
+    """7.3"""
+    if "manifest" not in slot:
+        return slot
+    pointer = slot["manifest"]
+    data = (folder / "seg" / f"{slot['term']:010d}" / f"{pointer['id']}.json").read_bytes()
+    if (len(data), xxhash.xxh3_128_hexdigest(data)) != (pointer["size"], pointer["hash"]):
+        raise DamagedError
+    return unsealed(data)
+
+
+def apply(catalog: Catalog, record: dict[str, Any]) -> None:
+    term = record["term"]
+    if record["ckptstore"] == "open":
+        catalog.term, catalog.unsettled = term, False
+        catalog.parents[term], catalog.nonces[term] = record["parent"], record["nonce"]
+        if parent := record["parent"]:
+            promised = catalog.checkpoints.get((parent[0], parent[1]))
+            if promised is None or (parent[0], parent[1]) in catalog.retired or promised["state"] != parent[2]:
+                catalog.orphans.add(term)
+        return
+    if term > catalog.term:  # its OPEN is damaged
+        catalog.term = term
+        catalog.parents[term], catalog.nonces[term] = None, record["nonce"]
+    catalog.segments |= {one["id"]: {**one, "term": term} for one in record.get("segments", [])}
+    for one in record.get("checkpoints", []):
+        catalog.checkpoints[term, one["step"]] = {**one, "term": term}
+        catalog.unsettled = False
+    for one in record.get("encodings", []):
+        node = tuple(one["checkpoint"])
+        if node in catalog.checkpoints:
+            catalog.encodings.setdefault(node, []).append(one)
+    for node in record.get("retires", []):
+        catalog.retired.add(tuple(node))
+    dropped = set(record.get("drops", []))
+    for node, edges in list(catalog.encodings.items()):
+        catalog.encodings[node] = [edge for edge in edges if not dropped & set(edge["segments"])]
+    for segment in dropped:
+        catalog.segments.pop(segment, None)
+    for node in [node for node in catalog.retired if not catalog.encodings.get(node)]:
+        catalog.checkpoints.pop(node, None)
+        catalog.retired.discard(node)
+
+
+# ---- 8
+
+
+def newest_fold(folder: Path, run: str) -> tuple[Catalog, int]:
+    """The catalog of the newest valid fold, and the slot to go on with."""
+    for path in sorted((folder / "fold").glob("*"), reverse=True):
+        data = path.read_bytes()
+        head, digest, frame = data.split(b"\n", 2)
+        if head != b"ckptstore fold" or xxhash.xxh3_128_hexdigest(frame).encode() != digest:
+            continue
+        line, _, columns = zstandard.decompress(frame, max_output_size=1 << 30).partition(b"\n")
+        found = json.loads(line)
+        if found.get("incompat"):
+            raise RefusedError("features of a fold")
+        if found["run"] == run and path.name == f"{found['seq']:020d}-{digest.decode()[:16]}":
+            return unfolded(found, columns), found["seq"] + 1
+    return Catalog(), 0
+
+
+def split(joined: str) -> list[str]:
+    return [joined[at : at + 32] for at in range(0, len(joined), 32)]
+
+
+def identities(columns: dict[str, Any]) -> list[Any]:
+    states = iter(split(columns["state"]))
+    pairs = zip(columns["term"], columns["step"], strict=True)
+    return [[term, step, next(states)] if term else None for term, step in pairs]
+
+
+class Columns:
+    """What stands behind the JSON of a fold, taken column by column."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def _take(self, size: int) -> bytes:
+        taken, self.data = self.data[:size], self.data[size:]
+        assert len(taken) == size
+        return taken
+
+    def numbers(self, rows: int) -> list[int]:
+        return [number for (number,) in struct.iter_unpack("<Q", self._take(8 * rows))]
+
+    def times(self, rows: int) -> list[float]:
+        return [time for (time,) in struct.iter_unpack("<d", self._take(8 * rows))]
+
+    def flags(self, rows: int) -> list[bool]:
+        return [bool(flag) for flag in self._take(rows)]
+
+    def hashes(self, rows: int) -> list[str]:
+        return split(self._take(16 * rows).hex())
+
+
+def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
+    catalog, columns = Catalog(found["term"], last=found["last"]), Columns(data)
+    terms = found["terms"]
+    catalog.parents = dict(zip(terms["term"], identities(terms["parent"]), strict=True))
+    catalog.nonces = dict(zip(terms["term"], split(terms["nonce"]), strict=True))
+    catalog.orphans = {term for term, there in zip(terms["term"], terms["found"], strict=True) if not there}
+    for table in ("checkpoints", "bases"):
+        rows = found[table]["rows"]
+        keys = zip(columns.numbers(rows), columns.numbers(rows), columns.hashes(rows), strict=True)
+        for term, step, state in keys:
+            catalog.checkpoints[term, step] = {"term": term, "step": step, "state": state}
+            if table == "bases":
+                catalog.retired.add((term, step))
+        columns.times(rows)
+        for _ in ("tensors", "bytes", "slot") if table == "checkpoints" else ("tensors", "bytes"):
+            columns.numbers(rows)
+    rows = found["segments"]["rows"]
+    ids = columns.hashes(rows)
+    numbers = [columns.numbers(rows) for _ in ("term", "size", "header")]
+    for row in zip(ids, *numbers, columns.hashes(rows), strict=True):
+        catalog.segments[row[0]] = dict(zip(("id", "term", "size", "header", "hash"), row, strict=True))
+    table = found["encodings"]
+    unfold_encodings(catalog, table, columns, ids + split(table.get("loose", "")))
+    assert not columns.data
+    settled = max((terms["seq"][row] for row in range(len(terms["seq"])) if terms["known"][row]), default=-1)
+    catalog.unsettled = any(slot > settled for slot in found.get("damage", []))
+    return catalog
+
+
+def unfold_encodings(catalog: Catalog, table: dict[str, Any], columns: Columns, ids: list[str]) -> None:
+    rows = table["rows"]
+    nodes = zip(columns.numbers(rows), columns.numbers(rows), strict=True)
+    kinds = [table["kinds"][place] for place in columns.numbers(rows)]
+    bases = zip(columns.numbers(rows), columns.numbers(rows), columns.hashes(rows), strict=True)
+    counts, lossy, _ = columns.numbers(rows), columns.flags(rows), columns.numbers(rows)
+    places = iter(columns.numbers(table["uses"]))
+    for node, kind, base, count, flag in zip(nodes, kinds, bases, counts, lossy, strict=True):
+        segments = [ids[next(places)] for _ in range(count)]
+        edge = {"kind": kind, "base": list(base) if base[0] else None, "lossy": flag, "segments": segments}
+        catalog.encodings.setdefault(node, []).append(edge)
+    assert next(places, None) is None

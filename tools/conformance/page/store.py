@@ -1,0 +1,175 @@
+"""A whole store: every promised checkpoint, restored by the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tools.conformance.page import codecs, log, segments, steps
+from tools.conformance.page.codecs import RefusedError
+
+CHUNK = 1 << 24
+
+
+class LostError(Exception):
+    """A checkpoint cannot be restored."""
+
+
+class State:
+    """A restored checkpoint."""
+
+    def __init__(self, tree: Any, tensors: dict[str, dict[str, Any]], images: dict[str, bytes]) -> None:
+        self.tree, self.tensors, self.images = tree, tensors, images
+
+
+class Store:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.catalog = log.read(folder)
+        self.states: dict[log.Node, State] = {}
+
+    def answer(self) -> dict[str, Any]:
+        latest: Any = self.catalog.latest()
+        if latest is not None:
+            latest = {"error": "the log is damaged"} if self.catalog.unsettled else f"{latest[1]}@{latest[0]}"
+        found = {}
+        for term, step in self.catalog.promised():
+            try:
+                found[f"{step}@{term}"] = self.describe((term, step))
+            except (LostError, RefusedError) as error:
+                found[f"{step}@{term}"] = {"error": f"{error!r}"}
+        return {"latest": latest, "checkpoints": found}
+
+    def describe(self, node: log.Node) -> dict[str, Any]:
+        state = self.restore(node)
+        tensors = {
+            name: {"dtype": one["dtype"], "shape": one["shape"], "hash": xxhash.xxh3_128_hexdigest(state.images[name])}
+            for name, one in state.tensors.items()
+        }
+        edges = self.catalog.encodings[node]
+        lossy = all(edge["lossy"] for edge in edges)
+        return {
+            "state": self.catalog.checkpoints[node]["state"],
+            "lossy": lossy,
+            "tree": state.tree,
+            "tensors": tensors,
+        }
+
+    def restore(self, node: log.Node) -> State:
+        """By the first encoding that leads there."""
+        if node in self.states:
+            return self.states[node]
+        for edge in self.catalog.encodings.get(node, []):
+            below: State | None = None
+            if edge["base"] is not None:
+                base = (edge["base"][0], edge["base"][1])
+                if self.catalog.checkpoints.get(base, {}).get("state") != edge["base"][2]:
+                    continue
+                below = self.restore(base)
+            state = self.apply(node, edge, below)
+            if state_hash(state) != self.catalog.checkpoints[node]["state"]:
+                raise LostError("another state")
+            self.states[node] = state
+            return state
+        raise LostError("no path")
+
+    def apply(self, node: log.Node, edge: dict[str, Any], below: State | None) -> State:
+        tensors: dict[str, dict[str, Any]] = {}
+        stored: dict[str, list[bytes]] = {}
+        step, trees = str(node[1]), []
+        for segment in edge["segments"]:
+            data, doc = self.segment(segment)
+            told = doc["encodings"].get(step)
+            if told is None or told["term"] != node[0] or told["base"] != edge["base"]:
+                raise LostError("the segment says otherwise")
+            trees += [doc["trees"][step]] if step in doc["trees"] else []
+            for name, tensor in doc["tensors"][step].items():
+                tensors[name] = tensor
+                stored[name] = [payload(data, chunk) for chunk in tensor["chunks"]]
+        (tree,) = trees
+        images = decoded(tensors, stored, {} if below is None else below.images)
+        return State(tree, tensors, images)
+
+    def segment(self, identity: str) -> tuple[bytes, dict[str, Any]]:
+        entry = self.catalog.segments[identity]
+        data = (self.folder / "seg" / f"{entry['term']:010d}" / f"{identity}.safetensors").read_bytes()
+        header = data[: entry["header"]]
+        if len(data) != entry["size"] or xxhash.xxh3_128_hexdigest(header) != entry["hash"]:
+            raise LostError("header")
+        return data, segments.read(data)
+
+
+def payload(data: bytes, chunk: dict[str, Any]) -> bytes:
+    found = data[chunk["offset"] : chunk["offset"] + chunk["length"]]
+    if xxhash.xxh3_64_hexdigest(found) != chunk["stored_hash"]:
+        raise LostError("stored bytes")
+    return found
+
+
+def decoded(
+    tensors: dict[str, dict[str, Any]], stored: dict[str, list[bytes]], below: dict[str, bytes]
+) -> dict[str, bytes]:
+    """The images of a step's tensors: those that derive from others last."""
+    images: dict[str, bytes] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["codec"] == "derive"):
+        if tensor["codec"] == "step":
+            if "leader" not in tensor["params"]:
+                images |= taken(tensor["params"], tensors, stored[name], below)
+            continue
+        params = {key: value for key, value in tensor["params"].items() if key != "of"}
+        base = images[tensor["params"]["of"]] if "of" in tensor["params"] else below.get(name, b"")
+        wide = 2 if tensor["codec"] == "derive" else 1
+        parts = [
+            codecs.decode(tensor["codec"], params, data, chunk["logical"], base[wide * k * CHUNK :][: wide * CHUNK])
+            for k, (data, chunk) in enumerate(zip(stored[name], tensor["chunks"], strict=True))
+        ]
+        images[name] = b"".join(parts)
+    for name, tensor in tensors.items():
+        for k, chunk in enumerate(tensor["chunks"]):
+            found = xxhash.xxh3_64_hexdigest(images[name][k * CHUNK : (k + 1) * CHUNK])
+            if chunk["decoded_hash"] not in (None, found):
+                raise LostError("decoded bytes")
+    return images
+
+
+def taken(
+    params: dict[str, Any], tensors: dict[str, dict[str, Any]], payloads: list[bytes], below: dict[str, bytes]
+) -> dict[str, bytes]:
+    """The images of a group's tensors."""
+    members = params["members"]
+    old = [np.frombuffer(b"".join(below[member[slot]] for member in members), "<u4") for slot in range(len(members[0]))]
+    parts = [
+        steps.decode(params["encoding"], params["rule"], data, [one[k << 22 : (k + 1) << 22] for one in old])
+        for k, data in enumerate(payloads)
+    ]
+    images: dict[str, bytes] = {}
+    for slot in range(len(old)):
+        image, at = b"".join(part[slot].tobytes() for part in parts), 0
+        for member in members:
+            length = sum(chunk["logical"] for chunk in tensors[member[slot]]["chunks"])
+            images[member[slot]] = image[at : at + length]
+            at += length
+    return images
+
+
+def state_hash(state: State) -> str:
+    """Section 4."""
+    hasher = xxhash.xxh3_128()
+
+    def part(data: bytes) -> None:
+        hasher.update(len(data).to_bytes(8, "little") + data)
+
+    part(json.dumps(state.tree, separators=(",", ":")).encode())
+    for name, tensor in sorted(state.tensors.items()):
+        part(name.encode())
+        part(tensor["dtype"].encode())
+        part(b"".join(dimension.to_bytes(8, "little") for dimension in tensor["shape"]))
+        image = state.images[name]
+        chunks = [image[at : at + CHUNK] for at in range(0, len(image), CHUNK)]
+        hashes = b"".join(xxhash.xxh3_64_intdigest(chunk).to_bytes(8, "little") for chunk in chunks)
+        part(bytes.fromhex(xxhash.xxh3_128_hexdigest(hashes)))
+    return str(hasher.hexdigest())
