@@ -116,8 +116,11 @@ def full(*_):
     raise ckptstore.StorageError(28, "no space left on the test")
 
 store.backend.open_sink = full
+gate = threading.Event()
+bad._submit(gate.wait)  # the second save shall not hear of the first
 for step in (1, 2):
     bad.save_async(state(step), step)
+gate.set()
 fill(path + "/last", range(1, 4), deltas="auto")
 """
     done = run(code, tmp_path)
