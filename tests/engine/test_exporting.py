@@ -22,10 +22,10 @@ import ckptstore
 from ckptstore import exporting
 from ckptstore.exporting import export
 from ckptstore.formats import jsontext
-from ckptstore.formats.errors import FormatError, StorageError, TensorNotFoundError, UsageError
+from ckptstore.formats.errors import FormatError, StorageError, TensorNotFoundError, UnsupportedStateError, UsageError
 from ckptstore.importing import import_files
 from ckptstore.outputs import refuse_store
-from ckptstore.weightfiles import STATE_MEMBER
+from ckptstore.weightfiles import STATE_MEMBER, open_file
 from tests.engine.states import every_dtype, same, tensor_bytes, training_state
 
 
@@ -285,3 +285,17 @@ def test_no_output_inside_a_store(tmp_path: Path, where: str) -> None:
         refuse_store(root / "FORMAT")
     (tmp_path / "FORMAT").write_text("somebody else's")
     refuse_store(tmp_path / "model.pt")
+
+
+def test_a_tree_too_long_for_a_header_is_refused_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not left out without a word."""
+    store = ckptstore.open(tmp_path / "run")
+    with store.writer() as writer:
+        writer.save({"w": np.ones(3), "notes": "x" * 500}, 1)
+    export(store, 1, tmp_path / "x.safetensors")
+    monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", 400)
+    with pytest.raises(UnsupportedStateError, match=r"^state\['notes'\]: takes"):
+        export(store, 1, tmp_path / "y.safetensors")
+    with pytest.raises(UnsupportedStateError, match=r"x\.safetensors: state\['notes'\]: takes"):
+        open_file(tmp_path / "x.safetensors")
+    assert export(store, 1, tmp_path / "y.pt", format="pt").tensors == 1

@@ -329,6 +329,7 @@ def test_an_index_that_lies(tmp_path: Path, kind: str) -> None:
     good = json.loads(index.read_text())["weight_map"]
     for weight_map, message in [
         ({**good, "d": good["c"]}, "has no tensor 'd'"),
+        ({"a": good["a"], "c": good["c"]}, "does not name 'b', which is in the shard model-00001"),
         ({**good, "d": "model-3.safetensors"}, "is missing"),
         ({**good, "d": "../../etc/passwd"}, "not a file beside the index"),
         ({}, "no weight_map"),
