@@ -352,3 +352,24 @@ def test_several_that_build_on_one(form: Any) -> None:
     report = ckptstore.verify(store, deep=True)
     assert report.ok, report.damage
     assert len(report.restorable) == 9
+
+
+def test_a_segment_that_goes_away_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read once, and is not there when it is to be decoded."""
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
+    save_chain(store, 4)
+    keys: list[str] = []
+    open_source = MemoryBackend.open_source
+
+    def gone(self: Any, key: str) -> Any:
+        keys.append(key)
+        if len(keys) == 8:  # described again, the last of four
+            self.delete(key)
+        return open_source(self, key)
+
+    monkeypatch.setattr(MemoryBackend, "open_source", gone)
+    report = ckptstore.verify(store, deep=True, threads=1)
+    (damage,) = report.damage
+    assert damage.key == keys[7]
+    assert "missing" in damage.what
+    assert report.lost == ("4@1",)
