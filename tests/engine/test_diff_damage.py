@@ -128,10 +128,11 @@ def test_a_diff_repeated(forge: Forge) -> None:
 def test_whole_steps_in_the_other_order(forge: Forge) -> None:
     """Each is consistent in itself, and is not what the log says it is."""
 
-    def swap(doc: SegmentDoc) -> SegmentDoc:
-        return replace(doc, tensors={**doc.tensors, 3: doc.tensors[4], 4: doc.tensors[3]})
+    def swap(coded: dict[int, EncodedStep]) -> None:
+        third, fourth = coded[3], coded[4]
+        coded[3], coded[4] = replace(third, units=fourth.units), replace(fourth, units=third.units)
 
-    found = forge(doc=swap)
+    found = forge(steps=swap)
     found.intact(1, 2)
     for step in (3, 4):
         found.refused(step, says=(f"{step}@1", "another state than the log"))
