@@ -16,7 +16,7 @@ from ckptstore.formats.errors import CorruptionError
 from ckptstore.formats.records import FormatFile, fold_of, object_of, slot_key
 from ckptstore.view import anchor_above
 
-__all__ = ["Link", "audit_log"]
+__all__ = ["Link", "check_log"]
 
 
 class Link(NamedTuple):
@@ -26,7 +26,7 @@ class Link(NamedTuple):
     previous: str
 
 
-def audit_log(
+def check_log(
     backend: Backend, fmt: FormatFile, catalog: Catalog, links: Mapping[int, Link], keys: Iterable[str], found: Findings
 ) -> None:
     """Report slots that are missing or do not continue the log, terms without their parent, and a lost end.

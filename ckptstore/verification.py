@@ -33,7 +33,7 @@ from ckptstore.formats.records import (
     slot_key,
     slot_of,
 )
-from ckptstore.logaudit import Link, audit_log
+from ckptstore.logaudit import Link, check_log
 from ckptstore.planner import Plan, plan_all
 from ckptstore.proving import decoded_bytes, prove
 from ckptstore.scrubbing import scrubbing
@@ -194,7 +194,7 @@ def _history(store: Store, format_file: FormatFile, keys: list[str], found: Find
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
     catalog = read(backend, format_file, look_above=True).catalog
-    audit_log(backend, format_file, catalog, links, keys, found)
+    check_log(backend, format_file, catalog, links, keys, found)
     return catalog
 
 

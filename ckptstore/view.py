@@ -191,10 +191,10 @@ class _Reading:
                 continue
             self.builder, self.fold_seq = CatalogBuilder(catalog, adopt=True), seq
             if self.look_above:
-                self._compare_with_fold()
+                self._check_fold()
             return
 
-    def _compare_with_fold(self) -> None:
+    def _check_fold(self) -> None:
         """Where the fold ends the log may have another writer's record: one of them belongs to another history.
 
         A slot that was lost can be created again, by a writer that the lost record had fenced. A damaged one that the
@@ -243,14 +243,18 @@ class _Reading:
         may have been an OPEN, a COMMIT may bring a newer term.
         """
         catalog = self.builder.catalog
-        after_damage = catalog.damage[-1:] == (self.seq - 1,)
-        if record.previous != catalog.last and not after_damage:
-            return False
         if isinstance(record, OpenRecord):
-            return record.term > catalog.term
+            return self._chained(record) and record.term > catalog.term
         if record.term == catalog.term:
-            return catalog.term in catalog.terms and catalog.terms[catalog.term].nonce == record.nonce
-        return record.term > catalog.term and after_damage
+            return self._chained(record) and catalog.terms[catalog.term].nonce == record.nonce
+        return self._after_damage() and record.term > catalog.term
+
+    def _chained(self, record: Record) -> bool:
+        """Whether the record names the slot before it, or that is damaged, so that its hash says nothing."""
+        return record.previous == self.builder.catalog.last or self._after_damage()
+
+    def _after_damage(self) -> bool:
+        return self.builder.catalog.damage[-1:] == (self.seq - 1,)
 
     def _lost(self) -> bool:
         """Slot `seq` is absent: True (and noted) if it was written once and is missing, not merely unwritten.

@@ -246,11 +246,14 @@ class _Columns:
 
 
 def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
+    terms = _read_terms(_Columns(found.rest().pop("terms", None), f"{what}, terms"), what)
+    if (term := found.number("term")) != max(terms, default=0):
+        raise FormatError(f"{what}: its newest term is {term}, which is not the newest of its terms")
     return Catalog(
-        term=found.number("term"),
+        term=term,
         next_seq=seq + 1,
         last=found.digest("last"),
-        terms=_read_terms(_Columns(found.rest().pop("terms", None), f"{what}, terms"), what),
+        terms=terms,
         checkpoints=NodeTable(tables.checkpoints),
         slots=NodeTable(tables.slots),
         bases=NodeTable(tables.bases),

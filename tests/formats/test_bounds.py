@@ -235,6 +235,15 @@ def test_real_folds_stay_far_from_the_ratio(count: int) -> None:
     assert len(text) < folds.RATIO / 8 * len(data)
 
 
+@pytest.mark.parametrize("term", [0, 1, 3, 2**53])
+def test_the_newest_term_of_a_fold_is_the_newest_of_its_terms(term: int) -> None:
+    document = base()
+    assert document["term"] == 2 == max(document["terms"]["term"])
+    document["term"] = term
+    with pytest.raises(FormatError, match="newest term"):
+        decode(document)
+
+
 # Lines of parents
 
 
