@@ -7,7 +7,8 @@ import os
 import platform
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptstore import refs
 from ckptstore._version import __version__
@@ -98,6 +99,21 @@ class Store:
 
     def __repr__(self) -> str:
         return f"ckptstore.open({self.url!r})"
+
+    def close(self) -> None:
+        """Give up the handle of the store's folder, so that its disk can be unmounted. Close writers before.
+
+        Letting go of the `Store` does the same, sooner or later. Whatever is called afterwards fails.
+        """
+        self.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def url(self) -> str:

@@ -144,6 +144,21 @@ def test_a_store_whose_old_place_is_gone_is_written_to_where_it_is(tmp_path: Pat
     assert (tmp_path / "run" / "log" / "0").read_bytes() == b"x"
 
 
+def test_a_store_that_is_closed_holds_no_folder(tmp_path: Path) -> None:
+    def held() -> list[str]:
+        places = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+        return [place for place in places if place.startswith(str(tmp_path / "run"))]
+
+    with open_store(tmp_path / "run") as store:
+        with store.writer(poll_seconds=None) as writer:
+            writer.save(state(1), step=1)
+        assert store.load("latest")["step"] == 1
+        assert held()
+    assert held() == []
+    with pytest.raises(CkptError):
+        store.load("latest")
+
+
 # A folder below the store
 
 

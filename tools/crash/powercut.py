@@ -251,7 +251,8 @@ def _check(rig: Rig, image: Path, store: str, promised: set[str]) -> int:
     with rig.after(image) as disk:
         if not (disk / store).is_dir() and promised:
             raise Violation(f"the store's folder is gone, and with it {sorted(promised)}")
-        return check(LocalBackend(disk / store), promised)
+        with contextlib.closing(LocalBackend(disk / store)) as backend:  # its handles would keep the disk mounted
+            return check(backend, promised)
 
 
 def campaign(inner: str, cuts: int, *, seed: int = 0, folder: Path | None = None) -> Cuts:
