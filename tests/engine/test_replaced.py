@@ -152,7 +152,7 @@ def test_a_store_that_is_closed_holds_no_folder(tmp_path: Path) -> None:
     with open_store(tmp_path / "run") as store:
         with store.writer(poll_seconds=None) as writer:
             writer.save(state(1), step=1)
-        assert store.load("latest")["step"] == 1
+        assert len(store.checkpoints()) == 1
         assert held()
     assert held() == []
     with pytest.raises(CkptError):
