@@ -227,9 +227,10 @@ class _Reading:
             return True
         if self._follows(record):
             self.builder.apply(record, self.seq, digest)
-        elif self.seq % self.fmt.anchor_every and never_deleted(self.backend, self.fmt, self.seq):
+        elif not self.seq or (self.seq % self.fmt.anchor_every and never_deleted(self.backend, self.fmt, self.seq)):
             # No stray can be where nothing was ever deleted: this is the slot's own text, and it is wrong. (Of an
-            # anchor that cannot be said: it is right, and a stray was taken for history just before it.)
+            # anchor that cannot be said: it is right, and a stray was taken for history just before it. Nothing is
+            # before the first.)
             self.builder.mark_damaged(self.seq, digest)
         else:
             raise _StaleError

@@ -17,6 +17,7 @@ from ckptstore.assembling import held_by, tree_of
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.formats import hashing, jsontext, texts
 from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.records import NO_SLOT
 from ckptstore.formats.state import tensor_names
 from ckptstore.reading import SegmentReader
 from ckptstore.store import Store
@@ -136,15 +137,16 @@ class Crafted:
             data, header = segment.write()
             backend.replace(key, data)
             sealed[key.rpartition("/")[2].partition(".")[0]] = (len(data), header, hashing.header_hash(data[:header]))
-        before = b""
+        before = NO_SLOT
         for key, slot in sorted(self.slots.items()):
             for entry in slot.get("segments", []) if isinstance(slot.get("segments"), list) else []:
                 if isinstance(entry, dict) and entry.get("id") in sealed:
                     entry["size"], entry["header"], entry["hash"] = sealed[entry["id"]]
             if "previous" in slot:
-                slot["previous"] = xxh3_128(before)
-            before = texts.seal(slot)
-            backend.replace(key, before)
+                slot["previous"] = before
+            data = texts.seal(slot)
+            backend.replace(key, data)
+            before = xxh3_128(data)
         return Store(backend)
 
     def _restate(self) -> None:

@@ -236,12 +236,15 @@ def _second_tree(crafted: Crafted) -> None:
 
 OTHER = "0" * 32
 ALL = ("1@1", "2@1", "3@1")
+BASE = "does not build 2@1 on 1@1, as the log says"
 WRONG: dict[str, tuple[Callable[[Crafted], Any], bool, str, tuple[str, ...]]] = {
     "run": (lambda one: _document(one, 2).update(run=OTHER), False, "holds segment", ALL[1:]),
     "term": (lambda one: _document(one, 2).update(term=7), False, "holds segment", ALL[1:]),
     "segment": (lambda one: _document(one, 2).update(segment=OTHER), False, "holds segment", ALL[1:]),
-    "base": (lambda one: _document(one, 2)["bases"][0].__setitem__(2, OTHER), False, "does not build on", ALL[1:]),
-    "no base": (lambda one: _document(one, 2).update(bases=[]), False, "does not build on", ALL[1:]),
+    "base": (lambda one: _document(one, 2)["bases"][0].__setitem__(2, OTHER), False, BASE, ALL[1:]),
+    "no base": (lambda one: _document(one, 2).update(bases=[None]), False, BASE, ALL[1:]),
+    "no row of bases": (lambda one: _document(one, 2).update(bases=[]), False, "one for each step", ALL[1:]),
+    "another term's step": (lambda one: _document(one, 2).update(terms=[2]), False, BASE, ALL[1:]),
     "no tree": (lambda one: _row(one, 2, "w")[0]["trees"].clear(), False, "0 trees", ("2@1",)),
     "two trees": (_second_tree, False, "2 trees", ("2@1",)),
     "twice": (_twice, False, "is in two segments", ALL[1:]),

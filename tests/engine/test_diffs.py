@@ -638,9 +638,9 @@ def test_lossy_marks_are_of_what_is_lossy_and_of_what_holds_it(tmp_path: Path, m
     """A segment that holds one lossy step is lossy; the other steps in it are not."""
     from ckptstore import batches, diffs
 
-    def mixed(backend: Any, steps: Any, **how: Any) -> Any:
+    def mixed(backend: Any, steps: Any, draft: Any, **how: Any) -> Any:
         marked = [replace(one, lossy=one.step == 3) for one in steps]
-        return batches.write_batch(backend, marked, **how)
+        return batches.write_batch(backend, marked, draft, **how)
 
     monkeypatch.setattr(diffs, "write_batch", mixed)
     trainer, store = Trainer(), ckptstore.open(tmp_path / "store", create=True)
@@ -651,6 +651,7 @@ def test_lossy_marks_are_of_what_is_lossy_and_of_what_holds_it(tmp_path: Path, m
     assert [info.step for info in store.checkpoints() if info.lossy] == [3]
     marks = {doc.steps: doc.lossy for _, doc in store.describe(7)}
     assert marks == {(1,): False, (2, 3, 4): True, (5, 6, 7): False}
+    assert [s for _, doc in store.describe(7) for s, encoding in doc.encodings.items() if encoding.lossy] == [3]
     store.load(2)
     with pytest.warns(ckptstore.LossyWarning, match="3@1 is lossy"):
         store.load(3)

@@ -159,6 +159,13 @@ class TestChain:
         with pytest.raises(FencedError):
             save(term, 2)
 
+    def test_a_first_slot_that_continues_something_is_damage(self) -> None:
+        world = World()
+        record = OpenRecord(1, None, "0" * 32, 0.0, previous="5" * 32)
+        world.create(slot_key(0), texts.encode_open(record, seq=0, run=world.fmt.run))
+        found = read(world, world.fmt, patience=HASTE)
+        assert (found.damage, found.catalog.term) == ((0,), 0)
+
     def test_a_lost_fence_that_somebody_filled_is_found_beside_a_fold(self) -> None:
         world = World()
         world.cheap_looks = False

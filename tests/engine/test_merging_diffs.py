@@ -49,7 +49,8 @@ def test_batches_become_one_segment(tmp_path: Path, how: dict[str, Any]) -> None
     (_, full), (_, merged) = store.describe(13)
     assert (full.steps, merged.steps, merged.kind) == ((1,), tuple(range(2, 14)), "gradient")
     assert {(s, n): e.digest for s, held in merged.tensors.items() for n, e in held.items()} == digests
-    assert [base.step for base in merged.bases] == list(range(1, 13))
+    bases = [encoding.base for encoding in merged.encodings.values()]
+    assert [base and base.step for base in bases] == list(range(1, 13))
     after = {info.step: info.stored for info in store.checkpoints()}
     assert sum(after.values()) < sum(before.values())
     assert store.checkpoint(5).kind == "gradient"

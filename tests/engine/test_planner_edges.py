@@ -31,7 +31,7 @@ def catalog_of(*edges: Encoding, nbytes: int = 1000) -> Catalog:
         term, step = edge.checkpoint
         catalog.checkpoints[edge.checkpoint] = CheckpointEntry(term, step, hexed(step), 0.0, 1, nbytes)
         catalog.encodings[edge.checkpoint] = (*catalog.encodings.get(edge.checkpoint, ()), edge)
-        catalog.segments |= {name: segment(int(name, 16)) for name in edge.segments}
+        catalog.segments.update((name, segment(int(name, 16))) for name in edge.segments)
     return catalog
 
 
@@ -99,7 +99,7 @@ def test_a_request_took_effect_if_all_of_it_is_there() -> None:
     request = Request(hexed(7), 1, "two segments", (segment(1), segment(2)), (), (), (), {})
     for there, answer in ((), "void"), ((1,), "void"), ((2,), "void"), ((1, 2), "accepted"):
         catalog = Catalog(term=2)
-        catalog.segments |= {hexed(number): segment(number) for number in there}
+        catalog.segments.update((hexed(number), segment(number)) for number in there)
         assert requests.outcome(catalog, request).answer == answer, there
 
 

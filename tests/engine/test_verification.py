@@ -55,15 +55,15 @@ Break = Callable[[str, int], None]
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """Opening what a path ends with fails, with an error of the system's."""
+    """Opening an object fails, with an error of the system's. It is opened by its name, in its folder's handle."""
 
     def breaks(key: str, number: int) -> None:
-        original = Posix.open
+        original, name = Posix.open, key.rpartition("/")[2]
 
-        def failing(self: Any, path: Any, *rest: Any, **more: Any) -> int:
-            if str(path).endswith(key):
+        def failing(self: Any, path: str, flags: int, dir_fd: int | None = None) -> int:
+            if path == name:
                 raise OSError(number, os.strerror(number), path)
-            return original(self, path, *rest, **more)
+            return original(self, path, flags, dir_fd)
 
         monkeypatch.setattr(Posix, "open", failing)
 

@@ -6,18 +6,21 @@ import pytest
 
 from ckptstore.formats import folds
 from ckptstore.formats.errors import FormatError
-from tests.formats.test_catalog import CHAIN, RUN, document, sealed
+from tests.formats.fold_data import sealed
+from tests.formats.test_catalog import CHAIN, RUN, document
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_an_encoding_names_the_last_segment_or_one_behind_it(beyond: int) -> None:
-    found = document(CHAIN)
-    rows = len(found["segments"]["id"]) // 32 + len(found["encodings"].get("loose", "")) // 32
+    found, columns = document(CHAIN)
+    rows = found["segments"]["rows"] + len(found["encodings"]["loose"]) // 32
     assert rows > 1
-    found["encodings"]["segment"][0] = rows - 1 + beyond
-    text, name = sealed(found)
+    assert columns["encodings.segment"][0] != rows - 1
+    columns["encodings.segment"][0] = rows - 1 + beyond
+    text, name = sealed(found, columns)
     if beyond:
-        with pytest.raises(FormatError, match="segment"):
+        with pytest.raises(FormatError, match=f"segment {rows} of {rows}"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
     else:
-        assert folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold").encodings
+        catalog = folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
+        assert catalog.encodings[1, 1][0].segments == (list(catalog.segments)[-1],)

@@ -33,7 +33,7 @@ from ckptstore.formats.layout import (
 )
 from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.optim.settings import MAX_SCALES
-from ckptstore.formats.records import CommitRecord, FormatFile, OpenRecord, PinRecord, Request, valid_tag
+from ckptstore.formats.records import CheckpointId, CommitRecord, FormatFile, OpenRecord, PinRecord, Request, valid_tag
 from ckptstore.formats.segment import (
     Chunk,
     SegmentDoc,
@@ -47,10 +47,12 @@ from ckptstore.formats.segment import (
 from ckptstore.formats.segment_doc import MAX_DOC_DEPTH
 from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
 from ckptstore.formats.segment_packed import INDEX_LIMIT
+from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.texts import MANIFEST_LIMIT, SLOT_LIMIT
 
 RUN, ID = "0" * 32, "1" * 32
-DRAFT = SegmentDoc(run=RUN, term=1, segment=ID, kind="full", steps=(7,), trees={7: {}})
+DRAFT = SegmentDoc(run=RUN, term=1, segment=ID, encodings={7: StepEncoding(1, "full")}, trees={7: {}})
+COMMIT = {"ckptstore": "commit", "run": RUN, "seq": 1, "previous": "0" * 32, "term": 1, "nonce": ID}
 
 
 def nothing(offset: int, length: int) -> bytes:
@@ -226,10 +228,13 @@ def test_length_of_a_header() -> None:
 
 @pytest.mark.parametrize("plan", [plan_packed, lambda doc: plan_plain([], doc).header_size], ids=["packed", "plain"])
 def test_a_header_is_planned_up_to_its_limit(plan: Callable[[SegmentDoc], int]) -> None:
-    kind = "x" * (1 + HEADER_LIMIT - plan(replace(DRAFT, kind="x")))
-    assert plan(replace(DRAFT, kind=kind)) == HEADER_LIMIT
+    def of_kind(letters: int) -> SegmentDoc:
+        return replace(DRAFT, encodings={7: StepEncoding(1, "x" * letters)})
+
+    letters = 1 + HEADER_LIMIT - plan(of_kind(1))
+    assert plan(of_kind(letters)) == HEADER_LIMIT
     with pytest.raises(FormatError, match="at most 67108864"):
-        plan(replace(DRAFT, kind=kind + "x" * ALIGN))
+        plan(of_kind(letters + ALIGN))
 
 
 def test_an_index_is_encoded_up_to_its_limit() -> None:
@@ -325,10 +330,21 @@ def test_chunks_of_a_packed_segment() -> None:
 
 @pytest.mark.parametrize("number", [MAX_INT, MAX_INT + 1])
 def test_numbers_in_a_document(number: int) -> None:
-    doc = replace(DRAFT, steps=(number,), generation=number, trees={}, term=number)
+    def of_step(step: int, term: int, base: CheckpointId | None = None) -> dict[str, Any]:
+        return {"encodings": {step: StepEncoding(term, "full", base)}, "trees": {}}
+
+    below = CheckpointId(number, number, ID)
+    doc = replace(DRAFT, generation=number, term=number, **of_step(number, number, below))
     if number > MAX_INT:
-        for changed in ({"steps": (number,), "trees": {}}, {"generation": number}, {"term": number}):
-            with pytest.raises(FormatError):
+        for changed, member in (
+            (of_step(number, 1), "steps"),
+            (of_step(7, number), "terms"),
+            (of_step(7, 1, below._replace(step=1)), "bases"),
+            (of_step(7, 1, below._replace(term=1)), "bases"),
+            ({"generation": number}, "generation"),
+            ({"term": number}, "term"),
+        ):
+            with pytest.raises(FormatError, match=f"'{member}'"):
                 plan_packed(replace(DRAFT, **changed))
         return
     header, index = encode_packed(doc, 0, plan_packed(doc))
@@ -378,7 +394,7 @@ def test_terms_and_numbers_in_records(term: int) -> None:
 
 @pytest.mark.parametrize("step", [-1, 0, MAX_INT, MAX_INT + 1])
 def test_steps_in_records(step: int) -> None:
-    data = texts.seal({"ckptstore": "commit", "run": RUN, "seq": 1, "term": 1, "nonce": ID, "retires": [[1, step]]})
+    data = texts.seal(COMMIT | {"retires": [[1, step]]})
     if 0 <= step <= MAX_INT:
         found = texts.decode_record(data, seq=1, run=RUN, what="slot")
         assert isinstance(found, CommitRecord)
@@ -426,11 +442,8 @@ def test_length_of_a_manifest(size: int) -> None:
         asked.append(size)
         return b""
 
-    slot = texts.seal(
-        {"ckptstore": "commit", "run": RUN, "seq": 1, "term": 1, "nonce": ID}
-        | {"manifest": {"id": "2" * 32, "size": size, "hash": "0" * 32}}
-    )
-    with pytest.raises(FormatError):
+    slot = texts.seal(COMMIT | {"manifest": {"id": "2" * 32, "size": size, "hash": "0" * 32}})
+    with pytest.raises(FormatError, match="a manifest of 268435457 bytes" if size > MANIFEST_LIMIT else "checksum"):
         texts.decode_record(slot, seq=1, run=RUN, what="slot", fetch=fetch)
     assert asked == ([size] if size == MANIFEST_LIMIT else [])
 
@@ -461,17 +474,25 @@ def test_length_of_a_request_and_a_pin(kind: str) -> None:
         assert ("at most 268435456" in str(refused.value)) is (size > MANIFEST_LIMIT), refused.value
 
 
-def test_size_of_a_fold() -> None:
-    for size in (folds.FOLD_LIMIT, folds.FOLD_LIMIT + 1):
-        frame = (
-            b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", size) + b"\x01\x00\x00"
-        )  # one frame; it says that, and is empty
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [
+        (0, 1073741824),  # as many bytes as the limit needs at 64 for each, and 1 MiB besides
+        (1, 1073741824),  # more of them allow no more
+        (-1, 1073741824 - 64),
+    ],
+)
+def test_size_of_a_fold(more: int, most: int) -> None:
+    stored = (1073741824 - 1048576) // 64 + more
+    for size in (most, most + 1):
+        # One frame; it says that size, and is empty. Behind it zeros.
+        frame = (b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", size) + b"\x01\x00\x00").ljust(stored, b"\0")
         digest = xxh3_128(frame)
         data = b"ckptstore fold\n" + digest.encode() + b"\n" + frame
         assert folds.intact(data, digest[:16])
         with pytest.raises(FormatError) as refused:
             folds.decode_fold(data, seq=0, run=RUN, digest16=digest[:16], what="fold")
-        assert ("at most 1073741824" in str(refused.value)) is (size > folds.FOLD_LIMIT), refused.value
+        assert (f"at most {most} are allowed" in str(refused.value)) is (size > most), refused.value
 
 
 @pytest.mark.parametrize(
@@ -593,8 +614,8 @@ def test_parameters_of_rules() -> None:
         with pytest.raises(FormatError, match="parameter"):
             optim.rule(adam | changed)
     longest = ["x" * 200, *"abcdefg"]
-    assert optim.rule({"rule": "skip", "slots": longest}).slots == tuple(longest)
-    assert optim.rule({"rule": "skip", "slots": ["a"]}).slots == ("a",)
+    assert optim.rule({"rule": "skip/1", "slots": longest}).slots == tuple(longest)
+    assert optim.rule({"rule": "skip/1", "slots": ["a"]}).slots == ("a",)
     for slots in ([], [*longest, "h"], ["x" * 201], [1]):
         with pytest.raises(FormatError, match="slots"):
-            optim.rule({"rule": "skip", "slots": slots})
+            optim.rule({"rule": "skip/1", "slots": slots})

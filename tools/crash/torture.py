@@ -169,7 +169,8 @@ def torture(seconds: float, *, seed: int = 0, folder: Path | None = None) -> Tor
         Violation: a promise is broken; names the seed and says when.
     """
     with _place(folder) as (root, notes, disk_full):
-        create(LocalBackend(root))
+        with Store(LocalBackend(root)) as store:  # its handle would keep the disk from being unmounted
+            create(store.backend)
         warm_up()
         company = _Company(root, notes)
         names = parts(disk_full=disk_full)
@@ -202,7 +203,8 @@ def torture(seconds: float, *, seed: int = 0, folder: Path | None = None) -> Tor
             raise Violation(f"seed {seed}, after {when:.1f} s: " + "\n".join([str(error), *told])) from error
         finally:
             company.kill_all()
-        view = Store(LocalBackend(root)).view()
+        with Store(LocalBackend(root)) as store:
+            view = store.view()
         return Torture(
             seconds, company.kills, checks, restored, _count(notes), view.catalog.term, view.end, disk_full=disk_full
         )
@@ -231,8 +233,12 @@ def _check(root: Path, notes: Path, *, last: bool) -> int:
     saved = {event["saved"] for event in events if "saved" in event}
     retiring = {ref for event in events for ref in event.get("retiring", ())}
     retired = {ref for event in events for ref in event.get("retired", ())}
-    backend = LocalBackend(root)
-    store = Store(backend)
+    with Store(LocalBackend(root)) as store:
+        return _compared(store, saved, retiring, retired, last=last)
+
+
+def _compared(store: Store, saved: set[str], retiring: set[str], retired: set[str], *, last: bool) -> int:
+    backend = store.backend
     if back := retired & {info.ref for info in store.checkpoints()}:
         raise Violation(f"retired and still there: {sorted(back)}")
     catalog = store.view().catalog
