@@ -23,13 +23,13 @@ from ckptstore.formats.texts import KNOWN_FEATURES
 __all__ = ["FOLD_LIMIT", "MAX_MARKS", "RATIO", "SLACK", "decode_fold", "encode_fold", "intact"]
 
 FOLD_LIMIT: Final = 1024 * 1024 * 1024
-"""Longest fold, in bytes, stored and of JSON."""
+"""Longest fold, in bytes, stored and in its frame."""
 MAX_MARKS: Final = 1 << 26
 """Values of a fold, as `jsontext.MAX_MARKS` counts them."""
 RATIO: Final = 64
-"""How much longer than the stored bytes, but for `SLACK`, the JSON may be. Hashes and times make three to six of it."""
+"""How much longer than a fold's frame, but for `SLACK`, its content may be. Hashes make two to six of it."""
 SLACK: Final = 1 << 20
-"""Bytes of JSON that any fold may have."""
+"""Bytes that any fold's frame may hold."""
 
 _MAGIC: Final = b"ckptstore fold\n"
 _HEAD: Final = len(_MAGIC) + 33
@@ -95,10 +95,10 @@ def intact(data: bytes, digest16: str) -> bool:
 
 
 def _check_size(size: int, stored: int, what: str) -> None:
-    """Raise `FormatError` unless `stored` bytes may stand for `size` bytes of JSON: a few would fill all memory."""
+    """Raise `FormatError` unless a frame of `stored` bytes may hold `size` bytes: a few would fill all memory."""
     most = min(FOLD_LIMIT, SLACK + RATIO * stored)
     if size > most or stored > FOLD_LIMIT - _HEAD:
-        raise FormatError(f"{what}: {stored} bytes of {size} bytes of JSON, at most {most} are allowed")
+        raise FormatError(f"{what}: {stored} bytes of {size} bytes of JSON and columns, at most {most} are allowed")
 
 
 def _decompressed(frame: memoryview, what: str) -> bytes:
@@ -247,8 +247,9 @@ class _Columns:
 
 def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
     terms = _read_terms(_Columns(found.rest().pop("terms", None), f"{what}, terms"), what)
-    if (term := found.number("term")) != max(terms, default=0):
-        raise FormatError(f"{what}: its newest term is {term}, which is not the newest of its terms")
+    term = found.number("term")
+    if term not in terms and (term or terms):
+        raise FormatError(f"{what}: its newest term is {term}, which is none of its terms")
     return Catalog(
         term=term,
         next_seq=seq + 1,

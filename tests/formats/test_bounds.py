@@ -135,7 +135,7 @@ def test_a_small_fold_does_not_become_a_large_one(text: bytes) -> None:
     assert len(data) < 40_000
 
     def run() -> None:
-        with pytest.raises(FormatError, match=f"bytes of {len(text)} bytes of JSON, at most"):
+        with pytest.raises(FormatError, match=f"bytes of {len(text)} bytes of JSON and columns, at most"):
             folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
 
     assert peak(run) < 1 << 20
@@ -235,8 +235,8 @@ def test_real_folds_stay_far_from_the_ratio(count: int) -> None:
     assert len(text) < folds.RATIO / 8 * len(data)
 
 
-@pytest.mark.parametrize("term", [0, 1, 3, 2**53])
-def test_the_newest_term_of_a_fold_is_the_newest_of_its_terms(term: int) -> None:
+@pytest.mark.parametrize("term", [0, 3, 2**53])
+def test_the_newest_term_of_a_fold_is_one_of_its_terms(term: int) -> None:
     document = base()
     assert document["term"] == 2 == max(document["terms"]["term"])
     document["term"] = term
