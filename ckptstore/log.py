@@ -185,7 +185,12 @@ def open_term(
             backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
         record = OpenRecord(
-            catalog.term + 1, chosen, secrets.token_hex(16), time.time(), dict(info or {}), previous=catalog.last
+            max(catalog.term, catalog.lost) + 1,
+            chosen,
+            secrets.token_hex(16),
+            time.time(),
+            dict(info or {}),
+            previous=catalog.last,
         )
         data = encode_open(record, seq=view.end, run=fmt.run)
         record = _understood(data, view.end, fmt, OpenRecord)

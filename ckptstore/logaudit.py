@@ -45,17 +45,29 @@ def check_log(
         if (before is not None and link.previous != before.digest) or seq in catalog.damage:
             what = "it names another slot before it, or its term was opened by another writer"
             found.add(slot_key(seq), CorruptionError(f"it does not continue the log: {what}"))
-    for seq in _unexplained(backend, fmt, catalog, links, listed):
-        found.add(slot_key(seq), CorruptionError("the slot is missing, and no rule allowed to delete it"))
+    for first, last in _runs(_unexplained(backend, fmt, catalog, links, listed)):
+        which = "the slot is missing" if first == last else f"the slots from here to {slot_key(last)} are missing"
+        found.add(slot_key(first), CorruptionError(f"{which}, and no fold that is there allowed to delete that"))
     for opened in catalog.terms.values():
         if opened.parent is not None and not opened.parent_found:
             what = f"term {opened.term} continues from {opened.parent.ref}, and no record before it promises that"
             found.add(slot_key(opened.seq), CorruptionError(what))
     terms = {place[0]: key for key in sorted(listed) if (place := object_of(key)) is not None}
     for term, key in terms.items():
-        if term > catalog.term:
-            what = f"of term {term}, which the log does not have: its end is lost, or an older copy was put back"
+        if term not in catalog.terms:
+            what = f"of term {term}, which the log does not have: its end was lost, or an older copy put back"
             found.add(key, CorruptionError(what))
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and last of each run of consecutive numbers."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
 
 
 def _unexplained(

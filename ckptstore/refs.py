@@ -78,9 +78,13 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
     terms = [term] if term is not None else sorted(catalog.terms, reverse=True)
     for number in terms:
         if entry := catalog.checkpoints.get((number, step)):
-            if term is None and number != catalog.term:
+            if term is None:
                 _check_newest(catalog, entry)
             return entry
+    if lost := _losses(catalog):
+        wanted = f"step {step}" if term is None else f"{step}@{term}"
+        nearest = _nearest(catalog.checkpoints.values(), step)
+        raise CheckpointNotFoundError(f"no checkpoint of {wanted} is left; {lost}, which may have held it; {nearest}")
     if not catalog.checkpoints:
         raise CheckpointNotFoundError(f"no checkpoint of step {step}: the store holds no checkpoint yet")
     if term is None:
@@ -95,14 +99,30 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
 
 
 def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
-    """Refuse a step of an older term if a newer term may have had it, too, in a slot that is damaged."""
-    following = min((opened for opened in catalog.terms.values() if opened.term > entry.term), key=lambda one: one.term)
+    """Refuse a step of an older term if a newer term may have had it, too, in a slot that is damaged or lost."""
+    if catalog.lost > catalog.term:
+        raise CorruptLogError(
+            f"{_losses(catalog)}, and may have held a newer step {entry.step}; "
+            f"the newest that is left is {entry.ref}: name it so to use it"
+        )
+    newer = [opened for opened in catalog.terms.values() if opened.term > entry.term]
+    if not newer:
+        return
+    following = min(newer, key=lambda one: one.term)
     since = following.seq if following.known else catalog.slots[entry.node]
     if hidden := [seq for seq in catalog.damage if seq > since]:
         raise CorruptLogError(
             f"log slot {hidden[0]} is damaged and may have held a newer step {entry.step}; "
             f"the newest intact one is {entry.ref}: name it so to use it"
         )
+
+
+def _losses(catalog: Catalog) -> str:
+    """What is lost of the log, in words; empty: nothing."""
+    if catalog.lost > catalog.term:
+        return f"the end of the log is lost, with term {catalog.lost}"
+    slots = ", ".join(map(str, catalog.damage[:3])) + (" ..." if len(catalog.damage) > 3 else "")
+    return f"log slot {slots} is damaged or lost" if slots else ""
 
 
 def _nearest(entries: Iterable[CheckpointEntry], step: int, where: str = "the store") -> str:
@@ -117,6 +137,10 @@ def _tagged(catalog: Catalog, name: str) -> CheckpointEntry:
         raise UsageError(f"{name!r} is no tag name: 1-128 letters, digits and _.+/-")
     node = catalog.tags.get(name)
     entry = None if node is None else catalog.checkpoints.get(node)
+    hidden = [seq for seq in catalog.damage if entry is None or seq > catalog.slots[entry.node]]
+    if hidden or catalog.lost > catalog.term:
+        left = "" if entry is None else f"; what is left of it names {entry.ref}: name that to use it"
+        raise CorruptLogError(f"{_losses(catalog)}, and may have held what tag {name!r} names{left}")
     if entry is None:
         there = f"the tags are {', '.join(sorted(catalog.tags)[:20])}" if catalog.tags else "there are no tags"
         raise CheckpointNotFoundError(f"no tag {name!r}; {there}")

@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -252,7 +252,8 @@ class Store:
         if self.backend.read_only:
             raise ReadOnlyError(f"{self.url}: read-only, cannot open it for writing")
         self.backend.probe()
-        term, info = self._open_term(_parent_chooser(parent), diffs)
+        about = _about_this_process(diffs, max_in_flight)
+        term, info = self._open_term(_parent_chooser(parent), about)
         return Writer(
             self.backend,
             self.format,
@@ -260,13 +261,13 @@ class Store:
             info,
             options,
             reopen=lambda identity: open_base(self, identity),
-            begin=lambda ref, after: self._open_term(_parent_chooser(ref, after), diffs),
+            begin=lambda ref, after: self._open_term(_parent_chooser(ref, after), about),
         )
 
     def _open_term(
-        self, parent: Callable[[Catalog], CheckpointId | None], diffs: DiffOptions | None
+        self, parent: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]
     ) -> tuple[Term, CheckpointInfo | None]:
-        term = open_term(self.backend, self.format, parent, _about_this_process(diffs))
+        term = open_term(self.backend, self.format, parent, about)
         if term.parent is None:
             return term, None
         _warn_of_other_environment(term.catalog, term.parent, term.number)
@@ -384,12 +385,13 @@ def _parent_chooser(
     return choose
 
 
-def _about_this_process(diffs: DiffOptions | None) -> dict[str, Any]:
+def _about_this_process(diffs: DiffOptions | None, max_in_flight: int) -> dict[str, Any]:
     from ckptstore import torch_seam
 
     waiting: dict[str, Any] = {}
     if diffs is not None and diffs.waits:
-        waiting = {"batch": diffs.batch if diffs.controller is None else None}  # None: it changes
+        # What is in flight waits, too, to be put to the batch. None: it changes.
+        waiting = {"batch": diffs.batch + max_in_flight - 1 if diffs.controller is None else None}
     return waiting | {
         "version": __version__,
         "host": platform.node(),

@@ -18,16 +18,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.errors import CorruptLogError, FormatError, IncompatibleFormatError, KeyNotFoundError
+from ckptstore.formats.errors import (
+    CorruptLogError,
+    ForeignObjectError,
+    FormatError,
+    IncompatibleFormatError,
+    KeyNotFoundError,
+)
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.records import NO_SLOT, FormatFile, OpenRecord, Record, fold_of, slot_key, slot_of
+from ckptstore.formats.records import NO_SLOT, FormatFile, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
 from ckptstore.formats.texts import SLOT_LIMIT, decode_record, unseal
 
 __all__ = ["PATIENT", "Patience", "View", "anchor_above", "exists", "never_deleted", "read"]
@@ -158,6 +164,8 @@ class _Reading:
     def run(self, since: View | None) -> View | None:
         """Steps 1 to 3 once; None: stale, start over."""
         # 1. List fold/, take the newest valid one (none: start at slot 0). An earlier view does as well as a fold.
+        # Before the log is read: a term's OPEN is older than its first segment.
+        terms = self.backend.folders("seg/") if self.look_above else ()
         if since is not None:
             self.builder, self.fold_seq = CatalogBuilder(since.catalog), since.fold_seq
         else:
@@ -172,6 +180,7 @@ class _Reading:
                 return None
         except _StaleError:
             return None
+        self.builder.catalog.lost = self._lost_term(terms)
         return View(self.builder.catalog, self.seq, self.fold_seq, self.reads, self.bad_folds)
 
     def _start_from_newest_fold(self) -> None:
@@ -193,6 +202,11 @@ class _Reading:
             if self.look_above:
                 self._check_fold()
             return
+
+    def _lost_term(self, folders: Sequence[str]) -> int:
+        """The highest term that has segments and no OPEN, above the newest that is known; 0: none."""
+        above = (term for name in folders if (term := folder_term(name)) > self.builder.catalog.term)
+        return max((term for term in above if self.backend.list(f"seg/{term:010d}/")), default=0)
 
     def _check_fold(self) -> None:
         """Where the fold ends the log may have another writer's record: one of them belongs to another history.
@@ -222,6 +236,10 @@ class _Reading:
             return self._lost()
         except IncompatibleFormatError:
             raise
+        except ForeignObjectError:
+            self.backend.list("log/")  # raises the same if not the slot but the folder is no part of a store
+            self.builder.mark_damaged(self.seq, digest)
+            return True
         except FormatError:
             self.builder.mark_damaged(self.seq, digest)
             return True

@@ -128,6 +128,8 @@ class Catalog:
         requests: uuid -> None if accepted, else why it was refused; those handled in the newest term.
         manifests: id -> (term, slot) of manifest objects that a reader may still need.
         damage: slots that are damaged or missing, or do not continue the slot before them; ascending.
+        lost: the highest term above `term` that has segments and no OPEN, so that the end of the log is lost; 0: none.
+            Of the reading, not of the log: no fold has it.
         last: xxh3_128 of the bytes of the last slot, which the next one has to name; `NO_SLOT` in an empty log.
         ro_compat: features that a writer has to know.
         unknown: (slot, members) of every record with members that this version does not know.
@@ -147,6 +149,7 @@ class Catalog:
     requests: dict[str, str | None] = field(default_factory=dict)
     manifests: dict[str, tuple[int, int]] = field(default_factory=dict)
     damage: tuple[int, ...] = ()
+    lost: int = 0
     last: str = NO_SLOT
     ro_compat: frozenset[str] = frozenset()
     unknown: tuple[tuple[int, Mapping[str, Any]], ...] = ()
@@ -195,6 +198,11 @@ class Catalog:
                 chosen its parent knowingly, and settles the matter.)
         """
         found = self._newest_on_line()
+        if self.lost > self.term:
+            raise CorruptLogError(
+                f"there are segments of term {self.lost}, but the log ends in term {self.term}: its end is lost, or an "
+                f"older copy was put back; {self._intact(found)}. Name a checkpoint to load it, or to continue from it"
+            )
         opened = self.terms.get(self.term)
         if orphan := self._orphan(found):
             raise CorruptLogError(
@@ -245,7 +253,8 @@ class Catalog:
         """Whether gc may delete this object below ``seg/`` if no pin names it (design: GC 3).
 
         Dropped, or unreferenced and of a term below the newest. With a damaged slot the unreferenced may be what that
-        slot promised, so only the dropped are let go.
+        slot promised, and those of a term that the log does not have were promised by an end of it that is lost; so
+        only the dropped are let go.
         """
         place = object_of(key)
         if place is None:  # whatever it is, no store wrote it
@@ -253,7 +262,7 @@ class Catalog:
         term, identity = place
         if identity in self.segments or identity in self.manifests:
             return False
-        return identity in self.dropped or (term < self.term and not self.damage)
+        return identity in self.dropped or (term < self.term and term in self.terms and not self.damage)
 
 
 class CatalogBuilder:
@@ -303,7 +312,7 @@ class CatalogBuilder:
         catalog.requests.update(record.requests)
         catalog.dropped.difference_update(record.swept)
         for table in _tables(catalog):
-            table.settle()
+            table.consolidate()
 
     def mark_damaged(self, seq: int, digest: str = NO_SLOT) -> None:
         """Note that slot `seq` is not what history had there, and go on after it.

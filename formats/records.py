@@ -29,6 +29,7 @@ __all__ = [
     "SegmentEntry",
     "fold_key",
     "fold_of",
+    "folder_term",
     "manifest_key",
     "pin_key",
     "request_of",
@@ -324,6 +325,11 @@ def manifest_key(term: int, manifest: str) -> str:
 
 
 _BELOW_SEG: Final = re.compile(r"seg/([0-9]{10})/([0-9a-f]{32})\.(?:safetensors|json)", re.ASCII)
+
+
+def folder_term(name: str) -> int:
+    """The term of a folder below ``seg/``; 0 if the name is none."""
+    return int(name) if _decimal(name, 10) else 0
 
 
 def object_of(key: str) -> tuple[int, str] | None:

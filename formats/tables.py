@@ -55,7 +55,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         """All of it as rows."""
         return self.rows.with_changes(self.changes) if self.changes else self.rows
 
-    def settle(self) -> bool:
+    def consolidate(self) -> bool:
         """Make rows of the changes if there are many -> whether there were."""
         if len(self.changes) <= max(MANY, len(self.rows) // 64):
             return False

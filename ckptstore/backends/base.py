@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
 
@@ -173,6 +174,13 @@ class Backend(ABC):
 
         A folder that does not exist has no keys. Temporary files of the medium are left out.
         """
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        """Names of the folders directly below the folder `prefix`; where a medium has any, empty ones, too.
+
+        Raises `StorageError`.
+        """
+        return sorted({key[len(prefix) :].partition("/")[0] for key in self.list(prefix) if "/" in key[len(prefix) :]})
 
     @abstractmethod
     def settle(self, prefix: str) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -191,6 +191,17 @@ class LocalBackend(Backend):
         """See `Backend.list`. Names that begin with a dot are not the store's, and links are not followed."""
         names = (f"{folder}{name}" for folder, files in self._walk(checked_folder(prefix)) for name in files)
         return sorted(key for key in names if not key.rpartition("/")[2].startswith("."))
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        """See `Backend.folders`."""
+        with reading(f"{self.root}/{checked_folder(prefix)}".rstrip("/")):
+            try:
+                entries = self._folders.entries(prefix.rstrip("/"))
+            except ABSENCES as error:
+                if isinstance(error, CkptError):
+                    raise
+                return []
+        return sorted(name for name, is_folder in entries if is_folder)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Every folder below `prefix` ("" or ending in "/"), itself included, with the names of what is no folder."""

@@ -16,7 +16,7 @@ from ckptstore import folding
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.collecting import collect
 from ckptstore.formats import texts
-from ckptstore.formats.errors import CorruptLogError, FencedError
+from ckptstore.formats.errors import CheckpointNotFoundError, CorruptLogError, FencedError, ForeignObjectError
 from ckptstore.formats.records import NO_SLOT, CommitRecord, OpenRecord, slot_key
 from ckptstore.log import open_term, read
 from ckptstore.store import Store
@@ -388,7 +388,9 @@ class TestAudit:
         store = self.long(20)
         assert store.view().fold_seq > seq
         store.backend.delete(slot_key(seq))
-        assert self.log_damage(store) == {slot_key(seq): "the slot is missing, and no rule allowed to delete it"}
+        assert self.log_damage(store) == {
+            slot_key(seq): "the slot is missing, and no fold that is there allowed to delete that"
+        }
         assert store.view().damage == ()
 
     def test_a_slot_below_the_fold_that_continues_another_log(self) -> None:
@@ -403,14 +405,107 @@ class TestAudit:
         assert set(found) == {slot_key(seq), slot_key(seq + 1)}
         assert all("does not continue the log" in what for what in found.values())
 
-    def test_a_lost_end_is_seen_by_what_its_terms_left(self, store: Store) -> None:
+    def test_a_lost_fold_is_a_few_lines(self) -> None:
+        store = self.long(40)
+        store.backend.delete(store.backend.list("fold/")[-1])
+        missing = [what for what in self.log_damage(store).values() if "slots from here" in what]
+        assert 0 < len(missing) <= len(self.log_damage(store)) < 12
+
+
+class TestLostEnd:
+    """The last slots are gone: their terms' segments say so, where there are newer terms."""
+
+    def cut(self, store: Store, end: int) -> None:
+        for seq in range(end, store.view().end):
+            store.backend.delete(slot_key(seq))
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Iterator[Store]:
+        """On a disk, where folders are listed: term 1 with steps 1..6, term 2 with step 7, whose slots are gone."""
+        store = ckptstore.open(tmp_path / "run")
+        with store.writer(poll_seconds=None) as writer:
+            for step in range(1, 7):
+                writer.save(state(step), step)
         end = store.view().end
         with store.writer(poll_seconds=None) as writer:
             writer.save(state(7), 7)
-        for seq in range(end, store.view().end):
-            store.backend.delete(slot_key(seq))
+        self.cut(store, end)
+        yield store
+        store.close()
+
+    def test_it_is_seen(self, store: Store) -> None:
+        end = store.view().end
+        with store.writer(poll_seconds=None) as writer:
+            writer.save(state(7), 7)
+        self.cut(store, end)
         (found,) = ckptstore.verify(store).damage
         assert found.key.startswith("seg/0000000002/")
-        assert "its end is lost" in found.what
+        assert "its end was lost" in found.what
         store.backend.delete(found.key)
         assert ckptstore.verify(store).ok
+        assert store.load("latest")["step"] == 6
+
+    def test_latest_and_steps_are_refused(self, place: Store) -> None:
+        for ref in ("latest", 6):
+            with pytest.raises(CorruptLogError, match="6@1"):
+                place.load(ref)
+        assert place.load("6@1")["step"] == 6
+        with pytest.raises(CheckpointNotFoundError, match="the end of the log is lost, with term 2"):
+            place.load(7)
+
+    def test_writing_on_is_a_choice_and_takes_a_new_term(self, place: Store) -> None:
+        with pytest.raises(CorruptLogError, match="6@1"):
+            place.writer()
+        lost = place.backend.list("seg/0000000002/")
+        for _ in range(3):
+            place.writer(parent="6@1", poll_seconds=None).close()
+            assert collect(place).segments == ()
+        assert set(place.view().catalog.terms) == {1, 3, 4, 5}
+        assert place.load("latest")["step"] == 6
+        assert place.backend.list("seg/0000000002/") == lost
+        assert not ckptstore.verify(place).ok
+
+    def test_a_log_that_is_gone_as_a_whole(self, place: Store) -> None:
+        self.cut(place, 0)
+        with pytest.raises(CorruptLogError, match="no checkpoint is intact"):
+            place.load("latest")
+        with pytest.raises(CorruptLogError):
+            place.writer()
+
+    def test_a_folder_of_a_term_that_wrote_nothing_proves_nothing(self, place: Store) -> None:
+        for key in place.backend.list("seg/0000000002/"):
+            place.backend.delete(key)
+        assert place.load("latest")["step"] == 6
+
+
+class TestTags:
+    def test_a_tag_that_a_lost_slot_may_have_moved_is_refused(self, store: Store) -> None:
+        with store.writer(parent=4, poll_seconds=None) as writer:
+            writer.save(state(50), 5)
+            writer.tag("best", 5)
+            moved = store.view().end
+            writer.save(state(60), 6)
+            writer.tag("best", 6)
+            writer.save(state(70), 7)
+        assert store.load("tag:best")["step"] == 60
+        damage(store, moved + 1)
+        with pytest.raises(CorruptLogError, match="what is left of it names 5@2"):
+            store.load("tag:best")
+        assert store.load("5@2")["step"] == 50
+        damage(store, moved)
+        with pytest.raises(CheckpointNotFoundError, match="damaged or lost, which may have held it"):
+            store.load("6@2")
+        with pytest.raises(CorruptLogError, match="may have held what tag 'worst' names"):
+            store.load("tag:worst")
+
+
+class TestForeignFolder:
+    def test_a_linked_log_is_refused_at_once(self, tmp_path: Path) -> None:
+        store = ckptstore.open(tmp_path / "run")
+        store.writer(poll_seconds=None).close()
+        (tmp_path / "run" / "log").rename(tmp_path / "log")
+        (tmp_path / "run" / "log").symlink_to(tmp_path / "log")
+        again = ckptstore.open(tmp_path / "run")
+        for call in (again.load, again.writer, again.view, lambda: ckptstore.verify(again)):
+            with pytest.raises(ForeignObjectError, match="log"):
+                call()

@@ -275,7 +275,7 @@ def test_the_newest_checkpoint_behind_many_empty_terms_is_found_in_linear_time()
     for step in range(count):
         entry = CheckpointEntry(1, step, HEX, 0.0, 1, 1)
         catalog.checkpoints[entry.node], catalog.slots[entry.node] = entry, 0
-    catalog.checkpoints.settle()  # as after every record
+    catalog.checkpoints.consolidate()  # as after every record
     begin = time.process_time()
     found = catalog.latest()
     assert time.process_time() - begin < 2  # 30 s when every term looked at every checkpoint

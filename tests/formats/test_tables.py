@@ -138,10 +138,10 @@ def test_changes_become_rows_when_there_are_many() -> None:
     table: NodeTable[int] = NodeTable(SlotRows())
     for step in range(tables.MANY):
         table[1, step] = step
-    assert not table.settle()
+    assert not table.consolidate()
     assert len(table.rows) == 0
     table[1, tables.MANY] = 0
-    assert table.settle()
+    assert table.consolidate()
     assert (len(table.rows), len(table.changes), len(table)) == (tables.MANY + 1, 0, tables.MANY + 1)
     for step in range(64 * tables.MANY, 0, -1):
         table[2, step] = step
@@ -149,9 +149,9 @@ def test_changes_become_rows_when_there_are_many() -> None:
     assert len(table.rows) // 64 > tables.MANY
     for step in range(len(table.rows) // 64):
         table[3, step] = step
-    assert not table.settle()
+    assert not table.consolidate()
     table[3, 10**6] = 1
-    assert table.settle()
+    assert table.consolidate()
 
 
 @pytest.mark.parametrize("rows", [SlotRows(), CheckpointRows(), EncodingRows(), SegmentRows()])
