@@ -67,6 +67,7 @@ class Committer:
         self._deadline: threading.Timer | None = None
         self._abandoned: list[str] = []
         self._missing = False  # a step failed after the last that was saved
+        self._complaints: set[str] = set()
 
     def diff_now(
         self,
@@ -283,6 +284,9 @@ class Committer:
             self._complain(self._folds.begin())
 
     def _complain(self, error: Exception | None) -> None:
-        if error is not None:
+        """Say what went wrong, once: it is tried again after every save."""
+        if error is not None and (why := str(error)) not in self._complaints:
+            self._complaints.add(why)
             with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
-                warnings.warn(f"{self.log.backend.url}: upkeep of the log failed, saves go on: {error}", stacklevel=1)
+                text = f"{self.log.backend.url}: upkeep of the log failed, which alone fails no save: {why}"
+                warnings.warn(text, stacklevel=1)

@@ -11,7 +11,6 @@ It takes as long as the medium takes. Whoever does not want to wait presses Ctrl
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  # first: its own hook has to be called after this module's
 import contextlib
 import os
 import sys
@@ -20,7 +19,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Final, Protocol
 
-__all__ = ["forget", "under_way", "watch"]
+from ckptstore.formats.errors import WriterClosedError
+
+__all__ = ["ADVICE", "check", "forget", "under_way", "watch"]
+
+ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
 
 _SILENT_SECONDS: Final = 5.0
 """After that people who wait are told what for."""
@@ -66,6 +69,16 @@ def under_way() -> bool:
     return _begun
 
 
+def check() -> None:
+    """Raise `WriterClosedError` if the interpreter is ending: no thread pool takes jobs any more, and no hook."""
+    if _begun or not threading.main_thread().is_alive():
+        raise _ending()
+
+
+def _ending() -> WriterClosedError:
+    return WriterClosedError(f"the interpreter is ending: {ADVICE}")
+
+
 def _finish_all() -> None:
     global _begun
     _begun = True
@@ -107,7 +120,12 @@ def _say(writer: _Ends, text: str) -> None:
         print(f"ckptstore: {writer.url}: {text}", file=sys.stderr, flush=True)
 
 
-# Without that name (it is CPython's own) an atexit hook would still say what it cannot finish.
-getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+try:
+    import concurrent.futures.thread  # noqa: F401  # first: its own hook has to be called after this module's
+
+    # Without that name (it is CPython's own) an atexit hook would still say what it cannot finish.
+    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+except RuntimeError as error:  # the first writer of a script whose main thread has returned
+    raise _ending() from error
 # Prevents: a child that waits for threads which only its parent has.
 os.register_at_fork(after_in_child=_open.clear)

@@ -13,7 +13,7 @@ from ckptstore.chains import Chain
 from ckptstore.formats import codecs, optim
 from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.formats.steps import STEP
-from ckptstore.loading import Opened, choose, opened
+from ckptstore.loading import Opened, opened, select_from
 from ckptstore.staging import aligned
 from ckptstore.store import Store
 
@@ -98,7 +98,7 @@ def explain(store: Store, ref: str | int = "latest", select: str | Sequence[str]
     """
     with opened(store, ref) as found:
         chains = found.chains
-        chosen = [chains[name] for name in choose(chains, select, found.entry.ref)]
+        chosen = [chains[name] for name in select_from(found.tree, select, found.entry.ref).tensors]
         rates = measure_rates(found)
         layers = _all_layers(chosen)
         steps = []

@@ -10,7 +10,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -18,10 +18,9 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.errors import FormatError, UsageError
 from ckptstore.formats.layout import TensorSpec, order
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.state import check_size, unflatten
-from ckptstore.formats.state import select as select_tree
-from ckptstore.loading import Opened, choose, opened
-from ckptstore.outputs import OutputFile, Outputs, outputs, refuse_store
+from ckptstore.formats.state import check_size, places, unflatten
+from ckptstore.loading import Opened, opened, select_from
+from ckptstore.outputs import OutputFile, Outputs, outputs, refuse_missing_folder, refuse_store
 from ckptstore.safetensorsfiles import DTYPES_MEMBER
 from ckptstore.streaming import Progress, streams
 from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
@@ -51,6 +50,8 @@ class ExportResult:
         converted: what could not be written as it was, because a ``.pt`` that needs no trust has no form for it: numpy
             arrays became tensors, numpy scalars Python numbers, frozensets sets.
         lossy: the checkpoint is not what training had, bit for bit (it was stored so on request).
+        tied: of a safetensors file, which has each tensor once: (name of another of its places that was asked for, the
+            name under which the file has it). A reader that takes the tree of the state has them all.
     """
 
     ref: str
@@ -61,6 +62,7 @@ class ExportResult:
     tensors: int
     converted: tuple[str, ...] = ()
     lossy: bool = False
+    tied: tuple[tuple[str, str], ...] = ()
 
 
 def export(
@@ -83,13 +85,15 @@ def export(
         ref: the checkpoint.
         out: the file; with shards, the name they and the index are derived from.
         format: the file format.
-        select: only tensors that match one of these patterns (globs, as in `Store.load`).
+        select: only tensors at places that match one of these patterns (globs, as in `Store.load`). A tensor's name in
+            the file is that of the first such place.
         overwrite: replace files that exist.
         max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
         progress: told (bytes done, bytes in all).
 
     Raises:
-        UsageError: `out` exists or is inside a store, or shards of a ``.pt`` file are asked for.
+        UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, or shards of a
+            ``.pt`` file are asked for.
         StorageError: the output cannot be written. Nothing is left behind then.
         UnsupportedStateError: a state that has no place in such a file.
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
@@ -100,32 +104,46 @@ def export(
     if out.is_dir():
         raise UsageError(f"{out} is a folder: name the file to write")
     refuse_store(out)
+    refuse_missing_folder(out)
     ref = store.checkpoint(ref).ref
-    entries = store.tensors(ref)
-    names = choose(entries, select or None, ref)
     with opened(store, ref) as found, outputs(overwrite) as files:
-        chosen = {name: entries[name] for name in names}
-        tree = found.tree if len(names) == len(entries) else select_tree(found.tree, set(names))
+        picked = select_from(found.tree, select or None, ref)
+        names = picked.tensors
+        chosen = {name: replace(found.chains[tensor].tensor, name=name) for tensor, name in names.items()}
+        tree = picked.tree(names)
         total = sum(entry.nbytes for entry in chosen.values())
-        chunks = _counted(found, total, progress)
+        chunks = _counted(found, {name: tensor for tensor, name in names.items()}, total, progress)
         if format == "pt":
             converted = _write_pt(files.create(out, total), tree, chosen, chunks)
             result = ExportResult(ref, format, (out,), None, total, len(chosen), tuple(converted), found.lossy)
         else:
             paths, index = _write_shards(files, out, ref, tree, chosen, max_shard_bytes, chunks)
-            result = ExportResult(ref, format, paths, index, total, len(chosen), lossy=found.lossy)
+            tied = [
+                (place.name, names[place.tensor])
+                for place in (places(found.tree) if picked.all else picked.kept.values())
+                if place.name != names[place.tensor]
+            ]
+            lossy = found.lossy
+            result = ExportResult(ref, format, paths, index, total, len(chosen), lossy=lossy, tied=tuple(tied))
         files.publish()
         return result
 
 
-def _counted(found: Opened, total: int, progress: Progress | None) -> Chunks:
-    """The bytes of a tensor, chunk by chunk; tells `progress`. Called from several threads."""
+def _counted(found: Opened, stored: Mapping[str, str], total: int, progress: Progress | None) -> Chunks:
+    """The bytes of a tensor, chunk by chunk; tells `progress`. Called from several threads.
+
+    Args:
+        found: the checkpoint.
+        stored: name in the file -> name in the checkpoint.
+        total: bytes in all.
+        progress: who is told.
+    """
     stream = streams(found)
     done, lock = 0, threading.Lock()
 
     def chunks(name: str) -> Iterator[memoryview]:
         nonlocal done
-        for data in stream(name):
+        for data in stream(stored[name]):
             yield data.data
             with lock:
                 done += len(data)

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from ckptstore.formats import dtypes
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.state import tensor_names
-from ckptstore.loading import choose, one_of, opened
+from ckptstore.loading import one_of, opened, select_from
 from ckptstore.numerics import blocks, doubles, is_integer, scalars
 from ckptstore.reading import SegmentReader
 from ckptstore.streaming import Progress, streams
@@ -151,7 +150,7 @@ def inspect(
             for segment in chain[-1].segments
             for name, tensor in found.readers[segment].doc.tensors.get(info.step, {}).items()
         }
-        names = choose(tensor_names(found.tree), select or None, info.ref)
+        names = select_from(found.tree, select or None, info.ref).tensors
         return CheckpointDescription(
             info,
             tuple(_describe(*held[name], chain[-1].kind) for name in names),

@@ -9,14 +9,15 @@ import difflib
 import fnmatch
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import numpy as np
 import numpy.typing as npt
 
 from ckptstore import refs, torch_seam
@@ -35,7 +36,7 @@ from ckptstore.formats.errors import (
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
-from ckptstore.formats.state import Origin, select, tensor_names, unflatten
+from ckptstore.formats.state import Origin, Place, places, select_places, tensor_names, unflatten
 from ckptstore.pins import claim
 from ckptstore.planner import Plan, plan
 from ckptstore.reading import Progress, SegmentReader, copy_tensors, load_tensors, map_tensors
@@ -43,7 +44,23 @@ from ckptstore.remarks import warn
 from ckptstore.staging import Bytes, Staging, aligned
 from ckptstore.store import LossyWarning, Store
 
-__all__ = ["LoadOptions", "Opened", "chunks", "describe", "load", "one_of", "opened", "read_tensor", "tensors", "tree"]
+__all__ = [
+    "LoadOptions",
+    "Opened",
+    "Selection",
+    "chunks",
+    "describe",
+    "load",
+    "one_of",
+    "opened",
+    "read_tensor",
+    "select_from",
+    "tensors",
+    "tree",
+]
+
+_MOST_WORK: Final = 1_000_000
+"""Of `numpy.shares_memory`; views of one buffer take a few steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +181,72 @@ def _open(store: Store, entry: SegmentEntry) -> SegmentReader:
 def load(store: Store, ref: str | int, options: LoadOptions) -> Any:
     """See `Store.load`."""
     with opened(store, ref) as found:
-        available = found.chains
-        names = choose(available, options.select, found.entry.ref)
+        picked = select_from(found.tree, options.select, found.entry.ref)
         if found.lossy:
             warn(f"{found.entry.ref} is lossy: not the bits that training had", LossyWarning)
-        wanted = {name: available[name] for name in names}
+        wanted = {tensor: found.chains[tensor] for tensor in picked.tensors}
+        targets = None if options.into is None else _targets(wanted, picked, options)
         threads = options.threads or min(4, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-read") as pool:
-            fetch = _into if options.into is not None else _mapped if options.mmap else _fresh
-            resolve = fetch(wanted, pool, threads, options)
-        whole = found.tree if len(names) == len(available) else select(found.tree, set(names))
-        return unflatten(whole, resolve, torch_seam.tensors().revive if options.to_torch else None)
+            if targets is not None:
+                resolve = _into(wanted, targets, pool, threads, options)
+            else:
+                fetch = _mapped if options.mmap else _fresh
+                resolve = fetch(wanted, pool, threads, options)
+        return unflatten(picked.tree(), resolve, torch_seam.tensors().revive if options.to_torch else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a selection takes of a state.
+
+    Attributes:
+        whole: the tree of the state.
+        kept: position in `formats.state.places` -> the place; those that match, in tree order.
+        all: nothing was selected: everything is in it.
+    """
+
+    whole: Any
+    kept: Mapping[int, Place]
+    all: bool
+
+    @property
+    def tensors(self) -> dict[str, str]:
+        """tensor -> the name of the first of its places that match, in tree order."""
+        found: dict[str, str] = {}
+        for place in self.kept.values():
+            found.setdefault(place.tensor, place.name)
+        return found
+
+    def tree(self, names: Mapping[str, str] | None = None) -> Any:
+        """The tree with no other tensors.
+
+        Args:
+            names: tensor -> the name that it has there; by default its own.
+        """
+        if self.all:
+            return self.whole
+        return select_places(
+            self.whole,
+            {position: place.tensor if names is None else names[place.tensor] for position, place in self.kept.items()},
+        )
+
+
+def select_from(tree: Any, chosen: str | Sequence[str] | None, where: str) -> Selection:
+    """The places at which a state has tensors and that a selection (one glob or several) matches.
+
+    A tied tensor is at each of its places under another name: one that does not match is left out.
+
+    Raises:
+        TensorNotFoundError: a glob matches nothing; suggests names that are close.
+        FormatError: the tree is not what `flatten` writes.
+    """
+    if chosen is None:
+        return Selection(tree, {index: Place(name, name) for index, name in enumerate(tensor_names(tree))}, all=True)
+    found = places(tree)
+    names = set(choose(list(dict.fromkeys(place.name for place in found)), chosen, where))
+    kept = {position: place for position, place in enumerate(found) if place.name in names}
+    return Selection(tree, kept, all=False)
 
 
 def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str] | None, where: str) -> list[str]:
@@ -274,17 +346,35 @@ def _builder(wanted: dict[str, Chain], data: dict[str, Bytes], options: LoadOpti
     return resolve
 
 
-def _into(
-    wanted: dict[str, Chain], pool: ThreadPoolExecutor, threads: int, options: LoadOptions
-) -> Callable[[str, Origin], Any]:
-    """Overwrite the tensors of `options.into`, through staging memory, with verified bytes."""
-    targets = torch_seam.flattened(options.into).tensors
-    if options.select is not None:  # what it asks for and the checkpoint has not would otherwise stay as it is, unsaid
+def _targets(wanted: Mapping[str, Chain], picked: Selection, options: LoadOptions) -> dict[str, Any]:
+    """tensor -> the tensor of `options.into` that is overwritten with it. Raises `UsageError` if one does not fit."""
+    flat = torch_seam.flattened(options.into)
+    names = picked.tensors  # those that the caller knows
+    if options.select is None:
+        targets: dict[str, Any] = dict(flat.tensors)
+    else:
+        there = {place.name: place.tensor for place in places(flat.tree)}
+        targets = {}
+        used: set[str] = set()
+        for place in picked.kept.values():
+            if place.name in there and names[place.tensor] not in targets:
+                targets[names[place.tensor]] = flat.tensors[there[place.name]]
+                used.add(there[place.name])
+        # What it asks for and the checkpoint has not would otherwise stay as it is, unsaid; so would one of two tensors
+        # that are one in the checkpoint.
         globs = [options.select] if isinstance(options.select, str) else options.select
-        asked = {name for glob in globs for name in fnmatch.filter(targets, glob)}
-        targets = {name: target for name, target in targets.items() if name in wanted or name in asked}
-    _check_targets({name: chain.tensor for name, chain in wanted.items()}, targets)
+        asked = {name for glob in globs for name in (glob, *fnmatch.filter(there, glob)) if name in there}
+        targets |= {
+            name: flat.tensors[tensor] for name, tensor in there.items() if name in asked and tensor not in used
+        }
+    _check_targets({names[name]: chain.tensor for name, chain in wanted.items()}, targets)
+    return {name: targets[names[name]] for name in wanted}
 
+
+def _into(
+    wanted: dict[str, Chain], targets: Mapping[str, Any], pool: ThreadPoolExecutor, threads: int, options: LoadOptions
+) -> Callable[[str, Origin], Any]:
+    """Overwrite `targets`, through staging memory, with verified bytes."""
     # What cannot be written by byte range is rewritten whole for each: one thread at a time, or one undoes another.
     whole = threading.Lock()
 
@@ -328,6 +418,11 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
             )
         if not _writable(targets[name]):
             raise UsageError(f"into= tensor {name!r} is read-only, or several of its elements are one in memory")
+    if (shared := _sharing([(name, targets[name]) for name in wanted])) is not None:
+        raise UsageError(
+            f"into= tensors {shared[0]!r} and {shared[1]!r} share memory, and are two tensors in the checkpoint: "
+            "what is read last would overwrite the other; load one of them without into= (select=[...])"
+        )
 
 
 def _what_to_do(missing: Sequence[str], targets: Collection[str]) -> str:
@@ -369,6 +464,73 @@ def _writable(target: Any) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The memory that a tensor's elements lie in; their byte strides may be negative."""
+
+    name: str
+    space: str
+    address: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, target: Any) -> _Span:
+        if isinstance(target, NumpySource):
+            array = target.array
+            address = array.__array_interface__["data"][0]
+            return cls(name, "cpu", address, array.itemsize, array.shape, array.strides)
+        tensor = target.tensor
+        width = tensor.element_size()
+        strides = tuple(stride * width for stride in tensor.stride())
+        return cls(name, str(tensor.device), tensor.data_ptr(), width, tuple(target.shape), strides)
+
+    @property
+    def start(self) -> int:
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.address + sum((size - 1) * stride for size, stride in steps if stride < 0)
+
+    @property
+    def end(self) -> int:
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.address + sum((size - 1) * stride for size, stride in steps if stride > 0) + self.itemsize
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """For questions about addresses only: what lies there may be on a device."""
+        return {
+            "version": 3,
+            "data": (self.address, True),
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": f"|V{self.itemsize}",
+        }
+
+
+def _sharing(targets: Sequence[tuple[str, Any]]) -> tuple[str, str] | None:
+    """The first two targets that have a byte in common. Views of one buffer that lie in each other's gaps have none."""
+    spans = [_Span.of(name, target) for name, target in targets if target.nbytes]
+    ranges = sorted(((span.space, span.start, span.end, index) for index, span in enumerate(spans)))
+    reaching: list[tuple[str, int, int]] = []
+    for space, start, end, index in ranges:
+        reaching = [other for other in reaching if other[0] == space and other[1] > start]
+        for _, _, other in reaching:
+            if _overlap(spans[other], spans[index]):
+                first, second = sorted((other, index))
+                return spans[first].name, spans[second].name
+        reaching.append((space, end, index))
+    return None
+
+
+def _overlap(a: _Span, b: _Span) -> bool:
+    try:
+        one, other = np.asarray(a), np.asarray(b)
+        return bool(np.shares_memory(one, other, max_work=_MOST_WORK))  # type: ignore[arg-type,unused-ignore]  # any int
+    except np.exceptions.TooHardError:
+        return True  # many dimensions of strides that have nothing to do with each other: rather refused than wrong
+
+
 def describe(store: Store, ref: str | int) -> list[tuple[SegmentEntry, SegmentDoc]]:
     """See `Store.describe`."""
     with opened(store, ref) as found:
@@ -398,6 +560,7 @@ def read_tensor(store: Store, ref: str | int, name: str, verify: bool) -> npt.ND
     threads = min(4, os.cpu_count() or 1)
     with opened(store, ref) as found, ThreadPoolExecutor(threads) as pool:
         chain = _chain_of(found, name)
+        name = chain.tensor.name
         if _in_place(chain):
             return load_tensors(chain.layers[-1].reader, [chain.tensor], pool, verify=verify)[name]
         data = aligned(chain.tensor.nbytes)
@@ -419,5 +582,8 @@ def open_base(store: Store, identity: CheckpointId) -> StoredBase:
 
 
 def _chain_of(found: Opened, name: str) -> Chain:
-    available = found.chains
-    return available[one_of(available, name, found.entry.ref)]
+    """Of a tensor, or of the tensor at a place (`formats.state.places`)."""
+    if name in found.chains:
+        return found.chains[name]
+    named = {place.name: place.tensor for place in places(found.tree)}
+    return found.chains[named[one_of(named, name, found.entry.ref)]]

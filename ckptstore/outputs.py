@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +19,14 @@ from typing import Final
 import numpy as np
 
 from ckptstore.backends.directio import FileSink
-from ckptstore.backends.folders import Folders
+from ckptstore.backends.folders import Folders, kind_of
 from ckptstore.backends.posix import SYSTEM
 from ckptstore.blocks import BlockStream
 from ckptstore.formats.errors import CkptError, StorageError, UsageError
 from ckptstore.formats.records import FORMAT_KEY
 from ckptstore.staging import BLOCK_BYTES, Staging
 
-__all__ = ["OutputFile", "Outputs", "outputs", "refuse_store"]
+__all__ = ["OutputFile", "Outputs", "outputs", "refuse_missing_folder", "refuse_store"]
 
 _THREADS: Final = 2
 _FORMAT_SAYS: Final = b'"ckptstore":"format"'
@@ -35,11 +36,43 @@ _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, 
 
 
 def refuse_store(path: Path) -> None:
-    """Raise `UsageError` if `path` is in a checkpoint store, at any depth: no file of a store is anyone's output."""
+    """Raise `UsageError` if `path` is no place for a file of the user's.
+
+    That is: in a checkpoint store, at any depth; or where there is something else than a regular file or a link to
+    one. What replaced it by its name would take the machine's null device from it.
+    """
     place = path.absolute().parent.resolve()
     for folder in (place, *place.parents):
         if _is_store(folder):
             raise UsageError(f"{path} is inside the checkpoint store {folder}: write it somewhere else")
+    if (kind := _not_a_file(path)) is not None:
+        raise UsageError(f"{path} is {kind}, no file to write: name another")
+
+
+def refuse_missing_folder(path: Path) -> None:
+    """Raise `UsageError` unless the folder that `path` is to be in exists."""
+    folder = path.parent
+    if not os.path.lexists(folder):
+        raise UsageError(f"the folder {folder} does not exist")
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
+
+
+def _not_a_file(path: Path) -> str | None:
+    """What is there instead of a regular file; None: such a file, a link to one, or nothing."""
+    try:
+        own = path.lstat().st_mode
+    except OSError:
+        return None  # writing says what is wrong
+    if not stat.S_ISLNK(own):
+        return None if stat.S_ISREG(own) else kind_of(own)
+    try:
+        if path.readlink().is_relative_to("/proc"):
+            return "a link to what a process has open"  # as /dev/stdout is
+        end = path.stat().st_mode
+    except OSError:
+        return "a link to nothing"
+    return None if stat.S_ISREG(end) else f"a link to {kind_of(end)}"
 
 
 def _is_store(folder: Path) -> bool:
@@ -94,7 +127,7 @@ class Outputs:
         self._files: list[OutputFile] = []
 
     def refuse_existing(self, path: Path) -> None:
-        """Raise `UsageError` if `path` is in a store, or exists and is not to be overwritten."""
+        """Raise `UsageError` if `path` is no place for a file, or exists and is not to be overwritten."""
         refuse_store(path)
         if not self._overwrite and os.path.lexists(path):
             raise _exists(path)
@@ -103,10 +136,11 @@ class Outputs:
         """A file that `publish` will name `path`, of about `size_hint` bytes. The one before is sealed.
 
         Raises:
-            UsageError: `path` exists, or is in a store.
+            UsageError: `path` exists, is no place for a file, or its folder does not exist.
             StorageError: it cannot be made.
         """
         self.refuse_existing(path)
+        refuse_missing_folder(path)
         if self._files:
             self._files[-1].seal()
         self._files.append(OutputFile(path, size_hint, self._staging, self._pool))
@@ -118,7 +152,7 @@ class Outputs:
         If one cannot be named, those before it are withdrawn (unless they replaced something).
 
         Raises:
-            UsageError: a file of that name appeared meanwhile.
+            UsageError: a file of that name appeared meanwhile, or something that is none.
             StorageError: the medium failed.
         """
         self._files[-1].seal()
@@ -142,6 +176,7 @@ class Outputs:
 
     def _name(self, file: OutputFile) -> None:
         if self._overwrite:
+            refuse_store(file.path)  # it may have appeared meanwhile
             file.temporary.replace(file.path)
             return
         try:

@@ -236,6 +236,9 @@ class Store:
             CorruptLogError: the log is damaged; name an explicit parent to write on.
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
+        from ckptstore import exiting
+
+        exiting.check()  # before the rest, of which some cannot even be imported when the interpreter is ending
         from ckptstore.deltas import DeltaOptions
         from ckptstore.diffs import DiffOptions
         from ckptstore.loading import open_base

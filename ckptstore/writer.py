@@ -63,6 +63,7 @@ class WriterOptions:
     diffs: DiffOptions | None = None
 
     def __post_init__(self) -> None:
+        exiting.check()
         Staging(self.staging_bytes)  # says what is wrong with it, before a term is opened and another one fenced
         if self.threads < 1:
             raise UsageError(f"threads: {self.threads}, at least 1 is needed")
@@ -396,7 +397,7 @@ class Writer:
             raise WriterClosedError(self._closed())
 
     def _closed(self) -> str:
-        why = " because the interpreter is ending" if exiting.under_way() else ""
+        why = f" because the interpreter is ending: {exiting.ADVICE}" if exiting.under_way() else ""
         return f"the writer of term {self.term} is closed{why}"
 
     def _check_process(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ckptstore.formats.values import is_plain_text
 
-__all__ = ["flat_names"]
+__all__ = ["flat_names", "place_names"]
 
 _RESERVED = "ckptstore/"
 
@@ -41,6 +41,40 @@ def flat_names(paths: Sequence[tuple[object, ...]]) -> list[str]:
             candidate = f"{escaped}~{suffix}"
             suffix += 1
         taken.add(candidate)
+        names.append(candidate)
+    return names
+
+
+def place_names(places: Sequence[tuple[tuple[object, ...], str]]) -> list[str]:
+    """One name per place at which a tensor stands: what a selection calls it. A name means one tensor.
+
+    The first place of a tensor has the tensor's name. Any other has its plain name if that is allowed and means no
+    other tensor (neither is one's name, nor is the plain name of a place of another), else its escaped one, as in
+    `flat_names`. Two places of one tensor may share a plain name.
+
+    Args:
+        places: (distinct key path, name of the tensor), in the order of the tree.
+    """
+    plain = [".".join(map(str, path)) for path, _ in places]
+    owner = {tensor: tensor for _, tensor in places}
+    shared: set[str] = set()
+    for (_, tensor), name in zip(places, plain, strict=True):
+        if owner.setdefault(name, tensor) != tensor or not _allowed(name):
+            shared.add(name)
+    names: list[str] = []
+    seen: set[str] = set()
+    for (path, tensor), name in zip(places, plain, strict=True):
+        candidate = name
+        if tensor not in seen:
+            seen.add(tensor)
+            candidate = tensor
+        elif name in shared:
+            escaped = candidate = _escaped(path)
+            suffix = 2
+            while candidate in owner:
+                candidate = f"{escaped}~{suffix}"
+                suffix += 1
+            owner[candidate] = tensor
         names.append(candidate)
     return names
 

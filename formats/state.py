@@ -36,7 +36,16 @@ from ckptstore.formats.errors import UnsupportedStateError
 from ckptstore.formats.layout import HEADER_LIMIT
 from ckptstore.formats.names import flat_names
 from ckptstore.formats.sources import NumpySource, Origin, TensorSource
-from ckptstore.formats.tree import MAX_DEPTH, Resolve, select, tensor_names, unflatten
+from ckptstore.formats.tree import (
+    MAX_DEPTH,
+    Place,
+    Resolve,
+    places,
+    select,
+    select_places,
+    tensor_names,
+    unflatten,
+)
 
 __all__ = [
     "MAX_DEPTH",
@@ -44,13 +53,16 @@ __all__ = [
     "FlatState",
     "NumpySource",
     "Origin",
+    "Place",
     "Recognise",
     "Resolve",
     "Tagged",
     "TensorSource",
     "check_size",
     "flatten",
+    "places",
     "select",
+    "select_places",
     "tensor_names",
     "unflatten",
 ]

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 from ckptstore.formats import values
 from ckptstore.formats.errors import FormatError
+from ckptstore.formats.names import place_names
 from ckptstore.formats.sources import Origin
 
-__all__ = ["MAX_DEPTH", "Resolve", "select", "tensor_names", "unflatten"]
+__all__ = ["MAX_DEPTH", "Place", "Resolve", "places", "select", "select_places", "tensor_names", "unflatten"]
 
 MAX_DEPTH: Final = 200
 """Nesting of the tree's JSON; below `jsontext.MAX_DEPTH`, so that what was written can be read inside a document."""
@@ -203,6 +206,58 @@ def tensor_names(tree: Any) -> list[str]:
     return list(found)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor stands.
+
+    Attributes:
+        name: what a selection calls it (`names.place_names`).
+        tensor: the name of the tensor; that of its first place, too.
+    """
+
+    name: str
+    tensor: str
+
+
+def places(tree: Any) -> list[Place]:
+    """Every place of every tensor, in tree order.
+
+    Raises:
+        FormatError: the tree is not what `flatten` writes.
+    """
+    found: list[tuple[tuple[Any, ...], str]] = []
+    try:
+        _find_places(tree, (), 0, found)
+    except RecursionError as error:
+        raise FormatError("state tree nested too deep for the calling stack") from error
+    return [Place(name, tensor) for name, (_, tensor) in zip(place_names(found), found, strict=True)]
+
+
+def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple[tuple[Any, ...], str]]) -> None:
+    """Goes where `_select` goes, in its order."""
+    if depth > MAX_DEPTH:
+        raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
+    if isinstance(node, list):
+        for index, element in enumerate(node):
+            _find_places(element, (*path, index), depth + 1, found)
+        return
+    if not isinstance(node, dict):
+        return
+    tag = _tag(node)
+    if tag in _ORIGINS:
+        found.append((path, _name(node[tag])))
+    elif tag in ("$dict", "$odict", "$counter") and isinstance(node[tag], list):
+        for pair in node[tag]:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise FormatError(f"{tag} holds something that is no pair")
+            _find_places(pair[1], (*path, _decode_key(pair[0], depth)), depth + 3, found)
+    elif tag in ("$tuple", "$odict", "$counter"):
+        _find_places(node[tag], path, depth + 1, found)
+    elif tag is None:
+        for key, member in node.items():
+            _find_places(member, (*path, key), depth + 1, found)
+
+
 def select(tree: Any, names: set[str]) -> Any:
     """The tree without the tensors that are not in `names`.
 
@@ -212,31 +267,51 @@ def select(tree: Any, names: set[str]) -> Any:
     Raises:
         FormatError: the tree is not what `flatten` writes.
     """
+    return _selected(tree, lambda name: name if name in names else None)
+
+
+def select_places(tree: Any, kept: Mapping[int, str]) -> Any:
+    """The tree with no tensors but those at some of its places; the rest is as in `select`.
+
+    Args:
+        tree: typed JSON.
+        kept: position in `places` -> the name that the tensor has there in the result.
+
+    Raises:
+        FormatError: the tree is not what `flatten` writes.
+    """
+    positions = count()
+    return _selected(tree, lambda _: kept.get(next(positions)))
+
+
+def _selected(tree: Any, keep: Callable[[str], str | None]) -> Any:
     try:
-        kept = _select(tree, names, 0)
+        kept = _select(tree, keep, 0)
     except RecursionError as error:
         raise FormatError("state tree nested too deep for the calling stack") from error
     return None if kept is _GONE else kept
 
 
-def _select(node: Any, names: set[str], depth: int) -> Any:
+def _select(node: Any, keep: Callable[[str], str | None], depth: int) -> Any:
+    """`keep` is asked once per place, in tree order: the name that is to stand there, or None."""
     if depth > MAX_DEPTH:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
     if isinstance(node, list):
-        return [kept for element in node if (kept := _select(element, names, depth + 1)) is not _GONE]
+        return [kept for element in node if (kept := _select(element, keep, depth + 1)) is not _GONE]
     if not isinstance(node, dict):
         return node
     tag = _tag(node)
     if tag in _ORIGINS:
-        return node if _name(node[tag]) in names else _GONE
+        name = keep(_name(node[tag]))
+        return _GONE if name is None else {tag: name}
     if tag in ("$dict", "$odict", "$counter") and isinstance(node[tag], list):
         pairs = []
         for pair in node[tag]:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise FormatError(f"{tag} holds something that is no pair")
-            if (kept := _select(pair[1], names, depth + 3)) is not _GONE:
+            if (kept := _select(pair[1], keep, depth + 3)) is not _GONE:
                 pairs.append([pair[0], kept])
         return {tag: pairs}
     if tag not in (None, "$tuple", "$odict", "$counter"):
         return node
-    return {key: kept for key, member in node.items() if (kept := _select(member, names, depth + 1)) is not _GONE}
+    return {key: kept for key, member in node.items() if (kept := _select(member, keep, depth + 1)) is not _GONE}

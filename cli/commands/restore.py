@@ -79,6 +79,10 @@ def command(
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
         note(f"{len(result.converted)} values are of another type in a .pt file (numpy, frozenset): {some}")
+    if result.tied:
+        some = ", ".join(f"{name} (as {there})" for name, there in result.tied[:3])
+        more = " ..." if len(result.tied) > 3 else ""
+        note(f"a .safetensors file has a tied tensor once; left out ({len(result.tied)}): {some}{more}")
     if result.lossy:
         note(f"{result.ref} is lossy: not the bits that training had; it was stored so on request")
     if as_json:

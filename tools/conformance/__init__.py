@@ -6,7 +6,7 @@
 
 An executable under test is given the path of one store and prints its ANSWER, a JSON object, on standard output::
 
-    {"refused": text}                                 the store must not be read (an unknown feature)
+    {"refused": text}                                 the store must not be read (an unknown feature, a wide gap)
     {"latest": "STEP@TERM" | null | {"error": text},
      "checkpoints": {"STEP@TERM": CHECKPOINT, ...}}   every promised checkpoint
     CHECKPOINT = {"error": text}                      it cannot be restored

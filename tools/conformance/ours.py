@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptstore
-from ckptstore.formats.errors import CkptError, CorruptionError, FormatError
+from ckptstore.formats.errors import CheckpointNotFoundError, CkptError, CorruptionError, FormatError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.store import Store
 
@@ -24,7 +24,9 @@ def answer(folder: Path) -> dict[str, Any]:
     except CkptError as error:
         return {"refused": str(error)}
     try:
-        latest: Any = store.checkpoint("latest").ref if found else None
+        latest: Any = store.checkpoint("latest").ref
+    except CheckpointNotFoundError:
+        latest = None
     except CkptError as error:
         latest = {"error": str(error)}
     return {"latest": latest, "checkpoints": {info.ref: _checkpoint(store, info.ref) for info in found}}

@@ -5,30 +5,45 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import zstandard
 
 import ckptstore
-from ckptstore import DeltaOptions, folding
+from ckptstore import DeltaOptions, DiffOptions, Update, folding
 from ckptstore.backends.local import LocalBackend
-from ckptstore.formats.hashing import header_hash
+from ckptstore.batches import write_batch
+from ckptstore.encoding import write_packed
+from ckptstore.formats import codecs, optim, texts
+from ckptstore.formats.dtypes import DTYPES
+from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.jsontext import dumps
+from ckptstore.formats.layout import TensorSpec
 from ckptstore.formats.records import (
     FORMAT_KEY,
     CheckpointEntry,
+    CheckpointId,
     CommitRecord,
     Encoding,
     FormatFile,
     SegmentEntry,
     slot_key,
 )
-from ckptstore.formats.segment import SegmentDoc, header_length, parse
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, header_length, parse
+from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.formats.state import tensor_names
 from ckptstore.formats.texts import encode_format, seal
 from ckptstore.log import Term, open_term
+from ckptstore.merging import merge
+from ckptstore.segments import write_full
 from tools.conformance.ours import answer
 from tools.golden import make_codecs, make_steps
-from tools.golden.make_segments import RUN, state_of
+from tools.golden.make_segments import RUN, packed, plain, state_of
+from tools.golden.make_store import Run
 from tools.golden.still import MOMENT, still
 
 _NONCE = "0" * 31
@@ -52,11 +67,19 @@ def _of_segments(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def _commit(doc: SegmentDoc, segment: SegmentEntry, nonce: str) -> CommitRecord:
     ((step, told),) = doc.encodings.items()
+    doc = _named(doc)
     tensors = doc.tensors[step].values()
     nbytes = sum(entry.nbytes for entry in tensors)
     checkpoint = CheckpointEntry(doc.term, step, state_of(doc), MOMENT, len(tensors), nbytes)
     edge = Encoding(checkpoint.node, told.kind, told.base, (doc.segment,), told.lossy, segment.size)
     return CommitRecord(doc.term, nonce, segments=(segment,), checkpoints=(checkpoint,), encodings=(edge,))
+
+
+def _named(doc: SegmentDoc) -> SegmentDoc:
+    """With those tensors only that the tree of its one step names."""
+    (step,) = doc.steps
+    names = tensor_names(doc.trees[step])
+    return replace(doc, tensors={step: {name: doc.tensors[step][name] for name in names}})
 
 
 def _codecs(folder: Path) -> None:
@@ -158,6 +181,195 @@ def _other_version(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "rule": {**params["rule"], "rule": "adam/2"}}
 
 
+def _parts(folder: Path) -> None:
+    """Encodings of several segments: fulls, deltas, and steps of an optimizer."""
+    store = ckptstore.open(folder, create=True)
+    run = Run()
+    limits = [mock.patch.dict(write.__kwdefaults__, limit=6000) for write in (write_full, write_packed, write_batch)]
+    with limits[0], limits[1], limits[2]:
+        with store.writer(deltas=DeltaOptions(interval=2), poll_seconds=None) as writer:
+            for step in (1, 2):
+                run.train("none")
+                writer.save(run.state(), step)
+        with store.writer(diffs=DiffOptions(batch=2, seconds=None), poll_seconds=None) as writer:
+            for step in (3, 4, 5):
+                updates = run.train("none")
+                writer.save_async(run.state(), step, updates=updates)
+    edges = store.view().catalog.encodings
+    assert all(len(edges[info.term, info.step][0].segments) > 1 for info in store.checkpoints() if info.step != 4)
+
+
+def _large(folder: Path) -> None:
+    """Tensors of several chunks and blocks, nearly all of them zeros."""
+    store = ckptstore.open(folder, create=True)
+    weight, halves = np.zeros(5_000_000, "<f4"), np.zeros(9_000_000, "<u2")
+    rule = optim.SGD(momentum=0.9)
+    buffer = np.zeros_like(weight)
+    with store.writer(
+        deltas=DeltaOptions(interval=9, compress_fulls=True), diffs=DiffOptions(full_every=3), poll_seconds=None
+    ) as writer:
+        for step in (1, 2, 3):
+            where = np.arange(77_777 * step, len(weight), 1_234_567)
+            gradient = optim.SparseGradient(where, where.astype("<f4"), len(weight))
+            numbers = optim.Step(count=step, lr=1e-3)
+            optim.advance(rule.rule(numbers), [weight, buffer], gradient.dense())
+            halves[step::1_111_111] += 1
+            updates = [Update(("weight", "buffer"), rule, numbers, gradient)]
+            state = {"weight": weight.copy(), "buffer": buffer.copy(), "halves": halves.copy()}
+            writer.save(state, step, updates=updates if step > 1 else ())
+    halves[-3:] = 7
+    with store.writer(deltas=DeltaOptions(interval=9, compress_fulls=True), poll_seconds=None) as writer:
+        for step in (4, 5):
+            halves[-step] = step
+            writer.save({"halves": halves.copy()}, step)
+
+
+def _retired(folder: Path) -> None:
+    """The base of all the others is promised no longer; the segment of another is dropped."""
+    store = _small(folder)
+    dropped = store.checkpoint(3).segments
+    backend = LocalBackend(folder)
+    term = open_term(backend, store.format, store.view().catalog.checkpoints[1, 5].id, {"host": "golden"})
+    term.commit(CommitRecord(term.number, retires=((1, 1), (1, 3)), drops=dropped, tags={"two": (1, 2)}))
+
+
+def _retired_folded(folder: Path) -> None:
+    _retired(folder)
+    store = ckptstore.open(folder)
+    folding.fold(store.backend, store.format, store.view())
+    for path in _slots(folder)[1:-1]:
+        path.write_bytes(b"not needed: the fold has it")
+
+
+def _back(folder: Path) -> None:
+    """An empty term from an earlier step, which it retires."""
+    store = _small(folder)
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"step": 6}, 6)
+    parent = store.view().catalog.checkpoints[1, 3].id
+    term = open_term(LocalBackend(folder), store.format, parent, {"host": "golden"})
+    term.commit(CommitRecord(term.number, retires=((1, 3),)))
+
+
+def _merged(folder: Path) -> None:
+    """Two steps have a second encoding each; the segments of the first are dropped, and gone."""
+    store = _small(folder)
+    merge(store, "2@1..3@1", keep_steps=True, take_over=True)
+    live = store.view().catalog.segments
+    gone = [path for path in folder.glob("seg/*/*.safetensors") if path.stem not in live]
+    for path in gone:
+        path.unlink()
+    assert gone
+
+
+def _orphan(folder: Path) -> None:
+    """A term without checkpoints, whose parent was promised by a slot that is damaged."""
+    store = _small(folder)
+    store.writer(parent=5, poll_seconds=None).close()
+    _flip(folder / slot_key(5), 100)
+
+
+def _damage_after(folder: Path) -> None:
+    _small(folder)
+    _flip(_slots(folder)[-1], 100)
+
+
+def _nothing(folder: Path) -> None:
+    ckptstore.open(folder, create=True).writer(poll_seconds=None).close()
+
+
+def _nothing_left(folder: Path) -> None:
+    _nothing(folder)
+    _flip(folder / slot_key(0), 100)
+
+
+def _lost(seq: int) -> Callable[[Path], None]:
+    def made(folder: Path) -> None:
+        store = _small(folder)
+        with store.writer(parent=2, poll_seconds=None) as writer:
+            for step in (6, 7):
+                writer.save({"step": step}, step)
+        (folder / slot_key(seq)).unlink()
+
+    return made
+
+
+def _lost_end(folder: Path) -> None:
+    store = _small(folder)
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"step": 6}, 6)
+    for path in _slots(folder)[6:]:
+        path.unlink()
+
+
+def _gap(folder: Path) -> None:
+    _small(folder)
+    shutil.copyfile(folder / slot_key(0), folder / slot_key(9_999_999))
+
+
+def _manifest(folder: Path) -> None:
+    with mock.patch.object(texts, "SLOT_LIMIT", 500):
+        _small(folder)
+    assert len(list(folder.glob("seg/*/*.json"))) > 1
+
+
+def _manifest_lost(folder: Path) -> None:
+    _manifest(folder)
+    store = ckptstore.open(folder)
+    manifests = store.view().catalog.manifests
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"step": 6}, 6)
+    second, third = sorted(manifests, key=manifests.__getitem__)[1:3]
+    (folder / f"seg/{1:010d}/{second}.json").unlink()
+    _flip(folder / f"seg/{1:010d}/{third}.json", 100)
+
+
+def _fold_incompat(folder: Path) -> None:
+    _folded(folder)
+    store = ckptstore.open(folder)
+    (key,) = [key for key in store.backend.list("fold/") if f"{store.view().fold_seq:020d}" in key]
+    head = len(b"ckptstore fold\n") + 33
+    line, _, columns = zstandard.decompress((folder / key).read_bytes()[head:]).partition(b"\n")
+    body = dumps(json.loads(line) | {"incompat": ["later"]}) + b"\n" + columns
+    frame = zstandard.ZstdCompressor().compress(body)
+    digest = xxh3_128(frame)
+    (folder / key).unlink()
+    target = folder / f"{key[: key.index('-')]}-{digest[:16]}"
+    target.write_bytes(f"ckptstore fold\n{digest}\n".encode() + frame)
+
+
+def _every_dtype(folder: Path) -> None:
+    specs = [TensorSpec(f"all.{name}", name, (2, 3)) for name in DTYPES]
+    specs += [TensorSpec("scalar", "C128", ()), TensorSpec("empty", "C64", (0, 5)), TensorSpec("wide", "BF16", (8, 16))]
+    tree = {spec.name: {"$a" if row % 2 else "$t": spec.name} for row, spec in enumerate(specs)}
+    doc = SegmentDoc(RUN, 1, "a" * 32, {1: StepEncoding(1, "full")}, parents={1: None}, trees={1: tree})
+    _of_segments(folder, {"plain": plain(doc, specs, digests=True)[0]})
+
+
+def _lossy_base(folder: Path) -> None:
+    """Two segments: what is not what training had, and a delta on it, which is."""
+    below, above = np.arange(3000, dtype="<u4"), np.arange(3000, dtype="<u4") // 3 * 3
+    base, doc = _word_segment(below, codecs.Planes(4), b"", 1, StepEncoding(1, "full", lossy=True))
+    told = StepEncoding(1, "delta", CheckpointId(1, 1, state_of(_named(doc))))
+    delta, _ = _word_segment(above, codecs.Diff(4), below, 2, told)
+    _of_segments(folder, {"base": base, "delta": delta})
+
+
+def _word_segment(
+    words: Any, codec: codecs.Codec, base: Any, step: int, told: StepEncoding
+) -> tuple[bytes, SegmentDoc]:
+    """One tensor, and one that the tree does not name, which is made alike."""
+    data = codecs.as_bytes(words)
+    stored = codecs.encode(codec, data, base).tobytes()
+    chunk = Chunk(0, len(stored), len(data), chunk_hash(stored), chunk_hash(data))
+    entries = [
+        (TensorEntry(name, "U32", (len(words),), (chunk,), codec.name, codec.params), stored)
+        for name in ("words", "ckptstore/more", "unnamed")
+    ]
+    doc = SegmentDoc(RUN, 1, f"{step}" * 32, {step: told}, parents={1: None}, trees={step: {"words": {"$t": "words"}}})
+    return packed(doc, {step: entries})
+
+
 def _flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1
@@ -170,7 +382,7 @@ STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "folded": ("a log whose older slots are gone: a fold has what they said", _folded),
     "damaged-slot": ("a COMMIT of the first term has a wrong bit; a second term goes on behind it", _damaged_slot),
     "damaged-segment": (
-        "a chunk of step 4 has a wrong bit: it and what builds on it cannot be restored",
+        "a chunk of step 4 has a wrong bit: it cannot be restored, and the others can",
         _damaged_segment,
     ),
     "unknown-rule": ("an optimizer step of arithmetic that is not known, adam/2", _unknown_rule),
@@ -180,6 +392,29 @@ STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "features-read": ("FORMAT asks readers for an unknown feature: refused", _features("read")),
     "features-write": ("FORMAT asks writers for an unknown feature: read", _features("write")),
     "major-2": ("another major version: refused", _major),
+    "parts": ("encodings of several segments each: fulls, deltas, steps of an optimizer", _parts),
+    "large": ("tensors of several chunks and blocks: coded fulls, deltas, steps of an optimizer", _large),
+    "every-dtype": ("a plain segment with every dtype", _every_dtype),
+    "lossy-base": (
+        "a lossy step, and a delta on it, which is not lossy; tensors that the tree does not name",
+        _lossy_base,
+    ),
+    "retired": ("the base of the others is retired; another step is retired, and its segment dropped", _retired),
+    "retired-folded": ("the same, of which only a fold tells", _retired_folded),
+    "back": ("an empty term, which goes back, and retires its parent: latest is on the line of parents", _back),
+    "merged": ("two steps in one segment, which replaces those that they had", _merged),
+    "manifests": ("COMMITs in manifests", _manifest),
+    "manifests-lost": ("one manifest is missing and one has a wrong bit; a second term goes on", _manifest_lost),
+    "orphan": ("an empty term, whose parent was promised by a damaged slot: latest is an error", _orphan),
+    "damage-after": ("the last slot is damaged: latest is an error", _damage_after),
+    "lost-slot": ("a COMMIT of the first term is missing", _lost(3)),
+    "lost-open": ("the OPEN of the second term is missing", _lost(6)),
+    "lost-commit": ("the first COMMIT of the second term is missing", _lost(7)),
+    "lost-end": ("the second term is missing, of which there is a segment: latest is an error", _lost_end),
+    "empty": ("nothing was promised: latest is null", _nothing),
+    "empty-damaged": ("nothing is left but a damaged slot: latest is an error", _nothing_left),
+    "wide-gap": ("a slot lies far above all others: refused", _gap),
+    "fold-incompat": ("the newest fold has an unknown feature in incompat: refused", _fold_incompat),
 }
 
 

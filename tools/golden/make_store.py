@@ -81,20 +81,20 @@ def _pattern(seed: int, shape: tuple[int, ...], scale: float) -> Any:
 def fill(store: Store) -> None:
     """Everything that the docstring names."""
     run = Run()
-    with store.writer(deltas=DeltaOptions(interval=2, compress_fulls=False)) as writer:
+    with store.writer(deltas=DeltaOptions(interval=2, compress_fulls=False), poll_seconds=None) as writer:
         for step in range(1, 6):
             run.train("none")
             writer.save(run.state(), step)
         writer.tag("five", 5)
-    with store.writer(parent=4, diffs=DiffOptions(full_every=9, batch=3, seconds=None)) as writer:
+    with store.writer(parent=4, diffs=DiffOptions(full_every=9, batch=3, seconds=None), poll_seconds=None) as writer:
         for step, kind in enumerate(["none", "none", "fp32", "bf16", "none", "fp32", "bf16", "none"], 6):
             updates = run.train(kind)
             writer.save_async(run.state(), step, updates=updates)
-    with store.writer(deltas=DeltaOptions(interval=1, compress_fulls=True)) as writer:
+    with store.writer(deltas=DeltaOptions(interval=1, compress_fulls=True), poll_seconds=None) as writer:
         for step in (14, 15):
             run.train("none")
             writer.save(run.state(), step)
-    with store.writer(diffs=DiffOptions(batch=2, accumulate="sum", seconds=None)) as writer:
+    with store.writer(diffs=DiffOptions(batch=2, accumulate="sum", seconds=None), poll_seconds=None) as writer:
         for step in (16, 17, 18):
             updates = run.train("fp32")
             writer.save_async(run.state(), step, updates=updates)

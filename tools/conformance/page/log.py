@@ -14,6 +14,7 @@ import zstandard
 from tools.conformance.page.codecs import RefusedError
 
 Node = tuple[int, int]
+WIDEST_GAP = 4096
 
 
 class DamagedError(Exception):
@@ -24,30 +25,40 @@ class DamagedError(Exception):
 class Catalog:
     """7.4"""
 
+    run: str = ""
     term: int = 0
     nonces: dict[int, str] = field(default_factory=dict)
     orphans: set[int] = field(default_factory=set)
     last: str | None = "0" * 32  # None: the slot before was damaged
     parents: dict[int, Any] = field(default_factory=dict)
+    opens: dict[int, int] = field(default_factory=dict)  # the slots of OPENs that are not lost
     checkpoints: dict[Node, dict[str, Any]] = field(default_factory=dict)
     retired: set[Node] = field(default_factory=set)
     encodings: dict[Node, list[dict[str, Any]]] = field(default_factory=dict)
     segments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    unsettled: bool = False
+    slots: dict[Node, int] = field(default_factory=dict)  # of promised checkpoints
+    damage: list[int] = field(default_factory=list)
+    written: int = 0  # the newest term that has segments
 
     def promised(self) -> list[Node]:
         return [node for node in self.checkpoints if node not in self.retired]
 
     def latest(self) -> Node | None:
-        term, below = self.term, 1 << 60
+        term, below, found = self.term, 1 << 60, None
         while term:
-            if found := [step for one, step in self.promised() if one == term and step <= below]:
-                return term, max(found)
+            if steps := [step for one, step in self.promised() if one == term and step <= below]:
+                found = term, max(steps)
+                break
             if term in self.orphans:
-                self.unsettled = True
+                raise DamagedError
             parent = self.parents.get(term)
             term, below = (parent[0], parent[1]) if parent else (0, 0)
-        return None
+        if self.written > self.term:
+            raise DamagedError
+        settled = self.slots[found] if found and found[0] == self.term else self.opens.get(self.term, -1)
+        if any(slot > settled for slot in self.damage):
+            raise DamagedError
+        return found
 
 
 def unsealed(data: bytes) -> dict[str, Any]:
@@ -62,7 +73,7 @@ def unsealed(data: bytes) -> dict[str, Any]:
 
 def read_format(folder: Path) -> dict[str, Any]:
     found = unsealed((folder / "FORMAT").read_bytes())
-    if found["major"] != 1 or found["features"].get("read"):
+    if found["major"] != 1 or found.get("features", {}).get("read"):
         raise RefusedError("features of FORMAT")
     return found
 
@@ -71,31 +82,43 @@ def read(folder: Path) -> Catalog:
     """READ; nobody writes meanwhile, so that nothing is ever stale."""
     format_file = read_format(folder)
     catalog, seq = newest_fold(folder, format_file["run"])
-    slots = sorted(int(path.name) for path in (folder / "log").glob("*"))
-    while slots and seq <= slots[-1]:
-        data = path.read_bytes() if (path := folder / "log" / f"{seq:020d}").exists() else b""
-        try:
-            slot = unsealed(data)
-            check_slot(slot, format_file["run"], seq)
-            check_continues(catalog, slot)
-            apply(catalog, whole(folder, slot))
-            catalog.last = xxhash.xxh3_128_hexdigest(data)
-        except DamagedError:
-            catalog.unsettled, catalog.last = True, None
-        seq += 1
+    catalog.written = max((int(path.parent.name) for path in (folder / "seg").glob("*/*")), default=0)
+    names = [path.name for path in (folder / "log").glob("*")]
+    slots = sorted(int(name) for name in names if len(name) == 20 and name.isascii() and name.isdecimal())
+    for above in [slot for slot in slots if slot >= seq]:
+        if above - seq > WIDEST_GAP:
+            raise RefusedError("so many slots were never lost")
+        for slot in range(seq, above + 1):  # those between are lost
+            take(folder, catalog, slot, format_file["run"])
+        seq = above + 1
     if seq % format_file["anchor_every"]:
         above = (seq // format_file["anchor_every"] + 1) * format_file["anchor_every"]
         assert not (folder / "log" / f"{above:020d}").exists()
     return catalog
 
 
+def take(folder: Path, catalog: Catalog, seq: int, run: str) -> None:
+    data = path.read_bytes() if (path := folder / "log" / f"{seq:020d}").exists() else b""
+    try:
+        slot = unsealed(data)
+        check_slot(slot, run, seq)
+        record = whole(folder, slot)
+        check_continues(catalog, slot)
+        apply(catalog, record, seq)
+        catalog.last = xxhash.xxh3_128_hexdigest(data)
+    except DamagedError:
+        catalog.damage.append(seq)
+        catalog.last = None
+
+
 def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
-    if slot["ckptstore"] not in ("open", "commit"):
-        raise RefusedError("kind of a slot")
+    """What is wrong first decides."""
     if slot.get("incompat"):
         raise RefusedError("features of a slot")
     if slot["run"] != run or slot["seq"] != seq:
         raise DamagedError
+    if slot["ckptstore"] not in ("open", "commit"):
+        raise RefusedError("kind of a slot")
 
 
 def check_continues(catalog: Catalog, slot: dict[str, Any]) -> None:
@@ -116,35 +139,40 @@ def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
     if "manifest" not in slot:
         return slot
     pointer = slot["manifest"]
-    data = (folder / "seg" / f"{slot['term']:010d}" / f"{pointer['id']}.json").read_bytes()
+    path = folder / "seg" / f"{slot['term']:010d}" / f"{pointer['id']}.json"
+    data = path.read_bytes() if path.exists() else b""
     if (len(data), xxhash.xxh3_128_hexdigest(data)) != (pointer["size"], pointer["hash"]):
         raise DamagedError
-    return unsealed(data)
+    found = unsealed(data)
+    check_slot(found, slot["run"], slot["seq"])
+    if any(found[name] != slot[name] for name in ("ckptstore", "previous", "term", "nonce")):
+        raise DamagedError
+    return found
 
 
-def apply(catalog: Catalog, record: dict[str, Any]) -> None:
+def apply(catalog: Catalog, record: dict[str, Any], seq: int) -> None:
     term = record["term"]
     if record["ckptstore"] == "open":
-        catalog.term, catalog.unsettled = term, False
+        catalog.term, catalog.opens[term] = term, seq
         catalog.parents[term], catalog.nonces[term] = record["parent"], record["nonce"]
         if parent := record["parent"]:
-            promised = catalog.checkpoints.get((parent[0], parent[1]))
-            if promised is None or (parent[0], parent[1]) in catalog.retired or promised["state"] != parent[2]:
+            node = (parent[0], parent[1])
+            if node not in catalog.promised() or catalog.checkpoints[node]["state"] != parent[2]:
                 catalog.orphans.add(term)
         return
-    if term > catalog.term:  # its OPEN is damaged
+    if term > catalog.term:  # its OPEN is lost
         catalog.term = term
         catalog.parents[term], catalog.nonces[term] = None, record["nonce"]
     catalog.segments |= {one["id"]: {**one, "term": term} for one in record.get("segments", [])}
     for one in record.get("checkpoints", []):
-        catalog.checkpoints[term, one["step"]] = {**one, "term": term}
-        catalog.unsettled = False
+        node = (term, one["step"])
+        catalog.checkpoints[node], catalog.slots[node] = {**one, "term": term}, seq
+        catalog.retired.discard(node)
     for one in record.get("encodings", []):
-        node = tuple(one["checkpoint"])
-        if node in catalog.checkpoints:
-            catalog.encodings.setdefault(node, []).append(one)
-    for node in record.get("retires", []):
-        catalog.retired.add(tuple(node))
+        catalog.encodings.setdefault((one["checkpoint"][0], one["checkpoint"][1]), []).append(one)
+    for term, step in record.get("retires", []):
+        if (term, step) in catalog.checkpoints:
+            catalog.retired.add((term, step))
     dropped = set(record.get("drops", []))
     for node, edges in list(catalog.encodings.items()):
         catalog.encodings[node] = [edge for edge in edges if not dropped & set(edge["segments"])]
@@ -162,7 +190,7 @@ def newest_fold(folder: Path, run: str) -> tuple[Catalog, int]:
     """The catalog of the newest valid fold, and the slot to go on with."""
     for path in sorted((folder / "fold").glob("*"), reverse=True):
         data = path.read_bytes()
-        head, digest, frame = data.split(b"\n", 2)
+        head, digest, frame = [*data.split(b"\n", 2), b"", b""][:3]
         if head != b"ckptstore fold" or xxhash.xxh3_128_hexdigest(frame).encode() != digest:
             continue
         line, _, columns = zstandard.decompress(frame, max_output_size=1 << 30).partition(b"\n")
@@ -171,7 +199,7 @@ def newest_fold(folder: Path, run: str) -> tuple[Catalog, int]:
             raise RefusedError("features of a fold")
         if found["run"] == run and path.name == f"{found['seq']:020d}-{digest.decode()[:16]}":
             return unfolded(found, columns), found["seq"] + 1
-    return Catalog(), 0
+    return Catalog(run), 0
 
 
 def split(joined: str) -> list[str]:
@@ -209,7 +237,7 @@ class Columns:
 
 
 def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
-    catalog, columns = Catalog(found["term"], last=found["last"]), Columns(data)
+    catalog, columns = Catalog(found["run"], found["term"], last=found["last"]), Columns(data)
     terms = found["terms"]
     catalog.parents = dict(zip(terms["term"], identities(terms["parent"]), strict=True))
     catalog.nonces = dict(zip(terms["term"], split(terms["nonce"]), strict=True))
@@ -222,8 +250,10 @@ def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
             if table == "bases":
                 catalog.retired.add((term, step))
         columns.times(rows)
-        for _ in ("tensors", "bytes", "slot") if table == "checkpoints" else ("tensors", "bytes"):
+        for _ in ("tensors", "bytes"):
             columns.numbers(rows)
+        if table == "checkpoints":
+            catalog.slots = dict(zip(catalog.checkpoints, columns.numbers(rows), strict=True))
     rows = found["segments"]["rows"]
     ids = columns.hashes(rows)
     numbers = [columns.numbers(rows) for _ in ("term", "size", "header")]
@@ -232,8 +262,10 @@ def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
     table = found["encodings"]
     unfold_encodings(catalog, table, columns, ids + split(table.get("loose", "")))
     assert not columns.data
-    settled = max((terms["seq"][row] for row in range(len(terms["seq"])) if terms["known"][row]), default=-1)
-    catalog.unsettled = any(slot > settled for slot in found.get("damage", []))
+    catalog.opens = {
+        term: seq for term, seq, known in zip(terms["term"], terms["seq"], terms["known"], strict=True) if known
+    }
+    catalog.damage = list(found.get("damage", []))
     return catalog
 
 

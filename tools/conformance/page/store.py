@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ class Store:
         self.states: dict[log.Node, State] = {}
 
     def answer(self) -> dict[str, Any]:
-        latest: Any = self.catalog.latest()
-        if latest is not None:
-            latest = {"error": "the log is damaged"} if self.catalog.unsettled else f"{latest[1]}@{latest[0]}"
+        latest: Any
+        try:
+            node = self.catalog.latest()
+            latest = f"{node[1]}@{node[0]}" if node else None
+        except log.DamagedError:
+            latest = {"error": "the log is damaged"}
         found = {}
         for term, step in self.catalog.promised():
             try:
@@ -50,8 +54,9 @@ class Store:
             name: {"dtype": one["dtype"], "shape": one["shape"], "hash": xxhash.xxh3_128_hexdigest(state.images[name])}
             for name, one in state.tensors.items()
         }
-        edges = self.catalog.encodings[node]
-        lossy = all(edge["lossy"] for edge in edges)
+        every = self.catalog.encodings[node]
+        there = [edge for edge in every if edge["base"] is None or tuple(edge["base"][:2]) in self.catalog.checkpoints]
+        lossy = all(edge["lossy"] for edge in there or every)
         return {
             "state": self.catalog.checkpoints[node]["state"],
             "lossy": lossy,
@@ -88,19 +93,41 @@ class Store:
                 raise LostError("the segment says otherwise")
             trees += [doc["trees"][step]] if step in doc["trees"] else []
             for name, tensor in doc["tensors"][step].items():
+                if name in tensors:
+                    raise LostError("in two segments")
                 tensors[name] = tensor
                 stored[name] = [payload(data, chunk) for chunk in tensor["chunks"]]
-        (tree,) = trees
+        names = list(names_of(trees[0])) if trees else []
+        if len(trees) != 1 or not set(names) <= tensors.keys():
+            raise LostError("not one tree, or not all of its tensors")
         images = decoded(tensors, stored, {} if below is None else below.images)
-        return State(tree, tensors, images)
+        return State(trees[0], {name: tensors[name] for name in names}, images)
 
     def segment(self, identity: str) -> tuple[bytes, dict[str, Any]]:
-        entry = self.catalog.segments[identity]
+        entry = self.catalog.segments.get(identity)
+        if entry is None:
+            raise LostError("no record adds the segment")
         data = (self.folder / "seg" / f"{entry['term']:010d}" / f"{identity}.safetensors").read_bytes()
         header = data[: entry["header"]]
         if len(data) != entry["size"] or xxhash.xxh3_128_hexdigest(header) != entry["hash"]:
             raise LostError("header")
-        return data, segments.read(data)
+        doc = segments.read(data)
+        if (doc["run"], doc["term"], doc["segment"]) != (self.catalog.run, entry["term"], identity):
+            raise LostError("another segment")
+        return data, doc
+
+
+def names_of(tree: Any) -> Iterator[str]:
+    """The tensors of a tree, each once."""
+    found: dict[str, None] = {}
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict) and len(node) == 1 and next(iter(node)) in ("$t", "$a"):
+            found[next(iter(node.values()))] = None
+        elif isinstance(node, dict | list):
+            waiting += node.values() if isinstance(node, dict) else node
+    return iter(found)
 
 
 def payload(data: bytes, chunk: dict[str, Any]) -> bytes:
