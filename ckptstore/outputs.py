@@ -26,7 +26,7 @@ from ckptstore.formats.errors import CkptError, StorageError, UsageError
 from ckptstore.formats.records import FORMAT_KEY
 from ckptstore.staging import BLOCK_BYTES, Staging
 
-__all__ = ["OutputFile", "Outputs", "outputs", "refuse_missing_folder", "refuse_store"]
+__all__ = ["OutputFile", "Outputs", "outputs", "refuse_inside_store", "refuse_missing_folder", "refuse_store"]
 
 _THREADS: Final = 2
 _FORMAT_SAYS: Final = b'"ckptstore":"format"'
@@ -41,12 +41,17 @@ def refuse_store(path: Path) -> None:
     That is: in a checkpoint store, at any depth; or where there is something else than a regular file or a link to
     one. What replaced it by its name would take the machine's null device from it.
     """
+    refuse_inside_store(path)
+    if (kind := _not_a_file(path)) is not None:
+        raise UsageError(f"{path} is {kind}, no file to write: name another")
+
+
+def refuse_inside_store(path: Path) -> None:
+    """Raise `UsageError` if `path`, be it of a file or of another store, is in a checkpoint store, at any depth."""
     place = path.absolute().parent.resolve()
     for folder in (place, *place.parents):
         if _is_store(folder):
             raise UsageError(f"{path} is inside the checkpoint store {folder}: write it somewhere else")
-    if (kind := _not_a_file(path)) is not None:
-        raise UsageError(f"{path} is {kind}, no file to write: name another")
 
 
 def refuse_missing_folder(path: Path) -> None:

@@ -75,12 +75,12 @@ def command(
     """
     import ckptstore
     from ckptstore.importing import import_files
-    from ckptstore.outputs import refuse_store
+    from ckptstore.outputs import refuse_inside_store
 
     if not delta and (interval, max_restore_cost) != (None, None):
         raise click.UsageError("--interval and --max-restore-cost say how deltas are stored: they need --delta")
     if "://" not in store:
-        refuse_store(Path(store))
+        refuse_inside_store(Path(store))
     target = ckptstore.open(store)
     with progress("importing") as advance:
         imported = import_files(

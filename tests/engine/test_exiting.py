@@ -222,7 +222,13 @@ def test_who_waits_is_told_what_for(tmp_path: Path) -> None:
 def test_ctrl_c_gives_up(tmp_path: Path) -> None:
     """A medium that hangs holds no process up for longer than people want to wait."""
     child: Any = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + SLOW + "threading.Thread(target=lambda: None).start()", tmp_path / "store", "6"],
+        [
+            sys.executable,
+            "-c",
+            BEGIN + SLOW + "threading.Thread(target=lambda: None).start()",
+            tmp_path / "store",
+            "30",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,7 +14,13 @@ import zstandard
 from ckptstore import refs
 from ckptstore.formats import folds, hashing, jsontext, texts
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CheckpointNotFoundError, CorruptSegmentError, FormatError, UsageError
+from ckptstore.formats.errors import (
+    CheckpointNotFoundError,
+    CorruptLogError,
+    CorruptSegmentError,
+    FormatError,
+    UsageError,
+)
 from ckptstore.formats.layout import ALIGN, TensorSpec
 from ckptstore.formats.records import (
     CommitRecord,
@@ -317,7 +323,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("request", _request, seeds.requests),
         Target("tree", _tree, seeds.trees, refusals=(FormatError,)),
         Target("jsontext", _jsontext, seeds.jsontexts, refusals=(FormatError,)),
-        Target("ref", _ref, seeds.refs, refusals=(UsageError, CheckpointNotFoundError)),
+        Target("ref", _ref, seeds.refs, refusals=(UsageError, CheckpointNotFoundError, CorruptLogError)),
         CODECS,
         OPTIMIZERS,
         WEIGHTFILES,

@@ -15,7 +15,9 @@ _FORMATS: Final = "tests/formats/test_"
 _ENGINE: Final = "tests/engine/test_"
 _REGRESSIONS: Final = (f"{_FORMATS}limits.py", f"{_FORMATS}regressions.py")
 _CRASHES: Final = tuple(f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "powercut", "crash_store"))
-_LOG: Final = tuple(f"{_ENGINE}{name}.py" for name in ("log", "folding", "pins", "requests", "log_machine"))
+_LOG: Final = tuple(
+    f"{_ENGINE}{name}.py" for name in ("log", "lost_slots", "replaced", "folding", "pins", "requests", "log_machine")
+)
 _STORE: Final = tuple(
     f"{_ENGINE}{name}.py" for name in ("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 )
@@ -39,7 +41,12 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
     "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
     "formats/members.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py", f"{_FORMATS}segment_hostile.py"),
-    "formats/fold*.py": (f"{_FORMATS}folds_hostile.py", f"{_FORMATS}catalog.py", f"{_FORMATS}tables.py"),
+    "formats/fold*.py": (
+        f"{_FORMATS}folds_hostile.py",
+        f"{_FORMATS}bounds.py",
+        f"{_FORMATS}catalog.py",
+        f"{_FORMATS}tables.py",
+    ),
     "formats/columns.py": (f"{_FORMATS}tables.py", f"{_FORMATS}catalog.py"),
     "formats/retention.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
