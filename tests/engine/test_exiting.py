@@ -221,11 +221,13 @@ def test_who_waits_is_told_what_for(tmp_path: Path) -> None:
 
 def test_ctrl_c_gives_up(tmp_path: Path) -> None:
     """A medium that hangs holds no process up for longer than people want to wait."""
+    # A shell's background job begins with SIGINT ignored, and so do its children.
+    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + BEGIN + SLOW
     child: Any = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            BEGIN + SLOW + "threading.Thread(target=lambda: None).start()",
+            begin + "threading.Thread(target=lambda: None).start()",
             tmp_path / "store",
             "30",
         ],
