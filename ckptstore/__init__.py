@@ -46,12 +46,18 @@ if TYPE_CHECKING:
         WriterError,
     )
     from ckptstore.intervals import RestoreBound
-    from ckptstore.pins import UnpinnedWarning
+    from ckptstore.remarks import (
+        DeterminismWarning,
+        LossyWarning,
+        LostStepsWarning,
+        UnexplainedStepWarning,
+        UnpinnedWarning,
+    )
     from ckptstore.saves import PendingSave
-    from ckptstore.store import DeterminismWarning, LossyWarning, LostStepsWarning, Store
+    from ckptstore.store import Store, verify
     from ckptstore.store import open_store as open
-    from ckptstore.updates import UnexplainedStepWarning, Update
-    from ckptstore.verification import Damage, Unread, VerificationReport, verify
+    from ckptstore.updates import Update
+    from ckptstore.verification import Damage, Unread, VerificationReport
     from ckptstore.writer import Writer
 
 _HOMES = {
@@ -65,11 +71,11 @@ _HOMES = {
         " StepOrderError StorageError StoreNotFoundError StoreReplacedError TensorNotFoundError"
         " UnsupportedBackendError UnsupportedStateError UsageError WriterClosedError WriterError"
     ),
-    "pins": "UnpinnedWarning",
+    "remarks": "DeterminismWarning LossyWarning LostStepsWarning UnexplainedStepWarning UnpinnedWarning",
     "saves": "PendingSave",
-    "store": "DeterminismWarning LossyWarning LostStepsWarning Store open",
-    "updates": "UnexplainedStepWarning Update",
-    "verification": "Damage Unread VerificationReport verify",
+    "store": "Store open verify",
+    "updates": "Update",
+    "verification": "Damage Unread VerificationReport",
     "writer": "Writer",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptstore import refs
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Node
+from ckptstore.journal import Journal
+from ckptstore.view import read
 
-__all__ = ["CheckpointInfo", "TermInfo", "describe", "describe_all", "describe_checkpoint"]
+__all__ = ["CheckpointInfo", "TermInfo", "describe", "describe_all", "describe_checkpoint", "describe_terms", "look_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,31 @@ def describe(catalog: Catalog, entries: Iterable[CheckpointEntry]) -> list[Check
 def describe_checkpoint(catalog: Catalog, entry: CheckpointEntry) -> CheckpointInfo:
     """The public view of a catalog entry."""
     return _described(catalog, entry, [tag for tag, target in catalog.tags.items() if target == entry.node])
+
+
+def describe_terms(catalog: Catalog) -> list[TermInfo]:
+    """The public view of every term, oldest first."""
+    return [
+        TermInfo(
+            number,
+            opened.parent and opened.parent.ref,
+            opened.time,
+            catalog.checkpoints.holds(number),
+            dict(opened.writer),
+        )
+        for number, opened in sorted(catalog.terms.items())
+    ]
+
+
+def look_up(journal: Journal, ref: str | int) -> CheckpointInfo:
+    """The checkpoint that `ref` names now.
+
+    Raises:
+        CheckpointNotFoundError: nothing answers to it.
+        CorruptLogError: the log is damaged where ``latest`` would be decided; names the last intact checkpoint.
+    """
+    catalog = read(journal).catalog
+    return describe_checkpoint(catalog, refs.resolve(catalog, ref))
 
 
 def _described(catalog: Catalog, entry: CheckpointEntry, tags: Iterable[str]) -> CheckpointInfo:

@@ -23,8 +23,9 @@ from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
 from ckptstore.formats.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, UsageError
 from ckptstore.formats.records import object_of
+from ckptstore.journal import Journal
 from ckptstore.pins import DEAD_AFTER, REFRESH_EVERY, PinWatch, Survey
-from ckptstore.store import Store
+from ckptstore.view import read
 
 if TYPE_CHECKING:
     from ckptstore.streaming import Progress
@@ -77,7 +78,7 @@ class Collected:
 
 
 def collect(
-    store: Store, watch: PinWatch | None = None, *, dry_run: bool = False, progress: Progress | None = None
+    journal: Journal, watch: PinWatch | None = None, *, dry_run: bool = False, progress: Progress | None = None
 ) -> Collected:
     """Delete what no checkpoint and no reader needs.
 
@@ -93,11 +94,11 @@ def collect(
         ForeignObjectError: ``seg/`` itself is a link.
         StorageError: the medium failed. What was deleted is gone, the rest goes another time.
     """
-    backend = store.backend
+    backend = journal.backend
     if backend.read_only and not dry_run:
-        raise ReadOnlyError(f"{store.url}: read-only, nothing can be collected")
+        raise ReadOnlyError(f"{journal.url}: read-only, nothing can be collected")
     # 1. READ.
-    catalog = store.view(look_above=True).catalog
+    catalog = read(journal, look_above=True).catalog
     # 2. List pins.
     pins = (watch or PinWatch(backend)).survey()
     keys = backend.list("seg/")
@@ -127,7 +128,7 @@ def collect(
 
 
 def collect_patiently(
-    store: Store,
+    journal: Journal,
     *,
     wait: float = 0.0,
     dead_after: float = DEAD_AFTER,
@@ -157,12 +158,12 @@ def collect_patiently(
             f"a pin is renewed every {REFRESH_EVERY:g} s: not renewed for {dead_after:g} s it may still be alive; "
             f"wait {SHORTEST_TTL:g} s at least"
         )
-    watch = PinWatch(store.backend, dead_after, clock)
+    watch = PinWatch(journal.backend, dead_after, clock)
     end = clock() + wait
     pause = 0.2
     done = Collected()
     while True:
-        found = collect(store, watch, dry_run=dry_run, progress=progress)
+        found = collect(journal, watch, dry_run=dry_run, progress=progress)
         done = found if dry_run else _together(done, found)
         left = end - clock()
         if not found.pinned or left <= 0:

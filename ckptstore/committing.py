@@ -288,5 +288,5 @@ class Committer:
         if error is not None and (why := str(error)) not in self._complaints:
             self._complaints.add(why)
             with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
-                text = f"{self.log.backend.url}: upkeep of the log failed, which alone fails no save: {why}"
+                text = f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}"
                 warnings.warn(text, stacklevel=1)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.checkpoint import look_up
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.dtypes import DType
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import select
-from ckptstore.loading import choose, opened
+from ckptstore.loading import choose, opened, tensors, tree
 from ckptstore.numerics import blocks, doubles, is_integer, scalars
 from ckptstore.reading import run_all
 from ckptstore.staging import Bytes
@@ -25,7 +26,7 @@ from ckptstore.statetree import leaves
 from ckptstore.streaming import Progress, streams
 
 if TYPE_CHECKING:
-    from ckptstore.store import Store
+    from ckptstore.journal import Journal
 
 __all__ = ["StateDifference", "TensorDifference", "compare", "compare_state"]
 
@@ -92,7 +93,7 @@ class StateDifference:
 
 
 def compare(
-    store: Store,
+    journal: Journal,
     ref_a: str | int,
     ref_b: str | int,
     select: str | Sequence[str] | None = None,
@@ -106,9 +107,9 @@ def compare(
     Raises:
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
     """
-    ref_a, ref_b = store.checkpoint(ref_a).ref, store.checkpoint(ref_b).ref
-    in_a, in_b = store.tensors(ref_a), store.tensors(ref_b)
-    with opened(store, ref_a) as found_a, opened(store, ref_b) as found_b:
+    ref_a, ref_b = look_up(journal, ref_a).ref, look_up(journal, ref_b).ref
+    in_a, in_b = tensors(journal, ref_a), tensors(journal, ref_b)
+    with opened(journal, ref_a) as found_a, opened(journal, ref_b) as found_b:
         names = choose(list(dict.fromkeys([*in_b, *in_a])), select or None, f"{ref_a} or {ref_b}")
         found = {name: _by_metadata(in_a.get(name), in_b.get(name)) for name in names}
         changed = [name for name in names if found[name].status == "changed"]
@@ -171,13 +172,13 @@ def _hash(tensor: TensorEntry) -> str | None:
     return tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None
 
 
-def compare_state(store: Store, ref_a: str | int, ref_b: str | int) -> list[StateDifference]:
+def compare_state(journal: Journal, ref_a: str | int, ref_b: str | int) -> list[StateDifference]:
     """Compare what is not a tensor: numbers, strings, RNG states ..., in the order of B's state.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError.
     """
-    tree_a, tree_b = store.tree(ref_a), store.tree(ref_b)
+    tree_a, tree_b = tree(journal, ref_a), tree(journal, ref_b)
     before, after = dict(leaves(tree_a)), dict(leaves(tree_b))
     found: list[StateDifference] = []
     for path in dict.fromkeys([*after, *before]):

@@ -7,7 +7,6 @@ is told when the record is history. Only then does the checkpoint become a base.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -16,11 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptstore.backends.base import Backend
-from ckptstore.chains import Chain, decode_chunk
 from ckptstore.encoding import Base, Choices, write_packed
 from ckptstore.formats.codecs import FAST_POLICY, Policy
 from ckptstore.formats.errors import CkptError, CorruptionError, UsageError
-from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import CheckpointId, Encoding
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import StepEncoding
@@ -29,10 +26,11 @@ from ckptstore.intervals import FULL, Decision, Form, RestoreBound, Schedule
 from ckptstore.reading import Progress
 from ckptstore.segments import WrittenState, write_full
 from ckptstore.snapshot import Snapshot, SnapshotPool
-from ckptstore.staging import SLACK, Bytes, Staging, aligned
+from ckptstore.staging import Bytes, Staging
+from ckptstore.storedbase import StoredBase
 from ckptstore.workers import started_pool
 
-__all__ = ["DeltaOptions", "Deltas", "MemoryBase", "StoredBase"]
+__all__ = ["DeltaOptions", "Deltas", "MemoryBase"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,48 +91,6 @@ class MemoryBase:
     def forget(self) -> None:
         """Give the memory back."""
         self._snapshot.free()
-
-
-class StoredBase:
-    """A base that is read back from the store, for want of memory. Every thread keeps the chunk it read last."""
-
-    def __init__(self, identity: CheckpointId, chains: dict[str, Chain], close: Callable[[], None]) -> None:
-        self.id = identity
-        self._chains = chains
-        self._close = close
-        self._local = threading.local()
-
-    def spec(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """See `Base.spec`."""
-        chain = self._chains.get(name)
-        return None if chain is None else (chain.tensor.dtype, chain.tensor.shape)
-
-    def read(self, name: str, start: int, length: int) -> Bytes:
-        """See `Base.read`. The range lies within one chunk. Raises `CorruptSegmentError`, `StorageError`."""
-        chain = self._chains[name]
-        index, within = divmod(start, CHUNK)
-        out = self._chunk(name, chain, index)
-        if within + length <= len(out):
-            return out[within : within + length]
-        following = self._chunk(name, chain, index + 1)  # a master's range, twice as long as its copy's chunk
-        joined = aligned(length)
-        joined[: len(out) - within] = out[within:]
-        joined[len(out) - within :] = following[: length - (len(out) - within)]
-        return joined
-
-    def _chunk(self, name: str, chain: Chain, index: int) -> Bytes:
-        kept: tuple[str, int, Bytes] | None = getattr(self._local, "kept", None)
-        if kept is not None and kept[:2] == (name, index):
-            return kept[2]
-        length = chain.tensor.chunks[index].logical
-        out = aligned(length)
-        decode_chunk(chain, index, out, aligned(CHUNK + SLACK))
-        self._local.kept = (name, index, out)
-        return out
-
-    def forget(self) -> None:
-        """Close the segments."""
-        self._close()
 
 
 class Deltas:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ckptstore.checkpoint import look_up
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.errors import FormatError, UsageError
 from ckptstore.formats.layout import TensorSpec, order
@@ -27,7 +28,7 @@ from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
 from ckptstore.weightfiles import CHECKPOINT_MEMBER, STATE_MEMBER
 
 if TYPE_CHECKING:
-    from ckptstore.store import Store
+    from ckptstore.journal import Journal
 
 __all__ = ["ExportResult", "export"]
 
@@ -66,7 +67,7 @@ class ExportResult:
 
 
 def export(
-    store: Store,
+    journal: Journal,
     ref: str | int,
     out: str | Path,
     format: Literal["safetensors", "pt"] = "safetensors",
@@ -81,7 +82,7 @@ def export(
     ``torch.load(weights_only=True)`` as the nested state that was saved; torch is not needed to write it.
 
     Args:
-        store: the store.
+        journal: the store's.
         ref: the checkpoint.
         out: the file; with shards, the name they and the index are derived from.
         format: the file format.
@@ -105,8 +106,8 @@ def export(
         raise UsageError(f"{out} is a folder: name the file to write")
     refuse_store(out)
     refuse_missing_folder(out)
-    ref = store.checkpoint(ref).ref
-    with opened(store, ref) as found, outputs(overwrite) as files:
+    ref = look_up(journal, ref).ref
+    with opened(journal, ref) as found, outputs(overwrite) as files:
         picked = select_from(found.tree, select or None, ref)
         names = picked.tensors
         chosen = {name: replace(found.chains[tensor].tensor, name=name) for tensor, name in names.items()}

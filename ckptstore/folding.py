@@ -21,7 +21,8 @@ from ckptstore.crashpoints import crash_point
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptLogError, ForeignObjectError, KeyExistsError, KeyNotFoundError
 from ckptstore.formats.folds import FOLD_LIMIT, encode_fold, intact
-from ckptstore.formats.records import FormatFile, fold_key, fold_of, manifest_key, slot_key, slot_of
+from ckptstore.formats.records import fold_key, fold_of, manifest_key, slot_key, slot_of
+from ckptstore.journal import Journal
 from ckptstore.log import Term
 from ckptstore.view import View, anchor_above, exists
 
@@ -72,9 +73,9 @@ def _due(term: Term) -> bool:
 
 
 def _renew(term: Term, view: View) -> None:
-    fold(term.backend, term.fmt, view)
+    fold(term.journal, view)
     term.fold_seq = view.end - 1
-    trim(term.backend, term.fmt, view)
+    trim(term.journal, view)
 
 
 class FoldThread:
@@ -123,7 +124,7 @@ class FoldThread:
             self._failure = error
 
 
-def fold(backend: Backend, fmt: FormatFile, view: View) -> str:
+def fold(journal: Journal, view: View) -> str:
     """Write the fold of a view -> its key. If it is there already, nothing happens.
 
     Raises:
@@ -131,9 +132,10 @@ def fold(backend: Backend, fmt: FormatFile, view: View) -> str:
             which someone chooses where to go on from.
         StorageError: the medium failed.
     """
+    backend = journal.backend
     if _hides_damage(view.catalog):
         raise CorruptLogError(f"{backend.url}: log slot {view.damage[-1]} is damaged; not folded")
-    data, digest = encode_fold(view.catalog, run=fmt.run, forget=_forgettable(backend, view))
+    data, digest = encode_fold(view.catalog, run=journal.run, forget=_forgettable(backend, view))
     key = fold_key(view.end - 1, digest)
     # Prevents: a fold that survives a power cut which takes back one of its slots, left unsynced by a killed writer.
     # The slot would be missing although no anchor says that it was deleted.
@@ -159,18 +161,19 @@ def _forgettable(backend: Backend, view: View) -> frozenset[str]:
     )
 
 
-def trim(backend: Backend, fmt: FormatFile, view: View) -> Trimmed:
+def trim(journal: Journal, view: View) -> Trimmed:
     """Delete what the folds replace, as far as `view` reaches: it tells which slots are OPENs.
 
     Raises:
         StorageError: the medium failed; what is left is deleted the next time.
     """
+    backend = journal.backend
     keys = [key for key in backend.list("fold/") if fold_of(key)]
     valid = _newest_valid(backend, keys)
     if len(valid) < KEEP:
         return Trimmed()
     limit = min(valid[-1], view.end - 1)
-    slots = _deletable(backend, fmt, view.catalog, limit)
+    slots = _deletable(journal, view.catalog, limit)
     old = [key for key in keys if (place := fold_of(key)) is not None and place[0] < valid[-1]]
     if not slots and not old:
         return Trimmed()
@@ -211,11 +214,12 @@ def _newest_valid(backend: Backend, keys: list[str]) -> list[int]:
     return found
 
 
-def _deletable(backend: Backend, fmt: FormatFile, catalog: Catalog, limit: int) -> list[int]:
+def _deletable(journal: Journal, catalog: Catalog, limit: int) -> list[int]:
     """Slots up to `limit` that are no anchor, no OPEN, and have an anchor above. Damaged ones stay, as evidence."""
+    backend, every = journal.backend, journal.format.anchor_every
     kept = {entry.seq for entry in catalog.terms.values() if entry.known}.union(catalog.damage)
     listed = [seq for key in backend.list("log/") if (seq := slot_of(key)) is not None and seq <= limit]
-    slots = [seq for seq in listed if seq % fmt.anchor_every and seq not in kept]
-    anchors = {anchor_above(seq, fmt.anchor_every) for seq in slots}
+    slots = [seq for seq in listed if seq % every and seq not in kept]
+    anchors = {anchor_above(seq, every) for seq in slots}
     present = {anchor for anchor in anchors if exists(backend, slot_key(anchor))}
-    return [seq for seq in slots if anchor_above(seq, fmt.anchor_every) in present]
+    return [seq for seq in slots if anchor_above(seq, every) in present]

@@ -9,15 +9,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from ckptstore.checkpoint import look_up
 from ckptstore.checkpointfolders import open_checkpoint, survey
 from ckptstore.formats.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
+from ckptstore.opening import open_writer
 from ckptstore.refs import step_number
 from ckptstore.streaming import Progress
+from ckptstore.writer import WriterOptions
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import CheckpointInfo
     from ckptstore.deltas import DeltaOptions
-    from ckptstore.store import Store
+    from ckptstore.journal import Journal
 
 __all__ = ["ImportedFile", "import_files", "step_of"]
 
@@ -70,7 +73,7 @@ _SUFFIXES: Final = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def import_files(
-    store: Store,
+    journal: Journal,
     files: Sequence[str | Path],
     step: int | Literal["auto"] = "auto",
     *,
@@ -84,7 +87,7 @@ def import_files(
     Every file is opened and checked before the store is touched.
 
     Args:
-        store: where to; created if there is none.
+        journal: where to; created if there is none.
         files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that hold one of these, of which
             everything is taken (`checkpointfolders`).
         step: of a single file; ``"auto"`` takes it from each name (`step_of`), and gives a single file without one
@@ -106,7 +109,7 @@ def import_files(
     if not files:
         raise UsageError("no file to import")
     paths = [Path(file) for file in files]
-    base = _parent(store, parent)
+    base = _parent(journal, parent)
     steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
     total = 0
     for _, path in steps:
@@ -122,7 +125,7 @@ def import_files(
 
     imported: list[ImportedFile] = []
     try:
-        with store.writer(parent=base, poll_seconds=None, deltas=deltas) as writer:
+        with open_writer(journal, base, WriterOptions(poll_seconds=None, deltas=deltas)) as writer:
             for number, path in steps:
                 with open_checkpoint(path, leave_out) as opened:
                     info = writer.save(opened.flat, number, progress=advance)
@@ -141,11 +144,11 @@ def _named(path: Path, leave_out: Sequence[str]) -> Path:
     return survey(path, leave_out).weights if path.is_dir() else path
 
 
-def _parent(store: Store, parent: str | None) -> CheckpointInfo | None:
+def _parent(journal: Journal, parent: str | None) -> CheckpointInfo | None:
     if parent is None:
         return None
     try:
-        return store.checkpoint(parent)
+        return look_up(journal, parent)
     except (StoreNotFoundError, CheckpointNotFoundError):
         if parent != "latest":
             raise

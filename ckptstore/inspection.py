@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.checkpoint import look_up
 from ckptstore.formats import dtypes
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.loading import one_of, opened, select_from
+from ckptstore.loading import one_of, opened, select_from, tensors
 from ckptstore.numerics import blocks, doubles, is_integer, scalars
 from ckptstore.reading import SegmentReader
 from ckptstore.streaming import Progress, streams
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import CheckpointInfo
-    from ckptstore.store import Store
+    from ckptstore.journal import Journal
 
 __all__ = [
     "ChainLink",
@@ -129,12 +130,12 @@ class TensorStatistics:
 
 
 def inspect(
-    store: Store, ref: str | int = "latest", select: str | Sequence[str] | None = None
+    journal: Journal, ref: str | int = "latest", select: str | Sequence[str] | None = None
 ) -> CheckpointDescription:
     """Take a checkpoint apart. Reads and verifies the headers of its chain, no tensor.
 
     Args:
-        store: the store.
+        journal: the store's.
         ref: the checkpoint.
         select: describe only tensors that match one of these globs.
 
@@ -142,8 +143,8 @@ def inspect(
         CheckpointNotFoundError, TensorNotFoundError: nothing answers to `ref`, or matches `select`.
         CorruptionError: a segment of the chain is missing or its header is damaged.
     """
-    info = store.checkpoint(ref)
-    with opened(store, info.ref) as found:
+    info = look_up(journal, ref)
+    with opened(journal, info.ref) as found:
         chain = found.plan.encodings
         held = {
             name: (tensor, found.readers[segment])
@@ -185,17 +186,17 @@ def _link(encoding: Encoding, segments: Sequence[SegmentEntry]) -> ChainLink:
     )
 
 
-def statistics(store: Store, ref: str | int, name: str, progress: Progress | None = None) -> TensorStatistics:
+def statistics(journal: Journal, ref: str | int, name: str, progress: Progress | None = None) -> TensorStatistics:
     """Statistics of one tensor, in one pass and in memory that does not grow with it. Bytes are verified.
 
     Raises:
         TensorNotFoundError: the checkpoint has no such tensor.
         CorruptionError: its bytes are damaged.
     """
-    ref = store.checkpoint(ref).ref
-    tensors = store.tensors(ref)
-    tensor = tensors[one_of(tensors, name, ref)]
-    with opened(store, ref) as found:
+    ref = look_up(journal, ref).ref
+    there = tensors(journal, ref)
+    tensor = there[one_of(there, name, ref)]
+    with opened(journal, ref) as found:
         dtype = dtypes.get(tensor.dtype)
         moments = _Moments()
         done = 0

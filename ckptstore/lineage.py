@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe
+from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe, describe_terms
 from ckptstore.formats.errors import CorruptLogError
+from ckptstore.view import read
 
 if TYPE_CHECKING:
     from ckptstore.formats.catalog import Catalog
     from ckptstore.formats.records import Node
-    from ckptstore.store import Store
+    from ckptstore.journal import Journal
 
 __all__ = ["Lineage", "lineage"]
 
@@ -44,8 +45,8 @@ class Lineage:
     damage: tuple[str, ...]
 
 
-def lineage(store: Store, limit: int | None = None, term: int | None = None) -> Lineage:
-    """Read the log of `store`.
+def lineage(journal: Journal, limit: int | None = None, term: int | None = None) -> Lineage:
+    """Read the log of a store.
 
     Args:
         limit: at most so many checkpoints, the newest; None: all.
@@ -55,17 +56,8 @@ def lineage(store: Store, limit: int | None = None, term: int | None = None) -> 
         CorruptLogError: nothing of the log can be read.
         StorageError: the medium failed.
     """
-    catalog = store.view().catalog
-    terms = [
-        TermInfo(
-            number,
-            opened.parent and opened.parent.ref,
-            opened.time,
-            catalog.checkpoints.holds(number),
-            dict(opened.writer),
-        )
-        for number, opened in sorted(catalog.terms.items(), reverse=True)
-    ]
+    catalog = read(journal).catalog
+    terms = describe_terms(catalog)[::-1]
     damage = [f"log slot {seq} is damaged or missing" for seq in catalog.damage]
     latest = None
     try:

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from ckptstore import refs, torch_seam
 from ckptstore.assembling import Held, assemble, held_by, tree_of
 from ckptstore.chains import Chain, fold_tensors, iterate_chain
-from ckptstore.deltas import StoredBase
 from ckptstore.formats import dtypes, hashing, jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import (
@@ -37,12 +36,13 @@ from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, S
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
 from ckptstore.formats.state import Origin, Place, places, select_places, tensor_names, unflatten
+from ckptstore.journal import Journal
 from ckptstore.pins import claim
 from ckptstore.planner import Plan, plan
 from ckptstore.reading import Progress, SegmentReader, copy_tensors, load_tensors, map_tensors
-from ckptstore.remarks import warn
+from ckptstore.remarks import LossyWarning, warn
 from ckptstore.staging import Bytes, Staging, aligned
-from ckptstore.store import LossyWarning, Store
+from ckptstore.storedbase import StoredBase
 
 __all__ = [
     "LoadOptions",
@@ -148,7 +148,7 @@ class Opened:
 
 
 @contextmanager
-def opened(store: Store, ref: str | int) -> Iterator[Opened]:
+def opened(journal: Journal, ref: str | int) -> Iterator[Opened]:
     """Plan, pin and open everything that restoring `ref` reads."""
 
     def choose_plan(catalog: Catalog) -> tuple[CheckpointEntry, Plan]:
@@ -156,31 +156,31 @@ def opened(store: Store, ref: str | int) -> Iterator[Opened]:
         return entry, plan(catalog, entry.id)
 
     with (
-        claim(store.backend, store.format, choose_plan, lambda chosen: chosen[1].segments) as (view, (entry, chosen)),
+        claim(journal, choose_plan, lambda chosen: chosen[1].segments) as (view, (entry, chosen)),
         ExitStack() as stack,
     ):
         readers: dict[str, SegmentReader] = {}
         for segment in chosen.segments:
-            readers[segment] = _open(store, view.catalog.segments[segment])
+            readers[segment] = _open(journal, view.catalog.segments[segment])
             stack.callback(readers[segment].close)
         found = Opened(entry, chosen, readers)
         found.check_identity()
         yield found
 
 
-def _open(store: Store, entry: SegmentEntry) -> SegmentReader:
-    reader = SegmentReader(store.backend, entry)
+def _open(journal: Journal, entry: SegmentEntry) -> SegmentReader:
+    reader = SegmentReader(journal.backend, entry)
     try:
-        reader.check_identity(store.run)
+        reader.check_identity(journal.run)
     except CorruptSegmentError:
         reader.close()
         raise
     return reader
 
 
-def load(store: Store, ref: str | int, options: LoadOptions) -> Any:
+def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
     """See `Store.load`."""
-    with opened(store, ref) as found:
+    with opened(journal, ref) as found:
         picked = select_from(found.tree, options.select, found.entry.ref)
         if found.lossy:
             warn(f"{found.entry.ref} is lossy: not the bits that training had", LossyWarning)
@@ -531,34 +531,34 @@ def _overlap(a: _Span, b: _Span) -> bool:
         return True  # many dimensions of strides that have nothing to do with each other: rather refused than wrong
 
 
-def describe(store: Store, ref: str | int) -> list[tuple[SegmentEntry, SegmentDoc]]:
+def describe(journal: Journal, ref: str | int) -> list[tuple[SegmentEntry, SegmentDoc]]:
     """See `Store.describe`."""
-    with opened(store, ref) as found:
+    with opened(journal, ref) as found:
         return [(reader.entry, reader.doc) for reader in found.readers.values()]
 
 
-def tensors(store: Store, ref: str | int) -> dict[str, TensorEntry]:
+def tensors(journal: Journal, ref: str | int) -> dict[str, TensorEntry]:
     """See `Store.tensors`."""
-    with opened(store, ref) as found:
+    with opened(journal, ref) as found:
         return {name: chain.tensor for name, chain in found.chains.items()}
 
 
-def tree(store: Store, ref: str | int) -> Any:
+def tree(journal: Journal, ref: str | int) -> Any:
     """See `Store.tree`."""
-    with opened(store, ref) as found:
+    with opened(journal, ref) as found:
         return found.tree
 
 
-def chunks(store: Store, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """See `Store.chunks`."""
-    with opened(store, ref) as found:
+    with opened(journal, ref) as found:
         yield from iterate_chain(_chain_of(found, name), verify=verify)
 
 
-def read_tensor(store: Store, ref: str | int, name: str, verify: bool) -> npt.NDArray[Any]:
+def read_tensor(journal: Journal, ref: str | int, name: str, verify: bool) -> npt.NDArray[Any]:
     """See `Store.read_tensor`."""
     threads = min(4, os.cpu_count() or 1)
-    with opened(store, ref) as found, ThreadPoolExecutor(threads) as pool:
+    with opened(journal, ref) as found, ThreadPoolExecutor(threads) as pool:
         chain = _chain_of(found, name)
         name = chain.tensor.name
         if _in_place(chain):
@@ -568,11 +568,11 @@ def read_tensor(store: Store, ref: str | int, name: str, verify: bool) -> npt.ND
         return data
 
 
-def open_base(store: Store, identity: CheckpointId) -> StoredBase:
+def open_base(journal: Journal, identity: CheckpointId) -> StoredBase:
     """Open a committed checkpoint as the base of deltas. Close it with `StoredBase.forget`."""
     stack = ExitStack()
     try:
-        found = stack.enter_context(opened(store, identity.ref))
+        found = stack.enter_context(opened(journal, identity.ref))
         if found.entry.id != identity:
             raise CorruptSegmentError(f"checkpoint {identity.ref}: is another one now")
         return StoredBase(identity, found.chains, stack.close)

@@ -40,7 +40,6 @@ from ckptstore.formats.records import (
     FORMAT_KEY,
     CheckpointId,
     CommitRecord,
-    FormatFile,
     OpenRecord,
     Record,
     manifest_key,
@@ -56,6 +55,7 @@ from ckptstore.formats.texts import (
     encode_open,
     unseal,
 )
+from ckptstore.journal import Journal
 from ckptstore.view import PATIENT, Patience, View, never_deleted, read
 
 __all__ = ["Parent", "Patience", "Term", "View", "open_term", "read"]
@@ -112,32 +112,34 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
     raise doubt
 
 
-def _check_same_store(backend: Backend, fmt: FormatFile) -> None:
+def _check_same_store(journal: Journal) -> None:
     """Refuse to send a slot to another run's store. Media that reach it through a handle cannot mistake it.
 
     Raises:
         StoreReplacedError: another store is there now, or none.
         FormatError, StorageError: that cannot be said.
     """
+    backend = journal.backend
     if backend.anchored:
         return
     try:
         run = decode_format(backend.get(FORMAT_KEY, SLOT_LIMIT)).run
     except KeyNotFoundError as error:
         raise StoreReplacedError(f"{backend.url}: the store was deleted; nothing was committed") from error
-    if run != fmt.run:
+    if run != journal.run:
         raise StoreReplacedError(f"{backend.url}: the store was replaced by that of run {run}; nothing was committed")
 
 
-def _check_same_run(backend: Backend, fmt: FormatFile, seq: int) -> None:
+def _check_same_run(journal: Journal, seq: int) -> None:
     """Raise `StoreReplacedError` if a slot that was sent, and is not ours, holds the text of another run."""
     try:
-        run = unseal(backend.get(slot_key(seq), SLOT_LIMIT), what=slot_key(seq))["run"]
+        run = unseal(journal.backend.get(slot_key(seq), SLOT_LIMIT), what=slot_key(seq))["run"]
     except (CkptError, LookupError, TypeError):
         return  # damaged or gone: it says nothing
-    if run != fmt.run:
+    if run != journal.run:
         raise StoreReplacedError(
-            f"{backend.url}: the store was replaced: slot {seq} is of run {run}, not {fmt.run}; nothing was committed"
+            f"{journal.url}: the store was replaced: slot {seq} is of run {run}, not {journal.run}; "
+            "nothing was committed"
         )
 
 
@@ -145,8 +147,7 @@ def _check_same_run(backend: Backend, fmt: FormatFile, seq: int) -> None:
 
 
 def open_term(
-    backend: Backend,
-    fmt: FormatFile,
+    journal: Journal,
     parent: Parent,
     info: Mapping[str, Any] | None = None,
     patience: Patience = PATIENT,
@@ -167,14 +168,17 @@ def open_term(
         StoreReplacedError: the store is another one now.
         StorageError: the medium failed; nothing was opened, or a term that nobody owns.
     """
+    # Its own: a store that is deleted and created again gets another medium, and a term must stay with the one it has.
+    journal = Journal(journal.backend, journal.format)
+    backend = journal.backend
     if backend.read_only:
         raise ReadOnlyError(f"{backend.url}: read-only, a term cannot be opened")
     view: View | None = None
     for done in range(patience.tries + 1):
         # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view.
-        view = read(backend, fmt, view, patience, look_above=True)
+        view = read(journal, view, patience, look_above=True)
         catalog = view.catalog
-        _check_writable(backend, fmt, catalog)
+        _check_writable(journal, catalog)
         chosen = parent(catalog) if callable(parent) else parent
         if chosen is not None and not (chosen.node in catalog.checkpoints and catalog.restorable(chosen)):
             raise _no_parent(backend, catalog, chosen)
@@ -192,17 +196,17 @@ def open_term(
             dict(info or {}),
             previous=catalog.last,
         )
-        data = encode_open(record, seq=view.end, run=fmt.run)
-        record = _understood(data, view.end, fmt, OpenRecord)
-        _check_same_store(backend, fmt)
+        data = encode_open(record, seq=view.end, run=journal.run)
+        record = _understood(data, view.end, journal.run, OpenRecord)
+        _check_same_store(journal)
         mine = _send(backend, slot_key(view.end), data, patience)
         crash_point("open.created")
         if not mine:
-            _check_same_run(backend, fmt, view.end)
+            _check_same_run(journal, view.end)
         # 3. Unless e is an anchor, GET the anchor above e: present: void, start over with a new nonce.
-        if mine and never_deleted(backend, fmt, view.end):
+        if mine and never_deleted(journal, view.end):
             crash_point("open.verified")
-            return Term(backend, fmt, view, record, xxh3_128(data), patience)
+            return Term(journal, view, record, xxh3_128(data), patience)
         if mine:
             view = None  # it was built on a stale view, which must not be built on again
         patience.pause(done)
@@ -225,18 +229,18 @@ def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> Ckpt
     )
 
 
-def _check_writable(backend: Backend, fmt: FormatFile, catalog: Catalog) -> None:
-    needs = catalog.ro_compat.union(fmt.features.get("write", ())) - KNOWN_FEATURES
+def _check_writable(journal: Journal, catalog: Catalog) -> None:
+    needs = catalog.ro_compat.union(journal.format.features.get("write", ())) - KNOWN_FEATURES
     if needs:
         raise ReadOnlyError(
-            f"{backend.url}: writing needs {', '.join(sorted(needs))}, which this version does not know; "
+            f"{journal.url}: writing needs {', '.join(sorted(needs))}, which this version does not know; "
             "it can be read, not written"
         )
 
 
-def _understood(data: bytes, seq: int, fmt: FormatFile, kind: type[_R], manifest: bytes | None = None) -> _R:
+def _understood(data: bytes, seq: int, run: str, kind: type[_R], manifest: bytes | None = None) -> _R:
     """What every reader will make of these bytes: checked before they are sent."""
-    record = decode_record(data, seq=seq, run=fmt.run, what=slot_key(seq), fetch=lambda _key, _size: manifest or b"")
+    record = decode_record(data, seq=seq, run=run, what=slot_key(seq), fetch=lambda _key, _size: manifest or b"")
     assert isinstance(record, kind)
     return record
 
@@ -254,17 +258,13 @@ class Term:
         dead: what ended this term for good (`FencedError`, `CommitUnknownError`, `StoreReplacedError`); None while it
             may commit.
         fold_seq: the slot through which the newest fold that this term knows of goes; -1: none.
-        backend: the store's medium.
-        fmt: the store's FORMAT file.
+        journal: the store's medium and FORMAT file.
         patience: how long a doubtful create is tried again.
     """
 
-    def __init__(
-        self, backend: Backend, fmt: FormatFile, view: View, record: OpenRecord, digest: str, patience: Patience
-    ) -> None:
+    def __init__(self, journal: Journal, view: View, record: OpenRecord, digest: str, patience: Patience) -> None:
         """Use `open_term`, which has created the slot `view.end` with `record`, of bytes whose hash is `digest`."""
-        self.backend = backend
-        self.fmt = fmt
+        self.journal = journal
         self.number = record.term
         self.nonce = record.nonce
         self.parent = record.parent
@@ -315,13 +315,13 @@ class Term:
             seq = self._next_seq
             self._check_log_is_mine(seq)
             record = replace(record, nonce=self.nonce, previous=self.catalog.last)
-            data, manifest = encode_commit(record, seq=seq, run=self.fmt.run, manifest=secrets.token_hex(16))
-            record = _understood(data, seq, self.fmt, CommitRecord, manifest)
+            data, manifest = encode_commit(record, seq=seq, run=self.journal.run, manifest=secrets.token_hex(16))
+            record = _understood(data, seq, self.journal.run, CommitRecord, manifest)
             if manifest is not None and record.manifest is not None:
                 # 1. (the last of it) What the slot points to is durable before the slot is sent.
                 key = manifest_key(self.number, record.manifest)
-                if not _send(self.backend, key, manifest, self.patience):
-                    raise StorageError(f"{self.backend.url}: {key} exists already")
+                if not _send(self.journal.backend, key, manifest, self.patience):
+                    raise StorageError(f"{self.journal.url}: {key} exists already")
             self._create_slot(seq, data)
             # 4. Acknowledge.
             self._builder.apply(record, seq, xxh3_128(data))
@@ -335,11 +335,11 @@ class Term:
         Prevents: going on in a store that was put back from an older copy, or that has lost slots. What would be
         acknowledged then would stand above a gap or beside another writer's records, and every reader would refuse it.
         """
-        if not self.backend.cheap_looks:
+        if not self.journal.backend.cheap_looks:
             return
         key = slot_key(seq - 1)
         try:
-            if xxh3_128(self.backend.get(key, SLOT_LIMIT)) == self.catalog.last:
+            if xxh3_128(self.journal.backend.get(key, SLOT_LIMIT)) == self.catalog.last:
                 return
             what = "holds other bytes"
         except KeyNotFoundError:
@@ -347,7 +347,7 @@ class Term:
         except StorageError:
             return  # a look that fails says nothing of the log; the commit itself will tell
         self.dead = FencedError(
-            f"{self.backend.url}: term {self.number} is over: {key}, the last slot that this writer knows, {what}: the "
+            f"{self.journal.url}: term {self.number} is over: {key}, the last slot that this writer knows, {what}: the "
             "store was put back from a copy, or has lost slots; open it again to see what it holds"
         )
         raise self.dead
@@ -356,37 +356,37 @@ class Term:
         # The term is in doubt from before the slot is sent until its fate is known, so that whatever interrupts this
         # (Ctrl-C, out of memory) leaves a term that never sends other bytes to the same slot.
         try:
-            _check_same_store(self.backend, self.fmt)
+            _check_same_store(self.journal)
         except StoreReplacedError as error:
             self.dead = error
             raise
         self.dead = doubt = CommitUnknownError(
-            f"{self.backend.url}: slot {seq} was sent and may or may not be committed; open the store again to find out"
+            f"{self.journal.url}: slot {seq} was sent and may or may not be committed; open the store again to find out"
         )
         crash_point("commit.before-create")
         try:
             # 2. Create the next slot if absent.
             # 3. On 412, 409, timeout, EIO: GET the slot; absent: resend identical bytes, bounded.
-            mine = _send(self.backend, slot_key(seq), data, self.patience)
+            mine = _send(self.journal.backend, slot_key(seq), data, self.patience)
         except StorageError as error:
             raise doubt from error
         crash_point("commit.created")
         if not mine:
             # 3. Other bytes: a newer term owns the slot. Stop for good.
             try:
-                _check_same_run(self.backend, self.fmt, seq)
+                _check_same_run(self.journal, seq)
             except StoreReplacedError as error:
                 self.dead = error
                 raise
-            self.dead = FencedError(f"{self.backend.url}: term {self.number} is over: {self._winner(seq)}")
+            self.dead = FencedError(f"{self.journal.url}: term {self.number} is over: {self._winner(seq)}")
             raise self.dead
         self.dead = None
 
     def _winner(self, seq: int) -> str:
         """Who took the slot, as far as that can be read."""
         try:
-            data = self.backend.get(slot_key(seq), SLOT_LIMIT)
-            record = decode_record(data, seq=seq, run=self.fmt.run, what=slot_key(seq))
+            data = self.journal.backend.get(slot_key(seq), SLOT_LIMIT)
+            record = decode_record(data, seq=seq, run=self.journal.run, what=slot_key(seq))
         except (FormatError, KeyNotFoundError, StorageError):
             return f"slot {seq} holds what this writer did not send"
         writer: Mapping[str, Any] = record.writer if isinstance(record, OpenRecord) else {}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ckptstore.backends.base import Backend
 from ckptstore.findings import Findings
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptionError
-from ckptstore.formats.records import FormatFile, fold_of, object_of, slot_key
+from ckptstore.formats.records import fold_of, object_of, slot_key
+from ckptstore.journal import Journal
 from ckptstore.view import anchor_above
 
 __all__ = ["Link", "check_log"]
@@ -27,7 +27,7 @@ class Link(NamedTuple):
 
 
 def check_log(
-    backend: Backend, fmt: FormatFile, catalog: Catalog, links: Mapping[int, Link], keys: Iterable[str], found: Findings
+    journal: Journal, catalog: Catalog, links: Mapping[int, Link], keys: Iterable[str], found: Findings
 ) -> None:
     """Report slots that are missing or do not continue the log, terms without their parent, and a lost end.
 
@@ -45,7 +45,7 @@ def check_log(
         if (before is not None and link.previous != before.digest) or seq in catalog.damage:
             what = "it names another slot before it, or its term was opened by another writer"
             found.add(slot_key(seq), CorruptionError(f"it does not continue the log: {what}"))
-    for first, last in _runs(_unexplained(backend, fmt, catalog, links, listed)):
+    for first, last in _runs(_unexplained(journal, catalog, links, listed)):
         which = "the slot is missing" if first == last else f"the slots from here to {slot_key(last)} are missing"
         found.add(slot_key(first), CorruptionError(f"{which}, and no fold that is there allowed to delete that"))
     for opened in catalog.terms.values():
@@ -70,19 +70,18 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _unexplained(
-    backend: Backend, fmt: FormatFile, catalog: Catalog, links: Mapping[int, Link], listed: set[str]
-) -> list[int]:
+def _unexplained(journal: Journal, catalog: Catalog, links: Mapping[int, Link], listed: set[str]) -> list[int]:
     """Slots below the highest intact one that are absent although nobody may have deleted them."""
     # Folds are listed now, after the slots: what was deleted before this is explained by folds that are still there.
-    folds = sorted({place[0] for key in backend.list("fold/") if (place := fold_of(key))}, reverse=True)
+    folds = sorted({place[0] for key in journal.backend.list("fold/") if (place := fold_of(key))}, reverse=True)
+    every = journal.format.anchor_every
     limit = folds[1] if len(folds) > 1 else -1
     opens = {opened.seq for opened in catalog.terms.values() if opened.known}
     top = max(links, default=-1)
 
     def deletable(seq: int) -> bool:
         # The anchor above it was created before a slot above that: whether it is still there is asked of the anchor.
-        return seq <= limit and seq % fmt.anchor_every > 0 and anchor_above(seq, fmt.anchor_every) <= top
+        return seq <= limit and seq % every > 0 and anchor_above(seq, every) <= top
 
     absent = (seq for seq in range(top) if seq not in links and slot_key(seq) not in listed)
     return [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq))]

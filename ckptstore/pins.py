@@ -25,12 +25,13 @@ from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import ForeignObjectError, FormatError, KeyNotFoundError, ReadOnlyError, StorageError
-from ckptstore.formats.records import FormatFile, PinRecord, pin_key
+from ckptstore.formats.records import PinRecord, pin_key
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin
-from ckptstore.remarks import warn
+from ckptstore.journal import Journal
+from ckptstore.remarks import UnpinnedWarning, warn
 from ckptstore.view import View, read
 
-__all__ = ["DEAD_AFTER", "REFRESH_EVERY", "Pin", "PinWatch", "Survey", "UnpinnedWarning", "claim"]
+__all__ = ["DEAD_AFTER", "REFRESH_EVERY", "Pin", "PinWatch", "Survey", "claim"]
 
 REFRESH_EVERY: Final = 30.0
 """Seconds between two renewals of a pin."""
@@ -40,10 +41,6 @@ DEAD_AFTER: Final = 600.0
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _P = TypeVar("_P")
-
-
-class UnpinnedWarning(UserWarning):
-    """A reader that cannot write (no access, no space) claims nothing: gc may delete what it reads, and it says so."""
 
 
 class Pin:
@@ -151,8 +148,7 @@ def _keep_alive(text: _Text, refresh_every: float, released: threading.Event) ->
 
 @contextlib.contextmanager
 def claim(
-    backend: Backend,
-    fmt: FormatFile,
+    journal: Journal,
     plan: Callable[[Catalog], _P],
     segments: Callable[[_P], Sequence[str]],
     refresh_every: float = REFRESH_EVERY,
@@ -167,16 +163,16 @@ def claim(
         the second view and the plan, whose segments no collector deletes until the ``with`` ends.
     """
     # 1. READ.
-    view = read(backend, fmt)
+    view = read(journal)
     while True:
         # 2. Plan.
         chosen = plan(view.catalog)
         ids = tuple(segments(chosen))
         # 3. Pin.
-        with Pin(backend, ids, refresh_every):
+        with Pin(journal.backend, ids, refresh_every):
             # 4. READ again. A collector that read the log before our pin was there may delete what was dropped by
             # then; what is still live now was live then.
-            view = read(backend, fmt, view)
+            view = read(journal, view)
             if all(segment in view.catalog.segments for segment in ids):
                 yield view, chosen
                 return

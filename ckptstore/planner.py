@@ -17,7 +17,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptionError, CorruptLogError, CorruptSegmentError
 from ckptstore.formats.records import CheckpointId, Encoding, Node
 
-__all__ = ["TYPICAL", "Cost", "Plan", "WorkRates", "plan", "plan_all", "restore_seconds", "stored_bytes"]
+__all__ = ["TYPICAL", "Cost", "Plan", "Rates", "plan", "plan_all", "restore_seconds", "stored_bytes"]
 
 Cost = Callable[[Encoding], float]
 _Settled = tuple[float, Encoding]
@@ -38,8 +38,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkRates:
-    """What a machine does in a second, in bytes.
+class Rates:
+    """What a machine and a medium do in a second, in bytes, all threads together.
 
     Attributes:
         read: stored bytes, checksums included.
@@ -52,11 +52,11 @@ class WorkRates:
     replay: float
 
 
-TYPICAL: Final = WorkRates(read=1.5e9, decode=1.5e9, replay=1.0e9)
+TYPICAL: Final = Rates(read=1.5e9, decode=1.5e9, replay=1.0e9)
 """Measured on two cores and a local disk (docs/benchmarks.md). Only their proportions decide between plans."""
 
 
-def restore_seconds(catalog: Catalog, rates: WorkRates = TYPICAL) -> Cost:
+def restore_seconds(catalog: Catalog, rates: Rates = TYPICAL) -> Cost:
     """The cost that decides by default: the time to read an encoding and to decode or replay it."""
 
     def cost(encoding: Encoding) -> float:

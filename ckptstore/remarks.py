@@ -8,12 +8,39 @@ import warnings
 from types import FrameType
 from typing import Final
 
-__all__ = ["warn"]
+__all__ = [
+    "DeterminismWarning",
+    "LossyWarning",
+    "LostStepsWarning",
+    "UnexplainedStepWarning",
+    "UnpinnedWarning",
+    "warn",
+]
 
 _OURS: Final = __name__.partition(".")[0]
 _BETWEEN: Final = frozenset({contextlib.__name__})
 """Modules that are passed on the way from one of ours to another."""
 _THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
+
+
+class DeterminismWarning(UserWarning):
+    """Something that decides a run's bits differs from what the parent's term recorded."""
+
+
+class LostStepsWarning(UserWarning):
+    """The term before ended without closing, and steps that waited for their batch then are not in the store."""
+
+
+class LossyWarning(UserWarning):
+    """What was restored is not what training had: it was stored so on request (`DiffOptions.accumulate`)."""
+
+
+class UnexplainedStepWarning(UserWarning):
+    """What was said of a step does not explain all of it: it takes more bytes than it might, and no bit is lost."""
+
+
+class UnpinnedWarning(UserWarning):
+    """A reader that cannot write (no access, no space) claims nothing: gc may delete what it reads, and it says so."""
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -24,9 +24,10 @@ from ckptstore.formats.errors import (
     NotFoundError,
     UsageError,
 )
-from ckptstore.formats.records import CommitRecord, Encoding, FormatFile, Node, Request, SegmentEntry, request_of
+from ckptstore.formats.records import CommitRecord, Encoding, Node, Request, SegmentEntry, request_of
 from ckptstore.formats.retention import check_commit
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_request
+from ckptstore.journal import Journal
 from ckptstore.log import Term
 from ckptstore.view import View, read
 
@@ -50,29 +51,29 @@ def handle(term: Term, prepare: Callable[[], None] = lambda: None) -> int:
         StorageError: ``req/`` could not be listed or read; nothing is lost, the next call sees the rest.
     """
     commits = 0
-    for key in term.backend.list("req/"):
+    for key in term.journal.backend.list("req/"):
         place = request_of(key)
         if place is None or place[0] > term.number:
             continue
         number, identity = place
         if number < term.number or identity in term.catalog.requests:
             # Another term's: void for ever. Handled in this tenure: ignored, however often it turns up again.
-            term.backend.delete(key)
+            term.journal.backend.delete(key)
             continue
         try:
-            data = term.backend.get(key, MANIFEST_LIMIT)
+            data = term.journal.backend.get(key, MANIFEST_LIMIT)
         except (KeyNotFoundError, ForeignObjectError):  # the requester took it back; nobody's request
             continue
         prepare()
         _answer(term, key, identity, data)
         commits += 1
-        term.backend.delete(key)
+        term.journal.backend.delete(key)
     return commits
 
 
 def _answer(term: Term, key: str, identity: str, data: bytes) -> None:
     try:
-        request = decode_request(data, run=term.fmt.run, what=key)
+        request = decode_request(data, run=term.journal.run, what=key)
         if (request.term, request.id) != (term.number, identity):
             raise FormatError(f"{key}: holds request {request.id} to term {request.term}")
     except FormatError as error:
@@ -117,7 +118,7 @@ def _objection(term: Term, request: Request, record: CommitRecord) -> str | None
     except (UsageError, NotFoundError) as error:
         return str(error)
     for entry in request.segments:
-        if (problem := _missing(term.backend, entry)) is not None:
+        if (problem := _missing(term.journal.backend, entry)) is not None:
             return problem
     return None
 
@@ -148,8 +149,7 @@ class Outcome:
 
 
 def post(
-    backend: Backend,
-    fmt: FormatFile,
+    journal: Journal,
     term: int,
     what: str,
     *,
@@ -180,10 +180,10 @@ def post(
         retires=tuple(retires),
         tags=dict(tags or {}),
     )
-    data = encode_request(request, run=fmt.run)
-    decode_request(data, run=fmt.run, what=request.key)  # what is sent can be understood
+    data = encode_request(request, run=journal.run)
+    decode_request(data, run=journal.run, what=request.key)  # what is sent can be understood
     with contextlib.suppress(KeyExistsError):  # a fresh uuid: the first try landed, its answer was lost
-        backend.create(request.key, data)
+        journal.backend.create(request.key, data)
     return request
 
 
@@ -211,8 +211,7 @@ def _took_effect(catalog: Catalog, request: Request) -> bool:
 
 
 def wait(
-    backend: Backend,
-    fmt: FormatFile,
+    journal: Journal,
     request: Request,
     *,
     timeout: float | None = None,
@@ -233,13 +232,13 @@ def wait(
     view: View | None = None
     longest = poll * 16
     while True:
-        view = read(backend, fmt, view)
+        view = read(journal, view)
         answer = outcome(view.catalog, request)
         left = None if timeout is None else begun + timeout - clock()
         if answer.answer == "accepted":
             # Prevents: telling the caller of a commit that a power cut takes back, because the writer was killed before
             # it had made the slot durable that we have read.
-            backend.settle("log/")
+            journal.backend.settle("log/")
         if answer.answer != "waiting" or (left is not None and left <= 0):
             return answer
         sleep(poll if left is None else min(poll, left))

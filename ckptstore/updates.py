@@ -12,7 +12,7 @@ from ckptstore.formats.optim import Optimizer, SparseGradient, Step
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.snapshot import Snapshot, SnapshotPool
 
-__all__ = ["Found", "UnexplainedStepWarning", "Update", "Updates", "looked_up", "with_copies"]
+__all__ = ["Found", "Update", "Updates", "looked_up", "with_copies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,6 @@ class Update:
     optimizer: Optimizer
     step: Step
     gradient: TensorSource | SparseGradient | None = None
-
-
-class UnexplainedStepWarning(UserWarning):
-    """What was said of a step does not explain all of it: it takes more bytes than it might, and no bit is lost."""
 
 
 class Found(list[Update]):

@@ -33,12 +33,12 @@ from ckptstore.formats.records import (
     slot_key,
     slot_of,
 )
+from ckptstore.journal import Journal
 from ckptstore.logaudit import Link, check_log
 from ckptstore.planner import Plan, plan_all
 from ckptstore.proving import decoded_bytes, prove
 from ckptstore.scrubbing import scrubbing
 from ckptstore.staging import Staging
-from ckptstore.store import Store, open_store
 from ckptstore.sweep import sweep
 from ckptstore.view import exists, read
 
@@ -90,7 +90,7 @@ class VerificationReport:
 
 
 def verify(
-    store: Store | str | os.PathLike[str],
+    journal: Journal,
     *,
     deep: bool = False,
     progress: BytesDone | None = None,
@@ -99,7 +99,7 @@ def verify(
     """Check every byte of a store, and what its segments say.
 
     Args:
-        store: a store, or its path or URL.
+        journal: the store's.
         deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on one
             full, and for each thread a payload and a few chunks.
         progress: called as bytes are done.
@@ -112,12 +112,11 @@ def verify(
     threads = min(4, os.cpu_count() or 1) if threads is None else threads
     if threads < 1:
         raise UsageError(f"threads={threads}: at least 1 is needed")
-    if not isinstance(store, Store):
-        store = open_store(store)
-    keys = store.backend.list("")
+    keys = journal.backend.list("")
     found = Findings(0, progress)
-    format_file = _format(store, keys, found)
-    catalog = _history(store, format_file, keys, found)
+    format_file = _format(journal, keys, found)
+    journal = Journal(journal.backend, format_file)
+    catalog = _history(journal, keys, found)
     planned = plan_all(catalog)
     plans = {node: plan for node, plan in planned.items() if isinstance(plan, Plan)}
     chosen = chosen_encodings(plans)
@@ -127,43 +126,43 @@ def verify(
     _check_log(catalog, planned, found)
     descriptions = Descriptions(catalog, found)
     staging = Staging.for_chunks(max(2, threads))
-    run = format_file.run
+    run = journal.run
     order = [catalog.segments[segment] for segment in reading_order(catalog)]
-    tasks = [scrubbing(store.backend, run, entry, staging, descriptions, found) for entry in order]
+    tasks = [scrubbing(journal.backend, run, entry, staging, descriptions, found) for entry in order]
     sweep(tasks, threads, "ckptstore-verify")
     descriptions.compare_bases(chosen)
-    prove(store.backend, catalog, roots, found, threads)
-    return _report(store, catalog, plans, keys, found, deep)
+    prove(journal.backend, catalog, roots, found, threads)
+    return _report(journal, catalog, plans, keys, found, deep)
 
 
-def _format(store: Store, keys: list[str], found: Findings) -> FormatFile:
+def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
     """FORMAT, or what can be known without it, so that one bad byte there hides nothing else."""
     try:
-        format_file = store.format
+        format_file = journal.format
     except (CorruptionError, FormatError) as error:
         found.add(FORMAT_KEY, error)
         for key in keys:
             if slot_of(key) is not None:
                 try:
-                    run = texts.unseal(store.backend.get(key, texts.SLOT_LIMIT), what=key)["run"]
+                    run = texts.unseal(journal.backend.get(key, texts.SLOT_LIMIT), what=key)["run"]
                 except (CkptError, KeyError, TypeError):
                     continue
                 return FormatFile(run=str(run))
         raise
-    found.done(store.backend.size(FORMAT_KEY), 1)
+    found.done(journal.backend.size(FORMAT_KEY), 1)
     return format_file
 
 
-def _history(store: Store, format_file: FormatFile, keys: list[str], found: Findings) -> Catalog:
+def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
     """Every slot, fold, pin and request, whether the newest view needs it or not."""
-    backend = store.backend
+    backend = journal.backend
     links: dict[int, Link] = {}
 
     def slot(key: str, data: bytes) -> object:
         seq = slot_of(key)
         if seq is None:
             raise FormatError(f"{key}: not the name of a log slot")
-        record = texts.decode_record(data, seq=seq, run=format_file.run, what=key, fetch=backend.get)
+        record = texts.decode_record(data, seq=seq, run=journal.run, what=key, fetch=backend.get)
         links[seq] = Link(xxh3_128(data), record.previous)
         return record
 
@@ -171,13 +170,13 @@ def _history(store: Store, format_file: FormatFile, keys: list[str], found: Find
         place = fold_of(key)
         if place is None:
             raise FormatError(f"{key}: not the name of a fold")
-        return decode_fold(data, seq=place[0], run=format_file.run, digest16=place[1], what=key)
+        return decode_fold(data, seq=place[0], run=journal.run, digest16=place[1], what=key)
 
     checks: dict[str, Callable[[str, bytes], object]] = {
         "log": slot,
         "fold": fold,
         "pins": lambda key, data: texts.decode_pin(data, what=key),
-        "req": lambda key, data: texts.decode_request(data, run=format_file.run, what=key),
+        "req": lambda key, data: texts.decode_request(data, run=journal.run, what=key),
     }
     for key in keys:
         check = checks.get(key.partition("/")[0])
@@ -193,8 +192,8 @@ def _history(store: Store, format_file: FormatFile, keys: list[str], found: Find
             # else removed since the listing: a pin that ended, a slot that was folded
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
-    catalog = read(backend, format_file, look_above=True).catalog
-    check_log(backend, format_file, catalog, links, keys, found)
+    catalog = read(journal, look_above=True).catalog
+    check_log(journal, catalog, links, keys, found)
     return catalog
 
 
@@ -208,12 +207,12 @@ def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionErr
 
 
 def _report(
-    store: Store, catalog: Catalog, plans: dict[Node, Plan], keys: list[str], found: Findings, deep: bool
+    journal: Journal, catalog: Catalog, plans: dict[Node, Plan], keys: list[str], found: Findings, deep: bool
 ) -> VerificationReport:
     flawed = {segment for _, segments, _ in found.flaws for segment in segments}
     bad = frozenset(found.bad_segments | found.bad_chunks.keys() | flawed)
     intact = plan_all(catalog, avoid=bad)
-    gone = casualties(store.backend, catalog, plans.values(), found)
+    gone = casualties(journal.backend, catalog, plans.values(), found)
     restorable: list[str] = []
     lost: list[str] = []
     unknown: list[str] = []

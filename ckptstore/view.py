@@ -33,8 +33,9 @@ from ckptstore.formats.errors import (
 )
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.records import NO_SLOT, FormatFile, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
+from ckptstore.formats.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
 from ckptstore.formats.texts import SLOT_LIMIT, decode_record, unseal
+from ckptstore.journal import Journal
 
 __all__ = ["PATIENT", "Patience", "View", "anchor_above", "exists", "never_deleted", "read"]
 
@@ -103,14 +104,14 @@ def exists(backend: Backend, key: str) -> bool:
     return True
 
 
-def never_deleted(backend: Backend, fmt: FormatFile, seq: int) -> bool:
+def never_deleted(journal: Journal, seq: int) -> bool:
     """Whether slot `seq` was certainly never deleted: it is an anchor, or no anchor exists above it."""
-    return seq % fmt.anchor_every == 0 or not exists(backend, slot_key(anchor_above(seq, fmt.anchor_every)))
+    every = journal.format.anchor_every
+    return seq % every == 0 or not exists(journal.backend, slot_key(anchor_above(seq, every)))
 
 
 def read(
-    backend: Backend,
-    fmt: FormatFile,
+    journal: Journal,
     since: View | None = None,
     patience: Patience = PATIENT,
     *,
@@ -130,7 +131,8 @@ def read(
 
     A damaged slot does not stop it: the slot is listed in the catalog's `damage`, and reading goes on after it.
     """
-    reading = _Reading(backend, fmt, backend.cheap_looks and since is None if look_above is None else look_above)
+    cheap = journal.backend.cheap_looks and since is None
+    reading = _Reading(journal, cheap if look_above is None else look_above)
     for done in range(patience.tries + 1):
         if (view := reading.run(since)) is not None:
             return view
@@ -138,7 +140,7 @@ def read(
         if done < patience.tries:
             patience.pause(done)
     raise CorruptLogError(
-        f"{backend.url}: slot {reading.seq} is absent or stray although later slots exist, and no fold replaces it"
+        f"{journal.url}: slot {reading.seq} is absent or stray although later slots exist, and no fold replaces it"
         + (f"; damaged folds: {', '.join(reading.bad_folds)}" if reading.bad_folds else "")
     )
 
@@ -150,9 +152,10 @@ class _StaleError(Exception):
 class _Reading:
     """One READ: what it has fetched so far."""
 
-    def __init__(self, backend: Backend, fmt: FormatFile, look_above: bool) -> None:
-        self.backend = backend
-        self.fmt = fmt
+    def __init__(self, journal: Journal, look_above: bool) -> None:
+        self.journal = journal
+        self.backend = journal.backend
+        self.fmt = journal.format
         self.look_above = look_above
         self.above = -1  # the highest slot that is known to exist
         self.seq = 0
@@ -176,7 +179,7 @@ class _Reading:
             while self._take_slot():
                 self.seq += 1
             # 3. Unless e is an anchor, GET the anchor above e: present: stale, start over.
-            if not never_deleted(self.backend, self.fmt, self.seq):
+            if not never_deleted(self.journal, self.seq):
                 return None
         except _StaleError:
             return None
@@ -245,7 +248,7 @@ class _Reading:
             return True
         if self._follows(record):
             self.builder.apply(record, self.seq, digest)
-        elif not self.seq or (self.seq % self.fmt.anchor_every and never_deleted(self.backend, self.fmt, self.seq)):
+        elif not self.seq or (self.seq % self.fmt.anchor_every and never_deleted(self.journal, self.seq)):
             # No stray can be where nothing was ever deleted: this is the slot's own text, and it is wrong. (Of an
             # anchor that cannot be said: it is right, and a stray was taken for history just before it. Nothing is
             # before the first.)
@@ -292,7 +295,7 @@ class _Reading:
                 )
             if exists(self.backend, slot_key(self.seq)):
                 return self._take_slot()
-        if not never_deleted(self.backend, self.fmt, self.seq):
+        if not never_deleted(self.journal, self.seq):
             raise _StaleError
         self.builder.mark_damaged(self.seq)
         return True

@@ -15,23 +15,24 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
 from ckptstore import exiting, termination, torch_seam
-from ckptstore.backends.base import Backend
 from ckptstore.checkpoint import CheckpointInfo
 from ckptstore.committing import Committer
-from ckptstore.deltas import DeltaOptions, Deltas, StoredBase
+from ckptstore.deltas import DeltaOptions, Deltas
 from ckptstore.diffs import DiffOptions, Diffs
 from ckptstore.formats.errors import UsageError, WriterClosedError, WriterError
-from ckptstore.formats.records import CheckpointId, FormatFile
+from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState
+from ckptstore.journal import Journal
 from ckptstore.log import Term
 from ckptstore.reading import Progress
 from ckptstore.refs import step_number
-from ckptstore.remarks import warn
+from ckptstore.remarks import UnexplainedStepWarning, warn
 from ckptstore.saves import Failures, PendingSave, Saves
 from ckptstore.snapshot import Snapshot, SnapshotPool
 from ckptstore.staging import DEFAULT_BUDGET, Staging
-from ckptstore.updates import Found, UnexplainedStepWarning, Update, Updates, looked_up, with_copies
+from ckptstore.storedbase import StoredBase
+from ckptstore.updates import Found, Update, Updates, looked_up, with_copies
 from ckptstore.workers import started_pool
 
 __all__ = ["Begin", "Writer", "WriterOptions"]
@@ -87,17 +88,16 @@ class Writer:
 
     def __init__(
         self,
-        backend: Backend,
-        format_file: FormatFile,
+        journal: Journal,
         term: Term,
         parent: CheckpointInfo | None,
         options: WriterOptions,
         reopen: Callable[[CheckpointId], StoredBase],
         begin: Begin,
     ) -> None:
-        self.url = backend.url
-        self._backend = backend
-        self._format = format_file
+        self.url = journal.url
+        self._journal = journal
+        self._backend = journal.backend
         self._options = options
         self._begin = begin
         self._failures = Failures()
@@ -105,7 +105,7 @@ class Writer:
         self._snapshots = SnapshotPool(options.max_in_flight)
         # Payloads under way take no more memory than the staging blocks do.
         encoders = min(os.cpu_count() or 1, self._staging.blocks - 1)
-        self._deltas = Deltas(options.deltas, backend, self._draft(term), self._snapshots, reopen, encoders)
+        self._deltas = Deltas(options.deltas, self._backend, self._draft(term), self._snapshots, reopen, encoders)
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
         self._remarked = False  # that steps are not explained
@@ -126,7 +126,7 @@ class Writer:
 
     def _draft(self, term: Term) -> SegmentDoc:
         """What all segments of a term say of themselves."""
-        return SegmentDoc(self._format.run, term.number, "", {}, parents={term.number: term.parent})
+        return SegmentDoc(self._journal.run, term.number, "", {}, parents={term.number: term.parent})
 
     def _serve(self, term: Term, parent: CheckpointInfo | None) -> Committer:
         """What a term has of its own; everything else the terms of a writer share."""

@@ -133,7 +133,7 @@ def _line(store: Store) -> list[CheckpointInfo]:
 def _store_opener(store: Store, info: CheckpointInfo) -> Callable[[], AbstractContextManager[Read]]:
     @contextmanager
     def opened() -> Iterator[Read]:
-        base = open_base(store, info.id)
+        base = open_base(store.journal, info.id)
         try:
             yield base.read
         finally:

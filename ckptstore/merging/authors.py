@@ -12,9 +12,10 @@ from ckptstore._version import __version__
 from ckptstore.crashpoints import crash_point
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId, CommitRecord
+from ckptstore.journal import Journal
 from ckptstore.log import open_term
 from ckptstore.requests import Outcome
-from ckptstore.store import Store
+from ckptstore.view import read
 
 __all__ = ["Author", "Requester", "Successor"]
 
@@ -43,32 +44,31 @@ class Requester:
 
     owned: int | None = None
 
-    def __init__(self, store: Store, timeout: float | None) -> None:
+    def __init__(self, journal: Journal, timeout: float | None) -> None:
         """Ask whoever owns the newest term.
 
         Args:
             timeout: seconds to wait for each answer; None: as long as it takes.
         """
-        self._store = store
+        self._journal = journal
         self._timeout = timeout
 
     def commit(self, term: int, what: str, changes: Mapping[str, Any]) -> Outcome:
         """Post a request -> its outcome, ``waiting`` if no answer came in time. Raises `StorageError`."""
-        backend, fmt = self._store.backend, self._store.format
         about = f"{what} ({platform.node()}, pid {os.getpid()})"
-        request = requests.post(backend, fmt, term, about, **changes)
+        request = requests.post(self._journal, term, about, **changes)
         crash_point("merge.posted")
-        return requests.wait(backend, fmt, request, timeout=self._timeout)
+        return requests.wait(self._journal, request, timeout=self._timeout)
 
     def catalog(self) -> Catalog:
         """READ."""
-        return self._store.view().catalog
+        return read(self._journal).catalog
 
 
 class Successor:
     """Opens a term that continues from the latest checkpoint, which fences whoever wrote before."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, journal: Journal) -> None:
         """Take the store over.
 
         Raises:
@@ -76,9 +76,9 @@ class Successor:
             CorruptLogError: the log is damaged where ``latest`` would be decided.
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
-        store.backend.probe()
+        journal.backend.probe()
         info = {"version": __version__, "host": platform.node(), "pid": os.getpid(), "for": "merge"}
-        self._term = open_term(store.backend, store.format, _latest, info)
+        self._term = open_term(journal, _latest, info)
         self.owned: int | None = self._term.number
 
     def commit(self, term: int, what: str, changes: Mapping[str, Any]) -> Outcome:  # noqa: ARG002  # a log needs none

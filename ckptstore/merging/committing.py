@@ -18,13 +18,14 @@ from typing import Final, Literal
 
 from ckptstore.formats.errors import FencedError, ReadOnlyError
 from ckptstore.formats.records import Node
+from ckptstore.journal import Journal
 from ckptstore.merging.authors import Author, Requester, Successor
 from ckptstore.merging.costs import RestoreCost
 from ckptstore.merging.prepared import Method, Prepared
 from ckptstore.merging.preparing import Work
 from ckptstore.merging.ranges import select_range, unneeded
-from ckptstore.store import Store
 from ckptstore.streaming import Progress
+from ckptstore.view import read
 
 __all__ = ["Answer", "Merged", "merge"]
 
@@ -72,7 +73,7 @@ class Merged:
 
 
 def merge(
-    store: Store,
+    journal: Journal,
     text: str,
     *,
     keep_steps: bool = False,
@@ -100,14 +101,14 @@ def merge(
         FencedError: another writer took the store over; without `take_over`: that happened again and again.
         CommitUnknownError: only with `take_over`: whether it was committed is not known.
     """
-    if store.backend.read_only and not dry_run:
-        raise ReadOnlyError(f"{store.url}: read-only, nothing can be merged")
-    select_range(store.view().catalog, text, keep_steps=keep_steps)  # says what is wrong before anybody is fenced
+    if journal.backend.read_only and not dry_run:
+        raise ReadOnlyError(f"{journal.url}: read-only, nothing can be merged")
+    select_range(read(journal).catalog, text, keep_steps=keep_steps)  # says what is wrong before anybody is fenced
     author: Author | None = None
     if not dry_run:
-        author = Successor(store) if take_over else Requester(store, timeout)
+        author = Successor(journal) if take_over else Requester(journal, timeout)
     owned = None if author is None else author.owned
-    with Work(store, owned, progress, dry_run=dry_run) as work:
+    with Work(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, text, keep_steps=keep_steps, tries=1 if owned is not None else _TRIES)
     if author is None:
         return _merged(prepared, "planned", "")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptstore.explaining import Rates
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Encoding
-from ckptstore.planner import WorkRates, restore_seconds
+from ckptstore.planner import Rates, restore_seconds
 
 __all__ = ["RestoreCost", "restore_cost"]
 
@@ -32,7 +31,7 @@ class RestoreCost:
 
 def restore_cost(catalog: Catalog, encodings: Sequence[Encoding], rates: Rates) -> RestoreCost:
     """The cost of a plan, of checkpoints that `catalog` knows."""
-    seconds = restore_seconds(catalog, WorkRates(rates.read, rates.decode, rates.replay))
+    seconds = restore_seconds(catalog, rates)
     segments = {segment for edge in encodings for segment in edge.segments}
     return RestoreCost(
         nbytes=sum(edge.bytes for edge in encodings),

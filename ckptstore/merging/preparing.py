@@ -13,11 +13,11 @@ from typing import Any, Final, Self
 
 from ckptstore.backends.base import Backend
 from ckptstore.crashpoints import crash_point
-from ckptstore.explaining import measure_rates
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CorruptSegmentError, FencedError, StorageError
 from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, segment_key
 from ckptstore.formats.retention import check_commit
+from ckptstore.journal import Journal
 from ckptstore.merging.checking import check_copies, check_state, opened_plan
 from ckptstore.merging.copying import copied_bytes, copy_encodings, merged_draft
 from ckptstore.merging.costs import restore_cost
@@ -26,9 +26,10 @@ from ckptstore.merging.prepared import Made, Prepared
 from ckptstore.merging.ranges import Selection, select_range, unneeded
 from ckptstore.merging.recoding import recode
 from ckptstore.pins import claim
+from ckptstore.rates import measure_rates
 from ckptstore.staging import DEFAULT_BUDGET, Staging
-from ckptstore.store import Store
 from ckptstore.streaming import Progress
+from ckptstore.view import read
 
 __all__ = ["Work"]
 
@@ -54,7 +55,7 @@ class _Tally:
 class Work:
     """Threads and memory for the length of a ``with``, and what they do."""
 
-    def __init__(self, store: Store, owned: int | None, progress: Progress | None, *, dry_run: bool) -> None:
+    def __init__(self, journal: Journal, owned: int | None, progress: Progress | None, *, dry_run: bool) -> None:
         """Take threads and memory.
 
         Args:
@@ -62,9 +63,9 @@ class Work:
             progress: told (bytes done, bytes in all).
             dry_run: write nothing.
         """
-        self._store = store
-        self._backend = store.backend
-        self._target: Backend = Nowhere() if dry_run else store.backend
+        self._journal = journal
+        self._backend = journal.backend
+        self._target: Backend = Nowhere() if dry_run else journal.backend
         self._owned = owned
         self._term = 0  # of what is written: known once the log was read
         self._dry_run = dry_run
@@ -88,14 +89,13 @@ class Work:
         """Write what is to be committed, and prove it. Raises as `merge`."""
         # 1. READ, choose, pin, READ again.
         with claim(
-            self._backend,
-            self._store.format,
+            self._journal,
             lambda catalog: select_range(catalog, text, keep_steps=keep_steps),
             lambda selection: selection.segments,
         ) as (view, chosen):
             catalog = view.catalog
             if self._owned is not None and catalog.term != self._owned:
-                raise FencedError(f"{self._store.url}: term {catalog.term} began after term {self._owned}")
+                raise FencedError(f"{self._journal.url}: term {catalog.term} began after term {self._owned}")
             self._term = catalog.term
             with self._nothing_left_behind(), self._term_goes_on():
                 # 2. Write.
@@ -143,10 +143,10 @@ class Work:
         try:
             yield
         except CorruptSegmentError as error:
-            newest = self._store.view().catalog.term
+            newest = read(self._journal).catalog.term
             if newest > self._term:
                 raise FencedError(
-                    f"{self._store.url}: term {newest} began while the merge was prepared in term {self._term}"
+                    f"{self._journal.url}: term {newest} began while the merge was prepared in term {self._term}"
                 ) from error
             raise
 
@@ -181,7 +181,7 @@ class Work:
             self._target,
             catalog,
             chosen.folded,
-            run=self._store.run,
+            run=self._journal.run,
             term=self._term,
             staging=self._staging,
             pool=self._pool,
@@ -207,7 +207,7 @@ class Work:
                 self._target,
                 opened[0],
                 opened[1] if below else None,
-                lambda edge: merged_draft([edge], catalog, self._store.run, self._term),
+                lambda edge: merged_draft([edge], catalog, self._journal.run, self._term),
                 staging=self._staging,
                 pool=self._pool,
                 encoders=self._workers,

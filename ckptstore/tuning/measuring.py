@@ -59,7 +59,7 @@ def measure(store: Store) -> Measurement:
     if not fulls:
         raise CheckpointNotFoundError(f"{store.url}: holds no full checkpoint to measure")
     ref = (diffs or fulls)[-1].ref
-    steps = explain(store, ref).steps
+    steps = explain(store.journal, ref).steps
     replays = [step.seconds for step in steps if step.base is not None]
     opening = min(_opening_seconds(store, ref) for _ in range(3))  # the least disturbed
     neighbours = list(_neighbours(infos))
@@ -80,7 +80,7 @@ def measure(store: Store) -> Measurement:
 def _opening_seconds(store: Store, ref: str) -> float:
     """Seconds per segment to find, pin, open and describe what restoring `ref` reads."""
     began = time.perf_counter()
-    with opened(store, ref) as found:
+    with opened(store.journal, ref) as found:
         return (time.perf_counter() - began) / len(found.readers)
 
 

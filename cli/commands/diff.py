@@ -50,8 +50,8 @@ def command(
     target = opened(store)
     infos = target.checkpoint(ref_a), target.checkpoint(ref_b)
     with progress("comparing") as advance:
-        tensors = compare(target, infos[0].ref, infos[1].ref, select or None, advance)
-    state = [] if select else compare_state(target, infos[0].ref, infos[1].ref)
+        tensors = compare(target.journal, infos[0].ref, infos[1].ref, select or None, advance)
+    state = [] if select else compare_state(target.journal, infos[0].ref, infos[1].ref)
     counts = Counter(tensor.status for tensor in tensors)
     shown = [tensor for tensor in tensors if everything or tensor.status != "same"]
     if sort == "name":

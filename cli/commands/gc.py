@@ -54,7 +54,7 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
     target = opened(store)
     with progress("deleting") as advance:
         done = collect_patiently(
-            target,
+            target.journal,
             wait=wait,
             dead_after=DEAD_AFTER if pin_ttl is None else pin_ttl,
             dry_run=dry_run,

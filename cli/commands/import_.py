@@ -84,7 +84,7 @@ def command(
     target = ckptstore.open(store)
     with progress("importing") as advance:
         imported = import_files(
-            target,
+            target.journal,
             files,
             step,
             parent=None if parent == "none" else parent,

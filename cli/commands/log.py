@@ -27,7 +27,7 @@ def command(store: str, limit: int | None, term: int | None, as_json: bool) -> N
     from ckptstore.lineage import lineage
 
     target = opened(store)
-    found = lineage(target, limit, term)
+    found = lineage(target.journal, limit, term)
     shown = found.checkpoints
     for damage in found.damage:
         note(damage)

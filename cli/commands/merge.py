@@ -55,7 +55,7 @@ def command(
     target = opened(store)
     with progress("merging") as advance:
         done = merge(
-            target,
+            target.journal,
             steps,
             keep_steps=keep_steps,
             take_over=take_over,

@@ -34,12 +34,11 @@ def command(store: str, deep: bool, as_json: bool) -> int:
     """
     from ckptstore.backends import open_backend
     from ckptstore.store import Store
-    from ckptstore.verification import verify
 
     # Not `opened`: a damaged FORMAT file is a finding here, no reason to stop.
     target = Store(open_backend(store, create=False))
     with progress("verifying") as advance:
-        report = verify(target, deep=deep, progress=advance)
+        report = target.verify(deep=deep, progress=advance)
     if as_json:
         emit(_json(report))
     else:

@@ -21,7 +21,7 @@ def litter(run: Path) -> Path:
     store = ckptstore.open(run)
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, [(1, 4)])
-        requests.post(store.backend, store.format, writer.term, "test", drops=drops, retires=[(1, 4)])
+        requests.post(store.journal, writer.term, "test", drops=drops, retires=[(1, 4)])
         requests.handle(writer._committer.log)
         (segment,) = drops
     return Path(f"seg/0000000001/{segment}.safetensors")

@@ -29,6 +29,7 @@ from ckptstore.formats.records import (
     slot_of,
 )
 from ckptstore.formats.texts import decode_record
+from ckptstore.journal import Journal
 from ckptstore.log import Term
 from ckptstore.view import Patience
 
@@ -45,6 +46,7 @@ class World(MemoryBackend):
 
     Attributes:
         fmt: its FORMAT.
+        journal: both, as the protocol takes them.
         canon: the bytes of every slot of history.
         net: creates that are still on their way.
     """
@@ -53,6 +55,7 @@ class World(MemoryBackend):
         super().__init__(f"world-{secrets.token_hex(8)}")
         MemoryBackend.forget(self.url.removeprefix("memory://"))
         self.fmt = FormatFile(secrets.token_hex(16), anchor_every=every)
+        self.journal = Journal(self, self.fmt)
         self.canon: list[bytes] = []
         self.net: list[tuple[str, bytes]] = []
 

@@ -49,9 +49,9 @@ with store.writer(deltas=options, poll_seconds=None, staging_bytes=64 << 20) as 
         truth[step] = changed()
         assert writer.save(truth[step], step).kind == ("full" if step == 1 else "delta")
     check(1, 4)
-merge(store, "1..3", keep_steps=True, take_over=True)
+merge(store.journal, "1..3", keep_steps=True, take_over=True)
 check(1, 2, 3)
-merge(store, "2..4", take_over=True)
+merge(store.journal, "2..4", take_over=True)
 check(4)
 assert ckptstore.verify(store).ok
 """

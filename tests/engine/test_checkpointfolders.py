@@ -26,7 +26,7 @@ ARGUMENTS = ("training_args.bin",)
 
 def imported(tmp_path: Path, folder: Path, leave_out: tuple[str, ...] = ARGUMENTS) -> Any:
     store = ckptstore.open(tmp_path / "run")
-    import_files(store, [folder], leave_out=leave_out)
+    import_files(store.journal, [folder], leave_out=leave_out)
     return store.load("latest", framework="torch")
 
 
@@ -56,7 +56,7 @@ def test_what_cannot_be_taken_is_named_and_nothing_is_written(tmp_path: Path) ->
     (folder / "runs").mkdir()
     store = ckptstore.open(tmp_path / "run")
     with pytest.raises(UnsupportedStateError) as raised:
-        import_files(store, [folder])
+        import_files(store.journal, [folder])
     said = str(raised.value)
     assert said.startswith(f"{folder}: cannot be imported whole: ")
     assert "training_args.bin: loading it would run pickled code (it refers to tests.engine.trainer_folder." in said
@@ -66,7 +66,7 @@ def test_what_cannot_be_taken_is_named_and_nothing_is_written(tmp_path: Path) ->
         "to import the rest: --leave-out 'global_step5' --leave-out 'runs' --leave-out 'training_args.bin'"
     ]
     assert not (tmp_path / "run").exists()
-    (one,) = import_files(store, [folder], leave_out=["training_*", "runs/", "global_step*"])
+    (one,) = import_files(store.journal, [folder], leave_out=["training_*", "runs/", "global_step*"])
     assert one.left_out == ("global_step5", "runs", "training_args.bin")
     assert one.path == folder
     kept = [file for file in folder.iterdir() if file.is_file() and file.name != "training_args.bin"]

@@ -17,6 +17,7 @@ from ckptstore.collecting import Collected, collect, collect_patiently
 from ckptstore.formats.errors import ForeignObjectError, ReadOnlyError, UsageError
 from ckptstore.formats.records import Node, pin_key, segment_key
 from ckptstore.formats.retention import droppable
+from ckptstore.journal import Journal
 from ckptstore.pins import Pin, PinWatch
 from ckptstore.store import Store, open_store
 
@@ -66,7 +67,7 @@ def state(step: int) -> dict[str, Any]:
 def retire(store: Store, *nodes: Node) -> None:
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, nodes)
-        requests.post(store.backend, store.format, writer.term, "test", drops=drops, retires=nodes)
+        requests.post(store.journal, writer.term, "test", drops=drops, retires=nodes)
         requests.handle(writer._committer.log)
 
 
@@ -76,26 +77,26 @@ def segments(store: Store) -> list[str]:
 
 def test_what_nothing_needs_goes_and_the_rest_loads(store: Store) -> None:
     before = segments(store)
-    done = collect(store)
+    done = collect(store.journal)
     assert len(done.segments) == 1
     assert done.nbytes > 4000
     assert set(segments(store)) == set(before) - set(done.segments)
     for step in (2, 3):
         np.testing.assert_array_equal(store.load(step, framework="numpy")["weight"], state(step)["weight"])
-    assert collect(store) == Collected()
+    assert collect(store.journal) == Collected()
 
 
 def test_a_dry_run_deletes_nothing(store: Store) -> None:
     before = segments(store)
-    planned = collect(store, dry_run=True)
+    planned = collect(store.journal, dry_run=True)
     assert segments(store) == before
-    assert collect(store) == planned
+    assert collect(store.journal) == planned
 
 
 def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
-    segment = collect(store, dry_run=True).segments[0]
+    segment = collect(store.journal, dry_run=True).segments[0]
     with Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]]):
-        done = collect(store)
+        done = collect(store.journal)
         assert done.segments == ()
         assert done.pinned == (segment,)
         assert done.pinned_nbytes > 4000
@@ -105,27 +106,27 @@ def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
         # A reader claims what it reads; only what is garbage keeps anything from being deleted.
         live = [entry.id for entry in store.view().catalog.segments.values()]
         with Pin(store.backend, live):
-            assert collect(store).holders == done.holders
-    assert collect(store).segments == (segment,)
+            assert collect(store.journal).holders == done.holders
+    assert collect(store.journal).segments == (segment,)
 
 
 def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store) -> None:
-    segment = collect(store, dry_run=True).segments[0]
+    segment = collect(store.journal, dry_run=True).segments[0]
     pin = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
     pin._renew()  # and never again
     now = [0.0]
     watch = PinWatch(store.backend, dead_after=60, clock=lambda: now[0])
-    assert collect(store, watch).pinned == (segment,)
+    assert collect(store.journal, watch).pinned == (segment,)
     now[0] = 61
-    assert collect(store).pinned == (segment,)  # this one has not watched
-    done = collect(store, watch)
+    assert collect(store.journal).pinned == (segment,)  # this one has not watched
+    done = collect(store.journal, watch)
     assert done.segments == (segment,)
     assert done.dead_pins == (pin.key,)
     assert store.backend.list("pins/") == []
 
 
 def test_a_patient_collector_waits_for_readers_and_finds_the_dead_ones_out(store: Store) -> None:
-    segment = collect(store, dry_run=True).segments[0]
+    segment = collect(store.journal, dry_run=True).segments[0]
     pin = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
     pin._renew()
     now = [0.0]
@@ -140,7 +141,7 @@ def test_a_patient_collector_waits_for_readers_and_finds_the_dead_ones_out(store
                 pin._renew()
 
         return collect_patiently(
-            store,
+            store.journal,
             wait=wait,
             dead_after=60,
             clock=lambda: now[0],
@@ -160,19 +161,19 @@ def test_a_patient_collector_waits_for_readers_and_finds_the_dead_ones_out(store
     assert 100 < now[0] - began < 130
     assert told == [(done.nbytes, done.nbytes)]
     with pytest.raises(UsageError, match="still be alive"):
-        collect_patiently(store, dead_after=59)
+        collect_patiently(store.journal, dead_after=59)
     with pytest.raises(UsageError, match="still be alive"):
-        collect_patiently(store, dead_after=math.nan)
+        collect_patiently(store.journal, dead_after=math.nan)
     for wait in (-1, math.nan):
         with pytest.raises(UsageError, match="wait"):
-            collect_patiently(store, wait=wait)
+            collect_patiently(store.journal, wait=wait)
 
 
 def test_with_an_unreadable_pin_nothing_goes(store: Store) -> None:
     key = pin_key("0" * 32)
     store.backend.replace(key, b"damaged")
     before = segments(store)
-    done = collect(store)
+    done = collect(store.journal)
     assert done.unreadable_pins == (key,)
     assert len(done.pinned) == 1
     assert segments(store) == before
@@ -182,30 +183,30 @@ def test_what_the_newest_term_has_not_committed_yet_stays(store: Store) -> None:
     newest, older = segment_key(2, "a" * 32), segment_key(1, "b" * 32)
     for key in (newest, older):
         store.backend.create(key, b"not committed")
-    assert older in collect(store).segments
+    assert older in collect(store.journal).segments
     assert newest in segments(store)
 
 
 def test_the_log_is_read_before_the_pins_and_settled_before_anything_goes(store: Store, tmp_path: Path) -> None:
     backend = Noted(tmp_path / "store")
-    collect(Store(backend))
+    collect(Journal(backend))
     listed, deleted = backend.done.index("list pins/"), backend.done.index("delete seg")
     assert max(at for at, what in enumerate(backend.done) if what == "get log") < listed
     assert {"settle log/", "settle fold/"} <= set(backend.done[listed:deleted])
 
 
 def test_nothing_is_settled_for_nothing(store: Store, tmp_path: Path) -> None:
-    collect(store)
+    collect(store.journal)
     backend = Noted(tmp_path / "store")
-    collect(Store(backend))
+    collect(Journal(backend))
     assert not [what for what in backend.done if what.startswith(("settle", "delete"))]
 
 
 def test_read_only(store: Store) -> None:
     store.backend.read_only = True
     with pytest.raises(ReadOnlyError):
-        collect(store)
-    assert len(collect(store, dry_run=True).segments) == 1
+        collect(store.journal)
+    assert len(collect(store.journal, dry_run=True).segments) == 1
 
 
 # Strangers
@@ -230,15 +231,15 @@ def test_only_names_of_the_format_are_deleted_and_strangers_are_reported(store: 
         (root / key).parent.mkdir(parents=True, exist_ok=True)
         (root / key).write_bytes(b"somebody's")
     (root / "seg" / "0000000001" / ("d" * 32 + ".json")).write_bytes(b"a manifest that was never committed")
-    planned = collect(store, dry_run=True)
-    done = collect(store)
+    planned = collect(store.journal, dry_run=True)
+    done = collect(store.journal)
     assert planned == done
     assert done.strangers == tuple(sorted(STRANGERS))
     assert len(done.segments) == 2
     for key in STRANGERS:
         assert (root / key).read_bytes() == b"somebody's"
     assert not set(done.segments) & set(segments(store))
-    assert collect(store) == Collected(strangers=tuple(sorted(STRANGERS)))
+    assert collect(store.journal) == Collected(strangers=tuple(sorted(STRANGERS)))
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "loop", "pipe"])
@@ -256,7 +257,7 @@ def test_nothing_is_deleted_through_a_link_and_no_link_either(store: Store, tmp_
         (term / name).symlink_to(name)
     else:
         os.mkfifo(term / name)
-    done = collect(store)
+    done = collect(store.journal)
     assert done.strangers == (f"seg/{older.name}" if what == "folder" else f"seg/{term.name}/{name}",)
     assert len(done.segments) == 1
     assert (outside / name).read_bytes() == b"somebody's"
@@ -269,10 +270,10 @@ def test_a_linked_folder_of_all_segments_is_refused(store: Store, tmp_path: Path
     seg.symlink_to(tmp_path / "elsewhere")
     before = sorted(path.name for path in (tmp_path / "elsewhere").rglob("*"))
     with pytest.raises(ForeignObjectError, match="seg is a symbolic link"):
-        collect(store)
+        collect(store.journal)
     assert sorted(path.name for path in (tmp_path / "elsewhere").rglob("*")) == before
 
 
 def test_a_loop_of_links_is_not_walked(store: Store, tmp_path: Path) -> None:
     (tmp_path / "store" / "seg" / "again").symlink_to("..")
-    assert collect(store).strangers == ("seg/again",)
+    assert collect(store.journal).strangers == ("seg/again",)

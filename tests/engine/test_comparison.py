@@ -121,11 +121,11 @@ def test_statuses() -> None:
 
 def test_select_and_progress() -> None:
     store = both({"a": np.zeros(3_000_000), "b": np.zeros(2)}, {"a": np.ones(3_000_000), "b": np.ones(2)})
-    assert [one.name for one in compare(store, 1, 2, "b")] == ["b"]
+    assert [one.name for one in compare(store.journal, 1, 2, "b")] == ["b"]
     with pytest.raises(TensorNotFoundError):
-        compare(store, 1, 2, "c")
+        compare(store.journal, 1, 2, "c")
     told: list[tuple[int, int]] = []
-    compare(store, 1, 2, progress=lambda done, total: told.append((done, total)))
+    compare(store.journal, 1, 2, progress=lambda done, total: told.append((done, total)))
     assert told[-1] == (48_000_032, 48_000_032)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 

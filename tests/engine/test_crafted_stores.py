@@ -56,7 +56,7 @@ def _steps(store: ckptstore.Store) -> None:
 
 def _merged(store: ckptstore.Store) -> None:
     _steps(store)
-    merge(store, "1..5", keep_steps=True, take_over=True)
+    merge(store.journal, "1..5", keep_steps=True, take_over=True)
 
 
 KINDS: dict[str, Callable[[ckptstore.Store], None]] = {
@@ -89,7 +89,7 @@ def loadable(store: ckptstore.Store) -> tuple[list[str], dict[str, ckptstore.Ckp
         ref = f"{node[1]}@{node[0]}"
         try:
             store.load(ref, framework="numpy")
-            with opened(store, ref) as found:
+            with opened(store.journal, ref) as found:
                 parts = []
                 for name, chain in found.chains.items():
                     hashes = [hashing.chunk_hash(data.data) for _, data in iterate_chain(chain)]

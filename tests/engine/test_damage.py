@@ -37,7 +37,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 state = {"w": rng.integers(0, 255, 5000 + step, dtype=np.uint8), "b": rng.standard_normal(7), "s": step}
                 STATES[writer.save(state, step=step).ref] = state
             writer.tag("best", steps[0])
-        folding.fold(store.backend, store.format, store.view())
+        folding.fold(store.journal, store.view())
     with Pin(store.backend, ["0" * 32]):
         shutil.copytree(root, root.with_name("copy"))
     return root.with_name("copy")
@@ -177,7 +177,7 @@ def layered(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
                 trainer.train()
                 truth[f"{step}@1"] = trainer.frozen()
                 writer.save_async(trainer.state(), step, updates=trainer.updates())
-        merge(store, "1..9", keep_steps=True, take_over=True)
+        merge(store.journal, "1..9", keep_steps=True, take_over=True)
         return Path(store.url.removeprefix("file://")), truth
     rng = np.random.default_rng(1)
     drift = rng.standard_normal(4000).astype(np.float32)

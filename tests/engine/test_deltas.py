@@ -287,9 +287,7 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "store")
     with store.writer(deltas=3, poll_seconds=None) as writer:
         first = writer.save(states[0], step=1)
-        asked = requests.post(
-            store.backend, store.format, writer.term, "retire", retires=[(first.term, 1)], drops=first.segments
-        )
+        asked = requests.post(store.journal, writer.term, "retire", retires=[(first.term, 1)], drops=first.segments)
         writer.drain()
         writer.tag("nothing", 1)
         # Answered by the upkeep that follows the next save, which is still a delta of the base and keeps it needed.
@@ -300,7 +298,7 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
         drops = [*first.segments, *second.segments]
         nodes = [(first.term, 1), (first.term, 2)]
         tags = {"nothing": None}
-        asked = requests.post(store.backend, store.format, writer.term, "retire", retires=nodes, drops=drops, tags=tags)
+        asked = requests.post(store.journal, writer.term, "retire", retires=nodes, drops=drops, tags=tags)
         writer._submit(writer._committer.housekeeping).result()
         assert requests.outcome(store.view().catalog, asked).answer == "accepted"
         kinds = [writer.save(states[step - 1], step=step).kind for step in (3, 4, 5)]

@@ -22,8 +22,8 @@ from ckptstore.formats import optim
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding
 from ckptstore.formats.sources import NumpySource
+from ckptstore.store import verify
 from ckptstore.tuning import Configuration, Controller, Job, best
-from ckptstore.verification import verify
 from tests.engine.states import same
 
 ADAM = optim.AdamW(beta1=0.9, beta2=0.95, weight_decay=0.1)
@@ -138,7 +138,7 @@ def test_a_batch_is_one_segment(tmp_path: Path) -> None:
 
 def test_the_plan_counts_what_is_replayed(tmp_path: Path) -> None:
     store, _ = fill(tmp_path / "store", DiffOptions(batch=4), 4)
-    plan = explain(store, 4, select="m.wide")
+    plan = explain(store.journal, 4, select="m.wide")
     assert [(step.kind, step.tensors) for step in plan.steps] == [("full", 3), *[("gradient", 3)] * 3]
     assert [step.bytes_decoded for step in plan.steps] == [0, *[12 * 210_000] * 3]
     held = {step: doc.tensors[step] for _, doc in store.describe(4) for step in doc.steps}
@@ -438,7 +438,7 @@ def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
         writer._submit(lambda: None).result()
         catalog = store.view().catalog
         segments = catalog.encodings[1, 1][0].segments
-        asked = requests.post(store.backend, store.format, 1, "test", retires=[(1, 1)], drops=segments)
+        asked = requests.post(store.journal, 1, "test", retires=[(1, 1)], drops=segments)
         writer._submit(writer._committer.housekeeping).result()
         assert last.done()
         found = requests.outcome(store.view().catalog, asked)

@@ -18,7 +18,7 @@ from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import optim
 from ckptstore.replaying import Program
 from ckptstore.snapshot import SnapshotPool
-from ckptstore.verification import verify
+from ckptstore.store import verify
 from tests.engine.states import same
 from tests.engine.test_diffs import ADAM, Trainer
 

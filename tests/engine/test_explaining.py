@@ -14,7 +14,7 @@ from tests.engine.test_deltas import fill, trajectory
 
 def test_a_chain_is_explained_with_its_costs(tmp_path: Path) -> None:
     store = fill(tmp_path / "store", trajectory(4), 1)
-    plan = explain(store, 4)
+    plan = explain(store.journal, 4)
     assert [(step.ref, step.kind, step.base) for step in plan.steps] == [
         ("1@1", "full", None),
         ("2@1", "delta", "1@1"),
@@ -33,8 +33,8 @@ def test_a_selection_reads_its_own_chains_only(tmp_path: Path, monkeypatch: pyte
 
     store = fill(tmp_path / "store", trajectory(4), 1)
     name = "optimizer.master.layer1.weight"
-    plan = explain(store, 4, name)
-    assert plan.bytes_read < explain(store, 4).bytes_read / 4
+    plan = explain(store.journal, 4, name)
+    assert plan.bytes_read < explain(store.journal, 4).bytes_read / 4
     asked: list[int] = []
     original = directio.FileSource.read_into
 
@@ -50,6 +50,6 @@ def test_a_selection_reads_its_own_chains_only(tmp_path: Path, monkeypatch: pyte
 
 def test_a_derived_copy_counts_its_master(tmp_path: Path) -> None:
     store = fill(tmp_path / "store", trajectory(2), 1)
-    assert explain(store, 2, "model.*").bytes_read > 0
+    assert explain(store.journal, 2, "model.*").bytes_read > 0
     with pytest.raises(ckptstore.TensorNotFoundError):
-        explain(store, 2, "nothing")
+        explain(store.journal, 2, "nothing")

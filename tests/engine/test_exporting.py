@@ -98,9 +98,9 @@ def test_a_safetensors_file_brings_the_whole_state_back(tmp_path: Path) -> None:
     }
     store = stored(state)
     for limit in (None, 20_000):
-        result = export(store, "latest", tmp_path / f"{limit}.safetensors", max_shard_bytes=limit)
+        result = export(store.journal, "latest", tmp_path / f"{limit}.safetensors", max_shard_bytes=limit)
         copy = ckptstore.open(tmp_path / f"copy-{limit}")
-        (imported,) = import_files(copy, [result.index or result.paths[0]], step=1)
+        (imported,) = import_files(copy.journal, [result.index or result.paths[0]], step=1)
         assert imported.info.state == store.checkpoint("latest").state
         same(copy.load("latest", framework="torch"), store.load("latest", framework="torch"))
 
@@ -124,22 +124,22 @@ def test_shards_respect_the_limit_and_are_aligned(tmp_path: Path) -> None:
 def test_selection_leaves_the_rest_of_the_state(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2), "b": torch.zeros(1)}, "optimizer": {"m": torch.ones(2), "lr": 0.1}}
     store = stored(state)
-    export(store, 1, tmp_path / "x.pt", "pt", select="model.*")
+    export(store.journal, 1, tmp_path / "x.pt", "pt", select="model.*")
     same(torch.load(tmp_path / "x.pt"), {"model": state["model"], "optimizer": {"lr": 0.1}})
-    export(store, 1, tmp_path / "x.safetensors", select=["model.w", "optimizer.m"])
+    export(store.journal, 1, tmp_path / "x.safetensors", select=["model.w", "optimizer.m"])
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert set(file.keys()) == {"model.w", "optimizer.m"}
         tree = jsontext.loads(file.metadata()[STATE_MEMBER].encode(), what="x", max_bytes=10_000)
     assert tree == {"model": {"w": {"$t": "model.w"}}, "optimizer": {"m": {"$t": "optimizer.m"}, "lr": 0.1}}
     with pytest.raises(TensorNotFoundError):
-        export(store, 1, tmp_path / "y", select="nothing")
+        export(store.journal, 1, tmp_path / "y", select="nothing")
 
 
 def test_a_hostile_dtype_name_stays_out_of_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = stored({"a": 1})
     with pytest.raises(FormatError, match="no dtype"):
         exporting._REVIVE["$dtype"]("float32\nposix\nsystem")
-    export(store, 1, tmp_path / "x.pt", "pt")
+    export(store.journal, 1, tmp_path / "x.pt", "pt")
 
 
 # Complete and durable, or absent
@@ -156,10 +156,10 @@ def test_what_exists_is_kept(tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
         out = tmp_path / ("m.safetensors" if name.startswith("m") else name)
         with pytest.raises(UsageError, match="exists"):
-            export(store, 1, out, **options)  # type: ignore[arg-type]
+            export(store.journal, 1, out, **options)  # type: ignore[arg-type]
         assert [path.name for path in tmp_path.iterdir()] == [name]
         assert (tmp_path / name).read_text() == "mine"
-        export(store, 1, out, overwrite=True, **options)  # type: ignore[arg-type]
+        export(store.journal, 1, out, overwrite=True, **options)  # type: ignore[arg-type]
         assert (tmp_path / name).read_bytes() != b"mine"
         for path in tmp_path.iterdir():
             path.unlink()
@@ -194,7 +194,7 @@ def test_a_medium_that_fails_leaves_nothing(
 
     monkeypatch.setattr(os, failing, full)
     with pytest.raises(StorageError, match="No space left"):
-        export(store, 1, tmp_path / "x", file_format)
+        export(store.journal, 1, tmp_path / "x", file_format)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -211,7 +211,7 @@ def test_shards_that_cannot_all_be_published_are_withdrawn(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "link", failing)
     with pytest.raises(StorageError):
-        export(store, 1, tmp_path / "m.safetensors", max_shard_bytes=1)
+        export(store.journal, 1, tmp_path / "m.safetensors", max_shard_bytes=1)
     assert links[-1].endswith("m.safetensors.index.json"), "the index comes last"
     assert list(tmp_path.iterdir()) == []
 
@@ -254,9 +254,10 @@ from pathlib import Path
 import ckptstore
 from ckptstore.exporting import export
 store = ckptstore.open({str(tmp_path / "run")!r})
-export(store, 1, Path({str(tmp_path / "warm.pt")!r}), {"pt" if name.endswith("pt") else "safetensors"!r}, select="t0")
+kind = {"pt" if name.endswith("pt") else "safetensors"!r}
+export(store.journal, 1, Path({str(tmp_path / "warm.pt")!r}), kind, select="t0")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-export(store, 1, Path({str(tmp_path / name)!r}), {"pt" if name.endswith("pt") else "safetensors"!r})
+export(store.journal, 1, Path({str(tmp_path / name)!r}), {"pt" if name.endswith("pt") else "safetensors"!r})
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -275,11 +276,11 @@ def test_no_output_inside_a_store(tmp_path: Path, where: str) -> None:
     (root / "seg" / "new").mkdir()
     for folder in (root, tmp_path / "link"):
         with pytest.raises(UsageError, match=rf"is inside the checkpoint store {re.escape(str(root))}: write it som"):
-            export(store, 1, folder / where, overwrite=True)
+            export(store.journal, 1, folder / where, overwrite=True)
     assert {file: file.read_bytes() for file in root.rglob("*") if file.is_file()} == before
     ckptstore.open(tmp_path / "empty", create=True)
     with pytest.raises(UsageError, match="is inside the checkpoint store"):
-        export(store, 1, tmp_path / "empty" / "FORMAT", overwrite=True)
+        export(store.journal, 1, tmp_path / "empty" / "FORMAT", overwrite=True)
     (root / "FORMAT").write_bytes(b"damaged")
     with pytest.raises(UsageError, match="is inside the checkpoint store"):
         refuse_store(root / "FORMAT")
@@ -292,10 +293,10 @@ def test_a_tree_too_long_for_a_header_is_refused_both_ways(tmp_path: Path, monke
     store = ckptstore.open(tmp_path / "run")
     with store.writer() as writer:
         writer.save({"w": np.ones(3), "notes": "x" * 500}, 1)
-    export(store, 1, tmp_path / "x.safetensors")
+    export(store.journal, 1, tmp_path / "x.safetensors")
     monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", 400)
     with pytest.raises(UnsupportedStateError, match=r"^state\['notes'\]: takes"):
-        export(store, 1, tmp_path / "y.safetensors")
+        export(store.journal, 1, tmp_path / "y.safetensors")
     with pytest.raises(UnsupportedStateError, match=r"x\.safetensors: state\['notes'\]: takes"):
         open_file(tmp_path / "x.safetensors")
-    assert export(store, 1, tmp_path / "y.pt", format="pt").tensors == 1
+    assert export(store.journal, 1, tmp_path / "y.pt", format="pt").tensors == 1

@@ -9,17 +9,18 @@ from hypothesis import strategies as st
 from ckptstore import folding
 from ckptstore.formats.errors import StorageError
 from ckptstore.formats.records import OpenRecord, fold_of, slot_key, slot_of
+from ckptstore.journal import Journal
 from ckptstore.log import Term, open_term, read
 from ckptstore.view import View
 from tests.engine.log_world import HASTE, Fate, FaultyBackend, World, save
 
 
 def opened(world: World) -> Term:
-    return open_term(world, world.fmt, None, patience=HASTE)
+    return open_term(world.journal, None, patience=HASTE)
 
 
 def view(world: World) -> View:
-    return read(world, world.fmt, patience=HASTE)
+    return read(world.journal, patience=HASTE)
 
 
 def slots(world: World) -> set[int]:
@@ -68,11 +69,11 @@ def test_a_failed_fold_does_not_touch_the_term() -> None:
     term = opened(world)
     for step in range(1, 100):
         save(term, step)
-    term.backend = failing
+    term.journal.backend = failing
     with pytest.raises(StorageError):
         folding.maintain(term)
     save(term, 100)
-    term.backend = world
+    term.journal.backend = world
     assert folding.maintain(term)
 
 
@@ -89,8 +90,8 @@ def test_what_was_seen_is_made_durable_before_anything_goes() -> None:
     backend = FaultyBackend(world, fate)
     for step in range(1, 20):
         save(term, step)
-        folding.fold(world, world.fmt, term.view())
-    folding.trim(backend, world.fmt, term.view())
+        folding.fold(world.journal, term.view())
+    folding.trim(Journal(backend, world.fmt), term.view())
     assert done[:2] == ["settle fold", "settle log"]
     assert {"delete fold", "delete log"} == set(done[2:])
 
@@ -98,10 +99,10 @@ def test_what_was_seen_is_made_durable_before_anything_goes() -> None:
 def test_trimming_when_there_is_nothing_to_delete_does_nothing() -> None:
     world = World()
     term = opened(world)
-    assert folding.trim(world, world.fmt, term.view()) == folding.Trimmed()
+    assert folding.trim(world.journal, term.view()) == folding.Trimmed()
     save(term, 1)
-    folding.fold(world, world.fmt, term.view())
-    assert folding.trim(world, world.fmt, term.view()) == folding.Trimmed()
+    folding.fold(world.journal, term.view())
+    assert folding.trim(world.journal, term.view()) == folding.Trimmed()
 
 
 def test_no_slot_goes_before_the_anchor_above_it_exists() -> None:
@@ -109,11 +110,11 @@ def test_no_slot_goes_before_the_anchor_above_it_exists() -> None:
     term = opened(world)
     for step in range(1, 8):
         save(term, step)
-        folding.fold(world, world.fmt, term.view())
-    folding.trim(world, world.fmt, term.view())
+        folding.fold(world.journal, term.view())
+    folding.trim(world.journal, term.view())
     assert slots(world) == set(range(8))
     save(term, 8)
-    folding.trim(world, world.fmt, term.view())
+    folding.trim(world.journal, term.view())
     assert slots(world) == {0, 7, 8}
 
 
@@ -125,10 +126,10 @@ def test_with_an_old_view_trimming_reaches_no_further_than_it_knows_the_opens() 
     term = opened(world)
     for step in range(1, 10):
         save(term, step)
-        folding.fold(world, world.fmt, term.view())
-    folding.trim(world, world.fmt, old)
+        folding.fold(world.journal, term.view())
+    folding.trim(world.journal, old)
     assert slots(world) == set(range(12)) - {1}
-    folding.trim(world, world.fmt, term.view())
+    folding.trim(world.journal, term.view())
     assert slots(world) == {0, 2, 4, 8, 9, 10, 11}
 
 
@@ -138,11 +139,11 @@ def test_damaged_slots_stay_as_evidence() -> None:
     for step in range(1, 4):
         save(term, step)
     world.damage(slot_key(2))
-    term = open_term(world, world.fmt, None, patience=HASTE)
+    term = open_term(world.journal, None, patience=HASTE)
     for step in range(1, 20):
         save(term, step)
-        folding.fold(world, world.fmt, view(world))
-    folding.trim(world, world.fmt, view(world))
+        folding.fold(world.journal, view(world))
+    folding.trim(world.journal, view(world))
     assert 2 in slots(world)
     assert {1, 3}.isdisjoint(slots(world))
     assert view(world).damage == (2,)
@@ -160,7 +161,7 @@ def test_only_what_no_reader_needs_is_deleted(data: st.DataObject) -> None:
         if action == "save":
             save(term, step := step + 1)
         elif action == "fold":
-            folding.fold(world, world.fmt, view(world))
+            folding.fold(world.journal, view(world))
         else:
             term = opened(world)
     folded = folds(world)
@@ -170,7 +171,7 @@ def test_only_what_no_reader_needs_is_deleted(data: st.DataObject) -> None:
             world.damage(key)
             folded.remove(broken)
     before = slots(world)
-    folding.trim(world, world.fmt, view(world))
+    folding.trim(world.journal, view(world))
     limit = folded[-2] if len(folded) > 1 else -1
     opens = {seq for seq in before if isinstance(world.record(seq), OpenRecord)}
     every = world.fmt.anchor_every
@@ -203,12 +204,12 @@ def test_trimming_may_stop_anywhere(operations: int) -> None:
     for step in range(1, 20):
         save(term, step)
         if step % 3 == 0:
-            folding.fold(world, world.fmt, term.view())
+            folding.fold(world.journal, term.view())
     try:
-        folding.trim(FaultyBackend(world, fate), world.fmt, term.view())
+        folding.trim(Journal(FaultyBackend(world, fate), world.fmt), term.view())
     except StorageError:
         assert view(world).catalog == world.catalog()
-        folding.trim(world, world.fmt, term.view())
+        folding.trim(world.journal, term.view())
     assert folds(world) == [15, 18]
     assert slots(world) == {0, 4, 8, 12, 16, 17, 18, 19}
     assert view(world).catalog == world.catalog()

@@ -12,11 +12,11 @@ from tests.engine.log_world import HASTE, World, save
 
 
 def opened(world: World) -> Term:
-    return open_term(world, world.fmt, None, patience=HASTE)
+    return open_term(world.journal, None, patience=HASTE)
 
 
 def view(world: World) -> View:
-    return read(world, world.fmt, patience=HASTE)
+    return read(world.journal, patience=HASTE)
 
 
 def folds(world: World) -> dict[int, str]:
@@ -28,9 +28,9 @@ def test_a_fold_goes_where_no_slot_does() -> None:
     term = opened(world)
     for step in (1, 2, 3):
         save(term, step)
-        folding.fold(world, world.fmt, view(world))
+        folding.fold(world.journal, view(world))
     assert list(folds(world)) == [1, 2, 3]
-    assert folding.trim(world, world.fmt, view(world)) == folding.Trimmed(slots=0, folds=1, manifests=0)
+    assert folding.trim(world.journal, view(world)) == folding.Trimmed(slots=0, folds=1, manifests=0)
     assert list(folds(world)) == [2, 3]
     assert len(world.list("log/")) == 4
 
@@ -42,18 +42,18 @@ def test_a_manifest_of_the_very_slot_that_a_fold_goes_through_is_forgotten_with_
     save(term, 1)
     gone = tuple(secrets.token_hex(16) for _ in range(9000))
     term.commit(CommitRecord(term.number, secrets.token_hex(16), drops=gone))  # slot 2, too long for it
-    folding.fold(world, world.fmt, view(world))
+    folding.fold(world.journal, view(world))
     for step in range(3, 6):
         save(term, step)
-    folding.fold(world, world.fmt, view(world))
+    folding.fold(world.journal, view(world))
     assert set(folds(world)) == {2, 5}
-    assert folding.trim(world, world.fmt, view(world)).manifests == 1
+    assert folding.trim(world.journal, view(world)).manifests == 1
     assert slot_key(2) not in world.list("log/")
     world.damage(folds(world)[5])
     found = view(world)
     assert (found.fold_seq, len(found.catalog.manifests)) == (2, 1)
     save(term, 6)
-    folding.fold(world, world.fmt, view(world))
+    folding.fold(world.journal, view(world))
     again = view(world)
     assert (again.fold_seq, dict(again.catalog.manifests)) == (6, {})
     assert set(found.catalog.checkpoints) < set(again.catalog.checkpoints)

@@ -27,8 +27,7 @@ from ckptstore.formats.errors import (
     KeyExistsError,
 )
 from ckptstore.formats.records import manifest_key, slot_key
-from ckptstore.store import Store, open_store
-from ckptstore.verification import verify
+from ckptstore.store import Store, open_store, verify
 from ckptstore.view import read
 from tests.engine.log_world import save
 
@@ -55,7 +54,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with store.writer(poll_seconds=None) as writer:
         for step in (1, 2, 3):
             writer.save(state(step), step=step)
-        folding.fold(store.backend, store.format, store.view())
+        folding.fold(store.journal, store.view())
         writer.save(state(4), step=4)
     store.backend.close()
     return root
@@ -244,7 +243,7 @@ def test_a_fold_is_skipped(store: Store, make: Callable[[Path], None]) -> None:
         if make is not folder:  # a medium lists no folders
             assert len(view.bad_folds) == 2
         assert store.checkpoint("latest").step == 4
-        folding.trim(store.backend, store.format, view)
+        folding.trim(store.journal, view)
 
     if make is not giant:
         ask()
@@ -270,7 +269,7 @@ def test_a_pin_keeps_gc_from_deleting_and_is_named(store: Store, make: Callable[
     put(store, key, make)
 
     def ask() -> None:
-        assert collect(store).unreadable_pins == (() if make is folder else (key,))
+        assert collect(store.journal).unreadable_pins == (() if make is folder else (key,))
 
     assert peak(ask) < 10 << 20
     loads(store, 3)
@@ -312,7 +311,7 @@ def test_a_manifest(store: Store, make: Callable[[Path], None]) -> None:
     put(store, key, make)
 
     def ask() -> None:
-        assert len(read(store.backend, store.format).damage) == 1
+        assert len(read(store.journal).damage) == 1
 
     assert peak(ask) < 10 << 20
 

@@ -193,9 +193,9 @@ def test_a_segment_that_is_another_one(misdescribed: Callable[..., ckptstore.Sto
 def test_a_base_is_named_by_its_state_too(misdescribed: Callable[..., ckptstore.Store]) -> None:
     store = misdescribed(lambda doc: doc)
     (identity,) = [entry.id for entry in store.view().catalog.checkpoints.values() if entry.step == 1]
-    open_base(store, identity).forget()
+    open_base(store.journal, identity).forget()
     with pytest.raises(CorruptSegmentError, match="another one now"):
-        open_base(store, identity._replace(state="0" * 32))
+        open_base(store.journal, identity._replace(state="0" * 32))
 
 
 def test_more_stored_bytes_than_a_chunk_can_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_more_stored_bytes_than_a_chunk_can_have(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(CorruptSegmentError, match=f"{CHUNK + (64 << 10)} stored bytes"):
             store.load(3, verify=verify)
     with pytest.raises(CorruptSegmentError, match=f"{CHUNK + (64 << 10)} stored bytes"):
-        merge(store, "1..3", keep_steps=True, take_over=True)
+        merge(store.journal, "1..3", keep_steps=True, take_over=True)
 
 
 WAYS: dict[str, Callable[[ckptstore.Store], Any]] = {

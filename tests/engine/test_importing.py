@@ -67,7 +67,7 @@ def test_a_series(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     told: list[tuple[int, int]] = []
     imported = import_files(
-        store,
+        store.journal,
         [file(tmp_path / f"model_{step}.safetensors", step) for step in (20, 10)],
         progress=lambda done, total: told.append((done, total)),
     )
@@ -81,7 +81,7 @@ def test_a_series(tmp_path: Path) -> None:
 
 def test_numpy_users_need_no_torch(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
-    import_files(store, [file(tmp_path / "x.safetensors", 2)])
+    import_files(store.journal, [file(tmp_path / "x.safetensors", 2)])
     loaded = store.load("latest", framework="numpy")
     assert np.array_equal(loaded["w"], np.full(1000, 2, np.float32))
 
@@ -91,14 +91,14 @@ def test_parents(tmp_path: Path) -> None:
     with store.writer() as writer:
         for step in (1, 2, 3):
             writer.save({"step": step}, step=step)
-    (after,) = import_files(store, [file(tmp_path / "x.safetensors")])
+    (after,) = import_files(store.journal, [file(tmp_path / "x.safetensors")])
     assert after.info.ref == "4@2"
-    (fork,) = import_files(store, [file(tmp_path / "step_3.safetensors")], parent="2@1")
+    (fork,) = import_files(store.journal, [file(tmp_path / "step_3.safetensors")], parent="2@1")
     assert fork.info.ref == "3@3"
     with pytest.raises(StepOrderError) as raised:
-        import_files(store, [tmp_path / "step_3.safetensors"])
+        import_files(store.journal, [tmp_path / "step_3.safetensors"])
     assert "--parent none" in raised.value.__notes__[0]
-    (root,) = import_files(store, [tmp_path / "step_3.safetensors"], step=0, parent=None)
+    (root,) = import_files(store.journal, [tmp_path / "step_3.safetensors"], step=0, parent=None)
     assert root.info.ref == "0@4"
     assert [term.parent for term in store.terms()] == [None, "3@1", "2@1", None]
 
@@ -108,11 +108,11 @@ def test_nothing_is_touched_before_every_file_is_sound(tmp_path: Path) -> None:
     good = file(tmp_path / "step_1.safetensors")
     (tmp_path / "step_2.safetensors").write_bytes(b"torn")
     with pytest.raises(FormatError):
-        import_files(store, [good, tmp_path / "step_2.safetensors"])
+        import_files(store.journal, [good, tmp_path / "step_2.safetensors"])
     with pytest.raises(UsageError):
-        import_files(store, [good, file(tmp_path / "final.safetensors")])
+        import_files(store.journal, [good, file(tmp_path / "final.safetensors")])
     with pytest.raises(UsageError):
-        import_files(store, [])
+        import_files(store.journal, [])
     assert not (tmp_path / "run").exists()
 
 
@@ -127,6 +127,6 @@ def test_what_was_imported_before_an_error_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Writer, "save", failing)
     store = ckptstore.open(tmp_path / "run")
     with pytest.raises(StorageError) as raised:
-        import_files(store, [file(tmp_path / f"step_{step}.safetensors") for step in (1, 2)])
+        import_files(store.journal, [file(tmp_path / f"step_{step}.safetensors") for step in (1, 2)])
     assert raised.value.__notes__ == ["imported before the error: 1@1"]
     assert [info.ref for info in store.checkpoints()] == ["1@1"]

@@ -33,7 +33,7 @@ def measured(array: npt.NDArray[Any]) -> TensorStatistics:
 
 def test_description() -> None:
     store = stored("inspection", {"a": {"w": np.zeros((3, 4), np.float32)}, "b": np.arange(5), "n": 1}, step=7)
-    found = inspect(store)
+    found = inspect(store.journal)
     assert found.info.ref == found.chain[0].ref
     assert [(t.name, t.dtype, t.shape, t.nbytes, t.stored, t.codec, t.kind) for t in found.tensors] == [
         ("a.w", "F32", (3, 4), 48, 48, "raw", "full"),
@@ -44,11 +44,11 @@ def test_description() -> None:
     assert link.stored == found.info.stored
     assert found.tensors[0].segment in link.segments
     assert found.tree["n"] == 1
-    assert [t.name for t in inspect(store, 7, "a.*").tensors] == ["a.w"]
+    assert [t.name for t in inspect(store.journal, 7, "a.*").tensors] == ["a.w"]
     with pytest.raises(TensorNotFoundError):
-        inspect(store, 7, ["a.*", "c"])
+        inspect(store.journal, 7, ["a.*", "c"])
     with pytest.raises(CheckpointNotFoundError):
-        inspect(store, 8)
+        inspect(store.journal, 8)
 
 
 def test_equal_bits_have_equal_hashes() -> None:
@@ -128,12 +128,12 @@ def test_blocks_add_up(array: npt.NDArray[Any]) -> None:
 def test_progress_and_missing_tensors() -> None:
     store = stored("inspection-progress", {"weights": np.zeros(5_000_000)})
     told: list[tuple[int, int]] = []
-    statistics(store, "latest", "weights", lambda done, total: told.append((done, total)))
+    statistics(store.journal, "latest", "weights", lambda done, total: told.append((done, total)))
     assert told == [(16 << 20, 40_000_000), (32 << 20, 40_000_000), (40_000_000, 40_000_000)]
     with pytest.raises(TensorNotFoundError, match="close: weights"):
-        statistics(store, "latest", "weight")
+        statistics(store.journal, "latest", "weight")
     with pytest.raises(TensorNotFoundError):
-        statistics(store, "latest", "w*")  # a name, not a pattern
+        statistics(store.journal, "latest", "w*")  # a name, not a pattern
 
 
 def test_bfloat16_denormals() -> None:

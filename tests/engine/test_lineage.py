@@ -17,7 +17,7 @@ def fill(name: str, *terms: tuple[str | None, tuple[int, ...]]) -> ckptstore.Sto
 
 def test_forks_roots_and_empty_terms() -> None:
     store = fill("lineage", ("latest", (1, 2, 3)), ("2@1", ()), ("2@1", (3, 9)), (None, (5,)), ("9@3", ()))
-    found = lineage(store)
+    found = lineage(store.journal)
     assert [info.ref for info in found.checkpoints] == ["5@4", "9@3", "3@3", "3@1", "2@1", "1@1"]
     assert found.parents == {
         "5@4": None,
@@ -45,7 +45,7 @@ def test_an_empty_store() -> None:
 
 def test_it_agrees_with_the_store() -> None:
     store = fill("lineage-same", ("latest", (1, 2)), ("1@1", (5,)))
-    found = lineage(store)
+    found = lineage(store.journal)
     assert list(found.checkpoints) == store.checkpoints()[::-1]
     assert list(found.terms) == store.terms()[::-1]
     assert found.latest == store.checkpoint("latest").ref

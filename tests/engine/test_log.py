@@ -24,6 +24,7 @@ from ckptstore.formats.errors import (
     UsageError,
 )
 from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, fold_of, manifest_key, slot_key
+from ckptstore.journal import Journal
 from ckptstore.log import Term, View, open_term, read
 from tests.engine.log_world import HASTE, Actor, Fate, FaultyBackend, World, full, save, scripted, segments_of
 
@@ -34,11 +35,11 @@ def latest(catalog: object) -> CheckpointId | None:
 
 
 def opened(world: World, backend: Backend | None = None) -> Term:
-    return open_term(backend or world, world.fmt, latest, {"host": "here"}, HASTE)
+    return open_term(Journal(backend or world, world.fmt), latest, {"host": "here"}, HASTE)
 
 
 def view(world: World) -> View:
-    return read(world, world.fmt, patience=HASTE)
+    return read(world.journal, patience=HASTE)
 
 
 class TestRead:
@@ -62,7 +63,7 @@ class TestRead:
             save(term, step)
         before = view(world)
         save(term, 10)
-        after = read(world, world.fmt, before, HASTE)
+        after = read(world.journal, before, HASTE)
         assert after.reads == 1
         assert after.catalog == world.catalog()
         assert before.end == 10
@@ -75,10 +76,10 @@ class TestRead:
         before = view(world)
         for step in range(2, 20):
             save(term, step)
-            folding.fold(world, world.fmt, term.view())
-        folding.trim(world, world.fmt, term.view())
+            folding.fold(world.journal, term.view())
+        folding.trim(world.journal, term.view())
         assert slot_key(before.end) not in world.list("log/")
-        assert read(world, world.fmt, before, HASTE).catalog == world.catalog()
+        assert read(world.journal, before, HASTE).catalog == world.catalog()
 
     def test_a_late_create_in_a_deleted_slot_is_not_history(self) -> None:
         world = World()
@@ -87,8 +88,8 @@ class TestRead:
         save(first, 2)  # its duplicate is on its way
         for step in range(3, 20):
             save(first, step)
-            folding.fold(world, world.fmt, first.view())
-        folding.trim(world, world.fmt, first.view())
+            folding.fold(world.journal, first.view())
+        folding.trim(world.journal, first.view())
         world.deliver(0)
         assert slot_key(2) in world.list("log/")
         assert view(world).catalog == world.catalog()
@@ -108,18 +109,18 @@ class TestRead:
         while slow.at != ("create", slot_key(3)):
             slow.step()
         found: list[View] = []
-        reader = Actor(world, "reader", lambda backend: found.append(read(backend, world.fmt, patience=HASTE)))
+        reader = Actor(world, "reader", lambda backend: found.append(read(Journal(backend, world.fmt), patience=HASTE)))
         while reader.at != ("get", slot_key(3)):
             reader.step()
         save(writer, 3)
-        folding.fold(world, world.fmt, writer.view())
+        folding.fold(world.journal, writer.view())
         writer = opened(world) if next_is == "open" else writer
         if next_is == "commit":
             save(writer, 4)
-        folding.fold(world, world.fmt, writer.view())
+        folding.fold(world.journal, writer.view())
         while len(world.canon) <= every:
             save(writer, len(world.canon) + 4)
-        folding.trim(world, world.fmt, writer.view())
+        folding.trim(world.journal, writer.view())
         assert slot_key(3) not in world.list("log/")
         slow.step()  # OPEN of term 2 lands in slot 3, which was deleted
         reader.step()  # and is read as if it were history
@@ -133,13 +134,13 @@ class TestRead:
         writer = opened(world)
         save(writer, 1)
         found: list[View] = []
-        reader = Actor(world, "reader", lambda backend: found.append(read(backend, world.fmt, patience=HASTE)))
+        reader = Actor(world, "reader", lambda backend: found.append(read(Journal(backend, world.fmt), patience=HASTE)))
         while reader.at != ("get", slot_key(1)):
             reader.step()
         for step in range(2, 9):
             save(writer, step)
-            folding.fold(world, world.fmt, writer.view())
-        folding.trim(world, world.fmt, writer.view())
+            folding.fold(world.journal, writer.view())
+        folding.trim(world.journal, writer.view())
         reader.finish()
         assert found[0].catalog == world.catalog()
 
@@ -148,8 +149,8 @@ class TestRead:
         term = opened(world)
         for step in range(1, 20):
             save(term, step)
-            folding.fold(world, world.fmt, term.view())
-            folding.trim(world, world.fmt, term.view())
+            folding.fold(world.journal, term.view())
+            folding.trim(world.journal, term.view())
         newest = max(world.list("fold/"))
         world.damage(newest)
         found = view(world)
@@ -172,7 +173,7 @@ class TestRead:
         backend = scripted(world, [])
         backend.fate = lambda operation, key: "error" if (operation, key) == ("get", slot_key(1)) else "ok"
         with pytest.raises(StorageError):
-            read(backend, world.fmt, patience=HASTE)
+            read(Journal(backend, world.fmt), patience=HASTE)
 
 
 class TestDamage:
@@ -201,7 +202,7 @@ class TestDamage:
         with pytest.raises(CorruptLogError):
             opened(world)
         entry = found.catalog.checkpoints[1, 5]
-        term = open_term(world, world.fmt, entry.id, patience=HASTE)  # an explicit parent
+        term = open_term(world.journal, entry.id, patience=HASTE)  # an explicit parent
         assert save(term, 6).node == (2, 6)
         newest = view(world).catalog.latest()
         assert newest is not None
@@ -264,9 +265,9 @@ class TestDamage:
         world, _ = self.store()
         world.damage(slot_key(6))
         with pytest.raises(CorruptLogError, match="not folded"):
-            folding.fold(world, world.fmt, view(world))
-        open_term(world, world.fmt, view(world).catalog.checkpoints[1, 5].id, patience=HASTE)
-        folding.fold(world, world.fmt, view(world))
+            folding.fold(world.journal, view(world))
+        open_term(world.journal, view(world).catalog.checkpoints[1, 5].id, patience=HASTE)
+        folding.fold(world.journal, view(world))
         assert view(world).damage == (6,)
 
 
@@ -322,8 +323,8 @@ class TestOpen:
             slow.step()
         for step in range(2, 20):
             save(first, step)
-            folding.fold(world, world.fmt, first.view())
-        folding.trim(world, world.fmt, first.view())
+            folding.fold(world.journal, first.view())
+        folding.trim(world.journal, first.view())
         slow.step()  # creates slot 2, which was deleted
         assert world.get(slot_key(2)) != world.canon[2]
         while slow.at is not None and slow.at[0] != "list":  # the anchor above: its view was stale, no slot is read
@@ -344,7 +345,7 @@ class TestOpen:
 
         def work(backend: Backend) -> None:
             with pytest.raises(CheckpointNotFoundError) as caught:
-                open_term(backend, world.fmt, old, patience=HASTE)
+                open_term(Journal(backend, world.fmt), old, patience=HASTE)
             errors.append(caught.value)
 
         slow = Actor(world, "slow", work)
@@ -355,14 +356,14 @@ class TestOpen:
         )  # takes the slot
         slow.finish()
         assert errors
-        assert open_term(world, world.fmt, new, patience=HASTE).parent == new
+        assert open_term(world.journal, new, patience=HASTE).parent == new
 
     @pytest.mark.parametrize("identity", [CheckpointId(1, 9, "0" * 32), CheckpointId(1, 1, "0" * 32)])
     def test_a_parent_that_is_not_there_is_refused(self, identity: CheckpointId) -> None:
         world = World()
         save(opened(world), 1)
         with pytest.raises(CheckpointNotFoundError, match=identity.ref):
-            open_term(world, world.fmt, identity, patience=HASTE)
+            open_term(world.journal, identity, patience=HASTE)
         assert len(world.canon) == 2
 
     def test_a_base_that_is_no_longer_promised_is_no_parent(self) -> None:
@@ -371,16 +372,16 @@ class TestOpen:
         base = save(term, 1)
         save(term, 2, base, retires=(base.node,))
         with pytest.raises(CheckpointNotFoundError):
-            open_term(world, world.fmt, base, patience=HASTE)
+            open_term(world.journal, base, patience=HASTE)
 
     def test_a_read_only_medium_or_an_unknown_feature_is_refused(self) -> None:
         world = World()
         fmt = replace(world.fmt, features={"read": (), "write": ("warp",)})
         with pytest.raises(ReadOnlyError, match="warp"):
-            open_term(world, fmt, None, patience=HASTE)
+            open_term(Journal(world, fmt), None, patience=HASTE)
         term = opened(world)
         term.commit(replace(full(1, 1), ro_compat=("weft",)))
-        folding.fold(world, world.fmt, term.view())
+        folding.fold(world.journal, term.view())
         assert view(world).catalog.latest()
         with pytest.raises(ReadOnlyError, match="weft"):
             opened(world)
@@ -555,8 +556,8 @@ class TestManifest:
         term = opened(world)
         for step in range(1, 14):
             term.commit(self.big(term, step) if step in (2, 4, 13) else full(1, step))
-            folding.fold(world, world.fmt, view(world))
-            folding.trim(world, world.fmt, view(world))
+            folding.fold(world.journal, view(world))
+            folding.trim(world.journal, view(world))
         catalog = view(world).catalog
         kept = {manifest_key(*place) for place in [(1, name) for name in catalog.manifests]}
         assert {seq for _, seq in catalog.manifests.values()} == {4, 13}  # slot 4 is an anchor, slot 2 was trimmed
@@ -569,13 +570,13 @@ class TestManifest:
         save(term, 1)
         term.commit(self.big(term, 2))
         found: list[View] = []
-        slow = Actor(world, "slow", lambda backend: found.append(read(backend, world.fmt, patience=HASTE)))
+        slow = Actor(world, "slow", lambda backend: found.append(read(Journal(backend, world.fmt), patience=HASTE)))
         while slow.at is None or not slow.at[1].startswith("seg/"):
             slow.step()
         for step in range(3, 20):
             save(term, step)
-            folding.fold(world, world.fmt, view(world))
-            folding.trim(world, world.fmt, view(world))
+            folding.fold(world.journal, view(world))
+            folding.trim(world.journal, view(world))
         assert slot_key(2) not in world.list("log/")
         slow.finish()
         assert found[0].damage == ()
@@ -587,13 +588,13 @@ class TestManifest:
         save(term, 1)
         term.commit(self.big(term, 2))
         found: list[View] = []
-        slow = Actor(world, "slow", lambda backend: found.append(read(backend, world.fmt, patience=HASTE)))
+        slow = Actor(world, "slow", lambda backend: found.append(read(Journal(backend, world.fmt), patience=HASTE)))
         while slow.at is None or not slow.at[1].startswith("seg/"):
             slow.step()
         for step in (3, 4):
             save(term, step)
-            folding.fold(world, world.fmt, view(world))
-        folding.trim(world, world.fmt, view(world))
+            folding.fold(world.journal, view(world))
+        folding.trim(world.journal, view(world))
         assert world.list("log/") == [slot_key(seq) for seq in (0, 3, 4)]
         slow.finish()
         assert found[0].damage == ()
@@ -618,8 +619,8 @@ def test_folds_are_named_by_slot_and_hash() -> None:
     world = World()
     term = opened(world)
     save(term, 1)
-    key = folding.fold(world, world.fmt, term.view())
+    key = folding.fold(world.journal, term.view())
     place = fold_of(key)
     assert place is not None
     assert place[0] == 1
-    assert folding.fold(world, world.fmt, view(world)) == key
+    assert folding.fold(world.journal, view(world)) == key

@@ -6,6 +6,7 @@ import pytest
 
 from ckptstore.formats.errors import CommitUnknownError, CorruptLogError, FencedError
 from ckptstore.formats.records import slot_key
+from ckptstore.journal import Journal
 from ckptstore.log import Term, open_term, read
 from ckptstore.view import Patience
 from tests.engine.log_world import HASTE, Fate, FaultyBackend, World, save
@@ -29,7 +30,7 @@ class Noted(FaultyBackend):
 
 
 def opened(backend: World | FaultyBackend, world: World, patience: Patience = HASTE) -> Term:
-    return open_term(backend, world.fmt, None, patience=patience)
+    return open_term(Journal(backend, world.fmt), None, patience=patience)
 
 
 def test_the_first_term_has_nothing_to_settle_and_a_later_one_the_log() -> None:
@@ -94,7 +95,7 @@ def lost(world: World, *damaged: int) -> CorruptLogError:
     for seq in damaged:
         world.damage(slot_key(seq))
     with pytest.raises(CorruptLogError) as refused:
-        open_term(world, world.fmt, lambda catalog: max(catalog.checkpoints.values(), key=lambda e: e.step).id)
+        open_term(world.journal, lambda catalog: max(catalog.checkpoints.values(), key=lambda e: e.step).id)
     return refused.value
 
 
@@ -136,7 +137,7 @@ def test_a_read_starts_over_so_often_with_growing_pauses_and_none_at_the_end() -
         world.delete(slot_key(seq))
     patience, paused = waiting()
     with pytest.raises(CorruptLogError, match="slot 1 is absent or stray"):
-        read(world, world.fmt, patience=patience)
+        read(world.journal, patience=patience)
     assert len(paused) == 3
     for found, longest in zip(paused, (1.0, 2.0, 3.0), strict=True):
         assert longest / 2 <= found <= longest

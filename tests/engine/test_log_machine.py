@@ -22,6 +22,7 @@ from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.errors import CommitUnknownError, FencedError, StorageError, WriterError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, slot_key
+from ckptstore.journal import Journal
 from ckptstore.log import Term, View, open_term, read
 from ckptstore.view import Patience
 from tests.engine.log_world import FATES, Actor, Fate, World, full, segments_of
@@ -58,7 +59,7 @@ def latest(catalog: Catalog) -> CheckpointId | None:
 
 def write(world: World, life: WriterLife, backend: Backend, commits: int) -> None:
     """A writer's whole life: open, then commit. It does not give up when it is told to stop, but nobody listens."""
-    life.term = open_term(backend, world.fmt, latest, patience=PATIENCE)
+    life.term = open_term(Journal(backend, world.fmt), latest, patience=PATIENCE)
     life.term.patience = RESENDS
     for _ in range(commits):
         try:
@@ -118,7 +119,7 @@ class LogMachine(RuleBasedStateMachine):
         life = ReaderLife(len(self.world.canon))
 
         def work(backend: Backend) -> None:
-            life.view = read(backend, self.world.fmt, since, PATIENCE)
+            life.view = read(Journal(backend, self.world.fmt), since, PATIENCE)
 
         life.actor = Actor(self.world, "reader", work)
         self.readers.append(life)
@@ -127,11 +128,11 @@ class LogMachine(RuleBasedStateMachine):
     @rule(trims=st.booleans())
     def start_folder(self, trims: bool) -> None:
         def work(backend: Backend) -> None:
-            view = read(backend, self.world.fmt, patience=PATIENCE)
+            view = read(Journal(backend, self.world.fmt), patience=PATIENCE)
             if view.end:
-                folding.fold(backend, self.world.fmt, view)
+                folding.fold(Journal(backend, self.world.fmt), view)
             if trims:
-                folding.trim(backend, self.world.fmt, view)
+                folding.trim(Journal(backend, self.world.fmt), view)
 
         self.folders.append(Actor(self.world, "folder", work))
 
@@ -173,9 +174,9 @@ class LogMachine(RuleBasedStateMachine):
             self.commit_one()
             self.learn()
             if self.world.canon:
-                folding.fold(self.world, self.world.fmt, read(self.world, self.world.fmt, patience=PATIENCE))
+                folding.fold(self.world.journal, read(self.world.journal, patience=PATIENCE))
         if trims:
-            folding.trim(self.world, self.world.fmt, read(self.world, self.world.fmt, patience=PATIENCE))
+            folding.trim(self.world.journal, read(self.world.journal, patience=PATIENCE))
 
     def commit_one(self) -> None:
         """One commit of whoever owns the newest term; if nobody who lives does, of a writer that opens one."""
@@ -186,7 +187,7 @@ class LogMachine(RuleBasedStateMachine):
                     life.actor.step()
                 return
         if self.steady.term is None or self.steady.term.number < self.history.catalog.term:
-            self.steady.term = open_term(self.world, self.world.fmt, latest, patience=PATIENCE)
+            self.steady.term = open_term(self.world.journal, latest, patience=PATIENCE)
         commit(self.steady)
 
     @precondition(lambda self: self.actors())
@@ -289,7 +290,7 @@ class LogMachine(RuleBasedStateMachine):
         for actor in self.actors():
             actor.kill()
         self.learn()
-        assert read(self.world, self.world.fmt, patience=PATIENCE).catalog == self.catalogs[-1]
+        assert read(self.world.journal, patience=PATIENCE).catalog == self.catalogs[-1]
         last = WriterLife()
         write(self.world, last, self.world, commits=3)
         assert len(last.acknowledged) == 3
@@ -297,7 +298,7 @@ class LogMachine(RuleBasedStateMachine):
             self.world.deliver(0)
         self.learn()
         self.what_was_acknowledged_is_history()
-        assert read(self.world, self.world.fmt, patience=PATIENCE).catalog == self.catalogs[-1]
+        assert read(self.world.journal, patience=PATIENCE).catalog == self.catalogs[-1]
 
 
 LogMachine.TestCase.settings = settings(

@@ -87,16 +87,16 @@ class TestLostSlots:
             store.backend.delete(slot_key(seq))
         for _ in range(3):
             store.writer(parent=3, poll_seconds=None).close()
-            assert collect(store).segments == ()
+            assert collect(store.journal).segments == ()
         assert set(store.backend.list("seg/")) == before
 
     def test_only_a_listing_finds_a_wide_gap_and_it_is_asked_for_where_it_matters(self, store: Store) -> None:
         for seq in (4, 5):
             store.backend.delete(slot_key(seq))
-        assert read(store.backend, store.format, look_above=False).end == 4
-        assert read(store.backend, store.format, look_above=True).damage == (4, 5)
+        assert read(store.journal, look_above=False).end == 4
+        assert read(store.journal, look_above=True).damage == (4, 5)
         store.backend.cheap_looks = False  # a medium where each listing costs a request
-        assert read(store.backend, store.format).end == 4
+        assert read(store.journal).end == 4
         store.writer(parent=None, poll_seconds=None).close()
         assert store.view(look_above=True).catalog.terms[2].seq == 7
 
@@ -114,23 +114,23 @@ class TestLostSlots:
 
     def test_a_view_that_is_read_on_from_damage_misses_nothing(self) -> None:
         world = World()
-        term = open_term(world, world.fmt, None, patience=HASTE)
+        term = open_term(world.journal, None, patience=HASTE)
         save(term, 1)
         save(term, 2)
         world.damage(slot_key(2))
-        before = read(world, world.fmt, patience=HASTE)
+        before = read(world.journal, patience=HASTE)
         assert before.damage == (2,)
         world.cheap_looks = False  # else the writer sees it, too, and stops
         save(term, 3)
-        after = read(world, world.fmt, before, HASTE)
+        after = read(world.journal, before, HASTE)
         assert (1, 3) in after.catalog.checkpoints
-        assert after.catalog == read(world, world.fmt, patience=HASTE).catalog
+        assert after.catalog == read(world.journal, patience=HASTE).catalog
 
 
 class TestChain:
     def test_every_slot_names_the_one_before_it(self) -> None:
         world = World()
-        term = open_term(world, world.fmt, None, patience=HASTE)
+        term = open_term(world.journal, None, patience=HASTE)
         for step in (1, 2):
             save(term, step)
         named = [world.record(seq).previous for seq in range(3)]
@@ -141,16 +141,16 @@ class TestChain:
     @pytest.mark.parametrize("folded", [False, True])
     def test_what_continues_another_log_is_not_applied(self, kind: str, folded: bool) -> None:
         world = World()
-        term = open_term(world, world.fmt, None, patience=HASTE)
+        term = open_term(world.journal, None, patience=HASTE)
         kept = save(term, 1)
         if folded:
-            folding.fold(world, world.fmt, term.view())
+            folding.fold(world.journal, term.view())
         foreign = replace(full(1, 2), nonce=term.nonce, previous="5" * 32)
         data, _ = texts.encode_commit(foreign, seq=2, run=world.fmt.run, manifest="")
         if kind == "OPEN":
             data = texts.encode_open(OpenRecord(2, kept, "0" * 32, 0.0, previous="5" * 32), seq=2, run=world.fmt.run)
         world.create(slot_key(2), data)
-        found = read(world, world.fmt, patience=HASTE)
+        found = read(world.journal, patience=HASTE)
         assert found.damage == (2,)
         assert (found.fold_seq, found.catalog.term) == (1 if folded else -1, 1)
         assert set(found.catalog.checkpoints) == {(1, 1)}
@@ -163,36 +163,36 @@ class TestChain:
         world = World()
         record = OpenRecord(1, None, "0" * 32, 0.0, previous="5" * 32)
         world.create(slot_key(0), texts.encode_open(record, seq=0, run=world.fmt.run))
-        found = read(world, world.fmt, patience=HASTE)
+        found = read(world.journal, patience=HASTE)
         assert (found.damage, found.catalog.term) == ((0,), 0)
 
     def test_a_lost_fence_that_somebody_filled_is_found_beside_a_fold(self) -> None:
         world = World()
         world.cheap_looks = False
-        old = open_term(world, world.fmt, None, patience=HASTE)
+        old = open_term(world.journal, None, patience=HASTE)
         kept = save(old, 1)
-        fence = open_term(world, world.fmt, kept, patience=HASTE)
-        folding.fold(world, world.fmt, fence.view())
-        before = read(world, world.fmt, patience=HASTE, look_above=True)
+        fence = open_term(world.journal, kept, patience=HASTE)
+        folding.fold(world.journal, fence.view())
+        before = read(world.journal, patience=HASTE, look_above=True)
         assert (before.fold_seq, before.damage) == (2, ())
         world.delete(slot_key(2))
-        assert read(world, world.fmt, patience=HASTE, look_above=True).catalog == before.catalog  # the fold has it
+        assert read(world.journal, patience=HASTE, look_above=True).catalog == before.catalog  # the fold has it
         save(old, 2)
-        found = read(world, world.fmt, patience=HASTE, look_above=True)
+        found = read(world.journal, patience=HASTE, look_above=True)
         assert (found.fold_seq, found.damage) == (2, (2,))
         world.damage(slot_key(2))  # what is not readable proves nothing against the fold
-        assert read(world, world.fmt, patience=HASTE, look_above=True).damage == ()
+        assert read(world.journal, patience=HASTE, look_above=True).damage == ()
 
     def test_writing_on_after_a_damaged_slot_names_the_bytes_that_are_there(self) -> None:
         world = World()
-        term = open_term(world, world.fmt, None, patience=HASTE)
+        term = open_term(world.journal, None, patience=HASTE)
         kept = save(term, 1)
         save(term, 2)
         world.damage(slot_key(2))
-        second = open_term(world, world.fmt, kept, patience=HASTE)
+        second = open_term(world.journal, kept, patience=HASTE)
         assert world.record(3).previous == texts.xxh3_128(world.get(slot_key(2)))
         save(second, 2)
-        found = read(world, world.fmt, patience=HASTE).catalog
+        found = read(world.journal, patience=HASTE).catalog
         assert found.damage == (2,)
         assert found.latest() is not None
 
@@ -225,13 +225,13 @@ class TestOlderCopy:
 
     def test_a_look_that_fails_stops_nobody(self) -> None:
         world = World()
-        term = open_term(world, world.fmt, None, patience=HASTE)
+        term = open_term(world.journal, None, patience=HASTE)
 
         def fate(operation: str, key: str) -> Fate:
             return "error" if operation == "get" else "ok"
 
-        term.backend = FaultyBackend(world, fate)
-        term.backend.cheap_looks = True
+        term.journal.backend = faulty = FaultyBackend(world, fate)
+        faulty.cheap_looks = True
         assert save(term, 1)
 
     @pytest.mark.parametrize("looks", [True, False])
@@ -302,7 +302,7 @@ class TestLostParent:
     def test_a_fold_keeps_what_was_lost(self, store: Store) -> None:
         store.writer(poll_seconds=None).close()
         damage(store, store.view().catalog.slots[1, 6])
-        folding.fold(store.backend, store.format, store.view())
+        folding.fold(store.journal, store.view())
         assert store.view().fold_seq > 0
         with pytest.raises(CorruptLogError, match="continues from 6@1"):
             store.load("latest")
@@ -315,7 +315,7 @@ class TestLostParent:
 
     def test_another_state_of_the_same_step_is_not_the_parent(self) -> None:
         world = World()
-        term = open_term(world, world.fmt, None, patience=HASTE)
+        term = open_term(world.journal, None, patience=HASTE)
         kept = save(term, 1)
         data = texts.encode_open(
             OpenRecord(2, kept._replace(state="7" * 32), "0" * 32, 0.0, previous=term.catalog.last),
@@ -324,16 +324,16 @@ class TestLostParent:
         )
         world.create(slot_key(2), data)
         with pytest.raises(CorruptLogError, match="continues from 1@1"):
-            read(world, world.fmt, patience=HASTE).catalog.latest()
+            read(world.journal, patience=HASTE).catalog.latest()
 
     def test_a_parent_that_was_retired_later_is_no_loss(self) -> None:
         world = World()
-        term = open_term(world, world.fmt, None, patience=HASTE)
+        term = open_term(world.journal, None, patience=HASTE)
         kept, last = save(term, 1), save(term, 2)
-        second = open_term(world, world.fmt, last, patience=HASTE)
-        drops = read(world, world.fmt).catalog.encodings[last.node][0].segments
+        second = open_term(world.journal, last, patience=HASTE)
+        drops = read(world.journal).catalog.encodings[last.node][0].segments
         second.commit(replace(full(2, 3), segments=(), checkpoints=(), encodings=(), retires=(last.node,), drops=drops))
-        newest = read(world, world.fmt, patience=HASTE).catalog.latest()
+        newest = read(world.journal, patience=HASTE).catalog.latest()
         assert newest is not None
         assert newest.id == kept
 
@@ -366,12 +366,12 @@ class TestAudit:
         world = World(every=4)
         store = Store(world)
         world.create("FORMAT", texts.encode_format(world.fmt))
-        term = open_term(world, world.fmt, None, patience=HASTE)
+        term = open_term(world.journal, None, patience=HASTE)
         for step in range(1, slots):
             save(term, step)
             if step % 3 == 0:
-                folding.fold(world, world.fmt, term.view())
-                folding.trim(world, world.fmt, term.view())
+                folding.fold(world.journal, term.view())
+                folding.trim(world.journal, term.view())
         return store
 
     def log_damage(self, store: Store) -> dict[str, str]:

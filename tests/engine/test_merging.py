@@ -29,6 +29,7 @@ from ckptstore.formats.errors import (
 )
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.intervals import RestoreBound
+from ckptstore.journal import Journal
 from ckptstore.merging import Merged, merge
 from ckptstore.merging import preparing as preparing_module
 from ckptstore.merging.authors import Successor
@@ -70,7 +71,7 @@ def check(store: Store, states: list[dict[str, Any]], *steps: int) -> None:
         for step in steps:
             same(states[step - 1], store.load(step))
         assert ckptstore.verify(store).ok
-        collect(store)
+        collect(store.journal)
 
 
 def segments(store: Store) -> set[str]:
@@ -78,7 +79,7 @@ def segments(store: Store) -> set[str]:
 
 
 def owned(store: Store, text: str, **options: Any) -> Merged:
-    return merge(store, text, take_over=True, **options)
+    return merge(store.journal, text, take_over=True, **options)
 
 
 # ------------------------------------------------------------------------------------------------ the methods
@@ -143,7 +144,7 @@ def bulky(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("bulky")
 def test_what_is_smaller_is_taken(store: Store, states: list[dict[str, Any]]) -> None:
     """The chain is copied; then what lies between is retired, in a change of its own."""
-    planned = merge(store, "4..6", dry_run=True)
+    planned = merge(store.journal, "4..6", dry_run=True)
     end, before = store.view().end, segments(store)
     done = owned(store, "4..6")
     assert segments(store) == before | set(done.written)  # what was tried and not taken is gone
@@ -174,14 +175,14 @@ def test_two_changes_may_be_answered_by_halves(store: Store, states: list[dict[s
             return request
 
         patch.setattr(requests, "post", posted)
-        done = merge(store, "4@1..6@1", timeout=0)
+        done = merge(store.journal, "4@1..6@1", timeout=0)
         assert (done.answer, done.method) == ("waiting", "concatenated")
         assert ("nothing is retired yet" in done.reason) == bool(answers)
         assert refs(store) == [f"{step}@1" for step in range(1, 9)]
         for step in range(1, 9):
             same(states[step - 1], store.load(f"{step}@1"))
         writer.save(states[0], step=9)  # and it looks for requests
-    collect(store)
+    collect(store.journal)
     left = [1, 2, 3, 6, 7, 8] if answers else list(range(1, 9))
     assert refs(store) == [*(f"{step}@1" for step in left), "9@2"]
     for step in left:
@@ -276,7 +277,7 @@ def test_what_others_build_on_stays(store: Store, states: list[dict[str, Any]]) 
         same(states[step - 1], store.load(f"{step}@1"))
     for step in (5, 6, 7):
         same(fork[step - 5], store.load(f"{step}@2"))
-    collect(store)
+    collect(store.journal)
     assert ckptstore.verify(store).ok
     assert store.checkpoint("6@1").base == "4@1"
 
@@ -295,7 +296,7 @@ def test_a_retired_base_in_the_range_serves_those_outside(tmp_path: Path, states
 def test_a_base_that_is_retired_already_serves_the_new_delta(store: Store, states: list[dict[str, Any]]) -> None:
     """2@1 is promised no longer, and nothing but the range is built on it."""
     with store.writer(poll_seconds=None) as writer:
-        requests.post(store.backend, store.format, writer.term, "test", retires=[(1, 2)])
+        requests.post(store.journal, writer.term, "test", retires=[(1, 2)])
         requests.handle(writer._committer.log)
     done = owned(store, "3@1..7@1")
     assert done.method == "materialized"
@@ -321,16 +322,16 @@ def test_tags_and_latest_hold(store: Store, states: list[dict[str, Any]]) -> Non
 def test_a_dry_run_writes_nothing_and_knows_what_comes_of_it(store: Store) -> None:
     for text, keep_steps in (("1..7", False), ("1..7", True)):
         before = {key: store.backend.size(key) for key in store.backend.list("")}
-        planned = merge(store, text, keep_steps=keep_steps, dry_run=True)
+        planned = merge(store.journal, text, keep_steps=keep_steps, dry_run=True)
         assert planned.answer == "planned"
         assert {key: store.backend.size(key) for key in store.backend.list("")} == before
         if keep_steps:
             store.backend.read_only = True
             with pytest.warns(ckptstore.UnpinnedWarning):
-                assert merge(store, text, keep_steps=True, dry_run=True).answer == "planned"
+                assert merge(store.journal, text, keep_steps=True, dry_run=True).answer == "planned"
             store.backend.read_only = False
         else:
-            copy = merge(store, text, dry_run=True)
+            copy = merge(store.journal, text, dry_run=True)
             assert copy.written_nbytes == planned.written_nbytes
     done = owned(store, "1..7", keep_steps=True)
     assert abs(done.written_nbytes - planned.written_nbytes) < 200  # the index compresses a little differently
@@ -483,7 +484,7 @@ def test_a_change_against_the_rules_is_not_asked_for(store: Store, monkeypatch: 
     monkeypatch.setattr(preparing_module, "unneeded", lambda *arguments: (*unneeded(*arguments), needed))
     for dry_run in (True, False):
         with pytest.raises(CheckpointNotFoundError, match="cannot be restored any more"):
-            merge(store, "2..6", timeout=0, dry_run=dry_run)
+            merge(store.journal, "2..6", timeout=0, dry_run=dry_run)
     assert store.backend.list("req/") == []
     assert segments(store) == before
 
@@ -514,7 +515,7 @@ def test_nothing_is_taken_over_on_a_medium_that_lets_two_writers_create_one_slot
 def test_a_read_only_store(store: Store) -> None:
     store.backend.read_only = True
     with pytest.raises(ReadOnlyError):
-        merge(store, "2..6")
+        merge(store.journal, "2..6")
 
 
 # ------------------------------------------------------------------------------------------------ beside a writer
@@ -544,7 +545,7 @@ def test_beside_a_live_writer_which_goes_on(
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        done = merge(Store(store.backend), "2@1..7@1", keep_steps=keep_steps, timeout=60)
+        done = merge(Journal(store.backend), "2@1..7@1", keep_steps=keep_steps, timeout=60)
     finally:
         stop.set()
         thread.join()
@@ -552,7 +553,7 @@ def test_beside_a_live_writer_which_goes_on(
     assert store.view().catalog.term == writer.term == 2
     assert store.backend.list("req/") == []
     writer.save(states[0], step=1000)
-    collect(store)
+    collect(store.journal)
     for step in (1, 7, 8, *(range(2, 7) if keep_steps else ())):
         same(states[step - 1], store.load(f"{step}@1"))
     for step in saved:
@@ -564,33 +565,33 @@ def test_its_own_newest_checkpoints(store: Store, states: list[dict[str, Any]], 
     """The base that the writer keeps in memory is the end of the range: the next delta builds on it."""
     for step in range(9, 13):
         writer.save(states[step - 9], step=step)
-    assert merge(store, "9..12", timeout=60).answer == "accepted"
+    assert merge(store.journal, "9..12", timeout=60).answer == "accepted"
     writer.save(states[4], step=13)
     assert store.checkpoint(13).base == "12@2"
     assert [info.step for info in store.checkpoints() if info.term == 2] == [9, 12, 13]
-    collect(store)
+    collect(store.journal)
     for step in (9, 12, 13):
         same(states[step - 9], store.load(step))
 
 
 def test_nobody_answers(store: Store, states: list[dict[str, Any]]) -> None:
-    done = merge(store, "2..6", timeout=0)
+    done = merge(store.journal, "2..6", timeout=0)
     assert done.answer == "waiting"
     assert len(store.backend.list("req/")) == 1
     check(store, states, *range(1, 9))  # as if nothing had been asked
     with store.writer(poll_seconds=None):  # a newer term voids it
         pass
-    collect(store)
+    collect(store.journal)
     assert segments(store).isdisjoint(done.written)
     check(store, states, *range(1, 9))
 
 
 def test_a_late_answer(store: Store, states: list[dict[str, Any]]) -> None:
     with store.writer(deltas=CHAIN, poll_seconds=None) as writer:
-        assert merge(store, "2@1..6@1", timeout=0).answer == "waiting"
+        assert merge(store.journal, "2@1..6@1", timeout=0).answer == "waiting"
         writer.save(states[0], step=9)  # and then it looks for requests
     assert [info.ref for info in store.checkpoints()] == ["1@1", "6@1", "7@1", "8@1", "9@2"]
-    collect(store)
+    collect(store.journal)
     for step in (1, 6, 7, 8):
         same(states[step - 1], store.load(f"{step}@1"))
 
@@ -608,10 +609,10 @@ def test_refused(store: Store, states: list[dict[str, Any]], writer: ckptstore.W
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing_module.Work, "prepare", meanwhile)
-        done = merge(store, "9..12", timeout=60)
+        done = merge(store.journal, "9..12", timeout=60)
     assert done.answer == "refused"
     assert "tag 'mine' names it" in done.reason
-    collect(store)
+    collect(store.journal)
     assert segments(store).isdisjoint(done.written)
     for step in range(9, 13):
         same(states[step - 9], store.load(step))
@@ -627,10 +628,10 @@ def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(preparing_module.Work, "prepare", meanwhile)
-    assert merge(store, "2..6", timeout=60).answer == "void"
+    assert merge(store.journal, "2..6", timeout=60).answer == "void"
     with pytest.raises(FencedError):
         owned(store, "2..6")
-    collect(store)
+    collect(store.journal)
     check(store, states, *range(1, 9))
 
 
@@ -663,15 +664,15 @@ def test_a_term_that_ends_meanwhile_takes_along_what_was_written_in_it(
             left -= 1
             with Store(store.backend).writer(poll_seconds=None):
                 pass
-            assert len(collect(store).segments) == 1
+            assert len(collect(store.journal).segments) == 1
         check_copies(*arguments)
 
     monkeypatch.setattr(preparing_module, "check_copies", meanwhile)
     if ends > 1:
         with pytest.raises(FencedError, match="began while the merge was prepared"):
-            merge(store, "2..6", keep_steps=True, timeout=0)
+            merge(store.journal, "2..6", keep_steps=True, timeout=0)
     else:
-        assert merge(store, "2..6", keep_steps=True, timeout=0).answer == "waiting"
+        assert merge(store.journal, "2..6", keep_steps=True, timeout=0).answer == "waiting"
     check(store, states, *range(1, 9))
 
 
@@ -683,7 +684,7 @@ def test_a_medium_that_fails_leaves_nothing_behind(store: Store, monkeypatch: py
 
     monkeypatch.setattr(preparing_module, "check_state", fails)
     with pytest.raises(StorageError):
-        merge(store, "2..6", timeout=0)
+        merge(store.journal, "2..6", timeout=0)
     assert segments(store) == before
     assert store.backend.list("req/") == []
     assert store.backend.list("pins/") == []

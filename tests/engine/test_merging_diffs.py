@@ -12,6 +12,7 @@ from ckptstore import DiffOptions
 from ckptstore.collecting import collect
 from ckptstore.formats.errors import UsageError
 from ckptstore.inspection import inspect
+from ckptstore.journal import Journal
 from ckptstore.merging import merge
 from ckptstore.store import LossyWarning, Store
 from tests.engine.states import same
@@ -27,7 +28,7 @@ def check(store: Store, truth: dict[int, Any], steps: list[int]) -> None:
         for step in steps:
             same(truth[step], store.load(step))
         assert ckptstore.verify(store).ok
-        collect(store)
+        collect(store.journal)
 
 
 @pytest.mark.parametrize("how", KINDS, ids=["dense", "none", "sparse"])
@@ -41,7 +42,7 @@ def test_batches_become_one_segment(tmp_path: Path, how: dict[str, Any]) -> None
         for step, held in doc.tensors.items()
         for name, entry in held.items()
     }
-    done = merge(store, "1..13", keep_steps=True, take_over=True)
+    done = merge(store.journal, "1..13", keep_steps=True, take_over=True)
     assert (done.answer, done.method, done.fulls) == ("accepted", "concatenated", ("1@1",))
     assert len(done.dropped) == 3
     assert done.after.segments == 2
@@ -59,8 +60,8 @@ def test_batches_become_one_segment(tmp_path: Path, how: dict[str, Any]) -> None
 def test_batches_across_the_ends_of_the_range_stay(tmp_path: Path) -> None:
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)  # 1, 2-5, 6-9, 10-13, 14
     with pytest.raises(UsageError, match="share their segments with checkpoints outside"):
-        merge(store, "3..8", keep_steps=True, take_over=True)
-    done = merge(store, "4..14", keep_steps=True, take_over=True)
+        merge(store.journal, "3..8", keep_steps=True, take_over=True)
+    done = merge(store.journal, "4..14", keep_steps=True, take_over=True)
     assert done.folded == tuple(f"{step}@1" for step in range(6, 15))
     assert len(done.dropped) == 3
     check(store, truth, list(range(1, 15)))
@@ -70,8 +71,8 @@ def test_batches_across_the_ends_of_the_range_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("last", [5, 13, 14])
 def test_the_end_of_the_range_stays(tmp_path: Path, how: dict[str, Any], last: int) -> None:
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 16, **how)
-    planned = merge(store, f"1..{last}", dry_run=True)
-    done = merge(store, f"1..{last}", take_over=True)
+    planned = merge(store.journal, f"1..{last}", dry_run=True)
+    done = merge(store.journal, f"1..{last}", take_over=True)
     assert (done.answer, done.method) == ("accepted", planned.method)
     assert done.retired == tuple(f"{step}@1" for step in range(2, last))
     if "keep" in how:
@@ -91,11 +92,11 @@ def test_what_a_batch_shares_with_the_rest_stays_until_that_goes(tmp_path: Path)
     """The range ends within a batch: the segment is needed by the steps after it."""
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)
     shared = store.describe(8)[-1][0].key
-    done = merge(store, "2..8", take_over=True)
+    done = merge(store.journal, "2..8", take_over=True)
     assert done.method == "materialized"
     assert shared not in done.dropped
     check(store, truth, [1, *range(8, 15)])
-    done = merge(store, "8..14", take_over=True)
+    done = merge(store.journal, "8..14", take_over=True)
     assert shared in done.dropped
     check(store, truth, [1, 14])
 
@@ -103,12 +104,12 @@ def test_what_a_batch_shares_with_the_rest_stays_until_that_goes(tmp_path: Path)
 def test_deltas_and_gradients_in_one_segment(tmp_path: Path) -> None:
     """What was materialized before is copied beside steps: each entry says how it is coded."""
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)
-    assert merge(store, "2..9", take_over=True).method == "materialized"
-    done = merge(store, "1..14", keep_steps=True, take_over=True)
+    assert merge(store.journal, "2..9", take_over=True).method == "materialized"
+    done = merge(store.journal, "1..14", keep_steps=True, take_over=True)
     assert done.folded == ("9@1", "10@1", "11@1", "12@1", "13@1", "14@1")
     assert [doc.kind for _, doc in store.describe(14)] == ["full", "mixed"]
     assert [info.kind for info in store.checkpoints()] == ["full", "delta", *["gradient"] * 5]
-    assert {tensor.kind for tensor in inspect(store, 9).tensors} == {"delta"}
+    assert {tensor.kind for tensor in inspect(store.journal, 9).tensors} == {"delta"}
     check(store, truth, [1, *range(9, 15)])
 
 
@@ -124,10 +125,10 @@ def test_beside_a_trainer(tmp_path: Path) -> None:
             writer.save_async(trainer.state(), step, updates=trainer.updates())
             if step == 12:  # 1, 2-4, 5-7, 8-10; two steps wait
                 writer.flush()
-                assert merge(Store(store.backend), "2..9", keep_steps=True, timeout=60).answer == "accepted"
+                assert merge(Journal(store.backend), "2..9", keep_steps=True, timeout=60).answer == "accepted"
             if step == 18:
                 writer.flush()
-                done = merge(Store(store.backend), "13..latest", timeout=60)
+                done = merge(Journal(store.backend), "13..latest", timeout=60)
                 assert done.answer == "accepted"
                 assert done.last == "18@1"
     assert writer.term == store.view().catalog.term == 1
@@ -142,9 +143,9 @@ def test_lossy_steps_stay_marked(tmp_path: Path) -> None:
     with pytest.warns(LossyWarning):
         state = store.load(lossy[-1].step)
     whole = f"{lossy[0].ref}..{lossy[-1].ref}"
-    assert merge(store, whole, keep_steps=True, take_over=True).answer == "accepted"
+    assert merge(store.journal, whole, keep_steps=True, take_over=True).answer == "accepted"
     assert [info.ref for info in store.checkpoints() if info.lossy] == [info.ref for info in lossy]
-    done = merge(store, whole, take_over=True)
+    done = merge(store.journal, whole, take_over=True)
     assert done.answer == "accepted"
     assert store.checkpoint(lossy[-1].ref).lossy
     assert store.describe(lossy[-1].ref)[-1][1].lossy

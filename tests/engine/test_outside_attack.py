@@ -61,7 +61,7 @@ def test_only_files_are_replaced(tmp_path: Path, kind: str, overwrite: bool) -> 
     make(place)
     before = place.lstat()
     with pytest.raises(UsageError, match=f"x.safetensors is {called}"):
-        export(store, 1, place, overwrite=overwrite)
+        export(store.journal, 1, place, overwrite=overwrite)
     with pytest.raises(UsageError, match=called):
         outputs.refuse_store(place)  # what --csv, --report and --plot ask
     after = place.lstat()
@@ -76,7 +76,7 @@ def test_no_index_and_no_shard_replaces_a_pipe(tmp_path: Path) -> None:
     for name in ("x-00002-of-00002.safetensors", "x.safetensors.index.json"):
         os.mkfifo(tmp_path / name)
         with pytest.raises(UsageError, match="is a pipe"):
-            export(store, 1, tmp_path / "x.safetensors", overwrite=True, max_shard_bytes=1)
+            export(store.journal, 1, tmp_path / "x.safetensors", overwrite=True, max_shard_bytes=1)
         assert stat.S_ISFIFO((tmp_path / name).lstat().st_mode)
         (tmp_path / name).unlink()
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -97,7 +97,7 @@ def test_files_and_links_to_them_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("file")
     for name in ("link", "file"):
-        export(store, 1, tmp_path / name, overwrite=True)
+        export(store.journal, 1, tmp_path / name, overwrite=True)
         assert (tmp_path / name).stat().st_size > 0
 
 
@@ -105,11 +105,11 @@ def test_the_folder_of_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     store = stored(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"^the folder nodir does not exist$"):
-        export(store, 1, Path("nodir/x"))
+        export(store.journal, 1, Path("nodir/x"))
     Path("file").write_text("")
     with pytest.raises(UsageError, match=r"^file is not a folder$"):
-        export(store, 1, Path("file/x"))
-    export(store, 1, Path("x"))
+        export(store.journal, 1, Path("file/x"))
+    export(store.journal, 1, Path("x"))
     with outputs.outputs(overwrite=False) as files, pytest.raises(UsageError, match="nodir does not exist"):
         files.create(Path("nodir/x"), 1)
 

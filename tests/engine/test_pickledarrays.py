@@ -28,7 +28,7 @@ class Made:
 def imported(tmp_path: Path, value: Any) -> Any:
     torch.save({"value": value}, tmp_path / "step_1.pt")
     store = ckptstore.open(tmp_path / "run")
-    import_files(store, [tmp_path / "step_1.pt"])
+    import_files(store.journal, [tmp_path / "step_1.pt"])
     return store.load(1)["value"]
 
 

@@ -20,6 +20,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CheckpointNotFoundError, StorageError
 from ckptstore.formats.records import CheckpointId, CommitRecord, pin_key
 from ckptstore.formats.texts import decode_pin
+from ckptstore.journal import Journal
 from ckptstore.log import Term, open_term, read
 from ckptstore.pins import Pin, PinWatch, UnpinnedWarning, claim
 from tests.engine.log_world import HASTE, Actor, Fate, FaultyBackend, World, save, segments_of
@@ -28,7 +29,7 @@ A, B = "a" * 32, "b" * 32
 
 
 def opened(world: World) -> Term:
-    return open_term(world, world.fmt, None, patience=HASTE)
+    return open_term(world.journal, None, patience=HASTE)
 
 
 class TestPin:
@@ -163,7 +164,10 @@ class TestClaim:
         world = World()
         term = opened(world)
         identity = save(term, 1)
-        with claim(world, world.fmt, by_latest, lambda _plan: segments_of(term.catalog, identity.node)) as (view, plan):
+        with claim(world.journal, by_latest, lambda _plan: segments_of(term.catalog, identity.node)) as (
+            view,
+            plan,
+        ):
             assert plan == identity
             assert view.catalog == world.catalog()
             (key,) = world.list("pins/")
@@ -186,7 +190,7 @@ class TestClaim:
             return segments_of(catalogs[-1], chosen.node)
 
         def work(backend: Backend) -> None:
-            with claim(backend, world.fmt, plan, segments) as (view, chosen):
+            with claim(Journal(backend, world.fmt), plan, segments) as (view, chosen):
                 assert chosen == new
                 assert set(segments(chosen)) <= set(view.catalog.segments)
 
@@ -213,7 +217,7 @@ class TestClaim:
             return planned[-1]
 
         def work(backend: Backend) -> None:
-            with claim(backend, world.fmt, plan, lambda chosen: chosen) as (view, chosen):
+            with claim(Journal(backend, world.fmt), plan, lambda chosen: chosen) as (view, chosen):
                 assert set(chosen) <= set(view.catalog.segments)
 
         reader = Actor(world, "reader", work)
@@ -227,7 +231,7 @@ class TestClaim:
 
     def test_what_the_plan_raises_is_the_callers(self) -> None:
         world = World()
-        with pytest.raises(CheckpointNotFoundError), claim(world, world.fmt, by_latest, lambda _plan: ()):
+        with pytest.raises(CheckpointNotFoundError), claim(world.journal, by_latest, lambda _plan: ()):
             pass
 
 
@@ -294,7 +298,7 @@ def test_the_collectors_rule_and_the_readers_rule_keep_what_is_read(schedule: li
     doomed = segments_of(term.catalog, old.node)
 
     def collect(backend: Backend) -> None:
-        view = read(backend, world.fmt, patience=HASTE)
+        view = read(Journal(backend, world.fmt), patience=HASTE)
         pinned = PinWatch(backend).survey().segments
         for key in world.list("seg/"):
             if view.catalog.collectable(key) and key.split("/")[2].partition(".")[0] not in pinned:
@@ -304,7 +308,7 @@ def test_the_collectors_rule_and_the_readers_rule_keep_what_is_read(schedule: li
         def plan(catalog: Catalog) -> Sequence[str]:
             return segments_of(catalog, (1, 1) if (1, 1) in catalog.checkpoints else (1, 2))
 
-        with claim(backend, world.fmt, plan, lambda chosen: chosen) as (view, chosen):
+        with claim(Journal(backend, world.fmt), plan, lambda chosen: chosen) as (view, chosen):
             for _ in range(3):
                 for segment in chosen:
                     backend.size(view.catalog.segments[segment].key)  # fails if it was deleted

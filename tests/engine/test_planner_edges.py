@@ -10,6 +10,7 @@ from ckptstore import refs, requests
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.errors import CheckpointNotFoundError, CorruptionError
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Request, SegmentEntry
+from ckptstore.journal import Journal
 from ckptstore.log import open_term
 from ckptstore.planner import WorkRates, plan, plan_all, restore_seconds
 from tests.engine.log_world import HASTE, FaultyBackend, World, save
@@ -105,7 +106,7 @@ def test_a_request_took_effect_if_all_of_it_is_there() -> None:
 
 def test_an_acceptance_is_settled_before_it_is_told_and_nothing_else_is() -> None:
     world = World(every=1000)
-    term = open_term(world, world.fmt, None, patience=HASTE)
+    term = open_term(world.journal, None, patience=HASTE)
     done = save(term, 1)
     asked: list[str] = []
 
@@ -114,12 +115,12 @@ def test_an_acceptance_is_settled_before_it_is_told_and_nothing_else_is() -> Non
         return "ok"
 
     backend = FaultyBackend(world, fate)  # type: ignore[arg-type]
-    good = requests.post(world, world.fmt, 1, "a tag", tags={"a": done.node})
-    bad = requests.post(world, world.fmt, 1, "a tag", tags={"b": (1, 99)})
-    assert requests.wait(backend, world.fmt, good, timeout=0).answer == "waiting"
+    good = requests.post(world.journal, 1, "a tag", tags={"a": done.node})
+    bad = requests.post(world.journal, 1, "a tag", tags={"b": (1, 99)})
+    assert requests.wait(Journal(backend, world.fmt), good, timeout=0).answer == "waiting"
     assert "settle log/" not in asked
     assert requests.handle(term) == 2
-    assert requests.wait(backend, world.fmt, bad, timeout=0).answer == "refused"
+    assert requests.wait(Journal(backend, world.fmt), bad, timeout=0).answer == "refused"
     assert "settle log/" not in asked
-    assert requests.wait(backend, world.fmt, good, timeout=0).answer == "accepted"
+    assert requests.wait(Journal(backend, world.fmt), good, timeout=0).answer == "accepted"
     assert asked[-1] == "settle log/"

@@ -131,7 +131,7 @@ def test_a_catalog_is_made_again_from_the_segments(folder: Path) -> None:
         for step in range(1, 7):
             run.take()
             writer.save(run.state(), step)
-    compare(store, folder)
+    compare(store.journal, folder)
     with store.writer(parent=4, deltas=DeltaOptions(interval=1, compress_fulls=True)) as writer:
         for step in (5, 6, 7):
             run.take()
@@ -141,12 +141,12 @@ def test_a_catalog_is_made_again_from_the_segments(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps(store, run, 3, 22, batch=2, accumulate="sum")
-    compare(store, folder)
-    merge(store, "9@3..16@3", keep_steps=True, take_over=True)  # copied, in a later term
-    compare(store, folder)
-    merge(store, "2@1..4@1", take_over=True)  # coded anew
-    merge(store, "18@4..21@4", take_over=True)
-    compare(store, folder)
+    compare(store.journal, folder)
+    merge(store.journal, "9@3..16@3", keep_steps=True, take_over=True)  # copied, in a later term
+    compare(store.journal, folder)
+    merge(store.journal, "2@1..4@1", take_over=True)  # coded anew
+    merge(store.journal, "18@4..21@4", take_over=True)
+    compare(store.journal, folder)
     kinds = {edge.kind for edges in store.view().catalog.encodings.values() for edge in edges}
     assert kinds == {"full", "delta", "gradient"}
     assert any(edge.lossy for edges in store.view().catalog.encodings.values() for edge in edges)
@@ -164,9 +164,9 @@ def test_checkpoints_in_several_segments_are_put_together(folder: Path, monkeypa
     steps(store, run, 6, 4, batch=6)
     edges = [edge for found in store.view().catalog.encodings.values() for edge in found]
     assert {len(edge.segments) > 1 for edge in edges} == {True, False}
-    compare(store, folder)
-    merge(store, "5@2..9@2", keep_steps=True, take_over=True)
-    compare(store, folder)
+    compare(store.journal, folder)
+    merge(store.journal, "5@2..9@2", keep_steps=True, take_over=True)
+    compare(store.journal, folder)
 
 
 def test_an_encoding_of_which_a_segment_is_gone_is_not_taken_for_whole(

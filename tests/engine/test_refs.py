@@ -16,14 +16,14 @@ from tests.engine.log_world import HASTE, World, save, segments_of
 def catalog() -> Catalog:
     """Term 1: 10 to 50; term 2 from 20@1: 30 and 60; term 3 from 30@2, empty. 40@1 is retired."""
     world = World()
-    first = open_term(world, world.fmt, None, patience=HASTE)
+    first = open_term(world.journal, None, patience=HASTE)
     saved = {step: save(first, step) for step in range(10, 60, 10)}
     drops = segments_of(first.catalog, (1, 40))
     first.commit(CommitRecord(1, "0" * 32, retires=((1, 40),), drops=drops, tags={"best/loss": (1, 20)}))
-    second = open_term(world, world.fmt, saved[20], patience=HASTE)
+    second = open_term(world.journal, saved[20], patience=HASTE)
     fork = save(second, 30)
     save(second, 60)
-    return open_term(world, world.fmt, fork, patience=HASTE).catalog
+    return open_term(world.journal, fork, patience=HASTE).catalog
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_what_is_no_ref_is_a_usage_error(catalog: Catalog, ref: str) -> None:
 
 def test_latest_behind_damage_names_the_last_intact_checkpoint() -> None:
     world = World(every=1000)
-    term = open_term(world, world.fmt, None, patience=HASTE)
+    term = open_term(world.journal, None, patience=HASTE)
     save(term, 1)
     save(term, 2)
 
     world.damage(slot_key(2))
-    catalog = read(world, world.fmt).catalog
+    catalog = read(world.journal).catalog
     with pytest.raises(CorruptLogError, match="1@1"):
         refs.resolve(catalog, "latest")
     assert refs.resolve(catalog, "1").ref == "1@1"

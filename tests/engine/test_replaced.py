@@ -27,9 +27,9 @@ from ckptstore.formats.errors import (
     StoreReplacedError,
 )
 from ckptstore.formats.records import slot_key
+from ckptstore.journal import Journal
 from ckptstore.log import open_term
-from ckptstore.store import open_store
-from ckptstore.verification import verify
+from ckptstore.store import open_store, verify
 from ckptstore.writer import Writer
 from tests.engine.log_world import HASTE, FaultyBackend, World, save
 
@@ -328,7 +328,7 @@ def world_with_format() -> World:
 def test_a_commit_to_another_runs_store_is_refused_where_there_are_no_handles() -> None:
     world = world_with_format()
     backend = Named(world)
-    term = open_term(backend, world.fmt, None, patience=HASTE)
+    term = open_term(Journal(backend, world.fmt), None, patience=HASTE)
     save(term, 1)
     backend.world = other = world_with_format()
     for _ in range(2):
@@ -337,14 +337,14 @@ def test_a_commit_to_another_runs_store_is_refused_where_there_are_no_handles() 
     assert isinstance(term.dead, StoreReplacedError)
     assert other.list("log/") == []
     with pytest.raises(StoreReplacedError):
-        open_term(backend, world.fmt, None, patience=HASTE)
+        open_term(Journal(backend, world.fmt), None, patience=HASTE)
     assert other.list("log/") == []
 
 
 def test_a_commit_to_a_deleted_store_is_refused_where_there_are_no_handles() -> None:
     world = world_with_format()
     backend = Named(world)
-    term = open_term(backend, world.fmt, None, patience=HASTE)
+    term = open_term(Journal(backend, world.fmt), None, patience=HASTE)
     backend.world = World()
     with pytest.raises(StoreReplacedError, match="deleted"):
         save(term, 1)
@@ -355,7 +355,7 @@ def test_a_commit_to_a_deleted_store_is_refused_where_there_are_no_handles() -> 
 def test_a_slot_that_was_read_back_and_is_another_runs_says_so(handles: bool) -> None:
     """Also where FORMAT was looked at just before: the store may be replaced in between."""
     world, other = world_with_format(), world_with_format()
-    theirs = open_term(other, other.fmt, None, patience=HASTE)
+    theirs = open_term(Journal(other, other.fmt), None, patience=HASTE)
     save(theirs, 1)
 
     class Replaced(Named):
@@ -366,7 +366,7 @@ def test_a_slot_that_was_read_back_and_is_another_runs_says_so(handles: bool) ->
                 self.world = other
             super().create(key, data)
 
-    term = open_term(Replaced(world), world.fmt, None, patience=HASTE)
+    term = open_term(Journal(Replaced(world), world.fmt), None, patience=HASTE)
     with pytest.raises(StoreReplacedError, match="the store was replaced: slot 1 is of run"):
         save(term, 1)
     assert isinstance(term.dead, StoreReplacedError)
@@ -374,7 +374,7 @@ def test_a_slot_that_was_read_back_and_is_another_runs_says_so(handles: bool) ->
 
 def test_an_open_that_meets_another_runs_slot_says_so() -> None:
     world, other = world_with_format(), world_with_format()
-    open_term(other, other.fmt, None, patience=HASTE)
+    open_term(Journal(other, other.fmt), None, patience=HASTE)
 
     class Replaced(Named):
         anchored = True
@@ -384,7 +384,7 @@ def test_an_open_that_meets_another_runs_slot_says_so() -> None:
             super().create(key, data)
 
     with pytest.raises(StoreReplacedError, match="slot 0 is of run"):
-        open_term(Replaced(world), world.fmt, None, patience=HASTE)
+        open_term(Journal(Replaced(world), world.fmt), None, patience=HASTE)
     assert len(other.list("log/")) == 1
 
 
@@ -392,7 +392,7 @@ def test_an_open_that_meets_another_runs_slot_says_so() -> None:
 
 
 def opened_by(world: World, pid: int, time: Callable[[], float] | None = None) -> Any:
-    return open_term(world, world.fmt, None, {"host": "node", "pid": pid}, HASTE)
+    return open_term(world.journal, None, {"host": "node", "pid": pid}, HASTE)
 
 
 def test_two_ranks_that_both_open_a_writer_are_told_that_only_one_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from ckptstore import requests
 from ckptstore.formats.errors import FencedError
 from ckptstore.formats.records import CheckpointId, Encoding, Request, SegmentEntry
 from ckptstore.formats.texts import encode_request
+from ckptstore.journal import Journal
 from ckptstore.log import Term, open_term, read
 from tests.engine.log_world import HASTE, World, save, scripted, segments_of
 
@@ -28,7 +29,7 @@ class Setting:
         self.last = save(self.term, 3, self.middle)
 
     def open(self) -> Term:
-        return open_term(self.world, self.world.fmt, None, patience=HASTE)
+        return open_term(self.world.journal, None, patience=HASTE)
 
     def segment(self, term: int = 1) -> SegmentEntry:
         """A segment whose object is there."""
@@ -40,10 +41,10 @@ class Setting:
         return Encoding(of.node, "full", None, (entry.id,), False, 100)
 
     def post(self, term: int = 1, **changes: Any) -> Request:
-        return requests.post(self.world, self.world.fmt, term, "a test", **changes)
+        return requests.post(self.world.journal, term, "a test", **changes)
 
     def outcome(self, request: Request) -> requests.Outcome:
-        return requests.wait(self.world, self.world.fmt, request, timeout=0)
+        return requests.wait(self.world.journal, request, timeout=0)
 
     def of(self, identity: CheckpointId) -> tuple[str, ...]:
         return segments_of(self.term.catalog, identity.node)
@@ -70,7 +71,7 @@ def test_retirement_and_tags(here: Setting) -> None:
     request = here.post(retires=[here.last.node], drops=here.of(here.last), tags={"best": here.middle.node})
     requests.handle(here.term)
     assert here.outcome(request).answer == "accepted"
-    catalog = read(here.world, here.world.fmt).catalog
+    catalog = read(Journal(here.world, here.world.fmt)).catalog
     assert set(catalog.checkpoints) == {(1, 1), (1, 2)}
     assert catalog.tags == {"best": (1, 2)}
 
@@ -229,7 +230,7 @@ def test_an_answer_of_an_earlier_term_is_found_by_its_effect(here: Setting) -> N
 
 def test_a_lost_answer_to_the_post_does_no_harm(here: Setting) -> None:
     backend = scripted(here.world, ["duplicate"], prefix="req/")
-    request = requests.post(backend, here.world.fmt, 1, "twice", tags={"best": here.last.node})
+    request = requests.post(Journal(backend, here.world.fmt), 1, "twice", tags={"best": here.last.node})
     requests.handle(here.term)
     here.world.deliver(0)
     requests.handle(here.term)
@@ -247,7 +248,7 @@ def test_waiting_polls_the_log_and_gives_up_in_time(here: Setting) -> None:
 
     def wait() -> str:
         return requests.wait(
-            here.world, here.world.fmt, request, timeout=10.0, poll=0.5, clock=lambda: now[0], sleep=sleep
+            Journal(here.world, here.world.fmt), request, timeout=10.0, poll=0.5, clock=lambda: now[0], sleep=sleep
         ).answer
 
     assert wait() == "waiting"

@@ -286,14 +286,14 @@ class TestExport:
     def test_under_the_name_of_the_selected_place(self, tmp_path: Path) -> None:
         store = stored(teacher())
         out = tmp_path / "m.safetensors"
-        result = export(store, 1, out, select="model.*")
+        result = export(store.journal, 1, out, select="model.*")
         assert {name: array.tolist() for name, array in load_file(out).items()} == {
             "model.w": [0, 1, 2],
             "model.d": [2, 3, 4],
         }
         assert (result.tensors, result.tied) == (2, ())
         again = ckptstore.open(tmp_path / "again")
-        import_files(again, [out], 1)
+        import_files(again.journal, [out], 1)
         same(again.load(1), {"teacher": {}, "model": teacher()["model"]})
 
     def test_of_several_selected_places_the_first(self, tmp_path: Path) -> None:
@@ -301,10 +301,10 @@ class TestExport:
         state["student"] = {"w": state["model"]["w"]}
         store = stored(state)
         out = tmp_path / "m.safetensors"
-        result = export(store, 1, out, select=["student.*", "model.*"])
+        result = export(store.journal, 1, out, select=["student.*", "model.*"])
         assert set(load_file(out)) == {"model.w", "model.d"}
         assert result.tied == (("student.w", "model.w"),)
-        whole = export(store, 1, tmp_path / "all.safetensors")
+        whole = export(store.journal, 1, tmp_path / "all.safetensors")
         assert set(load_file(whole.paths[0])) == {"teacher.w", "teacher.c", "model.d"}
         assert whole.tied == (("model.w", "teacher.w"), ("student.w", "teacher.w"))
 

@@ -15,6 +15,7 @@ from ckptstore import log, requests
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats import texts
 from ckptstore.formats.errors import CommitUnknownError, StorageError
+from ckptstore.journal import Journal
 from ckptstore.log import open_term, read
 from ckptstore.store import Store
 from tools.crash import faults, killcuts, states
@@ -174,18 +175,18 @@ def test_a_request_is_reported_accepted_only_when_that_is_durable() -> None:
         term_number = writer.term
     term = open_term(LocalBackend("/store", mortal), store.format, None)
     assert term.number == term_number + 1
-    request = requests.post(backend, store.format, term.number, "a tag", tags={"good": (term_number, 1)})
+    request = requests.post(Journal(backend, store.format), term.number, "a tag", tags={"good": (term_number, 1)})
     mortal._left, mortal._calls = 1, LINKS
     with pytest.raises(Killed):
         requests.handle(term)
     begin = len(disk.history)
-    assert requests.wait(backend, store.format, request, timeout=0).answer == "accepted"
+    assert requests.wait(Journal(backend, store.format), request, timeout=0).answer == "accepted"
     disk.acknowledge("accepted")
     told = 0
     for state in crash_states(disk, limit=50, begin=begin):
         if state.acknowledged:
             survivor = LocalBackend("/store", state.mount())
-            assert read(survivor, store.format).catalog.tags == {"good": (term_number, 1)}, state.explain()
+            assert read(Journal(survivor, store.format)).catalog.tags == {"good": (term_number, 1)}, state.explain()
             told += 1
     assert told > 0
 

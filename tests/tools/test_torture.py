@@ -14,7 +14,7 @@ from ckptstore.store import Store
 from tools.crash import torture, torture_actors
 from tools.crash.faults import FaultyPosix
 from tools.crash.scenario import Violation, create
-from tools.crash.torture_actors import ACTORS, Journal, Stage, sample_faults, train
+from tools.crash.torture_actors import ACTORS, Acknowledged, Stage, sample_faults, train
 
 # A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.store.LostStepsWarning")]
@@ -43,7 +43,7 @@ def test_the_seed_decides_the_schedule() -> None:
 def stage(tmp_path: Path) -> Stage:
     (tmp_path / "notes").mkdir()
     create(LocalBackend(tmp_path / "store"))
-    journal = Journal(tmp_path / "notes" / "1.jsonl")
+    journal = Acknowledged(tmp_path / "notes" / "1.jsonl")
     return Stage(tmp_path / "store", tmp_path / "notes", random.Random(1), journal)
 
 
@@ -89,7 +89,7 @@ def test_a_reader_notices_a_collector_that_ignores_pins(stage: Stage, monkeypatc
             view = store.view()
             node = (first.term, first.step)
             drops = torture_actors.droppable(view.catalog, [node])
-            torture_actors.requests.post(store.backend, store.format, term.number, "test", drops=drops, retires=[node])
+            torture_actors.requests.post(store.journal, term.number, "test", drops=drops, retires=[node])
             torture_actors.requests.handle(term)
         collector(stage)
 
@@ -102,7 +102,7 @@ def test_a_reader_notices_a_collector_that_ignores_pins(stage: Stage, monkeypatc
 def test_actors_get_on_with_faults_and_note_what_they_were_promised(stage: Stage) -> None:
     stage.faulty = (torture_actors.faults.short_reads(1, None), torture_actors.faults.interrupted(3, 5))
     train(stage)
-    events = Journal.read(stage.notes)
+    events = Acknowledged.read(stage.notes)
     saved = {event["saved"] for event in events if "saved" in event}
     assert saved == {info.ref for info in Store(LocalBackend(stage.root)).checkpoints()}
     assert isinstance(stage.store().backend._posix, FaultyPosix)
@@ -110,4 +110,4 @@ def test_actors_get_on_with_faults_and_note_what_they_were_promised(stage: Stage
 
 def test_a_journal_cut_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_bytes(b'{"saved": "1@1"}\n{"sav')
-    assert Journal.read(tmp_path) == [{"saved": "1@1"}]
+    assert Acknowledged.read(tmp_path) == [{"saved": "1@1"}]

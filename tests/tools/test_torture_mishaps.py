@@ -12,7 +12,7 @@ import pytest
 from ckptstore import view
 from ckptstore.log import Term
 from tools.crash.scenario import Violation
-from tools.crash.torture_actors import Journal, Stage
+from tools.crash.torture_actors import Acknowledged, Stage
 from tools.crash.torture_mishaps import mishap
 
 
@@ -28,11 +28,11 @@ def run(place: Path, seeds: range) -> dict[str, int]:
     """Mishaps of these seeds -> how often each kind."""
     notes = place / "notes"
     notes.mkdir(exist_ok=True)
-    journal = Journal(notes / "mishap.jsonl")
+    journal = Acknowledged(notes / "mishap.jsonl")
     for seed in seeds:
         mishap(Stage(place / "store", notes, random.Random(seed), journal))
     kinds: dict[str, int] = {}
-    for event in Journal.read(notes):
+    for event in Acknowledged.read(notes):
         for kind in event:
             kinds[kind] = kinds.get(kind, 0) + 1
     return kinds

@@ -151,7 +151,7 @@ def _open(folder: str) -> dict[str, float]:
     store = ckptstore.open(folder)
     store.format  # noqa: B018
     begun, used = time.perf_counter(), time.process_time()
-    term = open_term(store.backend, store.format, lambda catalog: getattr(catalog.latest(), "id", None))
+    term = open_term(store.journal, lambda catalog: getattr(catalog.latest(), "id", None))
     assert term.parent is not None
     return {"open_s": time.perf_counter() - begun, "open_cpu_s": time.process_time() - used}
 

@@ -162,7 +162,7 @@ def chain_cost(deltas: int, mib: int, rounds: int, folder: Path) -> dict[str, An
         store.load(deltas + 1, framework="numpy")
         restore_times.append(time.perf_counter() - began)
     read, decode, restore = map(statistics.median, (read_times, decode_times, restore_times))
-    plan = explain(store, deltas + 1)
+    plan = explain(store.journal, deltas + 1)
     return {
         "deltas": deltas,
         "state_bytes": plan.nbytes,
@@ -178,7 +178,7 @@ def chain_cost(deltas: int, mib: int, rounds: int, folder: Path) -> dict[str, An
 
 def _read_everything(store: ckptstore.Store, step: int) -> float:
     """Seconds to read every payload of the chain, by two threads, 16 MiB at a time, unchecked."""
-    with opened(store, step) as found, ThreadPoolExecutor(2) as pool:
+    with opened(store.journal, step) as found, ThreadPoolExecutor(2) as pool:
         pieces = [
             (reader, at, min(16 * MIB, reader.entry.size - at))
             for reader in found.readers.values()
@@ -198,7 +198,7 @@ def _read_everything(store: ckptstore.Store, step: int) -> float:
 
 def _decode_everything(store: ckptstore.Store, step: int) -> float:
     """Seconds to decode the chain by two threads, payloads in memory already, unchecked."""
-    with opened(store, step) as found, ThreadPoolExecutor(2) as pool:
+    with opened(store.journal, step) as found, ThreadPoolExecutor(2) as pool:
         jobs = []
         for chain in found.chains.values():
             for index, chunk in enumerate(chain.tensor.chunks):

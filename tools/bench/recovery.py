@@ -150,7 +150,7 @@ def merged(folder: Path, states: Mapping[int, Mapping[str, bytes]], rounds: int)
     last = max(DISTANCES)
     store = ckptstore.open(folder / str(last))
     before = [_load(store, last, None, states[last]) for _ in range(rounds)]
-    done = merge(store, f"2..{last}", take_over=True)
+    done = merge(store.journal, f"2..{last}", take_over=True)
     after = [_load(store, last, None, states[last]) for _ in range(rounds)]
     return MergedRow(
         done.method,

@@ -137,8 +137,8 @@ def _go_on(store: Store, acknowledge: Callable[[str], None], folds: bool) -> Non
 def _maintain(store: Store) -> None:
     view = store.view()
     if view.end:
-        folding.fold(store.backend, store.format, view)
-        folding.trim(store.backend, store.format, store.view())
+        folding.fold(store.journal, view)
+        folding.trim(store.journal, store.view())
 
 
 def _check_anchors(backend: Backend) -> None:

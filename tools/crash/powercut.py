@@ -34,6 +34,7 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.collecting import collect
 from ckptstore.diffs import DiffOptions
 from ckptstore.formats.errors import CkptError, UsageError
+from ckptstore.journal import Journal
 from ckptstore.merging import merge
 from ckptstore.saves import PendingSave
 from ckptstore.store import LostStepsWarning, Store
@@ -109,11 +110,11 @@ def work(backend: LocalBackend, acknowledge: int, seed: int) -> None:
             for ref in () if keep_steps else written[1:-1]:
                 tell(f"-{ref}")
             with contextlib.suppress(UsageError):  # nothing to merge: after a jump everything was stored as fulls
-                merge(store, f"{written[0]}..{written[-1]}", keep_steps=keep_steps, take_over=True)
-            collect(store)
+                merge(store.journal, f"{written[0]}..{written[-1]}", keep_steps=keep_steps, take_over=True)
+            collect(store.journal)
         if chance.random() < 0.7:
-            folding.fold(backend, store.format, store.view())
-            folding.trim(backend, store.format, store.view())
+            folding.fold(Journal(backend, store.format), store.view())
+            folding.trim(Journal(backend, store.format), store.view())
 
 
 def _term(store: Store, parent: str, kind: str, chance: random.Random, tell: Callable[[str], None]) -> list[str]:

@@ -29,8 +29,7 @@ from ckptstore.formats.records import FORMAT_KEY, FormatFile
 from ckptstore.formats.texts import encode_format
 from ckptstore.intervals import RestoreBound
 from ckptstore.merging import merge
-from ckptstore.store import LostStepsWarning, Store
-from ckptstore.verification import verify
+from ckptstore.store import LostStepsWarning, Store, verify
 
 __all__ = ["Violation", "check", "compare", "create", "live", "promised", "same_state", "state_of", "warm_up"]
 
@@ -77,8 +76,8 @@ def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 
         _maintain(store)
         _stepping_term(store, acknowledge)
         merged = _merging_term(store, acknowledge)
-        merge(store, merged, keep_steps=True, take_over=True)
-        collect(store)
+        merge(store.journal, merged, keep_steps=True, take_over=True)
+        collect(store.journal)
         _maintain(store)
 
 
@@ -141,7 +140,7 @@ def _merging_term(store: Store, acknowledge: Callable[[str], None]) -> str:
             if step == begin + 4:  # a full and three deltas: the last of them stays
                 for gone in (begin + 1, begin + 2):
                     acknowledge(f"-{gone}@{writer.term}")
-                merge(store, f"{begin}@{writer.term}..{begin + 3}@{writer.term}", timeout=0)
+                merge(store.journal, f"{begin}@{writer.term}..{begin + 3}@{writer.term}", timeout=0)
             acknowledge(writer.save(state_of(writer.term, step), step=step).ref)  # then it looks for requests
     return f"{begin}@{writer.term}..{step}@{writer.term}"
 
@@ -154,8 +153,8 @@ def promised(acknowledged: Iterable[str]) -> set[str]:
 
 def _maintain(store: Store) -> None:
     view = store.view()
-    folding.fold(store.backend, store.format, view)
-    folding.trim(store.backend, store.format, store.view())
+    folding.fold(store.journal, view)
+    folding.trim(store.journal, store.view())
 
 
 def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) -> int:
@@ -183,7 +182,7 @@ def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) 
     if missing := wanted - visible:
         raise Violation(f"acknowledged and gone: {sorted(missing)}")
     for ref in sorted(visible):  # a checkpoint that nobody promised may be there, but then it is whole
-        compare(store, ref)
+        compare(store.journal, ref)
     restored = len(visible)
     if write:
         with _ignoring_lost_steps(), store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:

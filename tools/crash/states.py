@@ -77,7 +77,7 @@ class Known:
                 if blob is None:
                     raise Violation(f"{ref} is listed, and its segment {found.key} is gone")
                 if (ref, blob.digest, found.hash) not in self._right:
-                    compare(store, ref)
+                    compare(store.journal, ref)
                     self._right.add((ref, blob.digest, found.hash))
         return len(refs)
 

@@ -36,7 +36,7 @@ from ckptstore.formats.hashing import header_hash
 from ckptstore.store import LostStepsWarning, Store
 from tools.crash.powercut_rig import isolated, make_image, mounted, obstacle
 from tools.crash.scenario import Violation, check, create, warm_up
-from tools.crash.torture_actors import ACTORS, Journal, Stage, perform, sample_faults
+from tools.crash.torture_actors import ACTORS, Acknowledged, Stage, perform, sample_faults
 
 __all__ = ["Action", "Torture", "schedule", "torture"]
 
@@ -132,10 +132,10 @@ class _Company:
             try:
                 chance = random.Random(seed)
                 faulty = sample_faults(chance) if chance.random() < FAULTY else ()
-                stage = Stage(self.root, self.notes, chance, Journal(journal), faulty)
+                stage = Stage(self.root, self.notes, chance, Acknowledged(journal), faulty)
                 status = perform(stage, part.rpartition("-")[0])
             except BaseException:
-                Journal(journal).note(violation=f"{part} raised what is not ours:\n{traceback.format_exc()}")
+                Acknowledged(journal).note(violation=f"{part} raised what is not ours:\n{traceback.format_exc()}")
                 raise
             finally:
                 os._exit(status)
@@ -198,7 +198,7 @@ def torture(seconds: float, *, seed: int = 0, folder: Path | None = None) -> Tor
                         company.start(part, action.seed + index)
         except Exception as error:
             company.kill_all()
-            told = [event["violation"] for event in Journal.read(notes) if "violation" in event]
+            told = [event["violation"] for event in Acknowledged.read(notes) if "violation" in event]
             when = time.monotonic() - begin - paused
             raise Violation(f"seed {seed}, after {when:.1f} s: " + "\n".join([str(error), *told])) from error
         finally:
@@ -227,7 +227,7 @@ def _place(folder: Path | None) -> Iterator[tuple[Path, Path, bool]]:
 def _check(root: Path, notes: Path, *, last: bool) -> int:
     """Nobody is at work: compare the store with what the journals say -> checkpoints restored."""
     (root.parent / "hog").unlink(missing_ok=True)
-    events = Journal.read(notes)
+    events = Acknowledged.read(notes)
     if told := [event["violation"] for event in events if "violation" in event]:
         raise Violation("\n".join(told))
     saved = {event["saved"] for event in events if "saved" in event}
@@ -247,7 +247,7 @@ def _compared(store: Store, saved: set[str], retiring: set[str], retired: set[st
     if last:
         for key in backend.list("pins/"):  # their readers are dead, and nobody waits here until that shows
             backend.delete(key)
-    collect(store)
+    collect(store.journal)
     restored = check(backend, saved - retiring)
     if last:
         _check_nothing_is_left(store)
@@ -256,7 +256,7 @@ def _compared(store: Store, saved: set[str], retiring: set[str], retired: set[st
 
 def _check_nothing_is_left(store: Store) -> None:
     """Every object below seg/ is needed, or of the newest term, once nobody reads."""
-    collect(store)
+    collect(store.journal)
     catalog = store.view().catalog
     live = {entry.key for entry in catalog.segments.values()}
     for key in store.backend.list("seg/"):
@@ -267,7 +267,7 @@ def _check_nothing_is_left(store: Store) -> None:
 
 def _count(notes: Path) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for event in Journal.read(notes):
+    for event in Acknowledged.read(notes):
         for name, value in event.items():
             counts[f"{name} {value}" if name == "error" else name] += _amount(name, value)
     return dict(counts)

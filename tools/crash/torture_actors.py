@@ -43,7 +43,7 @@ from tools.crash.faults import Fault, FaultyPosix
 from tools.crash.scenario import CHAIN, Violation, same_state, state_of
 from tools.crash.torture_mishaps import mishap
 
-__all__ = ["ACTORS", "Journal", "Stage", "perform"]
+__all__ = ["ACTORS", "Acknowledged", "Stage", "perform"]
 
 KEPT: Final = 30
 """Checkpoints that the requester leaves; it retires older ones."""
@@ -51,7 +51,7 @@ PIN_DEAD_AFTER: Final = 20.0
 """Seconds; a reader that took longer for one load may have lost its pin, and is not judged."""
 
 
-class Journal:
+class Acknowledged:
     """What happened, one JSON object a line, appended by one process and read by others. It outlives a SIGKILL."""
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +87,7 @@ class Stage:
     root: Path
     notes: Path
     chance: random.Random
-    journal: Journal
+    journal: Acknowledged
     faulty: tuple[Fault, ...] = ()
     watch: PinWatch | None = None
 
@@ -101,12 +101,12 @@ class Stage:
         return LocalBackend(folder, posix, direct=self.chance.random() < 0.7)
 
     def note(self, **event: Any) -> None:
-        """See `Journal.note`."""
+        """See `Acknowledged.note`."""
         self.journal.note(**event)
 
     def retiring(self) -> set[str]:
         """REFs that somebody has asked to retire, or is about to."""
-        return {ref for event in Journal.read(self.notes) for ref in event.get("retiring", ())}
+        return {ref for event in Acknowledged.read(self.notes) for ref in event.get("retiring", ())}
 
 
 # ------------------------------------------------------------------------------------------------ the actors
@@ -170,7 +170,7 @@ def _hold(stage: Stage, store: Store, ref: str) -> None:
         edges = catalog.encodings[node]
         return tuple(segment for edge in edges for segment in edge.segments)
 
-    with claim(store.backend, store.format, plan, lambda ids: ids, refresh_every=1.0) as (view, ids):
+    with claim(store.journal, plan, lambda ids: ids, refresh_every=1.0) as (view, ids):
         keys = [view.catalog.segments[segment].key for segment in ids]
         time.sleep(stage.chance.random() * 2)
         for key in keys:
@@ -180,7 +180,7 @@ def _hold(stage: Stage, store: Store, ref: str) -> None:
 
 def audit(stage: Stage) -> None:
     """Everything that was acknowledged by now is visible now."""
-    saved = {event["saved"] for event in Journal.read(stage.notes) if "saved" in event}
+    saved = {event["saved"] for event in Acknowledged.read(stage.notes) if "saved" in event}
     visible = {info.ref for info in stage.store().checkpoints()}
     if missing := saved - visible - stage.retiring():
         raise Violation(f"acknowledged and not visible: {sorted(missing)}")
@@ -205,10 +205,8 @@ def request(stage: Stage) -> None:
     refs = [f"{step}@{term}" for term, step in retires]
     stage.note(retiring=refs)  # before it is asked for: from here on they may be gone
     drops = droppable(view.catalog, retires)
-    posted = requests.post(
-        store.backend, store.format, view.catalog.term, "torture", drops=drops, retires=retires, tags=tags
-    )
-    answer = requests.wait(store.backend, store.format, posted, timeout=5, poll=0.05).answer
+    posted = requests.post(store.journal, view.catalog.term, "torture", drops=drops, retires=retires, tags=tags)
+    answer = requests.wait(store.journal, posted, timeout=5, poll=0.05).answer
     stage.note(**{answer: 1}, **({"retired": refs} if answer == "accepted" else {}))
 
 
@@ -229,7 +227,7 @@ def fold_diffs(stage: Stage) -> None:
     begin = time.monotonic()
     try:
         done = merge(
-            store,
+            store.journal,
             f"{chosen[0]}@{term}..{chosen[-1]}@{term}",
             keep_steps=keep_steps,
             take_over=stage.chance.random() < 0.05,
@@ -256,8 +254,8 @@ def maintain(stage: Stage) -> None:
     store = stage.store()
     view = store.view()
     if view.end:
-        folding.fold(store.backend, store.format, view)
-        trimmed = folding.trim(store.backend, store.format, store.view())
+        folding.fold(store.journal, view)
+        trimmed = folding.trim(store.journal, store.view())
         stage.note(trimmed=trimmed.slots)
     time.sleep(stage.chance.random())
 
@@ -267,7 +265,7 @@ def gather(stage: Stage) -> None:
     store = stage.store()
     if stage.watch is None:
         stage.watch = PinWatch(LocalBackend(stage.root), dead_after=PIN_DEAD_AFTER)
-    done = collect(store, stage.watch)
+    done = collect(store.journal, stage.watch)
     if done.unreadable_pins:
         raise Violation(f"unreadable pins: {done.unreadable_pins}")
     stage.note(collected=len(done.segments), spared=len(done.pinned), dead_pins=len(done.dead_pins))

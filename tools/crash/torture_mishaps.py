@@ -21,8 +21,7 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.collecting import collect
 from ckptstore.formats.errors import CkptError, CorruptLogError, WriterError
 from ckptstore.formats.records import slot_of
-from ckptstore.store import Store
-from ckptstore.verification import verify
+from ckptstore.store import Store, verify
 from tools.crash.scenario import Violation, same_state
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def _check(store: Store, saved: Saved) -> None:
         if latest != last:
             raise Violation(f"latest is {latest}, without a word, but {last} was acknowledged")
     try:
-        collect(store)
+        collect(store.journal)
     except CorruptLogError:
         return
     for ref in loads:

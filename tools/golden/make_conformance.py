@@ -37,6 +37,7 @@ from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, header_len
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.state import tensor_names
 from ckptstore.formats.texts import encode_format, seal
+from ckptstore.journal import Journal
 from ckptstore.log import Term, open_term
 from ckptstore.merging import merge
 from ckptstore.segments import write_full
@@ -54,7 +55,7 @@ def _of_segments(folder: Path, files: Mapping[str, bytes]) -> None:
     backend = LocalBackend(folder)
     fmt = FormatFile(RUN)
     backend.create(FORMAT_KEY, encode_format(fmt))
-    term: Term = open_term(backend, fmt, None, {"host": "golden"})
+    term: Term = open_term(Journal(backend, fmt), None, {"host": "golden"})
     for number, data in enumerate(files.values()):
         header = data[: header_length(data, len(data), "golden")]
         doc = parse(header, len(data), "golden", lambda at, length, data=data: data[at : at + length])
@@ -122,8 +123,8 @@ def _folded(folder: Path) -> None:
     for step in (6, 7, 8, 9):
         with store.writer(poll_seconds=None) as writer:
             writer.save({"step": step}, step)
-        folding.fold(backend, fmt, store.view())
-    folding.trim(backend, fmt, store.view())
+        folding.fold(Journal(backend, fmt), store.view())
+    folding.trim(Journal(backend, fmt), store.view())
     for path in _slots(folder)[-1:]:
         assert len(_slots(folder)) < int(path.name)  # some are gone
 
@@ -229,14 +230,14 @@ def _retired(folder: Path) -> None:
     store = _small(folder)
     dropped = store.checkpoint(3).segments
     backend = LocalBackend(folder)
-    term = open_term(backend, store.format, store.view().catalog.checkpoints[1, 5].id, {"host": "golden"})
+    term = open_term(Journal(backend, store.format), store.view().catalog.checkpoints[1, 5].id, {"host": "golden"})
     term.commit(CommitRecord(term.number, retires=((1, 1), (1, 3)), drops=dropped, tags={"two": (1, 2)}))
 
 
 def _retired_folded(folder: Path) -> None:
     _retired(folder)
     store = ckptstore.open(folder)
-    folding.fold(store.backend, store.format, store.view())
+    folding.fold(store.journal, store.view())
     for path in _slots(folder)[1:-1]:
         path.write_bytes(b"not needed: the fold has it")
 
@@ -247,14 +248,14 @@ def _back(folder: Path) -> None:
     with store.writer(poll_seconds=None) as writer:
         writer.save({"step": 6}, 6)
     parent = store.view().catalog.checkpoints[1, 3].id
-    term = open_term(LocalBackend(folder), store.format, parent, {"host": "golden"})
+    term = open_term(Journal(LocalBackend(folder), store.format), parent, {"host": "golden"})
     term.commit(CommitRecord(term.number, retires=((1, 3),)))
 
 
 def _merged(folder: Path) -> None:
     """Two steps have a second encoding each; the segments of the first are dropped, and gone."""
     store = _small(folder)
-    merge(store, "2@1..3@1", keep_steps=True, take_over=True)
+    merge(store.journal, "2@1..3@1", keep_steps=True, take_over=True)
     live = store.view().catalog.segments
     gone = [path for path in folder.glob("seg/*/*.safetensors") if path.stem not in live]
     for path in gone:

@@ -98,9 +98,9 @@ def fill(store: Store) -> None:
         for step in (16, 17, 18):
             updates = run.train("fp32")
             writer.save_async(run.state(), step, updates=updates)
-    merge(store, "7@2..12@2", keep_steps=True, take_over=True)
-    merge(store, "2@1..3@1", take_over=True)
-    folding.fold(store.backend, store.format, store.view())
+    merge(store.journal, "7@2..12@2", keep_steps=True, take_over=True)
+    merge(store.journal, "2@1..3@1", take_over=True)
+    folding.fold(store.journal, store.view())
 
 
 def expectations(store: Store) -> dict[str, Any]:
