@@ -7,36 +7,36 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ckptstore import refs
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
-from ckptstore.checkpoint import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.records import FormatFile
-from ckptstore.journal import Journal
-from ckptstore.planner import Plan, plan
-from ckptstore.view import View, read
+from ckptstore.log import refs
+from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import View, read
+from ckptstore.restore.plan import Plan, plan
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ckptstore.deltas import DeltaOptions
-    from ckptstore.diffs import DiffOptions
-    from ckptstore.findings import BytesDone
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
-    from ckptstore.reading import Progress
-    from ckptstore.verification import VerificationReport
-    from ckptstore.writer import Writer
+    from ckptstore.maintenance.verify.findings import BytesDone
+    from ckptstore.maintenance.verify.verification import VerificationReport
+    from ckptstore.segments.reading import Progress
+    from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.steps.batcher import DiffOptions
+    from ckptstore.write.writer import Writer
 
-__all__ = ["Store", "open_store", "verify"]
+__all__ = ["Store", "open", "verify"]
 
 Framework = Literal["torch", "numpy"]
 
 
-def open_store(url: str | os.PathLike[str], *, create: bool | None = None) -> Store:
+def open(url: str | os.PathLike[str], *, create: bool | None = None) -> Store:
     """Open the store at a path or URL.
 
     Args:
@@ -50,7 +50,7 @@ def open_store(url: str | os.PathLike[str], *, create: bool | None = None) -> St
         FormatError, CorruptLogError, StorageError: the FORMAT file cannot be used.
 
     Example:
-        >>> store = open_store("memory://example")
+        >>> store = open("memory://example")
         >>> with store.writer() as writer:
         ...     info = writer.save({"weight": 1.5}, step=1)
         >>> store.load("latest")
@@ -72,7 +72,7 @@ def verify(
     threads: int | None = None,
 ) -> VerificationReport:
     """`Store.verify` of a store, or of the store at a path or URL."""
-    opened = store if isinstance(store, Store) else open_store(store)
+    opened = store if isinstance(store, Store) else open(store)
     return opened.verify(deep=deep, progress=progress, threads=threads)
 
 
@@ -83,7 +83,7 @@ class Store:
     """
 
     def __init__(self, backend: Backend) -> None:
-        """Read nothing yet. `open_store` takes a path or URL."""
+        """Read nothing yet. `open` takes a path or URL."""
         self.journal = Journal(backend)
 
     @property
@@ -139,7 +139,7 @@ class Store:
         self.journal.create()
 
     def view(self, *, look_above: bool | None = None) -> View:
-        """The log as it is now (READ). `look_above`: see `ckptstore.view.read`."""
+        """The log as it is now (READ). `look_above`: see `ckptstore.log.reading.read`."""
         return read(self.journal, look_above=look_above)
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -195,14 +195,14 @@ class Store:
             CorruptLogError: the log is damaged; name an explicit parent to write on.
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
-        from ckptstore import exiting
+        from ckptstore.host import exiting
 
         exiting.check()  # before the rest, of which some cannot even be imported when the interpreter is ending
-        from ckptstore.deltas import DeltaOptions
-        from ckptstore.diffs import DiffOptions
-        from ckptstore.opening import open_writer
-        from ckptstore.staging import DEFAULT_BUDGET  # numpy: only those who save need it
-        from ckptstore.writer import WriterOptions
+        from ckptstore.host.buffers import DEFAULT_BUDGET  # numpy: only those who save need it
+        from ckptstore.write.deltas import DeltaOptions
+        from ckptstore.write.opening import open_writer
+        from ckptstore.write.steps.batcher import DiffOptions
+        from ckptstore.write.writer import WriterOptions
 
         if deltas is not None and not isinstance(deltas, DeltaOptions):
             deltas = DeltaOptions(interval=deltas)
@@ -247,7 +247,7 @@ class Store:
             UsageError: `into` has other tensors, dtypes or shapes; nothing was overwritten.
             StorageError: the medium failed.
         """
-        from ckptstore.loading import LoadOptions, load  # numpy: only those who load need it
+        from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
 
         options = LoadOptions(framework, into, select, device, mmap, verify, threads, progress)
         return load(self.journal, ref, options)
@@ -267,25 +267,25 @@ class Store:
             StoreNotFoundError: there is none.
             StorageError: the medium failed where nothing else can be said (a listing, the log).
         """
-        from ckptstore.verification import verify
+        from ckptstore.maintenance.verify.verification import verify
 
         return verify(self.journal, deep=deep, progress=progress, threads=threads)
 
     def describe(self, ref: str | int = "latest") -> list[tuple[SegmentEntry, SegmentDoc]]:
         """The segments that restoring `ref` reads, base first, each with its verified description."""
-        from ckptstore.loading import describe
+        from ckptstore.restore.load import describe
 
         return describe(self.journal, ref)
 
     def tensors(self, ref: str | int = "latest") -> dict[str, TensorEntry]:
         """name -> entry of every tensor of the checkpoint, in access order."""
-        from ckptstore.loading import tensors
+        from ckptstore.restore.load import tensors
 
         return tensors(self.journal, ref)
 
     def tree(self, ref: str | int = "latest") -> Any:
         """The typed JSON tree of the checkpoint's state."""
-        from ckptstore.loading import tree
+        from ckptstore.restore.load import tree
 
         return tree(self.journal, ref)
 
@@ -295,7 +295,7 @@ class Store:
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
         """
-        from ckptstore.loading import chunks
+        from ckptstore.restore.load import chunks
 
         return chunks(self.journal, ref, name, verify)
 
@@ -305,6 +305,6 @@ class Store:
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
         """
-        from ckptstore.loading import read_tensor
+        from ckptstore.restore.load import read_tensor
 
         return read_tensor(self.journal, ref, name, verify)

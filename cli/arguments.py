@@ -75,7 +75,7 @@ def _of_store(ctx: click.Context, names: Callable[[Store], list[str]], incomplet
     """Completions that are read from the store already typed; none if it cannot be read."""
     from click.shell_completion import CompletionItem
 
-    from ckptstore.formats.errors import CkptError
+    from ckptstore.errors import CkptError
 
     if (store := _typed(ctx, 0)) is None:
         return []

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import click
 
-from ckptstore.cli.main import ClosedPipeError
-from ckptstore.formats import errors
+from ckptstore import errors
+from ckptstore.cli.closed_pipe import ClosedPipeError
 
 INTERNAL = 70
 """Exit code of an error that is not one of ours: a bug (``EX_SOFTWARE`` of sysexits.h)."""

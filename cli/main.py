@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import click
 
+from ckptstore.cli.closed_pipe import ClosedPipeError
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "log": ("log", "List checkpoints, newest first, with forks as a graph."),
     "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
@@ -41,10 +43,6 @@ Exit codes: 0 success, 1 damage found or another error, 2 usage, 3 not found,
 4 corrupt data, 5 not our format, 6 state that cannot be stored, 7 writer
 fenced, 8 storage failed, 9 missing package, 70 a bug, 130 interrupted.
 """
-
-
-class ClosedPipeError(Exception):
-    """Whoever read our stdout has gone, as with ``| head``."""
 
 
 class LazyGroup(click.Group):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.cli.output import duration, size, table
 
 if TYPE_CHECKING:
-    from ckptstore.explaining import Explanation, PlanStep
+    from ckptstore.reports.explaining import Explanation, PlanStep
 
 __all__ = ["plan_step", "plan_table"]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from ckptstore.errors import CorruptLogError
 from ckptstore.formats.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
-from ckptstore.formats.errors import CorruptLogError
 from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import (
     NO_SLOT,

@@ -37,7 +37,7 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from ckptstore.formats.errors import MissingDependencyError, UsageError
+from ckptstore.errors import MissingDependencyError, UsageError
 
 KINDS = ("numpy", "compiled")
 VARIABLE = "CKPTSTORE_KERNELS"

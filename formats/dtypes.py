@@ -23,7 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckptstore.formats.errors import FormatError, UnsupportedStateError
+from ckptstore.errors import FormatError, UnsupportedStateError
 
 __all__ = ["DTYPES", "DType", "from_numpy", "get", "nbytes", "storage_shape"]
 

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from ckptstore.errors import FormatError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.columns import (
     DIGEST,
@@ -24,7 +25,6 @@ from ckptstore.formats.columns import (
     SlotRows,
     ascending,
 )
-from ckptstore.formats.errors import FormatError
 from ckptstore.formats.members import MAX_INT, Members, hexadecimal
 
 __all__ = ["ColumnReader", "Tables", "write_tables"]

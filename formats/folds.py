@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import jsontext
 from ckptstore.formats.catalog import Catalog, TermEntry
-from ckptstore.formats.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats.fold_columns import ColumnReader, Tables, write_tables
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.errors import FormatError
 
 __all__ = ["MAX_ARRAYS", "MAX_DEPTH", "MAX_MARKS", "bounded", "dumps", "loads"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptstore.errors import FormatError
 from ckptstore.formats import dtypes
-from ckptstore.formats.errors import FormatError
 
 __all__ = [
     "ALIGN",

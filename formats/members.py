@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.errors import FormatError
 from ckptstore.formats.records import CheckpointId, Node, valid_tag
 
 __all__ = ["MAX_INT", "Members", "hexadecimal", "is_time", "natural"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ckptstore.errors import CheckpointNotFoundError, StepOrderError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CheckpointNotFoundError, StepOrderError, UsageError
 from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, valid_tag
 
 __all__ = ["check_commit", "droppable", "needed"]

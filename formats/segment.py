@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.hashing import header_hash
 from ckptstore.formats.layout import ALIGN, HEADER_LIMIT
 from ckptstore.formats.members import Members

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.errors import FormatError
 from ckptstore.formats.members import MAX_INT
 
 __all__ = ["WIDTH", "digest_column", "hash_column", "numbers", "read_digests", "read_hashes", "read_known_hashes"]

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats.hashing import tensor_hash
 from ckptstore.formats.members import Members
 from ckptstore.formats.records import CheckpointId

@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, Final, TypeVar
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.hashing import chunk_hash
 from ckptstore.formats.layout import TensorSpec, chunk_count, chunk_extents
 from ckptstore.formats.members import Members, natural

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import zstandard
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.layout import HEADER_LIMIT, MAX_SIZE, RESERVED_PREFIX, padded
 from ckptstore.formats.members import MAX_INT, Members

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.layout import (
     HEADER_LIMIT,
     Layout,

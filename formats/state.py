@@ -30,9 +30,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats import jsontext, values
 from ckptstore.formats.advice import advice
-from ckptstore.formats.errors import UnsupportedStateError
 from ckptstore.formats.layout import HEADER_LIMIT
 from ckptstore.formats.names import flat_names
 from ckptstore.formats.sources import NumpySource, Origin, TensorSource

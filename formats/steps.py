@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import optim
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment_doc import TensorEntry
 

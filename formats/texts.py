@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import Members, hexadecimal
 from ckptstore.formats.records import (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
 
+from ckptstore.errors import FormatError
 from ckptstore.formats import values
-from ckptstore.formats.errors import FormatError
 from ckptstore.formats.names import place_names
 from ckptstore.formats.sources import Origin
 

@@ -28,8 +28,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import dtypes
-from ckptstore.formats.errors import FormatError, UnsupportedStateError
 
 __all__ = ["MAX_PLAIN_INT", "decode", "encode", "is_plain_text", "pack_integers"]
 

@@ -11,8 +11,8 @@ from typing import Final
 from ckptstore.analysis.measuring import Measurement
 from ckptstore.analysis.methods import DELTAS
 from ckptstore.analysis.sampling import Estimate, Group
-from ckptstore.formats.errors import UsageError
-from ckptstore.intervals import CANDIDATES, DeltaSizes, RestoreBound, best_interval
+from ckptstore.errors import UsageError
+from ckptstore.write.interval import CANDIDATES, DeltaSizes, RestoreBound, best_interval
 
 __all__ = [
     "Advice",
@@ -98,7 +98,7 @@ def _rate(parts: Sequence[tuple[int, float | None]]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class IntervalCost:
-    """What storing with one interval costs (form ``anchor`` of `ckptstore.intervals`).
+    """What storing with one interval costs (form ``anchor`` of `ckptstore.write.interval`).
 
     Attributes:
         interval: T: checkpoints that share a base; 0 for fulls only.

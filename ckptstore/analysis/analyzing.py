@@ -17,9 +17,9 @@ from ckptstore.analysis.methods import DELTAS, METHODS, TOP
 from ckptstore.analysis.plan import POINTS, plan_targets, spacing
 from ckptstore.analysis.sampling import Group, group_tensors
 from ckptstore.analysis.series import Checkpoint, Skipped, open_series, shared_tensors
-from ckptstore.formats.errors import UsageError
-from ckptstore.intervals import RestoreBound
-from ckptstore.streaming import Progress
+from ckptstore.errors import UsageError
+from ckptstore.restore.streams import Progress
+from ckptstore.write.interval import RestoreBound
 
 __all__ = ["PREFIX_BITS", "SAMPLE", "Analysis", "Options", "PrefixCount", "analyze"]
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.analysis.series import Read, TensorType
+from ckptstore.errors import UsageError
 from ckptstore.formats import dtypes
-from ckptstore.formats.errors import UsageError
-from ckptstore.numerics import doubles, is_integer
+from ckptstore.reports.tensor_numbers import doubles, is_integer
 
 __all__ = ["CLASSES", "Classified", "TensorClass", "by_name", "by_values", "classify", "parse_overrides"]
 

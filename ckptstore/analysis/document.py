@@ -12,9 +12,9 @@ from ckptstore.analysis.advice import IntervalCost
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
 from ckptstore.analysis.wording import what_to_do
+from ckptstore.errors import StorageError
+from ckptstore.exchange.atomic_files import refuse_store
 from ckptstore.formats.codecs import BLOCK, word_size
-from ckptstore.formats.errors import StorageError
-from ckptstore.outputs import refuse_store
 
 __all__ = ["COLUMNS", "document", "write_csv"]
 

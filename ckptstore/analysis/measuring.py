@@ -19,8 +19,8 @@ from ckptstore.analysis.sampling import Estimate, Group, Sums, Unit, read_unit
 from ckptstore.analysis.series import Checkpoint, Read, TensorType
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import Codec, Sample
-from ckptstore.staging import Bytes
-from ckptstore.streaming import Progress
+from ckptstore.host.buffers import Bytes
+from ckptstore.restore.streams import Progress
 
 __all__ = ["Measured", "Measurement", "measure"]
 

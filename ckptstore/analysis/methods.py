@@ -15,7 +15,7 @@ import zstandard
 from ckptstore.formats import codecs, compiled
 from ckptstore.formats.codecs import Codec, Diff, Policy, Prefix, Raw, Sample, Xor
 from ckptstore.formats.codecs.plain import MAPS
-from ckptstore.staging import Bytes
+from ckptstore.host.buffers import Bytes
 
 __all__ = ["BOUNDS", "DELTAS", "METHODS", "Coded", "Methods", "prefix_counts"]
 

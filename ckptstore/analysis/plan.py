@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
 
 __all__ = ["Plan", "Target", "plan_targets", "spacing"]
 

@@ -14,8 +14,8 @@ from ckptstore.analysis.advice import Shipping, Summary
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.measuring import Measurement
 from ckptstore.analysis.methods import DELTAS
+from ckptstore.errors import MissingDependencyError
 from ckptstore.formats.codecs import word_size
-from ckptstore.formats.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,9 +17,9 @@ from ckptstore.analysis.methods import METHODS
 from ckptstore.analysis.sampling import Estimate
 from ckptstore.analysis.style import STYLE
 from ckptstore.analysis.wording import amount, headline, percent, ratio, restore_line, sample_line, what_to_do
+from ckptstore.errors import StorageError
+from ckptstore.exchange.atomic_files import refuse_store
 from ckptstore.formats.codecs import word_size
-from ckptstore.formats.errors import StorageError
-from ckptstore.outputs import refuse_store
 
 __all__ = ["render", "write_report"]
 

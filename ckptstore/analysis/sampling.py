@@ -20,7 +20,7 @@ import numpy as np
 from ckptstore.analysis.classes import CLASSES, Classified, TensorClass
 from ckptstore.analysis.series import Read, TensorType
 from ckptstore.formats.codecs import BLOCK, plan_pools
-from ckptstore.staging import Bytes
+from ckptstore.host.buffers import Bytes
 
 __all__ = ["CONFIDENCE", "Estimate", "Group", "Piece", "Sums", "Unit", "group_tensors", "read_unit"]
 

@@ -15,15 +15,16 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptstore.checkpoint import CheckpointInfo
-from ckptstore.checkpointfolders import is_beside, survey
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
+from ckptstore.exchange.checkpoint_folders import is_beside, survey
+from ckptstore.exchange.importing import step_of
+from ckptstore.exchange.weight_files import open_file
 from ckptstore.formats.state import TensorSource
-from ckptstore.importing import step_of
-from ckptstore.loading import open_base
-from ckptstore.staging import Bytes
-from ckptstore.store import Store, open_store
-from ckptstore.weightfiles import open_file
+from ckptstore.host.buffers import Bytes
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.restore.load import open_base
+from ckptstore.store import Store
+from ckptstore.store import open as open_store
 
 __all__ = ["Checkpoint", "Read", "Skipped", "TensorType", "open_series", "shared_tensors"]
 

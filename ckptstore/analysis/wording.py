@@ -6,7 +6,7 @@ import math
 
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
-from ckptstore.intervals import RestoreBound
+from ckptstore.write.interval import RestoreBound
 
 __all__ = ["amount", "headline", "percent", "ratio", "restore_line", "sample_line", "what_to_do"]
 

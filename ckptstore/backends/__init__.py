@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from ckptstore.backends.base import Backend
-from ckptstore.formats.errors import CkptError, StorageError, StoreNotFoundError, UsageError
+from ckptstore.errors import CkptError, StorageError, StoreNotFoundError, UsageError
 
 __all__ = ["Backend", "open_backend"]
 

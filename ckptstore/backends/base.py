@@ -23,10 +23,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from ckptstore.formats.errors import ForeignObjectError, UsageError
+from ckptstore.errors import ForeignObjectError, UsageError
 
-BLOCK: Final = 4096
-"""Alignment, in bytes, of segment writes: offset, length and memory address."""
 OBJECT_LIMIT: Final = 256 << 20
 """Bytes that `Backend.get` reads where the caller sets no limit of its own."""
 

@@ -15,11 +15,12 @@ import threading
 from contextlib import suppress
 from typing import Final
 
-from ckptstore.backends.base import BLOCK, SegmentSink, SegmentSource
+from ckptstore.backends.base import SegmentSink, SegmentSource
 from ckptstore.backends.folders import Folders, kind_of
 from ckptstore.backends.posix import Posix, write_some
 from ckptstore.backends.system_errors import reading, writing
-from ckptstore.formats.errors import CkptError, CorruptSegmentError, ForeignObjectError, KeyExistsError, StorageError
+from ckptstore.errors import CkptError, CorruptSegmentError, ForeignObjectError, KeyExistsError, StorageError
+from ckptstore.host.pages import BLOCK
 
 DIRECT_MINIMUM: Final = 1 << 20
 """Reads below this many bytes profit more from the kernel's read-ahead than from going past the page cache."""

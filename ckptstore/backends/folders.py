@@ -22,7 +22,7 @@ from typing import Final
 
 from ckptstore.backends.posix import Posix
 from ckptstore.backends.system_errors import ABSENCES, REFUSALS
-from ckptstore.formats.errors import ForeignObjectError, StorageError, StoreNotFoundError, UnsupportedBackendError
+from ckptstore.errors import ForeignObjectError, StorageError, StoreNotFoundError, UnsupportedBackendError
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 

@@ -37,14 +37,14 @@ from ckptstore.backends.directio import FileSink, FileSource
 from ckptstore.backends.folders import Folders, kind_of
 from ckptstore.backends.posix import SYSTEM, Posix, write_some
 from ckptstore.backends.system_errors import ABSENCES, reading, writing
-from ckptstore.crashpoints import crash_point
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CkptError,
     CorruptSegmentError,
     ForeignObjectError,
     KeyExistsError,
     UnsupportedBackendError,
 )
+from ckptstore.host.crash_points import crash_point
 
 _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_EXCLUSIVE_RENAME: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})

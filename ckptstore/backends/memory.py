@@ -17,7 +17,7 @@ from ckptstore.backends.base import (
     checked_key,
     too_long,
 )
-from ckptstore.formats.errors import CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
+from ckptstore.errors import CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
 
 
 class _Objects:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ckptstore.formats.errors import CkptError, KeyNotFoundError, ReadOnlyError, StorageError
+from ckptstore.errors import CkptError, KeyNotFoundError, ReadOnlyError, StorageError
 
 REFUSALS: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 """What the system says when it could but may not."""

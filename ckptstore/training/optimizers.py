@@ -38,13 +38,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
+from ckptstore.errors import UnsupportedStateError, UsageError
 from ckptstore.formats import optim
-from ckptstore.formats.errors import UnsupportedStateError, UsageError
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.settings import MAX_COUNT
 from ckptstore.formats.state import FlatState
-from ckptstore.training.tensors import TorchSource
-from ckptstore.updates import Found, Update
+from ckptstore.frameworks.torch_tensors import TorchSource
+from ckptstore.write.steps.updates import Found, Update
 
 __all__ = ["Gradients", "OptimizerStep", "clip_factor"]
 

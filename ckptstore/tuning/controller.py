@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
 from ckptstore.tuning.model import Job, Model
 from ckptstore.tuning.optimum import Configuration, best
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from ckptstore.checkpoint import CheckpointInfo
-from ckptstore.explaining import explain
-from ckptstore.formats.errors import CheckpointNotFoundError
-from ckptstore.loading import opened
+from ckptstore.errors import CheckpointNotFoundError
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.reports.explaining import explain
+from ckptstore.restore.load import opened
 from ckptstore.store import Store
 
 __all__ = ["Measurement", "measure"]

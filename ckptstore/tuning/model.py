@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
 
 __all__ = ["Job", "Model", "Recovery", "Waste"]
 

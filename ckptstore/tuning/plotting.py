@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ckptstore.formats.errors import MissingDependencyError, UsageError
-from ckptstore.outputs import refuse_store
+from ckptstore.errors import MissingDependencyError, UsageError
+from ckptstore.exchange.atomic_files import refuse_store
 from ckptstore.tuning.model import Job, Model
 from ckptstore.tuning.optimum import Configuration, best
 

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Final
 
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
 
 __all__ = ["bandwidth", "nbytes", "seconds"]
 

@@ -92,7 +92,7 @@ def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_js
     """
     from ckptstore.analysis import analyze, document, write_csv, write_report
     from ckptstore.analysis.plots import need_matplotlib
-    from ckptstore.outputs import refuse_store
+    from ckptstore.exchange.atomic_files import refuse_store
 
     if report is not None:  # before minutes of measuring, not after
         need_matplotlib()
@@ -133,7 +133,7 @@ def _options(
     from ckptstore.analysis.classes import parse_overrides
     from ckptstore.analysis.methods import METHODS
     from ckptstore.analysis.plan import POINTS
-    from ckptstore.intervals import RestoreBound
+    from ckptstore.write.interval import RestoreBound
 
     if exact and sample is not None:
         raise click.UsageError("--exact measures every byte: it goes with no --sample")

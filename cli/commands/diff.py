@@ -13,7 +13,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, number, progress, shape, table
 
 if TYPE_CHECKING:
-    from ckptstore.comparison import StateDifference, TensorDifference
+    from ckptstore.reports.comparison import StateDifference, TensorDifference
 
 _SORTS: dict[str, Callable[[TensorDifference], float]] = {
     "bits": lambda tensor: (tensor.bits_changed or 0) / max(tensor.bits, 1),
@@ -45,7 +45,7 @@ def command(
     Bits are compared, so -0.0 and 0.0 differ and equal NaNs do not. Norms and the largest difference are over finite
     values.
     """
-    from ckptstore.comparison import compare, compare_state
+    from ckptstore.reports.comparison import compare, compare_state
 
     target = opened(store)
     infos = target.checkpoint(ref_a), target.checkpoint(ref_b)
@@ -131,7 +131,7 @@ def _share(part: int | None, whole: int) -> str:
 
 
 def _state_line(one: StateDifference) -> str:
-    from ckptstore.statetree import text
+    from ckptstore.reports.state_tree import text
 
     if not one.path:
         return "the order of keys or the type of a container differs"

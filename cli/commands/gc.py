@@ -11,7 +11,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size, some
 
 if TYPE_CHECKING:
-    from ckptstore.collecting import Collected, Holder
+    from ckptstore.maintenance.gc import Collected, Holder
 
 UNREADABLE = 1
 """Exit code when a damaged pin kept everything from being deleted."""
@@ -48,8 +48,8 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
     Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
     What a reader has pinned stays, and what has no name of the format. May run at any time, beside writers and readers.
     """
-    from ckptstore.collecting import collect_patiently
-    from ckptstore.pins import DEAD_AFTER
+    from ckptstore.log.pins import DEAD_AFTER
+    from ckptstore.maintenance.gc import collect_patiently
 
     target = opened(store)
     with progress("deleting") as advance:

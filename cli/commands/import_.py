@@ -12,7 +12,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, ratio, size, table
 
 if TYPE_CHECKING:
-    from ckptstore.deltas import DeltaOptions
+    from ckptstore.write.deltas import DeltaOptions
 
 
 @make_command(
@@ -74,8 +74,8 @@ def command(
     run: a .pt file that needs it is refused.
     """
     import ckptstore
-    from ckptstore.importing import import_files
-    from ckptstore.outputs import refuse_inside_store
+    from ckptstore.exchange.atomic_files import refuse_inside_store
+    from ckptstore.exchange.importing import import_files
 
     if not delta and (interval, max_restore_cost) != (None, None):
         raise click.UsageError("--interval and --max-restore-cost say how deltas are stored: they need --delta")
@@ -130,8 +130,8 @@ def command(
 
 
 def _deltas(interval: str, max_restore_cost: str) -> DeltaOptions:
-    from ckptstore.deltas import DeltaOptions
-    from ckptstore.intervals import RestoreBound
+    from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.interval import RestoreBound
 
     if interval == "auto":
         return DeltaOptions(bound=RestoreBound.parse(max_restore_cost))

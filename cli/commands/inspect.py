@@ -13,8 +13,8 @@ from ckptstore.cli.output import duration, emit, moment, number, progress, ratio
 from ckptstore.cli.plans import plan_step, plan_table
 
 if TYPE_CHECKING:
-    from ckptstore.explaining import Explanation
-    from ckptstore.inspection import CheckpointDescription, TensorStatistics
+    from ckptstore.reports.explaining import Explanation
+    from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -35,25 +35,25 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
 def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, state: bool, as_json: bool) -> None:
     """Show the tensors, the chain and the state of a checkpoint."""
-    from ckptstore.inspection import inspect, statistics
+    from ckptstore.reports.inspection import inspect, statistics
 
     if tensor is not None:
         if select or state:
             raise click.UsageError("--tensor shows one tensor; it goes with neither --select nor --state")
         with progress("reading") as advance:
-            numbers = statistics(opened(store), ref, tensor, advance)
+            numbers = statistics(opened(store).journal, ref, tensor, advance)
         if as_json:
             emit(_statistics_json(numbers))
         else:
             click.echo("\n".join(_statistics_text(numbers)))
         return
-    from ckptstore.explaining import explain
+    from ckptstore.reports.explaining import explain
 
-    found = inspect(opened(store), ref, select)
+    found = inspect(opened(store).journal, ref, select)
     if state and not as_json:
         click.echo("\n".join(["state", *_tree(found.tree)]))
         return
-    plan = explain(opened(store), found.info.ref, select or None)
+    plan = explain(opened(store).journal, found.info.ref, select or None)
     if as_json:
         emit(_json(found, plan, state))
     else:
@@ -139,7 +139,7 @@ def _summary(found: CheckpointDescription) -> list[list[str]]:
 
 def _tree(node: Any, indent: str = "") -> Iterator[str]:
     """Lines of the state's tree; tensors are counted, not listed."""
-    from ckptstore.statetree import children, is_tensor
+    from ckptstore.reports.state_tree import children, is_tensor
 
     members = children(node) or []
     tensors = sum(is_tensor(child) for _, child in members)
@@ -156,7 +156,7 @@ def _tree(node: Any, indent: str = "") -> Iterator[str]:
 
 def _value(node: Any) -> str:
     """What stands behind the key of a node that fits its line, or nothing."""
-    from ckptstore.statetree import children, is_tensor, text
+    from ckptstore.reports.state_tree import children, is_tensor, text
 
     members = [child for _, child in children(node) or []]
     if members and all(is_tensor(child) for child in members):

@@ -11,8 +11,8 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, moment, note, size, table
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint import CheckpointInfo, TermInfo
-    from ckptstore.lineage import Lineage
+    from ckptstore.log.checkpoints import CheckpointInfo, TermInfo
+    from ckptstore.reports.lineage import Lineage
 
 
 @make_command("log", examples=["ckpt log runs/gpt", "ckpt log runs/gpt -n 20", "ckpt log runs/gpt --term 3 --json"])
@@ -24,7 +24,7 @@ def command(store: str, limit: int | None, term: int | None, as_json: bool) -> N
 
     A branch begins where a writer went back and continued from an earlier checkpoint.
     """
-    from ckptstore.lineage import lineage
+    from ckptstore.reports.lineage import lineage
 
     target = opened(store)
     found = lineage(target.journal, limit, term)

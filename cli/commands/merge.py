@@ -11,7 +11,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, some, table
 
 if TYPE_CHECKING:
-    from ckptstore.merging import Merged, RestoreCost
+    from ckptstore.maintenance.merge import Merged, RestoreCost
 
 NOT_MERGED = 1
 """Exit code when the change was refused or void, or nobody answered in time."""
@@ -50,7 +50,7 @@ def command(
     unless with --keep-steps. Fulls stay, and so does what a tag names or another term continues from. What was
     written is read back and compared before anything else is given up. Then `ckpt gc` frees the space.
     """
-    from ckptstore.merging import merge
+    from ckptstore.maintenance.merge import merge
 
     target = opened(store)
     with progress("merging") as advance:

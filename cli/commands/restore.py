@@ -60,13 +60,13 @@ def command(
         return
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
-    from ckptstore.exporting import export
+    from ckptstore.exchange.exporting import export
 
     chosen = file_format or _FORMATS.get(out.suffix.lower(), "safetensors")
     began = time.perf_counter()
     with progress("restoring") as advance:
         result = export(
-            opened(store),
+            opened(store).journal,
             ref,
             out,
             format="pt" if chosen == "pt" else "safetensors",
@@ -106,9 +106,9 @@ def command(
 
 
 def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool) -> None:
-    from ckptstore.explaining import explain
+    from ckptstore.reports.explaining import explain
 
-    found = explain(opened(store), ref, select or None)
+    found = explain(opened(store).journal, ref, select or None)
     if as_json:
         emit(
             {

@@ -39,7 +39,7 @@ class _Quantity(ParamType):
         self._parser = parser
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from ckptstore.formats.errors import UsageError
+        from ckptstore.errors import UsageError
         from ckptstore.tuning import units
 
         if isinstance(value, float):

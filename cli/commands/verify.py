@@ -11,7 +11,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, progress, size, some
 
 if TYPE_CHECKING:
-    from ckptstore.verification import VerificationReport
+    from ckptstore.maintenance.verify.verification import VerificationReport
 
 DAMAGED = 1
 """Exit code when damage was found (an unreadable store exits with its error's own code)."""

@@ -51,6 +51,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ckptstore.errors import IncompatibleFormatError
 from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, bound
 from ckptstore.formats.codecs.choice import (
     FAST_POLICY,
@@ -74,7 +75,6 @@ from ckptstore.formats.codecs.planecoder import DEPTH, FAST, THRIFTY
 from ckptstore.formats.codecs.pooling import TINY, Member, Pool, plan_pools
 from ckptstore.formats.codecs.prefix import Prefix, distinct_prefixes
 from ckptstore.formats.codecs.sums import add, is_additive
-from ckptstore.formats.errors import IncompatibleFormatError
 
 __all__ = [
     "BLOCK",

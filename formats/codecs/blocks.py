@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import kernels, planecoder
 from ckptstore.formats.codecs.kernels import ADD, SAMPLE, XOR, Bytes, Words
 from ckptstore.formats.codecs.planecoder import FILL, PACK4, RAW, SPARSE, ZSTD, Cursor
-from ckptstore.formats.errors import CorruptSegmentError
 
 CHUNK = 16 << 20
 BLOCK = 1 << 20

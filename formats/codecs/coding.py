@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, OVERHEAD, ZERO_GROUP, block_count, bound
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import FAST, Cursor
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
 _NOTHING = np.empty(0, np.uint8)

@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ckptstore.errors import FormatError
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import read_group, write_group
 from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import Bytes, Counts, Words
 from ckptstore.formats.codecs.plain import WORD_SIZES, words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor
-from ckptstore.formats.errors import FormatError
 
 MAX_CLASSES = 16
 RUN = 4096

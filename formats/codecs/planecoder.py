@@ -29,9 +29,9 @@ import threading
 import numpy as np
 import zstandard
 
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.kernels import N_LOG_N, SAMPLE, Bytes
-from ckptstore.formats.errors import CorruptSegmentError
 
 RAW, FILL, ZSTD, SPARSE, PACK1, PACK2, PACK4 = range(7)
 DEPTH = 2

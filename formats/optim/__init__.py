@@ -63,7 +63,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ckptstore.formats.errors import IncompatibleFormatError
+from ckptstore.errors import IncompatibleFormatError
 from ckptstore.formats.optim import adam, predicted, replayed, settings, sgd, sparse
 from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
 from ckptstore.formats.optim.chains import Encoding, Layer, decode

@@ -22,9 +22,9 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.errors import CkptError
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.compiled import hot
-from ckptstore.formats.errors import CkptError
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Doubles: TypeAlias = npt.NDArray[np.float64]

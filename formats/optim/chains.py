@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs.coding import Buffer, as_bytes
 from ckptstore.formats.codecs.planecoder import Cursor
-from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.optim import predicted, replayed
 from ckptstore.formats.optim.arithmetic import Floats, exactly
 from ckptstore.formats.optim.gradients import Form

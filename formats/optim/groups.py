@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptstore.formats.errors import UnsupportedStateError
+from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.optim.adam import Adam, AdamW
 from ckptstore.formats.optim.settings import Optimizer
 from ckptstore.formats.optim.sgd import SGD

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs import CHUNK, FAST
 from ckptstore.formats.codecs.coding import Buffer, as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import Cursor
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
 from ckptstore.formats.optim.settings import Rule, copy_bits

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import FAST
 from ckptstore.formats.codecs.coding import Buffer, as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import Cursor
-from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
 from ckptstore.formats.optim.gradients import FORMS, Form, Gradient, form_of, read_gradient, write_gradient

@@ -12,12 +12,12 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import THRIFTY, Diff, Planes, as_bytes, kernels
 from ckptstore.formats.codecs.blocks import ZERO_GROUP
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import Cursor
 from ckptstore.formats.compiled import hot
-from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.optim.arithmetic import Floats, Patterns
 from ckptstore.formats.optim.stepping import patterns_of
 

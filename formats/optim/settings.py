@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.errors import FormatError
 from ckptstore.formats.optim.arithmetic import FLOAT, PATTERN, Floats, single
 
 MAX_COUNT = 1 << 53

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import FAST
 from ckptstore.formats.codecs.coding import Buffer, as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import Cursor
-from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.optim import replayed
 from ckptstore.formats.optim.gradients import SparseGradient
 from ckptstore.formats.optim.settings import Rule

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptstore.analysis import Options, analyze, write_csv, write_report
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
 from tests.cli.conftest import Run, assert_documented
 
 DOCS = Path(__file__).parents[2] / "docs" / "analyze.md"

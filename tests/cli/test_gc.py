@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore import collecting, requests
 from ckptstore.formats.records import pin_key
 from ckptstore.formats.retention import droppable
-from ckptstore.pins import Pin
+from ckptstore.log import requests
+from ckptstore.log.pins import Pin
+from ckptstore.maintenance import gc
 from tests.cli.conftest import Run, assert_documented, documented, state
 
 
@@ -66,7 +67,7 @@ def test_the_pin_of_a_dead_reader_is_found_out(
 ) -> None:
     pin = Pin(ckptstore.open(run).backend, [litter.stem])
     pin._renew()  # and never again
-    monkeypatch.setattr(collecting, "SHORTEST_TTL", 0.1)
+    monkeypatch.setattr(gc, "SHORTEST_TTL", 0.1)
     outcome = ckpt("gc", run, "--wait", "20", "--pin-ttl", "0.3")
     assert "deleted 1 segments" in outcome.out
     assert f"the pins of 1 dead readers: {pin.key}" in outcome.out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import ckptstore
-from ckptstore.diffs import DiffOptions
+from ckptstore.write.steps.batcher import DiffOptions
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.engine.test_diffs import Trainer
 

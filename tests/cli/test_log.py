@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore import checkpoint
+from ckptstore.log import checkpoints
 from tests.cli.conftest import Run, assert_documented, documented
 
 
@@ -119,12 +119,12 @@ def test_only_what_is_shown_is_described(ckpt: Run, tmp_path: Path, monkeypatch:
         for step in range(1, 31):
             writer.save({"step": step}, step=step)
     described: list[int] = []
-    one = checkpoint._described
+    one = checkpoints._described
 
     def counted(*args: Any) -> ckptstore.CheckpointInfo:
         described.append(args[1].step)
         return one(*args)
 
-    monkeypatch.setattr(checkpoint, "_described", counted)
+    monkeypatch.setattr(checkpoints, "_described", counted)
     assert "... and 27 more" in ckpt("log", tmp_path / "many", "-n", 3).out
     assert described == [30, 29, 28]

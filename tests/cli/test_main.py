@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import pytest
 
+from ckptstore import errors
 from ckptstore.cli import failures, main
-from ckptstore.formats import errors
 from tests.cli.conftest import DOCS, Run, documented
 
 COMMAND = [sys.executable, "-c", "from ckptstore.cli.main import main; main()"]
@@ -247,13 +247,13 @@ def test_signals_leave_no_temporary_file(pristine: Path, tmp_path: Path, number:
     script = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import ckptstore.torcharchive as archive
+import ckptstore.exchange.torch_archive as archive
 write = archive.write_archive
 def slow(*arguments):
     print("inside", flush=True)
     time.sleep(60)
     return write(*arguments)
-import ckptstore.exporting as exporting
+import ckptstore.exchange.exporting as exporting
 exporting.write_archive = slow
 from ckptstore.cli.main import main
 main()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.deltas import DeltaOptions
-from ckptstore.intervals import RestoreBound
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.engine.states import same
 from tests.engine.test_deltas import trajectory

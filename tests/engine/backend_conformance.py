@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-from ckptstore.backends.base import BLOCK, Backend
-from ckptstore.formats.errors import (
+from ckptstore.backends.base import Backend
+from ckptstore.errors import (
     CorruptSegmentError,
     ForeignObjectError,
     KeyExistsError,
@@ -33,6 +33,7 @@ from ckptstore.formats.errors import (
     StorageError,
     UsageError,
 )
+from ckptstore.host.pages import BLOCK
 
 Opener = Callable[[], Backend]
 

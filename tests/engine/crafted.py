@@ -13,13 +13,13 @@ from typing import Any
 import zstandard
 
 import ckptstore
-from ckptstore.assembling import held_by, tree_of
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.formats import hashing, jsontext, texts
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import NO_SLOT
 from ckptstore.formats.state import tensor_names
-from ckptstore.reading import SegmentReader
+from ckptstore.restore.assembly import held_by, tree_of
+from ckptstore.segments.reading import SegmentReader
 from ckptstore.store import Store
 
 ALIGN = 4096

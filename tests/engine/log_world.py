@@ -14,8 +14,8 @@ from typing import Literal
 
 from ckptstore.backends.base import OBJECT_LIMIT, Backend, SegmentSink, SegmentSource
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.errors import StorageError
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.errors import StorageError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import (
     CheckpointEntry,
@@ -29,9 +29,9 @@ from ckptstore.formats.records import (
     slot_of,
 )
 from ckptstore.formats.texts import decode_record
-from ckptstore.journal import Journal
-from ckptstore.log import Term
-from ckptstore.view import Patience
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import Patience
+from ckptstore.log.term import Term
 
 Fate = Literal["ok", "lost answer", "late", "duplicate", "error"]
 """What becomes of a create: done; done, but the answer is lost; done later, or never; done, and done again later; not

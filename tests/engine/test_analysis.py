@@ -20,11 +20,11 @@ import ckptstore
 from ckptstore.analysis import Analysis, Options, analyze, document
 from ckptstore.analysis.measuring import Measurement
 from ckptstore.analysis.wording import what_to_do
-from ckptstore.deltas import DeltaOptions
+from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import BLOCK
-from ckptstore.formats.errors import CheckpointNotFoundError, UsageError
-from ckptstore.intervals import RestoreBound
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tests.engine.analysis_data import trajectory, write
 
 EXACT = Options(sample=None, points=None, threads=2)

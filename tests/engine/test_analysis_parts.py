@@ -18,8 +18,8 @@ from ckptstore.analysis.classes import TensorClass, by_name, by_values, classify
 from ckptstore.analysis.plan import plan_targets, spacing
 from ckptstore.analysis.sampling import Estimate, Sums, group_tensors
 from ckptstore.analysis.series import TensorType, open_series, shared_tensors
-from ckptstore.formats.errors import UsageError
-from ckptstore.intervals import DeltaSizes, RestoreBound, Schedule, best_interval
+from ckptstore.errors import UsageError
+from ckptstore.write.interval import DeltaSizes, RestoreBound, Schedule, best_interval
 from tests.engine.analysis_data import trajectory, write
 
 # -- series

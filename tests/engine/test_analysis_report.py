@@ -13,7 +13,7 @@ import pytest
 
 from ckptstore.analysis import Analysis, Options, analyze, write_report
 from ckptstore.analysis.wording import amount, percent, ratio
-from ckptstore.formats.errors import MissingDependencyError, StorageError
+from ckptstore.errors import MissingDependencyError, StorageError
 from tests.engine.analysis_data import trajectory, write
 
 

@@ -16,8 +16,9 @@ import pytest
 from ckptstore.backends import open_backend
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.formats.errors import StorageError, StoreNotFoundError, UsageError
-from ckptstore.store import Store, open_store
+from ckptstore.errors import StorageError, StoreNotFoundError, UsageError
+from ckptstore.store import Store
+from ckptstore.store import open as open_store
 from tests.engine.backend_conformance import BackendConformance, Opener
 from tools.crash.faults import Fault, FaultyPosix, no_hard_links, short_reads, short_writes
 from tools.crash.ramfs import RamPosix

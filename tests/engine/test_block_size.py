@@ -11,16 +11,16 @@ import pytest
 SCRIPT = """
 import sys
 
-from ckptstore import staging
+from ckptstore.host import buffers
 
-staging.BLOCK_BYTES = int(sys.argv[2])  # before anything else is imported: as if the line in the source were another
+buffers.BLOCK_BYTES = int(sys.argv[2])  # before anything else is imported: as if the line in the source were another
 
 import numpy as np
 
 import ckptstore
-from ckptstore.deltas import DeltaOptions
-from ckptstore.intervals import RestoreBound
-from ckptstore.merging import merge
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
+from ckptstore.maintenance.merge import merge
 
 rng = np.random.default_rng(0)
 weight = rng.standard_normal(5_000_000).astype("<f4")  # two chunks, and a copy that crosses from one to the other

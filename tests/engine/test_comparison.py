@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore import comparison, numerics
-from ckptstore.comparison import StateDifference, TensorDifference, compare, compare_state
+from ckptstore.errors import TensorNotFoundError
 from ckptstore.formats import dtypes
-from ckptstore.formats.errors import TensorNotFoundError
+from ckptstore.reports import comparison, tensor_numbers
+from ckptstore.reports.comparison import StateDifference, TensorDifference, compare, compare_state
 
 
 def both(a: Any, b: Any) -> ckptstore.Store:
@@ -27,7 +27,7 @@ def both(a: Any, b: Any) -> ckptstore.Store:
 
 
 def difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> TensorDifference:
-    (found,) = compare(both({"t": a}, {"t": b}), "1", "2")
+    (found,) = compare(both({"t": a}, {"t": b}).journal, "1", "2")
     return found
 
 
@@ -102,7 +102,7 @@ def test_statuses() -> None:
         "none": np.ones((0, 2)),
         "new": np.ones(1),
     }
-    found = {one.name: one for one in compare(both(a, b), 1, 2)}
+    found = {one.name: one for one in compare(both(a, b).journal, 1, 2)}
     assert list(found) == ["same", "typed", "shaped", "none", "new", "gone"]
     assert {name: one.status for name, one in found.items()} == {
         "same": "same",
@@ -139,7 +139,7 @@ def test_blocks_add_up(image: bytes, data: st.DataObject) -> None:
         if len(b):
             b[index] ^= data.draw(st.integers(0, 255))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numerics, "BLOCK_VALUES", 7)
+        patch.setattr(tensor_numbers, "BLOCK_VALUES", 7)
         found = difference(a, b)
     assert found.bits_changed == popcount(a, b)
     assert found.status == ("changed" if popcount(a, b) else "same")
@@ -171,7 +171,7 @@ def test_the_rest_of_the_state() -> None:
         7: "seven",
         "new": (),
     }
-    assert compare_state(both(a, b), 1, 2) == [
+    assert compare_state(both(a, b).journal, 1, 2) == [
         StateDifference("lr", "changed", 0.1, 0.2),
         StateDifference("flag", "changed", True, 1),
         StateDifference("nest.x.2", "added", None, 2),
@@ -182,5 +182,5 @@ def test_the_rest_of_the_state() -> None:
 
 @pytest.mark.parametrize(("a", "b"), [({"x": 1, "y": 2}, {"y": 2, "x": 1}), ({"x": [1]}, {"x": (1,)})])
 def test_order_and_type_of_containers_are_state(a: Any, b: Any) -> None:
-    assert compare_state(both(a, b), 1, 2) == [StateDifference("", "changed", None, None)]
-    assert compare_state(both(a, a), 1, 2) == []
+    assert compare_state(both(a, b).journal, 1, 2) == [StateDifference("", "changed", None, None)]
+    assert compare_state(both(a, a).journal, 1, 2) == []

@@ -18,12 +18,12 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions
-from ckptstore.chains import iterate_chain
-from ckptstore.deltas import DeltaOptions
 from ckptstore.formats import hashing, jsontext
-from ckptstore.intervals import RestoreBound
-from ckptstore.loading import opened
-from ckptstore.merging import merge
+from ckptstore.maintenance.merge import merge
+from ckptstore.restore.chain import iterate_chain
+from ckptstore.restore.load import opened
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tests.engine.crafted import Crafted, mutate
 from tests.engine.test_diffs import Trainer
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import DiffOptions, folding
+from ckptstore import DiffOptions
 from ckptstore.backends import directio
-from ckptstore.deltas import DeltaOptions
-from ckptstore.intervals import RestoreBound
-from ckptstore.loading import opened
-from ckptstore.merging import merge
-from ckptstore.pins import Pin
+from ckptstore.log import folding
+from ckptstore.log.pins import Pin
+from ckptstore.maintenance.merge import merge
+from ckptstore.restore.load import opened
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tests.engine.states import files, same
 from tests.engine.test_diffs import Trainer
 
@@ -238,7 +239,7 @@ def test_a_bad_sector_costs_what_lies_there(layered: Layered, monkeypatch: pytes
     """Neighbours are read in one go, and then one by one."""
     root, truth = layered
     newest = list(truth)[-1]
-    with opened(ckptstore.open(root), newest) as found:
+    with opened(ckptstore.open(root).journal, newest) as found:
         tensor, reader = found.tensors["random" if "random" in truth[newest] else "master.wide"]
     bad, key = tensor.chunks[0].offset + 5, reader.entry.key
     read_into = directio.FileSource.read_into

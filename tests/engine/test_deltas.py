@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import encoding
 from ckptstore.backends.local import LocalBackend
-from ckptstore.deltas import DeltaOptions
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
-from ckptstore.intervals import RestoreBound
+from ckptstore.write import encoding
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tests.engine.states import every_dtype, same
 
 
@@ -199,14 +199,14 @@ def test_wrong_bases_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The result is compared with what was saved, not only the stored bytes."""
     states = trajectory(2)
     store = fill(tmp_path / "store", states, 1)
-    from ckptstore import layers
+    from ckptstore.restore import link
 
-    original = layers.read_payload
+    original = link.read_payload
 
-    def spoiled(layer: layers.Layer, index: int, scratch: Any, *, verify: bool) -> Any:
+    def spoiled(layer: link.Layer, index: int, scratch: Any, *, verify: bool) -> Any:
         return original(layer, index, scratch, verify=verify) ^ (1 if layer.tensor.codec == "raw" else 0)
 
-    monkeypatch.setattr(layers, "read_payload", spoiled)
+    monkeypatch.setattr(link, "read_payload", spoiled)
     with pytest.raises(ckptstore.CorruptSegmentError, match="other bytes than were saved in step 2"):
         store.load(2)
 
@@ -262,11 +262,11 @@ def test_long_chains(tmp_path: Path) -> None:
 
 
 def test_a_big_delta_is_split_over_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.encoding import write_packed
-    from ckptstore.segments import write_full
+    from ckptstore.segments.plain import write_full
+    from ckptstore.write.encoding import write_packed
 
-    monkeypatch.setattr("ckptstore.deltas.write_packed", functools.partial(write_packed, limit=100_000))
-    monkeypatch.setattr("ckptstore.deltas.write_full", functools.partial(write_full, limit=100_000))
+    monkeypatch.setattr("ckptstore.write.deltas.write_packed", functools.partial(write_packed, limit=100_000))
+    monkeypatch.setattr("ckptstore.write.deltas.write_full", functools.partial(write_full, limit=100_000))
     states = trajectory(4)
     store = fill(tmp_path / "store", states, 1)
     infos = store.checkpoints()
@@ -281,7 +281,7 @@ def test_a_big_delta_is_split_over_segments(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
     """Someone retires and drops the writer's base by a request: the next save begins anew."""
-    from ckptstore import requests
+    from ckptstore.log import requests
 
     states = trajectory(5)
     store = ckptstore.open(tmp_path / "store")
@@ -360,14 +360,14 @@ def test_bases_use_the_memory_they_may(tmp_path: Path) -> None:
 
 
 def ckptstore_flat(state: dict[str, Any]) -> Any:
-    from ckptstore import torch_seam
+    from ckptstore.frameworks import bridge
 
-    return torch_seam.flattened(state).tensors
+    return bridge.flattened(state).tensors
 
 
 def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore import encoding
     from ckptstore.backends.directio import FileSink
+    from ckptstore.write import encoding
 
     running = threading.Semaphore(0)
     active: list[int] = []
@@ -524,7 +524,7 @@ def test_reading_chunk_by_chunk_takes_a_chunk_and_a_payload(
                 taken.append(length)
             return super().__new__(cls, number, length, **how)
 
-    monkeypatch.setattr("ckptstore.staging.mmap.mmap", Recorded)
+    monkeypatch.setattr("ckptstore.host.buffers.mmap.mmap", Recorded)
     assert b"".join(part.tobytes() for _, part in store.chunks(2, "w")) == weight.tobytes()
     chunk = min(weight.nbytes, 16 << 20)
     assert chunk <= sum(taken) <= min(3 * chunk, 2 * (16 << 20)) + (32 << 10), taken

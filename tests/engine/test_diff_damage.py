@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore import DiffOptions, batches, diffs, encoding, packing
-from ckptstore.deltas import DeltaOptions
-from ckptstore.diffing import EncodedStep
+from ckptstore import DiffOptions
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import hashing, jsontext
-from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
+from ckptstore.segments import packed
+from ckptstore.write import encoding
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.steps import batch_segments, batcher
+from ckptstore.write.steps.encoding import EncodedStep
 from tests.engine.states import same
 from tests.engine.test_diffs import Trainer
 
@@ -60,15 +63,15 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Forge:
         doc: Callable[[SegmentDoc], SegmentDoc] = lambda doc: doc,
         gradients: bool = True,
     ) -> Forged:
-        write, encode = batches.write_batch, packing.encode_packed
+        write, encode = batch_segments.write_batch, packed.encode_packed
 
         def writes(backend: Any, coded: list[EncodedStep], draft: SegmentDoc, **how: Any) -> Any:
             by_number = {one.step: one for one in coded}
             steps(by_number)
             return write(backend, list(by_number.values()), draft, **{**how, "times": [0.0] * len(by_number)})
 
-        monkeypatch.setattr(diffs, "write_batch", writes)
-        monkeypatch.setattr(packing, "encode_packed", lambda draft, *rest: encode(doc(draft), *rest))
+        monkeypatch.setattr(batcher, "write_batch", writes)
+        monkeypatch.setattr(packed, "encode_packed", lambda draft, *rest: encode(doc(draft), *rest))
         trainer, truth = Trainer(), {}
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer(diffs=DiffOptions(batch=STEPS - 1, seconds=None), poll_seconds=None) as writer:
@@ -164,7 +167,7 @@ def test_one_tensor_of_a_group_left_out(forge: Forge) -> None:
 @pytest.mark.parametrize("base", ["gone", "other shape"])
 def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
     """Steps move it all the same: so its base has to be there, and to fit."""
-    encode_step, append = diffs.encode_step, encoding._append
+    encode_step, append = batcher.encode_step, encoding._append
 
     def nameless(*arguments: Any, **options: Any) -> EncodedStep:
         coded = encode_step(*arguments, **options)
@@ -188,7 +191,7 @@ def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.M
     packed = DeltaOptions(interval=100, compress_fulls=True)
     with store.writer(deltas=packed, diffs=DiffOptions(batch=1), poll_seconds=None) as writer:
         monkeypatch.setattr(encoding, "_append", described)
-        monkeypatch.setattr(diffs, "encode_step", nameless)
+        monkeypatch.setattr(batcher, "encode_step", nameless)
         for step in (1, 2):
             trainer.train()
             writer.save_async(trainer.state(), step, updates=trainer.updates())

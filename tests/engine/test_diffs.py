@@ -16,12 +16,12 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, Update
-from ckptstore.checkpoint import describe_checkpoint
-from ckptstore.explaining import explain
 from ckptstore.formats import optim
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding
 from ckptstore.formats.sources import NumpySource
+from ckptstore.log.checkpoints import describe_checkpoint
+from ckptstore.reports.explaining import explain
 from ckptstore.store import verify
 from ckptstore.tuning import Configuration, Controller, Job, best
 from tests.engine.states import same
@@ -175,9 +175,11 @@ def test_restoring_in_place(tmp_path: Path) -> None:
 
 def test_tensors_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk k of a slot needs chunk k of the others; more than one segment holds a batch when it is large."""
-    from ckptstore import batches, diffs
+    from ckptstore.write.steps import batch_segments, batcher
 
-    monkeypatch.setattr(diffs, "write_batch", lambda *args, **more: batches.write_batch(*args, **more, limit=1 << 14))
+    monkeypatch.setattr(
+        batcher, "write_batch", lambda *args, **more: batch_segments.write_batch(*args, **more, limit=1 << 14)
+    )
     trainer = Trainer(sizes={"large": (9_000_001,), "small": (11,)})
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(diffs=DiffOptions(batch=2)) as writer:
@@ -287,7 +289,7 @@ def test_who_asks_for_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None
 
 
 def test_a_tag_of_a_step_whose_batch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore import diffs
+    from ckptstore.write.steps import batcher
 
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
@@ -299,7 +301,7 @@ def test_a_tag_of_a_step_whose_batch_fails(tmp_path: Path, monkeypatch: pytest.M
         for step in (1, 2):
             trainer.train()
             writer.save_async(trainer.state(), step, updates=trainer.updates())
-        monkeypatch.setattr(diffs, "write_batch", broken)
+        monkeypatch.setattr(batcher, "write_batch", broken)
         with pytest.raises(ckptstore.StorageError, match="the disk is gone"):
             writer.tag("two", 2)
         writer.drain()  # who tagged was told
@@ -322,7 +324,7 @@ def test_a_batch_waits_no_longer_than_its_time(tmp_path: Path) -> None:
 
 
 def test_a_failed_batch_fails_each_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore import diffs
+    from ckptstore.write.steps import batcher
 
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)
@@ -338,7 +340,7 @@ def test_a_failed_batch_fails_each_of_its_steps(tmp_path: Path, monkeypatch: pyt
             pending.append(writer.save_async(trainer.state(), step, updates=trainer.updates()))
         pending[0].result()
         with monkeypatch.context() as patched:
-            patched.setattr(diffs, "write_batch", broken)
+            patched.setattr(batcher, "write_batch", broken)
             with pytest.raises(ckptstore.StorageError, match="the disk is gone") as caught:
                 writer.flush()
         assert "steps 2 to 4, which waited for their batch, were not saved" in caught.value.__notes__
@@ -427,7 +429,7 @@ def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path) -> None:
 
 def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
     """Retiring the full on which steps that wait are built must be refused, not granted first."""
-    from ckptstore import requests
+    from ckptstore.log import requests
 
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
@@ -499,14 +501,14 @@ def test_saves_of_several_threads(tmp_path: Path) -> None:
 
 def test_a_wrong_state_digest_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest is training's word on what a replay has to lead to; chunk hashes are the coder's."""
-    from ckptstore import diffs
     from ckptstore.formats import digest
+    from ckptstore.write.steps import batcher
 
     def spoiled(source: Any) -> int:
         return digest.digest(source.view()) ^ (source.nbytes == 12)  # the tensors named "norm"
 
     with monkeypatch.context() as patched:
-        patched.setattr(diffs, "_digest", spoiled)
+        patched.setattr(batcher, "_digest", spoiled)
         store, truth = fill(tmp_path / "store", DiffOptions(batch=3), 7)
     with pytest.raises(
         ckptstore.CorruptSegmentError, match=r"tensor '\w+.norm': its state digest is not that of step 4"
@@ -616,7 +618,7 @@ def test_a_controller_decides_how_often(tmp_path: Path) -> None:
 
 
 def test_a_term_whose_last_batch_failed_is_not_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore import diffs
+    from ckptstore.write.steps import batcher
 
     def broken(*_: Any, **__: Any) -> Any:
         raise ckptstore.StorageError("the disk is gone")
@@ -627,7 +629,7 @@ def test_a_term_whose_last_batch_failed_is_not_closed(tmp_path: Path, monkeypatc
     for step in range(1, 4):
         trainer.train()
         writer.save_async(trainer.state(), step, updates=trainer.updates())
-    monkeypatch.setattr(diffs, "write_batch", broken)
+    monkeypatch.setattr(batcher, "write_batch", broken)
     with pytest.raises(ckptstore.StorageError):
         writer.close()
     with pytest.warns(ckptstore.LostStepsWarning, match="up to 9 steps after 1"):
@@ -636,13 +638,13 @@ def test_a_term_whose_last_batch_failed_is_not_closed(tmp_path: Path, monkeypatc
 
 def test_lossy_marks_are_of_what_is_lossy_and_of_what_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment that holds one lossy step is lossy; the other steps in it are not."""
-    from ckptstore import batches, diffs
+    from ckptstore.write.steps import batch_segments, batcher
 
     def mixed(backend: Any, steps: Any, draft: Any, **how: Any) -> Any:
         marked = [replace(one, lossy=one.step == 3) for one in steps]
-        return batches.write_batch(backend, marked, draft, **how)
+        return batch_segments.write_batch(backend, marked, draft, **how)
 
-    monkeypatch.setattr(diffs, "write_batch", mixed)
+    monkeypatch.setattr(batcher, "write_batch", mixed)
     trainer, store = Trainer(), ckptstore.open(tmp_path / "store", create=True)
     with store.writer(diffs=DiffOptions(full_every=9, batch=3, seconds=None)) as writer:
         for step in range(1, 8):

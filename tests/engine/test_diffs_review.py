@@ -16,9 +16,9 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import optim
-from ckptstore.replaying import Program
-from ckptstore.snapshot import SnapshotPool
+from ckptstore.restore.replay import Program
 from ckptstore.store import verify
+from ckptstore.write.snapshot import SnapshotPool
 from tests.engine.states import same
 from tests.engine.test_diffs import ADAM, Trainer
 

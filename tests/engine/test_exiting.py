@@ -200,7 +200,7 @@ writer.save_async(state(4), 4)
 
 
 SLOW = """
-import ckptstore.exiting as exiting
+import ckptstore.host.exiting as exiting
 exiting._SILENT_SECONDS = 0.2
 gate = threading.Event()
 store, writer = fill(path, [1], max_in_flight=4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore.explaining import explain
+from ckptstore.reports.explaining import explain
 from tests.engine.test_deltas import fill, trajectory
 
 

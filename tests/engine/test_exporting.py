@@ -19,13 +19,13 @@ import safetensors.torch
 import torch
 
 import ckptstore
-from ckptstore import exporting
-from ckptstore.exporting import export
+from ckptstore.errors import FormatError, StorageError, TensorNotFoundError, UnsupportedStateError, UsageError
+from ckptstore.exchange import exporting
+from ckptstore.exchange.atomic_files import refuse_store
+from ckptstore.exchange.exporting import export
+from ckptstore.exchange.importing import import_files
+from ckptstore.exchange.weight_files import STATE_MEMBER, open_file
 from ckptstore.formats import jsontext
-from ckptstore.formats.errors import FormatError, StorageError, TensorNotFoundError, UnsupportedStateError, UsageError
-from ckptstore.importing import import_files
-from ckptstore.outputs import refuse_store
-from ckptstore.weightfiles import STATE_MEMBER, open_file
 from tests.engine.states import every_dtype, same, tensor_bytes, training_state
 
 
@@ -42,7 +42,7 @@ def test_pt_is_the_state_that_was_saved(tmp_path: Path) -> None:
     state["rng"].pop("numpy")
     state[3] = (None, True, 1, 1.0, -0.0, b"\x00\xff", 2**70)
     state["torch"] = (torch.Size([1, 2]), torch.bfloat16, torch.device("cpu"))
-    result = export(stored(state), "latest", tmp_path / "x.pt", "pt")
+    result = export(stored(state).journal, "latest", tmp_path / "x.pt", "pt")
     assert result.converted == ()
     loaded = torch.load(tmp_path / "x.pt", weights_only=True)
     same(loaded, state)
@@ -67,7 +67,7 @@ def distinct(state: Any) -> list[torch.Tensor]:
 
 def test_numpy_becomes_torch_and_is_named(tmp_path: Path) -> None:
     state = {"a": np.arange(3, dtype=np.uint16), "b": np.float64(0.5), "c": torch.ones(1)}
-    result = export(stored(state), 1, tmp_path / "x.pt", "pt")
+    result = export(stored(state).journal, 1, tmp_path / "x.pt", "pt")
     assert result.converted == ("a", "b")
     same(
         torch.load(tmp_path / "x.pt", weights_only=True),
@@ -78,7 +78,7 @@ def test_numpy_becomes_torch_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file_format", ["safetensors", "pt"])
 def test_every_dtype(tmp_path: Path, file_format: Any) -> None:
     state = {name: tensor for name, tensor in every_dtype().items() if isinstance(tensor, torch.Tensor)}
-    export(stored(state), "latest", tmp_path / "x", file_format)
+    export(stored(state).journal, "latest", tmp_path / "x", file_format)
     if file_format == "pt":
         same(
             torch.load(tmp_path / "x", weights_only=True), {name: tensor.contiguous() for name, tensor in state.items()}
@@ -107,7 +107,7 @@ def test_a_safetensors_file_brings_the_whole_state_back(tmp_path: Path) -> None:
 
 def test_shards_respect_the_limit_and_are_aligned(tmp_path: Path) -> None:
     state = {f"t{n}": torch.full((n * 100,), n, dtype=torch.uint8) for n in range(1, 20)}
-    result = export(stored(state), "latest", tmp_path / "m.safetensors", max_shard_bytes=2000)
+    result = export(stored(state).journal, "latest", tmp_path / "m.safetensors", max_shard_bytes=2000)
     assert result.index is not None
     where = json.loads(result.index.read_text())["weight_map"]
     assert list(where) == list(state)
@@ -168,7 +168,12 @@ def test_what_exists_is_kept(tmp_path: Path) -> None:
 def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "x.safetensors"
     with pytest.raises(UsageError, match="exists"):
-        export(stored({"a": torch.ones(3)}), 1, out, progress=lambda _done, _total: out.write_text("theirs") and None)
+        export(
+            stored({"a": torch.ones(3)}).journal,
+            1,
+            out,
+            progress=lambda _done, _total: out.write_text("theirs") and None,
+        )
     assert out.read_text() == "theirs"
     assert list(tmp_path.iterdir()) == [out]
 
@@ -178,7 +183,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    export(stored({"a": torch.ones(3)}), 1, tmp_path / "x.safetensors")
+    export(stored({"a": torch.ones(3)}).journal, 1, tmp_path / "x.safetensors")
     assert list(tmp_path.iterdir()) == [tmp_path / "x.safetensors"]
 
 
@@ -238,7 +243,7 @@ def test_contents_are_durable_before_names_and_names_before_success(
     monkeypatch.setattr(os, "fsync", seen_fsync)
     monkeypatch.setattr(os, "fdatasync", seen_fdatasync)
     monkeypatch.setattr(os, "link", seen_link)
-    export(stored({"a": torch.ones(3)}), 1, tmp_path / "x.pt", "pt")
+    export(stored({"a": torch.ones(3)}).journal, 1, tmp_path / "x.pt", "pt")
     assert calls == ["fdatasync", "fsync folder", "link", "fsync folder"]
 
 
@@ -252,7 +257,7 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path, name: str) -> None:
 import resource, sys
 from pathlib import Path
 import ckptstore
-from ckptstore.exporting import export
+from ckptstore.exchange.exporting import export
 store = ckptstore.open({str(tmp_path / "run")!r})
 kind = {"pt" if name.endswith("pt") else "safetensors"!r}
 export(store.journal, 1, Path({str(tmp_path / "warm.pt")!r}), kind, select="t0")

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore import folding
-from ckptstore.formats.errors import StorageError
+from ckptstore.errors import StorageError
 from ckptstore.formats.records import OpenRecord, fold_of, slot_key, slot_of
-from ckptstore.journal import Journal
-from ckptstore.log import Term, open_term, read
-from ckptstore.view import View
+from ckptstore.log import folding
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import View
+from ckptstore.log.term import Term, open_term, read
 from tests.engine.log_world import HASTE, Fate, FaultyBackend, World, save
 
 

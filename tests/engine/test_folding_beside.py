@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore import folding
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.formats.errors import StorageError
+from ckptstore.errors import StorageError
 from ckptstore.formats.records import fold_of
+from ckptstore.log import folding
 from ckptstore.store import Store
 
 DUE = 64

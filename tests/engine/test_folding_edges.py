@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 
-from ckptstore import folding
 from ckptstore.formats.records import CommitRecord, fold_of, slot_key
-from ckptstore.log import Term, open_term, read
-from ckptstore.view import View
+from ckptstore.log import folding
+from ckptstore.log.reading import View
+from ckptstore.log.term import Term, open_term, read
 from tests.engine.log_world import HASTE, World, save
 
 

@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore import folding, requests
 from ckptstore.backends.local import LocalBackend
-from ckptstore.collecting import collect
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CkptError,
     CorruptLogError,
     CorruptSegmentError,
@@ -27,8 +25,11 @@ from ckptstore.formats.errors import (
     KeyExistsError,
 )
 from ckptstore.formats.records import manifest_key, slot_key
-from ckptstore.store import Store, open_store, verify
-from ckptstore.view import read
+from ckptstore.log import folding, requests
+from ckptstore.log.reading import read
+from ckptstore.maintenance.gc import collect
+from ckptstore.store import Store, verify
+from ckptstore.store import open as open_store
 from tests.engine.log_world import save
 
 GIANT = 3 << 30

@@ -13,16 +13,17 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import encoding, packing
-from ckptstore.deltas import DeltaOptions
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import hashing
-from ckptstore.formats.errors import CorruptSegmentError
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
-from ckptstore.intervals import RestoreBound
-from ckptstore.loading import open_base
-from ckptstore.merging import merge
-from ckptstore.reading import Piece, SegmentReader, check_chunk
+from ckptstore.maintenance.merge import merge
+from ckptstore.restore.load import open_base
+from ckptstore.segments import packed
+from ckptstore.segments.reading import Piece, SegmentReader, check_chunk
+from ckptstore.write import encoding
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tests.engine.states import same
 
 CHUNK = 16 << 20
@@ -137,12 +138,12 @@ def misdescribed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Sto
     """Saves a full and a delta, whose document is another one than it should be."""
 
     def saved(change: Callable[[SegmentDoc], SegmentDoc], kind: str = "delta") -> ckptstore.Store:
-        original = packing.encode_packed
+        original = packed.encode_packed
 
         def encode(doc: SegmentDoc, *rest: Any) -> Any:
             return original(change(doc) if doc.kind == kind else doc, *rest)
 
-        monkeypatch.setattr(packing, "encode_packed", encode)
+        monkeypatch.setattr(packed, "encode_packed", encode)
         weight = np.random.default_rng(0).integers(0, 256, 60000, dtype=np.uint8)
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer(deltas=DeltaOptions(interval=1, compress_fulls=True), poll_seconds=None) as writer:

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptstore
-from ckptstore.formats.errors import FormatError, StepOrderError, StorageError, UsageError
-from ckptstore.importing import import_files, step_of
-from ckptstore.writer import Writer
+from ckptstore.errors import FormatError, StepOrderError, StorageError, UsageError
+from ckptstore.exchange.importing import import_files, step_of
+from ckptstore.write.writer import Writer
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import ckptstore
-from ckptstore import Store, numerics
+from ckptstore import Store
+from ckptstore.errors import CheckpointNotFoundError, TensorNotFoundError
 from ckptstore.formats import dtypes
-from ckptstore.formats.errors import CheckpointNotFoundError, TensorNotFoundError
-from ckptstore.inspection import TensorStatistics, inspect, statistics
+from ckptstore.reports import tensor_numbers
+from ckptstore.reports.inspection import TensorStatistics, inspect, statistics
 
 
 def stored(name: str, state: Any, *, step: int = 1) -> Store:
@@ -28,7 +29,7 @@ def stored(name: str, state: Any, *, step: int = 1) -> Store:
 
 
 def measured(array: npt.NDArray[Any]) -> TensorStatistics:
-    return statistics(stored("inspection-one", {"t": array}), "latest", "t")
+    return statistics(stored("inspection-one", {"t": array}).journal, "latest", "t")
 
 
 def test_description() -> None:
@@ -52,7 +53,7 @@ def test_description() -> None:
 
 
 def test_equal_bits_have_equal_hashes() -> None:
-    found = inspect(stored("inspection-hash", {"a": np.ones(9), "b": np.ones(9), "c": np.zeros(9)})).tensors
+    found = inspect(stored("inspection-hash", {"a": np.ones(9), "b": np.ones(9), "c": np.zeros(9)}).journal).tensors
     assert found[0].hash == found[1].hash != found[2].hash
 
 
@@ -83,9 +84,9 @@ def test_every_dtype_against_numpy(name: str) -> None:
 
 def test_fp4_and_half_complex() -> None:
     fp4 = dtypes.get("F4_E2M1_X2")
-    assert numerics.doubles(fp4, np.array([0x10, 0xF7], np.uint8)).tolist() == [0.0, 0.5, 6.0, -6.0]
+    assert tensor_numbers.doubles(fp4, np.array([0x10, 0xF7], np.uint8)).tolist() == [0.0, 0.5, 6.0, -6.0]
     half = dtypes.get("C32")
-    assert numerics.doubles(half, np.array([1, -2], np.float16).view(np.uint8)).tolist() == [1.0, -2.0]
+    assert tensor_numbers.doubles(half, np.array([1, -2], np.float16).view(np.uint8)).tolist() == [1.0, -2.0]
 
 
 def test_integers_are_exact() -> None:
@@ -117,7 +118,7 @@ def test_overflow_is_infinite_not_an_error() -> None:
 def test_blocks_add_up(array: npt.NDArray[Any]) -> None:
     whole = measured(array)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numerics, "BLOCK_VALUES", 7)
+        patch.setattr(tensor_numbers, "BLOCK_VALUES", 7)
         parts = measured(array)
     assert (parts.minimum, parts.maximum, parts.exponents) == (whole.minimum, whole.maximum, whole.exponents)
     if len(array):

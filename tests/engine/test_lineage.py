@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ckptstore
-from ckptstore.lineage import lineage
+from ckptstore.reports.lineage import lineage
 
 
 def fill(name: str, *terms: tuple[str | None, tuple[int, ...]]) -> ckptstore.Store:
@@ -39,7 +39,7 @@ def test_forks_roots_and_empty_terms() -> None:
 
 
 def test_an_empty_store() -> None:
-    found = lineage(fill("lineage-empty"))
+    found = lineage(fill("lineage-empty").journal)
     assert (found.checkpoints, found.parents, found.terms, found.latest) == ((), {}, (), None)
 
 

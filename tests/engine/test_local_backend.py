@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends.base import BLOCK
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.posix import SYSTEM, Posix
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CorruptSegmentError,
     KeyExistsError,
     KeyNotFoundError,
@@ -25,6 +24,7 @@ from ckptstore.formats.errors import (
     StorageError,
     UnsupportedBackendError,
 )
+from ckptstore.host.pages import BLOCK
 from tests.engine.backend_conformance import SEGMENT, aligned, filled, read_segment, write_segment
 from tools.crash.faults import (
     Fault,

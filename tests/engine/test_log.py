@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckptstore import folding
 from ckptstore.backends.base import Backend
-from ckptstore.formats import texts
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     CorruptLogError,
@@ -23,9 +21,11 @@ from ckptstore.formats.errors import (
     StorageError,
     UsageError,
 )
+from ckptstore.formats import texts
 from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, fold_of, manifest_key, slot_key
-from ckptstore.journal import Journal
-from ckptstore.log import Term, View, open_term, read
+from ckptstore.log import folding
+from ckptstore.log.journal import Journal
+from ckptstore.log.term import Term, View, open_term, read
 from tests.engine.log_world import HASTE, Actor, Fate, FaultyBackend, World, full, save, scripted, segments_of
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ckptstore.formats.errors import CommitUnknownError, CorruptLogError, FencedError
+from ckptstore.errors import CommitUnknownError, CorruptLogError, FencedError
 from ckptstore.formats.records import slot_key
-from ckptstore.journal import Journal
-from ckptstore.log import Term, open_term, read
-from ckptstore.view import Patience
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import Patience
+from ckptstore.log.term import Term, open_term, read
 from tests.engine.log_world import HASTE, Fate, FaultyBackend, World, save
 
 

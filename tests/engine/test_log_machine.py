@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptstore import folding
 from ckptstore.backends.base import Backend
+from ckptstore.errors import CommitUnknownError, FencedError, StorageError, WriterError
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.errors import CommitUnknownError, FencedError, StorageError, WriterError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, slot_key
-from ckptstore.journal import Journal
-from ckptstore.log import Term, View, open_term, read
-from ckptstore.view import Patience
+from ckptstore.log import folding
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import Patience
+from ckptstore.log.term import Term, View, open_term, read
 from tests.engine.log_world import FATES, Actor, Fate, World, full, segments_of
 
 # Enough tries that no schedule of a run exhausts them: each needs slots folded and deleted under the reader's feet.

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import folding
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.collecting import collect
+from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, FencedError, ForeignObjectError
 from ckptstore.formats import texts
-from ckptstore.formats.errors import CheckpointNotFoundError, CorruptLogError, FencedError, ForeignObjectError
 from ckptstore.formats.records import NO_SLOT, CommitRecord, OpenRecord, slot_key
-from ckptstore.log import open_term, read
+from ckptstore.log import folding
+from ckptstore.log.reading import WIDEST_GAP
+from ckptstore.log.term import open_term, read
+from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store
-from ckptstore.view import WIDEST_GAP
 from tests.engine.log_world import HASTE, Fate, FaultyBackend, World, full, save
 
 
@@ -459,7 +459,7 @@ class TestLostEnd:
         lost = place.backend.list("seg/0000000002/")
         for _ in range(3):
             place.writer(parent="6@1", poll_seconds=None).close()
-            assert collect(place).segments == ()
+            assert collect(place.journal).segments == ()
         assert set(place.view().catalog.terms) == {1, 3, 4, 5}
         assert place.load("latest")["step"] == 6
         assert place.backend.list("seg/0000000002/") == lost

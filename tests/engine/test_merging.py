@@ -15,10 +15,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import packing, requests
-from ckptstore.collecting import collect
-from ckptstore.deltas import DeltaOptions
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CheckpointNotFoundError,
     CorruptSegmentError,
     FencedError,
@@ -28,12 +25,16 @@ from ckptstore.formats.errors import (
     UsageError,
 )
 from ckptstore.formats.segment import SegmentDoc
-from ckptstore.intervals import RestoreBound
-from ckptstore.journal import Journal
-from ckptstore.merging import Merged, merge
-from ckptstore.merging import preparing as preparing_module
-from ckptstore.merging.authors import Successor
+from ckptstore.log import requests
+from ckptstore.log.journal import Journal
+from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.merge import Merged, merge
+from ckptstore.maintenance.merge import preparing as preparing_module
+from ckptstore.maintenance.merge.authors import Successor
+from ckptstore.segments import packed
 from ckptstore.store import Store
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tests.engine.states import same
 from tests.engine.test_deltas import trajectory
 
@@ -449,10 +450,10 @@ def test_what_was_described_wrongly_is_never_asked_for(
 ) -> None:
     """The new segment's hashes all fit; it does not restore what the log says."""
     before = segments(store)
-    original = packing.encode_packed
+    original = packed.encode_packed
     for range_, keep_steps in (("2..6", True), ("1..4", False)):
         with monkeypatch.context() as patched:
-            patched.setattr(packing, "encode_packed", lambda doc, *rest: original(change(doc), *rest))
+            patched.setattr(packed, "encode_packed", lambda doc, *rest: original(change(doc), *rest))
             with pytest.raises(CorruptSegmentError):
                 owned(store, range_, keep_steps=keep_steps)
         assert segments(store) == before
@@ -462,13 +463,13 @@ def test_a_source_that_is_described_wrongly_is_not_merged(tmp_path: Path, monkey
     """Also where nothing is written that could be read back."""
     for number, (change, keep_steps) in enumerate(((no_tree, True), (no_tree, False), (other_tree, False))):
         store = ckptstore.open(tmp_path / str(number))
-        original = packing.encode_packed
+        original = packed.encode_packed
 
         def encode(doc: SegmentDoc, *rest: Any, change: Any = change, original: Any = original) -> Any:
             return original(change(doc) if doc.steps == (4,) else doc, *rest)
 
         with monkeypatch.context() as patched:
-            patched.setattr(packing, "encode_packed", encode)
+            patched.setattr(packed, "encode_packed", encode)
             fill(store, trajectory(4))
         before = segments(store)
         for dry_run in (True, False):
@@ -644,7 +645,7 @@ def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.
             with Store(store.backend).writer(poll_seconds=None):
                 pass
 
-    monkeypatch.setattr("ckptstore.merging.committing.Successor", Late)
+    monkeypatch.setattr("ckptstore.maintenance.merge.committing.Successor", Late)
     with pytest.raises(FencedError, match="term 3 began after term 2"):
         owned(store, "2..6")
     assert segments(store) == before

@@ -9,12 +9,13 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions
-from ckptstore.collecting import collect
-from ckptstore.formats.errors import UsageError
-from ckptstore.inspection import inspect
-from ckptstore.journal import Journal
-from ckptstore.merging import merge
-from ckptstore.store import LossyWarning, Store
+from ckptstore.errors import UsageError
+from ckptstore.host.caller_warnings import LossyWarning
+from ckptstore.log.journal import Journal
+from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.merge import merge
+from ckptstore.reports.inspection import inspect
+from ckptstore.store import Store
 from tests.engine.states import same
 from tests.engine.test_diffs import fill
 

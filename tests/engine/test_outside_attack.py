@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import outputs
-from ckptstore.exporting import export
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
+from ckptstore.exchange import atomic_files
+from ckptstore.exchange.exporting import export
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ def test_only_files_are_replaced(tmp_path: Path, kind: str, overwrite: bool) -> 
     with pytest.raises(UsageError, match=f"x.safetensors is {called}"):
         export(store.journal, 1, place, overwrite=overwrite)
     with pytest.raises(UsageError, match=called):
-        outputs.refuse_store(place)  # what --csv, --report and --plot ask
+        atomic_files.refuse_store(place)  # what --csv, --report and --plot ask
     after = place.lstat()
     assert (after.st_ino, after.st_mode, after.st_rdev) == (before.st_ino, before.st_mode, before.st_rdev)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
@@ -83,7 +83,7 @@ def test_no_index_and_no_shard_replaces_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    with outputs.outputs(overwrite=True) as files:
+    with atomic_files.outputs(overwrite=True) as files:
         files.create(tmp_path / "x", 1).write(b"x")
         os.mkfifo(tmp_path / "x")
         with pytest.raises(UsageError, match="is a pipe"):
@@ -110,7 +110,7 @@ def test_the_folder_of_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match=r"^file is not a folder$"):
         export(store.journal, 1, Path("file/x"))
     export(store.journal, 1, Path("x"))
-    with outputs.outputs(overwrite=False) as files, pytest.raises(UsageError, match="nodir does not exist"):
+    with atomic_files.outputs(overwrite=False) as files, pytest.raises(UsageError, match="nodir does not exist"):
         files.create(Path("nodir/x"), 1)
 
 
@@ -130,7 +130,7 @@ threading.Thread(target=train).start()
 
 @pytest.mark.parametrize(
     "first",
-    ["", "import ckptstore.writer", "open_ = ckptstore.open(sys.argv[1]).writer()"],
+    ["", "import ckptstore.write.writer", "open_ = ckptstore.open(sys.argv[1]).writer()"],
     ids=["first", "imported", "second"],
 )
 def test_a_writer_opened_after_the_main_thread_returned(tmp_path: Path, first: str) -> None:

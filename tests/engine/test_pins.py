@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.backends.base import OBJECT_LIMIT, Backend
+from ckptstore.errors import CheckpointNotFoundError, StorageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CheckpointNotFoundError, StorageError
 from ckptstore.formats.records import CheckpointId, CommitRecord, pin_key
 from ckptstore.formats.texts import decode_pin
-from ckptstore.journal import Journal
-from ckptstore.log import Term, open_term, read
-from ckptstore.pins import Pin, PinWatch, UnpinnedWarning, claim
+from ckptstore.log.journal import Journal
+from ckptstore.log.pins import Pin, PinWatch, UnpinnedWarning, claim
+from ckptstore.log.term import Term, open_term, read
 from tests.engine.log_world import HASTE, Actor, Fate, FaultyBackend, World, save, segments_of
 
 A, B = "a" * 32, "b" * 32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +69,21 @@ def test_the_list_is_the_list() -> None:
         assert getattr(ckptstore, name) is not None, name
 
 
+def test_type_checkers_read_the_same_list() -> None:
+    tree = ast.parse(Path(ckptstore.__file__).read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    homes = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(homes) == sorted(set(EXPECTED) - {"__version__"})
+    for name, home in homes.items():
+        module, _, attribute = home.rpartition(".")
+        assert getattr(ckptstore, name) is getattr(importlib.import_module(module), attribute), name
+
+
 def test_star_import_gives_it_all() -> None:
     run(f"from ckptstore import *\nfor name in {[n for n in EXPECTED if n != '__version__']!r}: eval(name)")
 
@@ -89,7 +106,7 @@ def test_nothing_of_the_engine_imports_torch() -> None:
     code = "import sys, pkgutil, importlib, ckptstore, ckptstore.formats, ckptstore.cli\n"
     code += "for package in (ckptstore, ckptstore.formats, ckptstore.cli):\n"
     code += "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-    code += "        if not module.name.startswith(('ckptstore.training', 'ckptstore.integrations')):\n"
+    code += "        if not module.name.startswith(('ckptstore.frameworks.torch_', 'ckptstore.training')):\n"
     code += "            importlib.import_module(module.name)\n"
     code += "print('torch' in sys.modules)"
     assert run(code).strip() == "False"

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import DeltaOptions, DiffOptions, Update, batches, diffs
-from ckptstore.encoding import write_packed
+from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import hashing, jsontext, optim
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding
 from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.tree import tensor_names
-from ckptstore.merging import merge
-from ckptstore.segments import write_full
+from ckptstore.maintenance.merge import merge
+from ckptstore.segments.plain import write_full
+from ckptstore.write.encoding import write_packed
+from ckptstore.write.steps import batch_segments, batcher
 
 Found = tuple[SegmentDoc, int]  # what a segment says of itself, and its length
 
@@ -131,7 +132,7 @@ def test_a_catalog_is_made_again_from_the_segments(folder: Path) -> None:
         for step in range(1, 7):
             run.take()
             writer.save(run.state(), step)
-    compare(store.journal, folder)
+    compare(store, folder)
     with store.writer(parent=4, deltas=DeltaOptions(interval=1, compress_fulls=True)) as writer:
         for step in (5, 6, 7):
             run.take()
@@ -141,21 +142,21 @@ def test_a_catalog_is_made_again_from_the_segments(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps(store, run, 3, 22, batch=2, accumulate="sum")
-    compare(store.journal, folder)
+    compare(store, folder)
     merge(store.journal, "9@3..16@3", keep_steps=True, take_over=True)  # copied, in a later term
-    compare(store.journal, folder)
+    compare(store, folder)
     merge(store.journal, "2@1..4@1", take_over=True)  # coded anew
     merge(store.journal, "18@4..21@4", take_over=True)
-    compare(store.journal, folder)
+    compare(store, folder)
     kinds = {edge.kind for edges in store.view().catalog.encodings.values() for edge in edges}
     assert kinds == {"full", "delta", "gradient"}
     assert any(edge.lossy for edges in store.view().catalog.encodings.values() for edge in edges)
 
 
 def test_checkpoints_in_several_segments_are_put_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.deltas.write_full", functools.partial(write_full, limit=30_000))
-    monkeypatch.setattr("ckptstore.deltas.write_packed", functools.partial(write_packed, limit=30_000))
-    monkeypatch.setattr(diffs, "write_batch", functools.partial(batches.write_batch, limit=50_000))
+    monkeypatch.setattr("ckptstore.write.deltas.write_full", functools.partial(write_full, limit=30_000))
+    monkeypatch.setattr("ckptstore.write.deltas.write_packed", functools.partial(write_packed, limit=30_000))
+    monkeypatch.setattr(batcher, "write_batch", functools.partial(batch_segments.write_batch, limit=50_000))
     store, run = ckptstore.open(folder, create=True), Training()
     with store.writer(deltas=DeltaOptions(interval=1, compress_fulls=False)) as writer:
         for step in (1, 2, 3):
@@ -164,15 +165,15 @@ def test_checkpoints_in_several_segments_are_put_together(folder: Path, monkeypa
     steps(store, run, 6, 4, batch=6)
     edges = [edge for found in store.view().catalog.encodings.values() for edge in found]
     assert {len(edge.segments) > 1 for edge in edges} == {True, False}
-    compare(store.journal, folder)
+    compare(store, folder)
     merge(store.journal, "5@2..9@2", keep_steps=True, take_over=True)
-    compare(store.journal, folder)
+    compare(store, folder)
 
 
 def test_an_encoding_of_which_a_segment_is_gone_is_not_taken_for_whole(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.deltas.write_full", functools.partial(write_full, limit=30_000))
+    monkeypatch.setattr("ckptstore.write.deltas.write_full", functools.partial(write_full, limit=30_000))
     store, run = ckptstore.open(folder, create=True), Training()
     with store.writer() as writer:
         writer.save(run.state(), 1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ckptstore import refs
+from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import CheckpointNotFoundError, CorruptLogError, UsageError
 from ckptstore.formats.records import CommitRecord, slot_key
-from ckptstore.log import open_term, read
+from ckptstore.log import refs
+from ckptstore.log.term import open_term, read
 from tests.engine.log_world import HASTE, World, save, segments_of
 
 

@@ -17,7 +17,7 @@ import pytest
 from ckptstore.backends.base import OBJECT_LIMIT
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.posix import Posix
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CkptError,
     FencedError,
     KeyExistsError,
@@ -27,10 +27,11 @@ from ckptstore.formats.errors import (
     StoreReplacedError,
 )
 from ckptstore.formats.records import slot_key
-from ckptstore.journal import Journal
-from ckptstore.log import open_term
-from ckptstore.store import open_store, verify
-from ckptstore.writer import Writer
+from ckptstore.log.journal import Journal
+from ckptstore.log.term import open_term
+from ckptstore.store import open as open_store
+from ckptstore.store import verify
+from ckptstore.write.writer import Writer
 from tests.engine.log_world import HASTE, FaultyBackend, World, save
 
 
@@ -398,7 +399,7 @@ def opened_by(world: World, pid: int, time: Callable[[], float] | None = None) -
 def test_two_ranks_that_both_open_a_writer_are_told_that_only_one_may(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     now = [1000.0]
-    monkeypatch.setattr("ckptstore.log.time.time", lambda: now[0])
+    monkeypatch.setattr("ckptstore.log.term.time.time", lambda: now[0])
     first = opened_by(world, 1)
     now[0] += 3
     opened_by(world, 2)
@@ -410,7 +411,7 @@ def test_two_ranks_that_both_open_a_writer_are_told_that_only_one_may(monkeypatc
 def test_who_takes_over_later_is_only_named(monkeypatch: pytest.MonkeyPatch, pid: int, later: float) -> None:
     world = World()
     now = [1000.0]
-    monkeypatch.setattr("ckptstore.log.time.time", lambda: now[0])
+    monkeypatch.setattr("ckptstore.log.term.time.time", lambda: now[0])
     first = opened_by(world, 1)
     now[0] += later
     opened_by(world, pid)

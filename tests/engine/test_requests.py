@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ckptstore import requests
-from ckptstore.formats.errors import FencedError
+from ckptstore.errors import FencedError
 from ckptstore.formats.records import CheckpointId, Encoding, Request, SegmentEntry
 from ckptstore.formats.texts import encode_request
-from ckptstore.journal import Journal
-from ckptstore.log import Term, open_term, read
+from ckptstore.log import requests
+from ckptstore.log.journal import Journal
+from ckptstore.log.term import Term, open_term, read
 from tests.engine.log_world import HASTE, World, save, scripted, segments_of
 
 

@@ -48,20 +48,20 @@ def test_the_order_is_looked_at_before_the_state_and_once_more_after_it(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Taking a large state apart is not for nothing, and leaves time for another thread."""
-    from ckptstore import torch_seam
+    from ckptstore.frameworks import bridge
 
     with store.writer(poll_seconds=None) as writer:
         save(writer, 7)
         with pytest.raises(ckptstore.StepOrderError):
             writer.save({"w": object()}, 6)
-        flattened = torch_seam.flattened
+        flattened = bridge.flattened
 
         def slowly(value: Any) -> Any:
-            monkeypatch.setattr(torch_seam, "flattened", flattened)
+            monkeypatch.setattr(bridge, "flattened", flattened)
             writer.save(state(9, 1), 9)
             return flattened(value)
 
-        monkeypatch.setattr(torch_seam, "flattened", slowly)
+        monkeypatch.setattr(bridge, "flattened", slowly)
         with pytest.raises(ckptstore.StepOrderError, match="exists already in term 1; to go back"):
             writer.save(state(9), 9)
         assert len(store.backend.list("seg/")) == 2, "nothing was written for it"

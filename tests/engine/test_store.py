@@ -19,8 +19,8 @@ import torch
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.formats.errors import StepOrderError, TensorNotFoundError, UnsupportedStateError, UsageError
-from ckptstore.segments import write_full
+from ckptstore.errors import StepOrderError, TensorNotFoundError, UnsupportedStateError, UsageError
+from ckptstore.segments.plain import write_full
 from tests.engine.states import every_dtype, same, tensor_bytes, training_state
 
 
@@ -95,7 +95,7 @@ class TestRoundTrip:
         def small(*args: Any, **keywords: Any) -> Any:
             return write_full(*args, **keywords, limit=9000)
 
-        monkeypatch.setattr("ckptstore.deltas.write_full", small)
+        monkeypatch.setattr("ckptstore.write.deltas.write_full", small)
         store = ckptstore.open(tmp_path / "store")
         with store.writer() as writer:
             info = writer.save(state, step=1)
@@ -492,9 +492,9 @@ def test_resuming_elsewhere_warns(url: str) -> None:
 
 
 def test_describing_many_tagged_checkpoints_is_not_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.checkpoint import describe_all
     from ckptstore.formats.catalog import Catalog
     from ckptstore.formats.records import CheckpointEntry
+    from ckptstore.log.checkpoints import describe_all
 
     nodes = [(1, step) for step in range(20_000)]
     catalog = Catalog(
@@ -671,7 +671,7 @@ def test_upkeep_that_fails_fails_no_save_and_keeps_polling(url: str, monkeypatch
         calls.append(1)
         raise ckptstore.CorruptLogError("a request cannot be read")
 
-    monkeypatch.setattr("ckptstore.committing.requests.handle", broken)
+    monkeypatch.setattr("ckptstore.write.committer.requests.handle", broken)
     with ckptstore.open(url).writer(poll_seconds=0.01) as writer:
         writer.save({"n": 1}, step=1)  # pytest makes errors of warnings, in the writer's thread, too
         deadline = time.monotonic() + 20

@@ -17,13 +17,13 @@ from safetensors.numpy import load_file
 
 import ckptstore
 from ckptstore.cli.main import cli
-from ckptstore.exporting import export
-from ckptstore.formats.errors import FormatError, TensorNotFoundError, UsageError
+from ckptstore.errors import FormatError, TensorNotFoundError, UsageError
+from ckptstore.exchange.exporting import export
+from ckptstore.exchange.importing import import_files
 from ckptstore.formats.names import flat_names, place_names
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import flatten, places, select_places
-from ckptstore.importing import import_files
-from ckptstore.loading import _sharing
+from ckptstore.restore.load import _sharing
 from tests.engine.states import same
 from tests.formats.test_names import distinct, keys
 
@@ -310,16 +310,16 @@ class TestExport:
 
     def test_pt(self, tmp_path: Path) -> None:
         state = teacher()
-        result = export(stored(state), 1, tmp_path / "m.pt", "pt", select="*.w")
+        result = export(stored(state).journal, 1, tmp_path / "m.pt", "pt", select="*.w")
         found = torch.load(tmp_path / "m.pt", weights_only=True)
         same(found, {"teacher": {"w": X}, "model": {"w": X}})
         assert found["teacher"]["w"].data_ptr() == found["model"]["w"].data_ptr()
         assert result.tied == ()
-        export(stored(state), 1, tmp_path / "n.pt", "pt", select="model.*")
+        export(stored(state).journal, 1, tmp_path / "n.pt", "pt", select="model.*")
         same(torch.load(tmp_path / "n.pt", weights_only=True), {"teacher": {}, "model": state["model"]})
 
     def test_shards(self, tmp_path: Path) -> None:
-        export(stored(teacher()), 1, tmp_path / "m.safetensors", select="model.*", max_shard_bytes=12)
+        export(stored(teacher()).journal, 1, tmp_path / "m.safetensors", select="model.*", max_shard_bytes=12)
         where = json.loads((tmp_path / "m.safetensors.index.json").read_text())["weight_map"]
         assert list(where) == ["model.w", "model.d"]
         for name, file in where.items():

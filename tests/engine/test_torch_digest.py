@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ckptstore.formats import digest as reference  # noqa: E402 - torch decides whether this file runs at all
-from ckptstore.training import digest as d  # noqa: E402
-from ckptstore.training import tensors  # noqa: E402
+from ckptstore.frameworks import torch_digest as d  # noqa: E402
+from ckptstore.frameworks import torch_tensors as tensors  # noqa: E402
 
 B = reference.BLOCK_WORDS
 FIRSTS = [0, 1, B - 1, 70 * B + 5, 65536 * B - 1]

@@ -14,12 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402
-from ckptstore import torch_seam, training  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore import training  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.formats import optim  # noqa: E402
-from ckptstore.formats.errors import UsageError  # noqa: E402
 from ckptstore.formats.state import FlatState, TensorSource  # noqa: E402
+from ckptstore.frameworks import bridge  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.training import OptimizerStep, clip_factor  # noqa: E402
-from ckptstore.updates import Update  # noqa: E402
+from ckptstore.write.steps.updates import Update  # noqa: E402
 from tests.processor import wrong_roots  # noqa: E402
 
 SHAPES = ((96, 64), (4000,), (31, 7, 5))
@@ -59,7 +60,7 @@ def backward(params: Sequence[Any], seed: int) -> None:
 
 def state_of(params: Sequence[Any], *optimizers: Any) -> FlatState:
     model = {f"layer.{index}": parameter.detach() for index, parameter in enumerate(params)}
-    return torch_seam.flattened({"model": model, "optimizers": [one.state_dict() for one in optimizers]})
+    return bridge.flattened({"model": model, "optimizers": [one.state_dict() for one in optimizers]})
 
 
 def array(source: TensorSource) -> np.ndarray:
@@ -342,10 +343,10 @@ def test_only_the_states_own_memory_matches() -> None:
     trained(params, optimizer)
     held = optimizer.state_dict()
     weight = params[0].detach()
-    assert len(OptimizerStep(optimizer)(torch_seam.flattened({"w": weight, "o": held}))) == 1
+    assert len(OptimizerStep(optimizer)(bridge.flattened({"w": weight, "o": held}))) == 1
     for other in (weight.clone(), weight.view(256), weight.t(), weight.view(torch.int32), weight[:8]):
-        assert left_out(torch_seam.flattened({"w": other, "o": held}), optimizer)
-    assert left_out(torch_seam.flattened({"w": weight}), optimizer)  # without moments
+        assert left_out(bridge.flattened({"w": other, "o": held}), optimizer)
+    assert left_out(bridge.flattened({"w": weight}), optimizer)  # without moments
 
 
 def test_slots_of_the_same_memory_are_found_once_under_the_first_name() -> None:
@@ -353,7 +354,7 @@ def test_slots_of_the_same_memory_are_found_once_under_the_first_name() -> None:
     optimizer = torch.optim.AdamW(params)
     trained(params, optimizer)
     state = {"a": {"tied": params[0]}, "b": {"tied": params[0].detach()}, "o": optimizer.state_dict()}
-    (update,) = OptimizerStep(optimizer)(torch_seam.flattened(state))
+    (update,) = OptimizerStep(optimizer)(bridge.flattened(state))
     assert update.slots[0] == "a.tied"
 
 
@@ -477,9 +478,9 @@ def stored(path: Path, state: Callable[[], Any], updates: Callable[[], Any], tra
             train(step)
             how = writer.save if step % 2 else writer.save_async
             how(state(), step, updates=updates())
-            truth[step] = copied(torch_seam.flattened(state()))
+            truth[step] = copied(bridge.flattened(state()))
     for step, expected in truth.items():
-        loaded = copied(torch_seam.flattened(store.load(step)))
+        loaded = copied(bridge.flattened(store.load(step)))
         assert all(np.array_equal(loaded[name], part) for name, part in expected.items())
     last = store.checkpoint()
     assert last.kind == "gradient"
@@ -603,7 +604,7 @@ def test_sharded_parameters_are_matched_by_their_local_memory(tmp_path: Path, me
 
     train(0)
     step = OptimizerStep(optimizer, gradients=gradients)
-    found = step(torch_seam.flattened(state()))
+    found = step(bridge.flattened(state()))
     assert (len(found), found.left_out) == (4, None)
     assert all((update.gradient is None) == (gradients == "none") for update in found)
     share = stored(tmp_path / "store", state, lambda: OptimizerStep(optimizer, gradients=gradients), train)
@@ -615,7 +616,7 @@ def test_a_gradient_that_is_placed_differently_is_not_what_was_consumed(mesh: An
 
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    flat = torch_seam.flattened({"w": parameter.detach().to_local()})
+    flat = bridge.flattened({"w": parameter.detach().to_local()})
     for placement, taken in ((Shard(0), True), (Partial(), False)):
         given = DTensor.from_local(torch.ones(8, 4), mesh, [placement])
         (update,) = OptimizerStep(optimizer, gradients={parameter: given})(flat)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
 from ckptstore.tuning import Configuration, Job, Model, best, continuous, fulls_only, neighbours, paper_optimum
 from ckptstore.tuning.model import Recovery
 from ckptstore.tuning.paper import TABLE_BATCHES, TABLE_I, TABLE_INTERVALS, TABLE_JOB, table

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats.errors import UsageError
+from ckptstore.errors import UsageError
 from ckptstore.tuning import Change, Configuration, Controller, Job, best
 
 JOB = Job(8.7e9, 2e9, mtbf=4 * 3600, iteration=0.5, load_full=5, merge_batch=0.15, replay_diff=0.02)

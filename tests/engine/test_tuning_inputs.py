@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.formats.errors import CheckpointNotFoundError, MissingDependencyError, StorageError, UsageError
+from ckptstore.errors import CheckpointNotFoundError, MissingDependencyError, StorageError, UsageError
 from ckptstore.tuning import Job, units
 from ckptstore.tuning.measuring import measure
 from ckptstore.tuning.paper import TABLE_JOB

@@ -20,15 +20,15 @@ import pytest
 from click.testing import CliRunner
 
 import ckptstore
-from ckptstore import encoding
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import Posix
 from ckptstore.cli.main import cli
-from ckptstore.deltas import DeltaOptions
 from ckptstore.formats import hashing
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.intervals import RestoreBound
-from ckptstore.sweep import Task, sweep
+from ckptstore.host.task_pool import Task, sweep
+from ckptstore.write import encoding
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tests.cli.conftest import assert_documented, documented
 from tests.engine.crafted import Crafted
 
@@ -266,9 +266,9 @@ class TestSweep:
 MEMORY = """
 import sys, re, pathlib
 import numpy as np
-import ckptstore, ckptstore.verification
-from ckptstore.deltas import DeltaOptions
-from ckptstore.intervals import RestoreBound
+import ckptstore, ckptstore.maintenance.verify.verification
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 status = pathlib.Path("/proc/self/status")
 def field(name): return int(re.search(name + r":\\s+(\\d+)", status.read_text())[1]) * 1024
 store = ckptstore.open(sys.argv[1], create=True)

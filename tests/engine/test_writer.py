@@ -262,7 +262,7 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every thread that codes has a chunk of 16 MiB in memory, and one chunk waits to be written."""
-    from ckptstore import encoding, writer
+    from ckptstore.write import encoding, writer
 
     lock, ready, under_way, most = threading.Lock(), threading.Event(), [0], [0]
     code = encoding._code

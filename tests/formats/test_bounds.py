@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import zstandard
 
+from ckptstore.errors import FormatError
 from ckptstore.formats import folds, jsontext, texts
 from ckptstore.formats.catalog import Catalog, CatalogBuilder, TermEntry
-from ckptstore.formats.errors import FormatError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, OpenRecord
 from tools.fuzz import seeds

@@ -13,9 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats import folds
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CheckpointNotFoundError,
     CkptError,
     CorruptLogError,
@@ -24,6 +22,8 @@ from ckptstore.formats.errors import (
     StepOrderError,
     UsageError,
 )
+from ckptstore.formats import folds
+from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.records import (
     CheckpointEntry,
     CheckpointId,

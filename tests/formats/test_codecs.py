@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptstore.errors import FormatError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs.blocks import OVERHEAD, block_count
-from ckptstore.formats.errors import FormatError
 from tests.formats.codec_data import ALL_DTYPES, CHANGES, CLASSES, base_of, codecs_of, image, pair
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(41, 700), st.sampled_from([4096, 9999, 70_001]))

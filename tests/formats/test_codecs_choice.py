@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore.errors import FormatError
 from ckptstore.formats import codecs, dtypes
 from ckptstore.formats.codecs import rounding
-from ckptstore.formats.errors import FormatError
 from tests.formats.codec_data import ALL_DTYPES, image, pair
 
 

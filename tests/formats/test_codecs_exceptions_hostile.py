@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import codecs, compiled
-from ckptstore.formats.errors import CorruptSegmentError
 
 COUNT = 100
 GUARD = 4096

@@ -11,9 +11,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs, compiled
 from ckptstore.formats.codecs import planecoder
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from tests.formats.codec_data import base_of, both_forms, codecs_of, pair
 
 form = both_forms

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import planecoder
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 
 PARAMS: list[tuple[str, dict[str, Any]]] = [
     ("unknown", {}),

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptstore.errors import MissingDependencyError, UsageError
 from ckptstore.formats import compiled
-from ckptstore.formats.errors import MissingDependencyError, UsageError
 
 NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not NUMBA, reason="numba is not installed")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import safetensors
 
+from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import dtypes
-from ckptstore.formats.errors import FormatError, UnsupportedStateError
 
 ALL = sorted(dtypes.DTYPES)
 COMPLEX = {"C32": 4, "C64": 8, "C128": 16}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import zstandard
 
+from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import folds
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import FormatError, IncompatibleFormatError
 from tests.formats.fold_data import LAYOUT, Columns, body, parted, sealed_frame
 from tools.fuzz import seeds
 

@@ -11,8 +11,8 @@ import pytest
 import zstandard
 
 import ckptstore.formats
+from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import folds, texts
-from ckptstore.formats.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats.records import CommitRecord, OpenRecord
 from tools.conformance.page import log as page
 from tools.golden import make_texts

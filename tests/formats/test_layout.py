@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore.errors import FormatError
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.errors import FormatError
 from ckptstore.formats.layout import (
     ALIGN,
     CHUNK,

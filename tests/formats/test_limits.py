@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import zstandard
 
+from ckptstore.errors import CorruptSegmentError, FormatError, UnsupportedStateError
 from ckptstore.formats import codecs, folds, jsontext, optim, state, texts
-from ckptstore.formats.errors import CorruptSegmentError, FormatError, UnsupportedStateError
 from ckptstore.formats.hashing import chunk_hash, xxh3_128
 from ckptstore.formats.layout import (
     ALIGN,

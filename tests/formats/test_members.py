@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.errors import FormatError
 from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural
 from ckptstore.formats.records import CheckpointId
 

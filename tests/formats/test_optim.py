@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import optim
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.optim import stepping
 
 ADAM = optim.AdamW(beta2=0.95, weight_decay=0.1)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import optim
-from ckptstore.formats.errors import FormatError, UnsupportedStateError
 from ckptstore.formats.optim import arithmetic
 from tests.processor import wrong_roots
 

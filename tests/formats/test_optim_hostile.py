@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import optim
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 
 STEP = optim.Step(count=3, lr=1e-3)
 SGD = optim.SGD().rule(STEP)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import texts
-from ckptstore.formats.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats.records import (
     CheckpointEntry,
     CheckpointId,

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore.formats
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT
 from ckptstore.formats.segment import SegmentDoc, check_header, header_length, parse

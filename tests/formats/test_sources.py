@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats.errors import UnsupportedStateError
+from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.sources import NumpySource, blocks, write_into
 
 DTYPES: list[Any] = ["?", "<u1", "<i4", ">f4", "<f8", ">c16", "<c8", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]

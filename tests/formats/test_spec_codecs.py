@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore.formats
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs
 from ckptstore.formats.digest import digest
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from tests.formats.codec_data import ALL_DTYPES, CHANGES, CLASSES, base_of, codecs_of, pair

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore.formats
+from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
 from ckptstore.formats import compiled, optim
-from ckptstore.formats.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
 from tools.conformance.page import steps as page
 from tools.conformance.page.codecs import RefusedError
 

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext, values
-from ckptstore.formats.errors import FormatError, UnsupportedStateError
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import MAX_DEPTH, Tagged, flatten, select, tensor_names, unflatten
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import optim, steps
-from ckptstore.formats.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import Chunk, TensorEntry
 

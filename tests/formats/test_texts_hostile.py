@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import texts
-from ckptstore.formats.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import CommitRecord
 from tools.fuzz import seeds

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.backends.local import LocalBackend
-from ckptstore.crashpoints import CRASH_POINTS
+from ckptstore.host.crash_points import CRASH_POINTS
 from tools.crash.scenario import live
 from tools.mutants.copies import repository
 
@@ -64,7 +64,7 @@ def test_the_register_names_what_is_called_and_nothing_else(called: list[Place])
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ckptstore.store.LostStepsWarning")
+@pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")
 def test_a_life_of_the_crash_tests_comes_to_every_call(
     called: list[Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_life_of_the_crash_tests_comes_to_every_call(
         reached.add((name, Path(caller.co_filename).name, caller.co_name))
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("ckptstore.") and hasattr(module, "crash_point") and name != "ckptstore.crashpoints":
+        if name.startswith("ckptstore.") and hasattr(module, "crash_point") and name != "ckptstore.host.crash_points":
             monkeypatch.setattr(module, "crash_point", reach)
     live(LocalBackend(tmp_path), lambda _: None)
     assert reached == set(called)

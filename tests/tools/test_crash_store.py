@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.crashpoints import CRASH_POINTS
+from ckptstore.host.crash_points import CRASH_POINTS
 from tools.crash import faults, faultsweep, kills, states
 from tools.crash.scenario import Violation
 
 # A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.store.LostStepsWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 
 def test_every_state_after_a_power_cut_keeps_its_promises() -> None:
@@ -51,7 +51,7 @@ def test_faults_surface_and_lose_nothing() -> None:
 def test_the_check_notices_what_it_is_for(tmp_path: Path) -> None:
     """Negative control: a checkpoint that was promised and is not there, or has other bits, is a violation."""
     from ckptstore.backends.local import LocalBackend
-    from ckptstore.store import open_store
+    from ckptstore.store import open as open_store
     from tools.crash.scenario import check
 
     store = open_store(tmp_path / "store")

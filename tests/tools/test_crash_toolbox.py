@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends.base import BLOCK
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.posix import SYSTEM, Posix
-from ckptstore.formats.errors import KeyNotFoundError, StorageError
+from ckptstore.errors import KeyNotFoundError, StorageError
+from ckptstore.host.pages import BLOCK
 from tests.engine.backend_conformance import aligned, filled
 from tools.crash import enumerate as enumeration
 from tools.crash.disk import Allocate, Blob, Image, Name, Rename, Sync, SyncFailed, Truncate, Unname, Write

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.errors import FormatError
 from tools.fuzz import __main__ as command
 from tools.fuzz import campaign
 from tools.fuzz.guard import Target, Violation, attempt

@@ -22,7 +22,7 @@ from tools.mutants.trial import Bench, baseline, try_all
 
 SAMPLE = '''"""A decoder."""
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.errors import FormatError
 
 
 def decode(data: bytes, limit: int) -> int:
@@ -45,7 +45,7 @@ def durable(posix, descriptor: int) -> None:
 '''
 TESTS = """import pytest
 
-from ckptstore.formats.errors import FormatError
+from ckptstore.errors import FormatError
 from ckptstore.formats.sample import decode, durable, small
 
 
@@ -85,7 +85,7 @@ def tree(tmp_path: Path) -> Path:
         (root / folder).mkdir(parents=True)
     for package in ("ckptstore", "formats", "cli", "tools"):
         (root / package / "__init__.py").touch()
-    shutil.copy(repository() / "formats/errors.py", root / "formats")
+    shutil.copy(repository() / "ckptstore/errors.py", root / "ckptstore")
     shutil.copytree(repository() / "tools/mutants", root / "tools/mutants")
     (root / "formats/sample.py").write_text(SAMPLE)
     (root / "tests/formats/test_sample.py").write_text(TESTS)
@@ -124,17 +124,17 @@ def test_every_kind_is_found_in_the_tree() -> None:
         ("ckptstore/backends/local.py", "LocalBackend._write", "durability"),
         ("ckptstore/backends/local.py", "LocalBackend._create", "durability"),
         ("ckptstore/backends/directio.py", "FileSink.seal", "durability"),
-        ("ckptstore/reading.py", "SegmentReader._read_doc", "checksum"),
-        ("ckptstore/reading.py", "check_chunk", "checksum"),
-        ("ckptstore/loading.py", "Opened.check_identity", "checksum"),
+        ("ckptstore/segments/reading.py", "SegmentReader._read_doc", "checksum"),
+        ("ckptstore/segments/reading.py", "check_chunk", "checksum"),
+        ("ckptstore/restore/load.py", "Opened.check_identity", "checksum"),
         ("formats/folds.py", "intact", "checksum"),
         ("formats/texts.py", "unseal", "checksum"),
-        ("ckptstore/log.py", "Term._create_slot", "fence"),
-        ("ckptstore/log.py", "_send", "fence"),
-        ("ckptstore/view.py", "_Reading._follows", "fence"),
-        ("ckptstore/view.py", "never_deleted", "anchor"),
-        ("ckptstore/folding.py", "_deletable", "anchor"),
-        ("ckptstore/pins.py", "claim", "pin"),
+        ("ckptstore/log/term.py", "Term._create_slot", "fence"),
+        ("ckptstore/log/term.py", "_send", "fence"),
+        ("ckptstore/log/reading.py", "_Reading._follows", "fence"),
+        ("ckptstore/log/reading.py", "never_deleted", "anchor"),
+        ("ckptstore/log/folding.py", "_deletable", "anchor"),
+        ("ckptstore/log/pins.py", "claim", "pin"),
         ("formats/segment.py", "header_length", "bounds"),
         ("formats/retention.py", "_check_encoding", "rule"),
     }
@@ -342,7 +342,7 @@ def test_modules_are_named_or_those_that_changed(tree: Path) -> None:
     (tree / "tests/formats/test_sample.py").write_text("")  # not of the rooms
     git("commit", "-qam", "two")
     (tree / "cli/later.py").write_text("LATER = 1\n")  # not committed yet
-    (tree / "formats/errors.py").unlink()
+    (tree / "ckptstore/errors.py").unlink()
     assert changed_since(tree, "HEAD") == ["cli/later.py"]
     assert changed_since(tree, "HEAD~1") == ["cli/later.py", "formats/sample.py"]
     with pytest.raises(LookupError, match="no such revision"):

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from ckptstore import log, requests
 from ckptstore.backends.local import LocalBackend
+from ckptstore.errors import CommitUnknownError, StorageError
 from ckptstore.formats import texts
-from ckptstore.formats.errors import CommitUnknownError, StorageError
-from ckptstore.journal import Journal
-from ckptstore.log import open_term, read
+from ckptstore.log import requests, term
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
+from ckptstore.log.term import open_term
 from ckptstore.store import Store
 from tools.crash import faults, killcuts, states
 from tools.crash.disk import Unname
@@ -30,7 +31,7 @@ from tools.crash.recording import RecordingPosix
 from tools.crash.scenario import Violation, check, create, live, state_of
 
 # A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.store.LostStepsWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 
 def powercut(*arguments: str) -> str:
@@ -169,11 +170,11 @@ def test_a_request_is_reported_accepted_only_when_that_is_durable() -> None:
     create(backend)
     store = Store(backend)
     mortal = MortalPosix(disk, 10**6)
-    term = open_term(LocalBackend("/store", mortal), store.format, None)
+    term = open_term(Journal(LocalBackend("/store", mortal)), None)
     with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
         writer.save(state_of(writer.term, 1), 1)
         term_number = writer.term
-    term = open_term(LocalBackend("/store", mortal), store.format, None)
+    term = open_term(Journal(LocalBackend("/store", mortal)), None)
     assert term.number == term_number + 1
     request = requests.post(Journal(backend, store.format), term.number, "a tag", tags={"good": (term_number, 1)})
     mortal._left, mortal._calls = 1, LINKS
@@ -204,7 +205,7 @@ def test_a_manifest_goes_only_after_its_slot(monkeypatch: pytest.MonkeyPatch) ->
             patch.setattr(texts, "SLOT_LIMIT", 100)
             return texts.encode_commit(*record, **place)
 
-    monkeypatch.setattr(log, "encode_commit", with_manifest)
+    monkeypatch.setattr(term, "encode_commit", with_manifest)
     disk = RecordingPosix()
     live(LocalBackend("/store", disk), disk.acknowledge)
     begin = next(

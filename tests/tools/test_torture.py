@@ -17,7 +17,7 @@ from tools.crash.scenario import Violation, create
 from tools.crash.torture_actors import ACTORS, Acknowledged, Stage, sample_faults, train
 
 # A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.store.LostStepsWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 
 def test_everything_at_once(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def _open(folder: str) -> dict[str, float]:
     import zstandard  # noqa: F401
 
     import ckptstore
-    from ckptstore.log import open_term
+    from ckptstore.log.term import open_term
 
     store = ckptstore.open(folder)
     store.format  # noqa: B018

@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 import ckptstore
-from ckptstore import torch_seam
-from ckptstore.deltas import DeltaOptions
-from ckptstore.explaining import explain
 from ckptstore.formats import codecs, hashing, jsontext
-from ckptstore.intervals import RestoreBound
-from ckptstore.loading import opened
-from ckptstore.staging import aligned
+from ckptstore.frameworks import bridge
+from ckptstore.host.buffers import aligned
+from ckptstore.reports.explaining import explain
+from ckptstore.restore.load import opened
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
 from tools.bench.pagecache import drop
 
 MIB = 1 << 20
@@ -126,7 +126,7 @@ def table(steps: int, times: float, width: int, folder: Path) -> list[Row]:
 
 def fingerprint(state: Any) -> str:
     """The state's hash, as the store computes it."""
-    flat = torch_seam.flattened(state)
+    flat = bridge.flattened(state)
     parts = []
     for name, source in flat.tensors.items():
         image = np.empty(source.nbytes, np.uint8)
@@ -223,7 +223,7 @@ def _decode_everything(store: ckptstore.Store, step: int) -> float:
 def _peak(url: Path, step: int) -> int:
     """Peak resident bytes of a restore above its start and the state itself, in a fresh process."""
     code = f"""
-import pathlib, re, ckptstore, ckptstore.loading
+import pathlib, re, ckptstore, ckptstore.restore.load
 status = pathlib.Path("/proc/self/status")
 def field(name): return int(re.search(name + r":\\s+(\\d+)", status.read_text())[1]) * 1024
 store = ckptstore.open({str(url)!r})

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ckptstore.store import Store, open_store
+from ckptstore.store import Store
+from ckptstore.store import open as open_store
 from tools.bench import machine
 from tools.bench.report import median, quartiles
 

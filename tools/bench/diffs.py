@@ -31,7 +31,7 @@ from torch import Tensor
 import ckptstore
 from ckptstore.formats import compiled, optim
 from ckptstore.formats.sources import NumpySource
-from ckptstore.updates import Update
+from ckptstore.write.steps.updates import Update
 from tools.bench.machine import describe
 from tools.bench.trajectories import ensure, run_from
 

@@ -26,7 +26,7 @@ import torch
 
 import ckptstore
 from ckptstore.formats import compiled
-from ckptstore.merging import merge
+from ckptstore.maintenance.merge import merge
 from ckptstore.training import OptimizerStep
 from tools.bench.machine import describe
 from tools.bench.trajectories import THREADS, LanguageRun, ensure, run_from

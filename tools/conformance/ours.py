@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptstore
-from ckptstore.formats.errors import CheckpointNotFoundError, CkptError, CorruptionError, FormatError
+from ckptstore.errors import CheckpointNotFoundError, CkptError, CorruptionError, FormatError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.store import Store
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptstore.backends.local import LocalBackend
-from ckptstore.formats.errors import CkptError
+from ckptstore.errors import CkptError
 from tools.crash import faults
 from tools.crash.disk import SyncFailed
 from tools.crash.enumerate import crash_states

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore import folding
 from ckptstore.backends.base import Backend
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.posix import Posix
-from ckptstore.formats.errors import StoreNotFoundError
+from ckptstore.errors import StoreNotFoundError
 from ckptstore.formats.records import slot_of
+from ckptstore.log import folding
+from ckptstore.log.reading import anchor_above
 from ckptstore.store import Store
-from ckptstore.view import anchor_above
 from tools.crash import faults
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import Fault, FaultyPosix

@@ -18,8 +18,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptstore import crashpoints
 from ckptstore.backends.local import LocalBackend
+from ckptstore.host import crash_points
 from tools.crash.scenario import Violation, check, live, warm_up
 
 __all__ = ["Kills", "kill_at", "sweep"]
@@ -54,7 +54,7 @@ def kill_at(root: Path, point: str, count: int) -> tuple[bool, list[str]]:
         status = 1
         try:
             os.close(reading)
-            crashpoints.arm(point, count)
+            crash_points.arm(point, count)
             # The pipe holds what was promised even if the victim dies right after.
             live(LocalBackend(root), lambda ref: os.write(writing, f"{ref}\n".encode()) and None)
             status = 0
@@ -91,7 +91,7 @@ def sweep(kills: int, *, seed: int = 0, folder: Path | None = None) -> Kills:
             root = work / f"store-{number // 4}"
             if number % 4 == 0:
                 promised: set[str] = set()
-            points = crashpoints.CRASH_POINTS
+            points = crash_points.CRASH_POINTS
             point = points[number % len(points)] if number < 2 * len(points) else chance.choice(points)
             count = 1 + number // len(points) if number < 2 * len(points) else chance.randint(1, 12)
             killed, acknowledged = kill_at(root, point, count)
@@ -121,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.monotonic()
     done = sweep(options.kills, seed=options.seed, folder=options.dir)
-    for point in crashpoints.CRASH_POINTS:
+    for point in crash_points.CRASH_POINTS:
         print(f"{done.points.get(point, 0):6} {point}")
     print(f"{done.kills} kills, {done.restored} checkpoints restored, 0 violations, {time.monotonic() - begin:.0f} s")
 

@@ -29,15 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ckptstore import folding
 from ckptstore.backends.local import LocalBackend
-from ckptstore.collecting import collect
-from ckptstore.diffs import DiffOptions
-from ckptstore.formats.errors import CkptError, UsageError
-from ckptstore.journal import Journal
-from ckptstore.merging import merge
-from ckptstore.saves import PendingSave
-from ckptstore.store import LostStepsWarning, Store
+from ckptstore.errors import CkptError, UsageError
+from ckptstore.host.caller_warnings import LostStepsWarning
+from ckptstore.log import folding
+from ckptstore.log.journal import Journal
+from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.merge import merge
+from ckptstore.store import Store
+from ckptstore.write.ledger import PendingSave
+from ckptstore.write.steps.batcher import DiffOptions
 from tools.crash.forgetful import SITES, ForgetfulBackend
 from tools.crash.powercut_rig import FILE_SYSTEMS, Rig, isolated, obstacle
 from tools.crash.scenario import CHAIN, Violation, check, create, state_of

@@ -18,18 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore import folding
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.collecting import collect
-from ckptstore.deltas import DeltaOptions
-from ckptstore.diffs import DiffOptions
-from ckptstore.formats.errors import CheckpointNotFoundError, StoreNotFoundError
+from ckptstore.errors import CheckpointNotFoundError, StoreNotFoundError
 from ckptstore.formats.records import FORMAT_KEY, FormatFile
 from ckptstore.formats.texts import encode_format
-from ckptstore.intervals import RestoreBound
-from ckptstore.merging import merge
-from ckptstore.store import LostStepsWarning, Store, verify
+from ckptstore.host.caller_warnings import LostStepsWarning
+from ckptstore.log import folding
+from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.merge import merge
+from ckptstore.store import Store, verify
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
+from ckptstore.write.steps.batcher import DiffOptions
 
 __all__ = ["Violation", "check", "compare", "create", "live", "promised", "same_state", "state_of", "warm_up"]
 
@@ -182,7 +183,7 @@ def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) 
     if missing := wanted - visible:
         raise Violation(f"acknowledged and gone: {sorted(missing)}")
     for ref in sorted(visible):  # a checkpoint that nobody promised may be there, but then it is whole
-        compare(store.journal, ref)
+        compare(store, ref)
     restored = len(visible)
     if write:
         with _ignoring_lost_steps(), store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:

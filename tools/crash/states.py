@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 
 from ckptstore.backends.local import LocalBackend
-from ckptstore.formats.errors import StoreNotFoundError
-from ckptstore.planner import plan
+from ckptstore.errors import StoreNotFoundError
+from ckptstore.restore.plan import plan
 from ckptstore.store import Store
 from tools.crash.enumerate import CrashState, crash_states
 from tools.crash.faults import Fault, FaultyPosix
@@ -77,7 +77,7 @@ class Known:
                 if blob is None:
                     raise Violation(f"{ref} is listed, and its segment {found.key} is gone")
                 if (ref, blob.digest, found.hash) not in self._right:
-                    compare(store.journal, ref)
+                    compare(store, ref)
                     self._right.add((ref, blob.digest, found.hash))
         return len(refs)
 

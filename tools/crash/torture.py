@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptstore.backends.local import LocalBackend
-from ckptstore.collecting import collect
 from ckptstore.formats.hashing import header_hash
-from ckptstore.store import LostStepsWarning, Store
+from ckptstore.host.caller_warnings import LostStepsWarning
+from ckptstore.maintenance.gc import collect
+from ckptstore.store import Store
 from tools.crash.powercut_rig import isolated, make_image, mounted, obstacle
 from tools.crash.scenario import Violation, check, create, warm_up
 from tools.crash.torture_actors import ACTORS, Acknowledged, Stage, perform, sample_faults

@@ -17,12 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ckptstore import folding, requests
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.posix import SYSTEM
-from ckptstore.collecting import collect
-from ckptstore.diffs import DiffOptions
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CheckpointNotFoundError,
     CkptError,
     CommitUnknownError,
@@ -34,10 +31,13 @@ from ckptstore.formats.errors import (
 )
 from ckptstore.formats.records import Node
 from ckptstore.formats.retention import droppable
-from ckptstore.merging import merge
-from ckptstore.pins import PinWatch, UnpinnedWarning, claim
+from ckptstore.log import folding, requests
+from ckptstore.log.pins import PinWatch, UnpinnedWarning, claim
+from ckptstore.log.reading import exists
+from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
-from ckptstore.view import exists
+from ckptstore.write.steps.batcher import DiffOptions
 from tools.crash import faults
 from tools.crash.faults import Fault, FaultyPosix
 from tools.crash.scenario import CHAIN, Violation, same_state, state_of

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ckptstore.backends.local import LocalBackend
-from ckptstore.collecting import collect
-from ckptstore.formats.errors import CkptError, CorruptLogError, WriterError
+from ckptstore.errors import CkptError, CorruptLogError, WriterError
 from ckptstore.formats.records import slot_of
+from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store, verify
 from tools.crash.scenario import Violation, same_state
 
 if TYPE_CHECKING:
-    from ckptstore.writer import Writer
+    from ckptstore.write.writer import Writer
     from tools.crash.torture_actors import Stage
 
 __all__ = ["mishap"]

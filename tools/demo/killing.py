@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 POINTS_IN_COMMIT: Final = ("save.before-header", "commit.before-create", "commit.created")
-"""Instants inside a commit (`ckptstore.crashpoints`), each passed once per checkpoint: data written but no header yet;
-segment durable but nothing in the log; log slot created but not acknowledged."""
+"""Instants inside a commit (`ckptstore.host.crash_points`), each passed once per checkpoint: data written but no header
+yet; segment durable but nothing in the log; log slot created but not acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)

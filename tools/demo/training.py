@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptstore.training.environment import describe_environment
+from ckptstore.frameworks.torch_environment import describe_environment
 from tools.demo.config import DemoConfig
 from tools.demo.corpus import Corpus
 from tools.demo.loader import ShuffledWindows

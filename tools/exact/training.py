@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckptstore import torch_seam
 from ckptstore.formats import jsontext
+from ckptstore.frameworks import bridge
 from ckptstore.training import OptimizerStep
 from ckptstore.training.optimizers import Gradients
 
@@ -185,7 +185,7 @@ class Training:
 
 def fingerprint(state: State) -> str:
     """A digest of every bit of a state: the tree with all its values, and all tensors' names, dtypes, shapes, bytes."""
-    flat = torch_seam.flattened(state)
+    flat = bridge.flattened(state)
     digest = hashlib.blake2b(jsontext.dumps(flat.tree), digest_size=16)
     for name, source in flat.tensors.items():
         image = np.empty(source.nbytes, np.uint8)

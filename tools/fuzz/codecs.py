@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptstore.errors import CkptError, CorruptionError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs.kernels import Bytes
-from ckptstore.formats.errors import CkptError, CorruptionError
 from tools.fuzz.guard import Target, Violation
 from tools.fuzz.kernels import both_forms, poison
 

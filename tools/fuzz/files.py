@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 import safetensors
 
-from ckptstore.formats.errors import FormatError, StorageError, UnsupportedStateError, UsageError
-from ckptstore.weightfiles import open_file
+from ckptstore.errors import FormatError, StorageError, UnsupportedStateError, UsageError
+from ckptstore.exchange.weight_files import open_file
 from tools.fuzz.guard import Target, Violation
 
 __all__ = ["WEIGHTFILES"]
@@ -101,7 +101,7 @@ def _seeds() -> list[bytes]:
             "format": "pt",
             "ckptstore.state": json.dumps(tree),
             "ckptstore.dtypes": json.dumps({"z": "C64"}),
-            "ckptstore.checkpoint": "3@1",
+            "ckptstore.log.checkpoints": "3@1",
         },
         "w": {"dtype": "BF16", "shape": [5], "data_offsets": [0, 10]},
         "z": {"dtype": "F32", "shape": [2, 2], "data_offsets": [10, 26]},

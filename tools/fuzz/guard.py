@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.formats.errors import CkptError, CorruptionError, FormatError
+from ckptstore.errors import CkptError, CorruptionError, FormatError
 
 __all__ = ["Outcome", "Target", "Violation", "attempt"]
 

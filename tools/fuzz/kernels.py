@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ckptstore.errors import CkptError
 from ckptstore.formats import compiled
 from ckptstore.formats.codecs import kernels
-from ckptstore.formats.errors import CkptError
 from tools.fuzz.guard import Violation
 
 __all__ = ["both_forms", "poison"]

@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.errors import CorruptionError, FormatError
 from ckptstore.formats import optim, steps
-from ckptstore.formats.errors import CorruptionError, FormatError
 from ckptstore.formats.segment import TensorEntry
 from tools.fuzz.guard import Target, Violation
 from tools.fuzz.kernels import both_forms, poison

@@ -11,16 +11,15 @@ from typing import Any, Final
 import numpy as np
 import zstandard
 
-from ckptstore import refs
-from ckptstore.formats import folds, hashing, jsontext, texts
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.errors import (
+from ckptstore.errors import (
     CheckpointNotFoundError,
     CorruptLogError,
     CorruptSegmentError,
     FormatError,
     UsageError,
 )
+from ckptstore.formats import folds, hashing, jsontext, texts
+from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.layout import ALIGN, TensorSpec
 from ckptstore.formats.records import (
     CommitRecord,
@@ -42,6 +41,7 @@ from ckptstore.formats.segment import (
     raw_entry,
 )
 from ckptstore.formats.state import flatten, select, tensor_names, unflatten
+from ckptstore.log import refs
 from tools.fuzz import seeds
 from tools.fuzz.codecs import CODECS
 from tools.fuzz.files import WEIGHTFILES

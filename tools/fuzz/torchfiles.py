@@ -18,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 import torch  # here, not when the first file is loaded: what importing it takes is not what the file took
 
-from ckptstore.formats.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError, UsageError
-from ckptstore.torcharchive import TensorReference, TorchObject, write_archive
-from ckptstore.weightfiles import open_file
+from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError, UsageError
+from ckptstore.exchange.torch_archive import TensorReference, TorchObject, write_archive
+from ckptstore.exchange.weight_files import open_file
 from tools.fuzz.guard import Target, Violation
 
 __all__ = ["TORCHFILES"]

@@ -14,10 +14,8 @@ import numpy as np
 import zstandard
 
 import ckptstore
-from ckptstore import DeltaOptions, DiffOptions, Update, folding
+from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.backends.local import LocalBackend
-from ckptstore.batches import write_batch
-from ckptstore.encoding import write_packed
 from ckptstore.formats import codecs, optim, texts
 from ckptstore.formats.dtypes import DTYPES
 from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
@@ -37,10 +35,13 @@ from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, header_len
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.state import tensor_names
 from ckptstore.formats.texts import encode_format, seal
-from ckptstore.journal import Journal
-from ckptstore.log import Term, open_term
-from ckptstore.merging import merge
-from ckptstore.segments import write_full
+from ckptstore.log import folding
+from ckptstore.log.journal import Journal
+from ckptstore.log.term import Term, open_term
+from ckptstore.maintenance.merge import merge
+from ckptstore.segments.plain import write_full
+from ckptstore.write.encoding import write_packed
+from ckptstore.write.steps.batch_segments import write_batch
 from tools.conformance.ours import answer
 from tools.golden import make_codecs, make_steps
 from tools.golden.make_segments import RUN, packed, plain, state_of

@@ -15,10 +15,11 @@ import ml_dtypes
 import numpy as np
 
 import ckptstore
-from ckptstore import DeltaOptions, DiffOptions, Update, folding
+from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
-from ckptstore.merging import merge
+from ckptstore.log import folding
+from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
 from tools.golden.still import still
 

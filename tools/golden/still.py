@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from unittest import mock
 
-from ckptstore import torch_seam
+from ckptstore.frameworks import bridge
 
 MOMENT = 1763793293.125
 
@@ -38,6 +38,6 @@ def still(seed: int) -> Iterator[None]:
         mock.patch.object(time, "time", return_value=MOMENT),
         mock.patch.object(os, "getpid", return_value=4242),
         mock.patch.object(platform, "node", return_value="golden"),
-        mock.patch.object(torch_seam, "environment", return_value={}),
+        mock.patch.object(bridge, "environment", return_value={}),
     ):
         yield

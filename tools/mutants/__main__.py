@@ -31,9 +31,9 @@ QUICK: Final = (
     "formats/members.py*",
     "formats/texts.py*",
     "ckptstore/backends/posix.py*",
-    "ckptstore/log.py*",
-    "ckptstore/pins.py*",
-    "ckptstore/requests.py*",
+    "ckptstore/log/term.py*",
+    "ckptstore/log/pins.py*",
+    "ckptstore/log/requests.py*",
 )
 """Modules whose first test file takes seconds: the sample of ``--quick`` comes from these; who lives meets the others.
 (Not from their syncs: it takes a crash to miss one.)"""

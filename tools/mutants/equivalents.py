@@ -38,37 +38,37 @@ class Equivalent:
 
 EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
     Equivalent(
-        "ckptstore/intervals.py",
+        "ckptstore/write/interval.py",
         "DeltaSizes.expect",
         "len(known) > 1 => len(known) >= 1",
         "where one gap is known, none is known at half of it: the other half of the condition is false",
     ),
     Equivalent(
-        "ckptstore/folding.py",
+        "ckptstore/log/folding.py",
         "_hides_damage",
         "catalog.damage[-1] > opened.seq => catalog.damage[-1] >= opened.seq",
         "the slot of an OPEN that is known is not damaged, so the two numbers are never equal here",
     ),
     Equivalent(
-        "ckptstore/folding.py",
+        "ckptstore/log/folding.py",
         "trim",
         "-1 => 1",
         "of the two newest valid folds, and there are exactly two here, the last is number 1",
     ),
     Equivalent(
-        "ckptstore/folding.py",
+        "ckptstore/log/folding.py",
         "_newest_valid",
         "-1 => 1",
         "only keys of folds are passed; the other half of the expression is for the type checker",
     ),
     Equivalent(
-        "ckptstore/log.py",
+        "ckptstore/log/term.py",
         "Term.commit",
         "manifest is not None and record.manifest is not None => manifest is not None or record.manifest is not None",
         "a record names a manifest exactly where one was made; both are asked for the type checker",
     ),
     Equivalent(
-        "ckptstore/view.py",
+        "ckptstore/log/reading.py",
         "_Reading.__init__",
         "-1 => 1",
         "set again by every run, before anything reads it",

@@ -30,7 +30,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     ),
     "formats/optim/*": (f"{_FORMATS}optim_hostile.py", f"{_FORMATS}optim.py", f"{_FORMATS}optim_arithmetic.py"),
     "formats/steps.py": (f"{_ENGINE}diffs.py", f"{_ENGINE}diff_*.py"),
-    "formats/codecs/sums.py": (f"{_ENGINE}treefold.py",),
+    "formats/codecs/sums.py": (f"{_ENGINE}parallel_chain.py",),
     "formats/codecs/*": (f"{_FORMATS}codecs_params.py", f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs*.py"),
     "formats/jsontext.py": (f"{_FORMATS}jsontext.py", f"{_FORMATS}state.py"),
     "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
@@ -51,47 +51,41 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/retention.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
     "ckptstore/backends/*": (f"{_ENGINE}local_backend.py", f"{_ENGINE}backends.py", *_CRASHES),
-    "ckptstore/weightfiles.py": (f"{_ENGINE}weightfiles.py", f"{_ENGINE}importing.py"),
-    "ckptstore/safetensorsfiles.py": (f"{_ENGINE}weightfiles.py",),
-    "ckptstore/checkpointfolders.py": (f"{_ENGINE}checkpointfolders.py",),
-    "ckptstore/exporting.py": (f"{_ENGINE}exporting.py",),
-    "ckptstore/outputs.py": (f"{_ENGINE}exporting.py",),
-    "ckptstore/merging/*": tuple(f"{_ENGINE}{tests}.py" for tests in ("merging", "merging_diffs", "hostile_segments")),
+    "ckptstore/exchange/weight_files.py": (f"{_ENGINE}weight_files.py", f"{_ENGINE}importing.py"),
+    "ckptstore/exchange/safetensors_files.py": (f"{_ENGINE}weight_files.py",),
+    "ckptstore/exchange/checkpoint_folders.py": (f"{_ENGINE}checkpoint_folders.py",),
+    "ckptstore/exchange/exporting.py": (f"{_ENGINE}exporting.py",),
+    "ckptstore/exchange/atomic_files.py": (f"{_ENGINE}exporting.py",),
+    "ckptstore/host/sigterm.py": (f"{_ENGINE}diffs_review.py", f"{_ENGINE}diff_kills.py"),
+    "ckptstore/frameworks/torch_files.py": (f"{_ENGINE}weight_files.py", f"{_ENGINE}pickled_arrays.py"),
+    "ckptstore/frameworks/*": (f"{_ENGINE}torch_*.py",),
+    "ckptstore/training/*": (f"{_ENGINE}torch_*.py",),
+    "ckptstore/maintenance/merge/*": tuple(
+        f"{_ENGINE}{tests}.py" for tests in ("merging", "merging_diffs", "hostile_segments")
+    ),
+    "ckptstore/maintenance/verify/*": (
+        *(f"{_ENGINE}{tests}.py" for tests in ("verification", "crafted_stores", "damage")),
+        "tests/cli/test_verify.py",
+    ),
+    "ckptstore/maintenance/gc.py": _LOG,
+    "ckptstore/log/*": _LOG,
     **{
-        f"ckptstore/{name}.py": tuple(
+        f"ckptstore/write/{name}.py": tuple(
             f"{_ENGINE}{tests}.py" for tests in ("writer", "folding_beside", "store", "diffs", "deltas*")
         )
-        for name in ("writer", "committing", "saves")
+        for name in ("writer", "committer", "ledger", "opening")
     },
     **{
         f"ckptstore/{name}.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("diff_damage", "hostile_segments", "diffs"))
-        for name in ("replaying", "layers", "batches", "diffs", "diffing")
+        for name in ("restore/replay", "restore/link", "write/steps/*")
     },
-    "ckptstore/assembling.py": tuple(
+    "ckptstore/restore/assembly.py": tuple(
         f"{_ENGINE}{tests}.py" for tests in ("crafted_stores", "diff_damage", "hostile_segments", "diffs")
     ),
-    "ckptstore/reading.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("damage", "hostile_segments", "store", "diff*")),
-    "ckptstore/termination.py": (f"{_ENGINE}diffs_review.py", f"{_ENGINE}diff_kills.py"),
-    "ckptstore/planner.py": (f"{_ENGINE}store.py", *_LOG),
-    "ckptstore/training/torchfiles.py": (f"{_ENGINE}weightfiles.py", f"{_ENGINE}pickledarrays.py"),
-    "ckptstore/training/*": (f"{_ENGINE}torch_*.py",),
-    **{
-        f"ckptstore/{name}.py": (
-            *(f"{_ENGINE}{tests}.py" for tests in ("verification", "crafted_stores", "damage")),
-            "tests/cli/test_verify.py",
-        )
-        for name in (
-            "verification",
-            "scrubbing",
-            "describing",
-            "proving",
-            "columns",
-            "casualties",
-            "findings",
-            "handles",
-        )
-    },
-    **{f"ckptstore/{name}.py": _LOG for name in ("view", "log", "folding", "pins", "requests", "collecting")},
+    "ckptstore/restore/plan.py": (f"{_ENGINE}store.py", *_LOG),
+    "ckptstore/segments/reading.py": tuple(
+        f"{_ENGINE}{tests}.py" for tests in ("damage", "hostile_segments", "store", "diff*")
+    ),
     "ckptstore/*": _STORE,
 }
 """Pattern of a module -> patterns of test files; the first that fits counts. Those that do not exist are left out."""
@@ -105,7 +99,7 @@ def tests_of(site: Site, root: Path) -> list[str]:
     own = [f"tests/{place}/test_{stem}{more}.py" for place in (room, "*") for more in ("_hostile", "", "_*")]
     crashes = _CRASHES if site.kind == "durability" else ()
     found: dict[str, None] = {}
-    regressions = _REGRESSIONS if site.path.startswith("formats/") or "weightfiles" in site.path else ()
+    regressions = _REGRESSIONS if site.path.startswith("formats/") or "weight_files" in site.path else ()
     for pattern in (*own, *crashes, *rules, *regressions):
         found |= dict.fromkeys(path.relative_to(root).as_posix() for path in sorted(root.glob(pattern)))
     return list(found)

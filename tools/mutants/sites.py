@@ -40,7 +40,16 @@ _DAMAGE: Final = frozenset(
 _FENCES: Final = frozenset({"FencedError", "CommitUnknownError", "WriterClosedError", "_StaleError"})
 _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})
 _RULES: Final = frozenset({"formats/retention.py"})
-_PROTOCOL: Final = frozenset({"view", "log", "folding", "pins", "requests", "collecting", "compaction"})
+_PROTOCOL: Final = frozenset(
+    {
+        "ckptstore/log/reading.py",
+        "ckptstore/log/term.py",
+        "ckptstore/log/folding.py",
+        "ckptstore/log/pins.py",
+        "ckptstore/log/requests.py",
+        "ckptstore/maintenance/gc.py",
+    }
+)
 _ENCODES: Final = re.compile(r"_?(write|plan|encode)(_|$)")
 _HASHES: Final = re.compile(r"hash|digest|checksum|xxh3|\.state\b|intact")
 _ANCHORS: Final = re.compile(r"anchor|never_deleted|\bkept\b|\bpresent\b|\bexists\b")
@@ -127,7 +136,7 @@ class _Finder(ast.NodeVisitor):
         self.starts = [0]
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
-        self.protocol = path.startswith("ckptstore/") and Path(path).stem in _PROTOCOL
+        self.protocol = path in _PROTOCOL
         self.decoder = path.startswith("formats/") and path != "formats/compiled.py"  # that reads nothing
         self.scopes: list[str] = []
         self.returns: list[str] = []
@@ -158,7 +167,7 @@ class _Finder(ast.NodeVisitor):
                 self._add(node, "durability", "pass")
             elif _CHECKING.fullmatch(called):
                 self._add(node, "checksum" if _CHECKSUMS.fullmatch(called) else "bounds", "pass")
-            elif self.path == "ckptstore/pins.py" and called in ("renew", "finalize"):
+            elif self.path == "ckptstore/log/pins.py" and called in ("renew", "finalize"):
                 self._add(node, "pin", "pass")
         self.generic_visit(node)
 
@@ -166,7 +175,7 @@ class _Finder(ast.NodeVisitor):
         target = ast.unparse(node.targets[0])
         if self.protocol and isinstance(node.value, ast.Compare):
             self._atoms(node.value, True, "fence")
-        elif self.path == "ckptstore/pins.py" and target == "view" and len(_arguments(node.value)) > 2:
+        elif self.path == "ckptstore/log/pins.py" and target == "view" and len(_arguments(node.value)) > 1:
             self._add(node, "pin", "pass")  # the second READ
         self.generic_visit(node)
 
@@ -214,7 +223,7 @@ class _Finder(ast.NodeVisitor):
     def visit_comprehension(self, node: ast.comprehension) -> None:
         if self.protocol:
             for test in node.ifs:
-                keeps = self.path == "ckptstore/collecting.py" and "pins." in ast.unparse(test)
+                keeps = self.path == "ckptstore/maintenance/gc.py" and "pins." in ast.unparse(test)
                 self._atoms(test, not keeps, "pin" if keeps else None)
         self.generic_visit(node)
 
@@ -311,7 +320,7 @@ class _Finder(ast.NodeVisitor):
             return "checksum"
         if kind is not None and not (kind == "rule" and self.protocol):
             return kind
-        if self.path == "ckptstore/pins.py":
+        if self.path == "ckptstore/log/pins.py":
             return "pin" if _PINS.search(text) else kind
         if _ANCHORS.search(text):
             return "anchor"

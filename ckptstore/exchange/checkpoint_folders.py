@@ -1,0 +1,288 @@
+"""A folder that a trainer wrote, opened as one state: all that is in it is taken, left out on request, or refused.
+
+What Hugging Face's Trainer and Accelerate write becomes a dict:
+
+====================  ============================================================================================
+``model``             the weights: the index of shards, or the file (``model.safetensors``, ``pytorch_model.bin``)
+``optimizer`` ...     every other torch or safetensors file, under its name without suffix: ``scheduler``, ``scaler``
+``rng``               rank -> random states, of ``rng_state.pth`` (rank 0), ``rng_state_3.pth``, ``random_states_3.pkl``
+``trainer_state``     ``trainer_state.json``, parsed
+``files``             name -> bytes (uint8 array) of every other file: configuration, tokenizer
+====================  ============================================================================================
+
+A folder with weights and no other part is its weights alone; then the files of the last row are left where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from ckptstore.errors import FormatError, StorageError, UnsupportedStateError, UsageError
+from ckptstore.exchange.safetensors_files import FileTensor
+from ckptstore.exchange.weight_files import OpenedFile, flattened, index_shards, load_file, open_file
+
+__all__ = ["FolderContents", "is_beside", "open_checkpoint", "survey"]
+
+_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_WEIGHTS: Final = ("model", "pytorch_model", "adapter_model", "pytorch_model_fsdp")
+"""Names that say that a file holds the model's weights, by preference."""
+_BESIDE: Final = re.compile(
+    r"(optimizer|scheduler|scaler|sampler|training_args|dl_state_dict|custom_checkpoint)(_\d+)?"
+)
+_RNG: Final = re.compile(r"(?:rng_state(?:_(?P<rank>\d{1,9}))?\.pth|random_states_(?P<process>\d{1,9})\.pkl)")
+_SHARD: Final = re.compile(r"-\d{5}-of-\d{5}$")
+_TRAINER_STATE: Final = "trainer_state.json"
+_JSON_LIMIT: Final = 64 << 20
+_RESERVED: Final = frozenset({"model", "rng", "trainer_state", "files"})
+_FOLDER: Final = "it is a folder"
+_DEEPSPEED: Final = re.compile(r"global_step\d+")
+_DEEPSPEED_FILES: Final = ("*_model_states.pt", "*_optim_states.pt")
+
+
+@dataclass(slots=True)
+class FolderContents:
+    """What is in a folder.
+
+    Attributes:
+        path: the folder.
+        weights: the file or index with the model's weights.
+        shards: files that the index names.
+        parts: key in the state -> file.
+        rng: rank -> file.
+        trainer_state: that file, or None.
+        others: files that are no part of a state.
+        refused: name -> why it cannot be taken.
+        left_out: names that were not to be taken.
+    """
+
+    path: Path
+    weights: Path
+    shards: tuple[Path, ...] = ()
+    parts: dict[str, Path] = field(default_factory=dict)
+    rng: dict[int, Path] = field(default_factory=dict)
+    trainer_state: Path | None = None
+    others: list[Path] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is more of a training state than its weights."""
+        return bool(self.parts or self.rng or self.trainer_state)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What is taken."""
+        state = [] if self.trainer_state is None else [self.trainer_state]
+        return (self.weights, *self.shards, *self.parts.values(), *self.rng.values(), *state, *self.others)
+
+
+def survey(folder: Path, leave_out: Sequence[str] = ()) -> FolderContents:
+    """Look at every name in a folder; of an index, at what it names.
+
+    Args:
+        folder: the folder.
+        leave_out: globs of names that are not to be taken.
+
+    Raises:
+        UsageError: it holds no weights, or nobody can tell which; or it is something else.
+        FormatError: its index is damaged.
+        StorageError: it cannot be read.
+    """
+    try:
+        entries = sorted(folder.iterdir())
+        _refuse_foreign(folder, {entry.name for entry in entries})
+        globs = [glob.rstrip("/") for glob in leave_out]
+        left_out = [one.name for one in entries if any(fnmatchcase(one.name, glob) for glob in globs)]
+        kept = [entry for entry in entries if entry.name not in left_out]
+        files = [entry for entry in kept if entry.is_file()]
+        folders = [entry for entry in kept if entry.is_dir()]
+        weights = _weights(folder, files, folders)
+        shards = [folder / name for name in index_shards(weights)] if weights.suffix == ".json" else []
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(error.errno, error.strerror, error.filename) from error
+    found = FolderContents(folder, weights, tuple(shards), left_out=left_out)
+    found.refused |= {entry.name: _why_not(entry) for entry in kept if entry not in files}
+    for file in files:
+        if file != weights and file not in shards:
+            _sort(found, file)
+    return found
+
+
+def _sort(found: FolderContents, file: Path) -> None:
+    """Give one file its place."""
+    stem = file.stem
+    if file.name == _TRAINER_STATE:
+        found.trainer_state = file
+    elif match := _RNG.fullmatch(file.name):
+        rank = int(match["rank"] or match["process"] or 0)
+        if rank in found.rng:
+            found.refused[file.name] = f"{found.rng[rank].name} holds the random states of rank {rank}, too"
+        else:
+            found.rng[rank] = file
+    elif file.name.endswith(".index.json") or (_is_part(file) and (stem in _WEIGHTS or _SHARD.search(stem))):
+        found.refused[file.name] = f"these are weights, and so is {found.weights.name}"
+    elif not _is_part(file):
+        found.others.append(file)
+    elif stem in found.parts or stem in _RESERVED:
+        other = found.parts[stem].name if stem in found.parts else "something else"
+        found.refused[file.name] = f"{other} becomes {stem!r}, too"
+    else:
+        found.parts[stem] = file
+
+
+def _is_part(file: Path) -> bool:
+    return file.suffix.lower() in _SUFFIXES
+
+
+def is_beside(file: Path) -> bool:
+    """Whether a trainer gives this name to something that stands beside the model's weights."""
+    return bool(_BESIDE.fullmatch(file.stem) or _RNG.fullmatch(file.name))
+
+
+def _weights(folder: Path, files: Sequence[Path], folders: Sequence[Path]) -> Path:
+    """The file with the model's weights, or its index."""
+    indexes = [file for file in files if file.name.endswith((".safetensors.index.json", ".bin.index.json"))]
+    models = [file for file in files if _is_part(file) and not is_beside(file)]
+    for candidates in (indexes, models):
+        named = [file for file in candidates if file.name.split(".")[0] in _WEIGHTS]
+        if named:
+            return min(named, key=lambda file: (_WEIGHTS.index(file.name.split(".")[0]), file.suffix != ".safetensors"))
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            some = ", ".join(file.name for file in candidates[:3])
+            raise UsageError(
+                f"{folder} holds {len(candidates)} checkpoint files and no index ({some}): name the one to import"
+            )
+    where = "; ".join(f"{inner.name}: {why}" for inner in folders if (why := _why_not(inner)) != _FOLDER)
+    what = f"{folder} holds no .safetensors, .bin or .pt file with a model's weights"
+    raise UsageError(f"{what}; {where}" if where else what)
+
+
+def _why_not(entry: Path) -> str:
+    if not entry.is_dir():
+        return "it is no regular file"
+    if (entry / ".metadata").exists():
+        return f"torch.distributed.checkpoint wrote it; make a file of it: {_dcp_command(entry)}"
+    if _DEEPSPEED.fullmatch(entry.name):
+        return f"DeepSpeed wrote it, a part for each rank; for its weights: {_deepspeed_command(entry.parent)}"
+    return _FOLDER
+
+
+def _refuse_foreign(folder: Path, names: set[str]) -> None:
+    """Raise `UsageError` for a folder that is no checkpoint of files, with the command that makes one."""
+    if "FORMAT" in names:
+        raise UsageError(f"{folder} is a checkpoint store; import the files that `ckpt restore` writes from it")
+    if ".metadata" in names:
+        what = f"{folder} was written by torch.distributed.checkpoint; import the file made of it by"
+        raise UsageError(f"{what}: {_dcp_command(folder)}")
+    if any(fnmatchcase(name, glob) for name in names for glob in _DEEPSPEED_FILES):
+        what = f"{folder} was written by DeepSpeed, a part for each rank; import the weights made of it by"
+        raise UsageError(f"{what}: {_deepspeed_command(folder.parent)}")
+
+
+def _dcp_command(folder: Path) -> str:
+    return f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder.name}.pt"
+
+
+def _deepspeed_command(folder: Path) -> str:
+    return f"python {folder}/zero_to_fp32.py {folder} {folder.name}-fp32 --safe_serialization"
+
+
+# opening
+
+
+def open_checkpoint(path: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
+    """Open a checkpoint file, or all of a folder as one state.
+
+    Args:
+        path: see `weightfiles.open_file`; or a folder.
+        leave_out: of a folder, globs of names that are not to be taken.
+
+    Raises:
+        UnsupportedStateError: something in the folder cannot be taken and is not left out on request; names all of it.
+        UsageError: see `survey`; or `path` does not exist.
+        FormatError, MissingDependencyError, StorageError: see `open_file`.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    if not path.is_dir():
+        return open_file(path)
+    found = survey(path, leave_out)
+    opened = ExitStack()
+    try:
+        state = _state(found, opened) if found.whole else None
+        if found.refused:
+            raise _refusal(path, found.refused)
+        if state is None:
+            opened.close()
+            return _weights_alone(found)
+        return OpenedFile(path, flattened(path, state), found.files, opened, tuple(found.left_out))
+    except BaseException as error:
+        opened.close()
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, StorageError):
+            raise StorageError(error.errno, error.strerror, error.filename or str(path)) from error
+        raise
+
+
+def _weights_alone(found: FolderContents) -> OpenedFile:
+    opened = open_file(found.weights)
+    opened.left_out = (*found.left_out, *(file.name for file in found.others))
+    return opened
+
+
+def _refusal(folder: Path, refused: Mapping[str, str]) -> UnsupportedStateError:
+    each = "; ".join(f"{name}: {why}" for name, why in refused.items())
+    error = UnsupportedStateError(f"{folder}: cannot be imported whole: {each}")
+    error.add_note("to import the rest: " + " ".join(f"--leave-out {name!r}" for name in refused))
+    return error
+
+
+def _state(found: FolderContents, opened: ExitStack) -> dict[str, Any]:
+    """The dict that the folder is. What needs pickled code is added to `found.refused`."""
+    state: dict[str, Any] = {"model": _part(found, found.weights, opened)}
+    state |= {key: _part(found, file, opened) for key, file in found.parts.items()}
+    if found.rng:
+        state["rng"] = {rank: _part(found, file, opened) for rank, file in sorted(found.rng.items())}
+    if found.trainer_state is not None:
+        state["trainer_state"] = _json(found.trainer_state)
+    if found.others:
+        state["files"] = dict(_raw(found.others, opened))
+    return state
+
+
+def _part(found: FolderContents, file: Path, opened: ExitStack) -> Any:
+    try:
+        return load_file(file, opened, nested=True)
+    except UnsupportedStateError as error:
+        found.refused[file.name] = str(error).removeprefix(f"{file}: ")
+        return None
+
+
+def _json(file: Path) -> Any:
+    """JSON as Python writes it, NaN and Infinity included: a loss may be either."""
+    if file.stat().st_size > _JSON_LIMIT:
+        raise FormatError(f"{file}: too long for the state of a trainer")
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file}: not JSON: {error}") from error
+
+
+def _raw(files: Iterable[Path], opened: ExitStack) -> Iterable[tuple[str, FileTensor]]:
+    for file in files:
+        descriptor = opened.enter_context(file.open("rb", buffering=0))
+        size = file.stat().st_size
+        tensor = FileTensor(file, descriptor.fileno(), 0, file.name, "U8", (size,))
+        tensor.origin = "numpy"
+        yield file.name, tensor

@@ -1,0 +1,262 @@
+"""A checkpoint as ordinary files: ``.safetensors`` (one, or shards with an index as Hugging Face has) or ``.pt``.
+
+The files appear under their names complete and durable, or not at all. Memory in use is a few chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ckptstore.errors import FormatError, UsageError
+from ckptstore.exchange.atomic_files import OutputFile, Outputs, outputs, refuse_missing_folder, refuse_store
+from ckptstore.exchange.safetensors_files import DTYPES_MEMBER
+from ckptstore.exchange.torch_archive import TensorReference, TorchObject, write_archive
+from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER, STATE_MEMBER
+from ckptstore.formats import dtypes, jsontext
+from ckptstore.formats.layout import TensorSpec, order
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.state import check_size, places, unflatten
+from ckptstore.log.checkpoints import look_up
+from ckptstore.restore.load import Opened, opened, select_from
+from ckptstore.restore.streams import Progress, streams
+
+if TYPE_CHECKING:
+    from ckptstore.log.journal import Journal
+
+__all__ = ["ExportResult", "export"]
+
+_HEADER_ALIGN: Final = 128
+
+Chunks = Callable[[str], Iterator[memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        ref: the checkpoint.
+        format: ``safetensors`` or ``pt``.
+        paths: the files that hold tensors, in order.
+        index: the ``.index.json`` of a sharded export, or None.
+        nbytes: bytes of tensors.
+        tensors: number of distinct tensors.
+        converted: what could not be written as it was, because a ``.pt`` that needs no trust has no form for it: numpy
+            arrays became tensors, numpy scalars Python numbers, frozensets sets.
+        lossy: the checkpoint is not what training had, bit for bit (it was stored so on request).
+        tied: of a safetensors file, which has each tensor once: (name of another of its places that was asked for, the
+            name under which the file has it). A reader that takes the tree of the state has them all.
+    """
+
+    ref: str
+    format: str
+    paths: tuple[Path, ...]
+    index: Path | None
+    nbytes: int
+    tensors: int
+    converted: tuple[str, ...] = ()
+    lossy: bool = False
+    tied: tuple[tuple[str, str], ...] = ()
+
+
+def export(
+    journal: Journal,
+    ref: str | int,
+    out: str | Path,
+    format: Literal["safetensors", "pt"] = "safetensors",
+    select: str | Sequence[str] | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> ExportResult:
+    """Write a checkpoint to `out`, verifying every byte that is read.
+
+    A safetensors file carries the rest of the state in its metadata (`STATE_MEMBER`). A ``.pt`` file loads with
+    ``torch.load(weights_only=True)`` as the nested state that was saved; torch is not needed to write it.
+
+    Args:
+        journal: the store's.
+        ref: the checkpoint.
+        out: the file; with shards, the name they and the index are derived from.
+        format: the file format.
+        select: only tensors at places that match one of these patterns (globs, as in `Store.load`). A tensor's name in
+            the file is that of the first such place.
+        overwrite: replace files that exist.
+        max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
+        progress: told (bytes done, bytes in all).
+
+    Raises:
+        UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, or shards of a
+            ``.pt`` file are asked for.
+        StorageError: the output cannot be written. Nothing is left behind then.
+        UnsupportedStateError: a state that has no place in such a file.
+        CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
+    """
+    out = Path(out)
+    if format == "pt" and max_shard_bytes is not None:
+        raise UsageError("a .pt file has no shards; --max-shard-size is for safetensors")
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder: name the file to write")
+    refuse_store(out)
+    refuse_missing_folder(out)
+    ref = look_up(journal, ref).ref
+    with opened(journal, ref) as found, outputs(overwrite) as files:
+        picked = select_from(found.tree, select or None, ref)
+        names = picked.tensors
+        chosen = {name: replace(found.chains[tensor].tensor, name=name) for tensor, name in names.items()}
+        tree = picked.tree(names)
+        total = sum(entry.nbytes for entry in chosen.values())
+        chunks = _counted(found, {name: tensor for tensor, name in names.items()}, total, progress)
+        if format == "pt":
+            converted = _write_pt(files.create(out, total), tree, chosen, chunks)
+            result = ExportResult(ref, format, (out,), None, total, len(chosen), tuple(converted), found.lossy)
+        else:
+            paths, index = _write_shards(files, out, ref, tree, chosen, max_shard_bytes, chunks)
+            tied = [
+                (place.name, names[place.tensor])
+                for place in (places(found.tree) if picked.all else picked.kept.values())
+                if place.name != names[place.tensor]
+            ]
+            lossy = found.lossy
+            result = ExportResult(ref, format, paths, index, total, len(chosen), lossy=lossy, tied=tuple(tied))
+        files.publish()
+        return result
+
+
+def _counted(found: Opened, stored: Mapping[str, str], total: int, progress: Progress | None) -> Chunks:
+    """The bytes of a tensor, chunk by chunk; tells `progress`. Called from several threads.
+
+    Args:
+        found: the checkpoint.
+        stored: name in the file -> name in the checkpoint.
+        total: bytes in all.
+        progress: who is told.
+    """
+    stream = streams(found)
+    done, lock = 0, threading.Lock()
+
+    def chunks(name: str) -> Iterator[memoryview]:
+        nonlocal done
+        for data in stream(stored[name]):
+            yield data.data
+            with lock:
+                done += len(data)
+                if progress is not None:
+                    progress(done, total)
+
+    return chunks
+
+
+# safetensors
+
+
+def _write_shards(
+    files: Outputs,
+    out: Path,
+    ref: str,
+    tree: Any,
+    entries: Mapping[str, TensorEntry],
+    limit: int | None,
+    chunks: Chunks,
+) -> tuple[tuple[Path, ...], Path | None]:
+    shards = _split(entries, limit)
+    if len(shards) == 1:
+        paths = [out]
+    else:
+        count = len(shards)
+        paths = [out.with_name(f"{out.stem}-{n:05d}-of-{count:05d}{out.suffix}") for n in range(1, count + 1)]
+    index = out.with_name(f"{out.name}.index.json") if len(shards) > 1 else None
+    if index is not None:
+        files.refuse_existing(index)
+    for number, (path, names) in enumerate(zip(paths, shards, strict=True)):
+        members = [entries[name] for name in names]
+        metadata = _metadata(ref, tree if number == 0 else None, members)
+        file = files.create(path, sum(entry.nbytes for entry in members))
+        _write_safetensors(file, members, metadata, chunks)
+    if index is not None:
+        where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
+        size = sum(entry.nbytes for entry in entries.values())
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n"
+        files.create(index, len(text)).write(text.encode())  # published last: it makes the shards a model
+    return tuple(paths), index
+
+
+def _split(entries: Mapping[str, TensorEntry], limit: int | None) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, entry in entries.items():
+        if limit is not None and shards[-1] and size + entry.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += entry.nbytes
+    return shards
+
+
+def _metadata(ref: str, tree: Any, entries: Sequence[TensorEntry]) -> dict[str, str]:
+    metadata = {"format": "pt", CHECKPOINT_MEMBER: ref}  # transformers refuses a file that does not say "pt"
+    foreign = {entry.name: entry.dtype for entry in entries if dtypes.get(entry.dtype).storage != entry.dtype}
+    if foreign:
+        metadata[DTYPES_MEMBER] = json.dumps(foreign)
+    if tree is not None:
+        check_size(tree)
+        metadata[STATE_MEMBER] = jsontext.dumps(tree).decode()
+    return metadata
+
+
+def _write_safetensors(
+    file: OutputFile, entries: Sequence[TensorEntry], metadata: Mapping[str, str], chunks: Chunks
+) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    specs = order([TensorSpec(entry.name, entry.dtype, tuple(entry.shape)) for entry in entries])
+    end = 0
+    for spec in specs:
+        dtype = dtypes.get(spec.dtype)
+        header[spec.name] = {
+            "dtype": dtype.storage,
+            "shape": list(dtypes.storage_shape(dtype, spec.shape)),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGN)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for spec in specs:
+        for part in chunks(spec.name):
+            file.write(part)
+
+
+# .pt
+
+
+def _write_pt(file: OutputFile, tree: Any, entries: Mapping[str, TensorEntry], chunks: Chunks) -> list[str]:
+    arrays: list[str] = []
+
+    def reference(name: str, origin: Literal["torch", "numpy"]) -> TensorReference:
+        if origin == "numpy":
+            arrays.append(name)
+        entry = entries[name]
+        return TensorReference(name, entry.dtype, tuple(entry.shape), entry.nbytes)
+
+    state = unflatten(tree, reference, _REVIVE)
+    return arrays + write_archive(file, state, chunks)
+
+
+def _dtype(name: str) -> TorchObject:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise FormatError(f"torch has no dtype {name!r:.80}")  # and it would end up in a pickle
+    return TorchObject(name)
+
+
+_REVIVE: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "$size": lambda sizes: TorchObject("Size", (tuple(sizes),)),
+    "$dtype": _dtype,
+    "$device": lambda value: TorchObject("device", (value,)),
+}

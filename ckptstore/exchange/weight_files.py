@@ -1,0 +1,245 @@
+"""Checkpoint files that other tools wrote, opened as states: ``.safetensors``, a Hugging Face index of shards, ``.pt``.
+
+Only headers are read here; a tensor's bytes are read when the writer asks for them, so memory does not grow with the
+file. Nothing in these files is trusted, and no pickled code is ever run.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from ckptstore.errors import FormatError, MissingDependencyError, StorageError
+from ckptstore.exchange.safetensors_files import HEADER_LIMIT, FileTensor, naming, read_safetensors
+from ckptstore.formats import jsontext
+from ckptstore.formats.state import (
+    FlatState,
+    NumpySource,
+    Origin,
+    Tagged,
+    TensorSource,
+    check_size,
+    flatten,
+    tensor_names,
+    unflatten,
+)
+from ckptstore.frameworks import bridge
+
+__all__ = [
+    "CHECKPOINT_MEMBER",
+    "STATE_MEMBER",
+    "OpenedFile",
+    "flattened",
+    "index_shards",
+    "is_torch",
+    "load_file",
+    "open_file",
+]
+
+CHECKPOINT_MEMBER: Final = "ckptstore.log.checkpoints"
+"""Member of an exported file's ``__metadata__``: REF of the checkpoint."""
+STATE_MEMBER: Final = "ckptstore.state"
+"""Likewise: the typed JSON tree of the state. With it an import restores the state, not only its tensors."""
+
+_INDEX_LIMIT: Final = 64 << 20
+
+
+@dataclass(slots=True)
+class OpenedFile:
+    """A checkpoint as a state; its sources stay readable until it is closed. A context manager.
+
+    Attributes:
+        path: what was opened.
+        flat: the state.
+        files: what it was taken from.
+        left_out: names in a folder that were not taken.
+    """
+
+    path: Path
+    flat: FlatState
+    files: tuple[Path, ...]
+    opened: ExitStack
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes of its tensors."""
+        return sum(source.nbytes for source in self.flat.tensors.values())
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of its files, together."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.opened.close()
+
+
+def open_file(path: Path) -> OpenedFile:
+    """Open a checkpoint file; what it is follows from its contents, except that an index is named ``.json``.
+
+    Raises:
+        FormatError: it is none of the formats, or damaged.
+        UnsupportedStateError: it holds something that cannot be stored, or needs pickled code to be loaded.
+        MissingDependencyError: it needs torch, which is not installed.
+        StorageError: it cannot be read.
+    """
+    opened = ExitStack()
+    try:
+        state = load_file(path, opened)
+        flat = state if isinstance(state, FlatState) else flattened(path, state)
+    except BaseException as error:
+        opened.close()
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, StorageError):
+            raise StorageError(error.errno, error.strerror, str(path)) from error
+        raise
+    shards = [path.parent / shard for shard in index_shards(path)] if path.suffix == ".json" else []
+    return OpenedFile(path, flat, (path, *shards), opened)
+
+
+def load_file(path: Path, opened: ExitStack, *, nested: bool = False) -> Any:
+    """The state in one file or index, as `flattened` takes it; of an exported file, a `FlatState` unless `nested`.
+
+    Args:
+        path: the file.
+        opened: keeps what the state reads from open.
+        nested: the state is to be a part of a larger one.
+
+    Raises:
+        as `open_file`; OSError.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FormatError(f"{path}: not a regular file")  # opening a pipe would wait for whoever writes to it
+    if path.suffix == ".json":
+        return _load_index(path, opened, nested)
+    if is_torch(path):
+        return _load_torch(path)
+    return _assembled(path, *read_safetensors(path, opened), nested)
+
+
+def flattened(path: Path, state: Any) -> FlatState:
+    """Take a state from a file apart. Raises `UnsupportedStateError` naming the file and the place in it."""
+    with naming(path):
+        return flatten(state, _recognise)
+
+
+def _recognise(value: object) -> TensorSource | Tagged | None:
+    if isinstance(value, FileTensor | Tagged):
+        return value
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:  # torchfiles gives them a class of its own
+        return NumpySource(value.view(np.ndarray))
+    if not bridge.torch_in_use():
+        return None
+    found: TensorSource | Tagged | None = bridge.tensors().recognise(value)
+    return found
+
+
+def is_torch(path: Path) -> bool:
+    """A zip archive or a bare pickle of torch.save, rather than the length field of a safetensors header."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    return head[:2] == b"PK" or (head[:1] == b"\x80" and head[8:9] != b"{")
+
+
+def _load_torch(path: Path) -> Any:
+    try:
+        from ckptstore.frameworks.torch_files import load
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"{path} is a torch file; reading it needs: pip install 'ckptstore[torch]'"
+        ) from error
+    return load(path)
+
+
+def _assembled(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], nested: bool) -> Any:
+    """The state that `ckpt restore` wrote, if its tree is there; else a dict of the tensors under their names."""
+    if STATE_MEMBER not in metadata:
+        return dict(tensors)
+    text = metadata[STATE_MEMBER].encode(errors="surrogatepass")
+    tree = jsontext.loads(text, what=f"{path}: {STATE_MEMBER}", max_bytes=HEADER_LIMIT)
+    with naming(path):
+        names = tensor_names(tree)
+        if set(names) != tensors.keys():
+            return dict(tensors)
+        if not nested:
+            check_size(tree)
+            return FlatState(tree, {name: tensors[name] for name in names})
+
+        def resolve(name: str, origin: Origin) -> FileTensor:
+            tensors[name].origin = origin
+            return tensors[name]
+
+        return unflatten(tree, resolve, _TAGGED)
+
+
+_TAGGED: Final = {tag: lambda value, tag=tag: Tagged(tag, value) for tag in ("$size", "$dtype", "$device")}
+
+
+# an index of shards
+
+
+def index_shards(path: Path) -> list[str]:
+    """Names of the files beside an index that it says the tensors are in. Raises `FormatError`, OSError."""
+    return list(dict.fromkeys(_weight_map(path).values()))
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    if path.stat().st_size > _INDEX_LIMIT:
+        raise FormatError(f"{path}: too long for an index of shards")
+    index = jsontext.loads(path.read_bytes(), what=str(path), max_bytes=_INDEX_LIMIT)
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise FormatError(f"{path}: no index of shards (it has no weight_map)")
+    for shard in dict.fromkeys(where.values()):
+        if Path(shard).name != shard:  # an index may name its neighbours, nothing else
+            raise FormatError(f"{path}: the shard {shard!r:.80} is not a file beside the index")
+    return where
+
+
+def _load_index(path: Path, opened: ExitStack, nested: bool) -> Any:
+    where = _weight_map(path)
+    shards = list(dict.fromkeys(where.values()))
+    for shard in shards:
+        if not (path.parent / shard).is_file():
+            raise FormatError(f"{path}: the shard {shard} is missing")
+    if is_torch(path.parent / shards[0]):
+        return _merge_torch(path, where, shards)
+    tensors: dict[str, FileTensor] = {}
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        found, more = read_safetensors(path.parent / shard, opened)
+        _check_complete(path, shard, found, where)
+        tensors |= found
+        metadata |= more
+    return _assembled(path, {name: tensors[name] for name in where}, metadata, nested)
+
+
+def _merge_torch(path: Path, where: Mapping[str, str], shards: Sequence[str]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for shard in shards:
+        state = _load_torch(path.parent / shard)
+        if not isinstance(state, dict):
+            raise FormatError(f"{path.parent / shard}: a shard holds a dict of tensors, not a {type(state).__name__}")
+        _check_complete(path, shard, state, where)
+        merged |= state
+    return {name: merged[name] for name in where}
+
+
+def _check_complete(path: Path, shard: str, found: Mapping[str, Any], where: Mapping[str, str]) -> None:
+    """The index and the shard name the same tensors: one that the index does not know would be dropped unsaid."""
+    if missing := [name for name, file in where.items() if file == shard and name not in found]:
+        raise FormatError(f"{path}: the shard {shard} has no tensor {missing[0]!r:.80}")
+    if unknown := [name for name in found if where.get(name) != shard]:
+        raise FormatError(f"{path}: it does not name {unknown[0]!r:.80}, which is in the shard {shard}")

@@ -1,0 +1,49 @@
+"""The engine's only way to torch: through this room, and only when the caller already uses torch.
+
+A state that holds a torch tensor proves that torch is imported; a machine without torch never pays for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from ckptstore.formats.state import FlatState
+
+__all__ = ["environment", "flattened", "tensors", "torch_in_use"]
+
+
+def torch_in_use() -> bool:
+    """Whether this process has imported torch."""
+    return "torch" in sys.modules
+
+
+def tensors() -> ModuleType:
+    """`ckptstore.frameworks.torch_tensors`. Raises `MissingDependencyError` when torch is not installed."""
+    try:
+        from ckptstore.frameworks import torch_tensors as module  # torch costs seconds: only on demand
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "this needs torch, which is not installed: pip install 'ckptstore[torch]', or load with framework='numpy'"
+        ) from error
+    return module
+
+
+def flattened(state: Any) -> FlatState:
+    """Take a state apart, torch tensors included. Raises `UnsupportedStateError` naming the key path."""
+    from ckptstore.formats.state import flatten  # numpy: not for those who only read the log
+
+    return flatten(state, tensors().recognise if torch_in_use() else None)
+
+
+def environment() -> dict[str, Any]:
+    """What decides this process's bits; empty when it does not use torch."""
+    if not torch_in_use():
+        return {}
+    from ckptstore.frameworks.torch_environment import describe_environment  # see above
+
+    return dict(describe_environment())

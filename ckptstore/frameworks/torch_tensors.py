@@ -1,0 +1,309 @@
+"""torch tensors <-> host bytes.
+
+Into a store: `recognise` gives `formats.state.flatten` a `TorchSource` for every tensor, on any device, of any layout
+in memory. Out of it: `from_buffer` makes a tensor over memory that was read, `copy_into` restores one in place.
+
+All movement is of bits, under an integer dtype of the same width: NaN payloads survive, and no kernel need exist for
+the dtype itself (fp8, fp4, complex32).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckptstore.errors import FormatError, UnsupportedStateError, UsageError
+from ckptstore.formats import dtypes
+from ckptstore.formats.sources import Bytes, NumpySource, Origin, blocks, write_into
+from ckptstore.formats.state import Tagged
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12 names it
+
+__all__ = ["TorchSource", "copy_into", "flat_bytes", "from_buffer", "on_host", "recognise", "revive", "torch_dtype"]
+
+_TORCH_NAMES: Final = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",  # torch 2.7
+    "F4_E2M1_X2": "float4_e2m1fn_x2",  # torch 2.8
+    "C32": "complex32",
+    "C64": "complex64",
+    "C128": "complex128",
+}
+_TORCH: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, torch_name) for name, torch_name in _TORCH_NAMES.items() if hasattr(torch, torch_name)
+}
+_NAMES: Final = {dtype: name for name, dtype in _TORCH.items()}
+_CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a logical name.
+
+    Raises:
+        FormatError: no such dtype.
+        UnsupportedStateError: this torch is too old to have it.
+    """
+    found = _TORCH.get(dtypes.get(name).name)
+    if found is None:
+        raise UnsupportedStateError(
+            f"torch {torch.__version__} has no {_TORCH_NAMES[name]}: load with numpy, or update torch"
+        )
+    return found
+
+
+def recognise(value: object) -> TorchSource | Tagged | None:
+    """What `formats.state.flatten` asks about objects that are not of built-in types.
+
+    A `torch.nn.Parameter` is stored as its data and comes back as a tensor, as in a `state_dict()`.
+
+    Raises:
+        UnsupportedStateError: a tensor without plain bytes in memory: meta, sparse, quantized, nested, sub-byte,
+            freed, or of a subclass such as DTensor.
+    """
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return TorchSource(value)  # type: ignore[arg-type]  # mypy does not narrow by `type(...) is`
+    if kind is torch.Size:
+        return Tagged("$size", list(value))  # type: ignore[call-overload]  # as above
+    if kind is torch.dtype:
+        return Tagged("$dtype", str(value).removeprefix("torch."))
+    if kind is torch.device:
+        return Tagged("$device", str(value))
+    if isinstance(value, torch.Tensor):
+        raise UnsupportedStateError(
+            f"{kind.__module__}.{kind.__qualname__} cannot be stored: store plain tensors (of a DTensor, its "
+            "to_local() or full_tensor(); of an uninitialized parameter, nothing before its first use)"
+        )
+    return None
+
+
+class TorchSource:
+    """A torch tensor on any device, of any strides. Implements `formats.sources.TensorSource`; copies nothing.
+
+    CUDA: bytes are copied on the stream that was current where the source was made, so that work queued before it is
+    seen. Whoever changes the tensor on another stream, or before `read`, synchronizes first.
+
+    Attributes:
+        tensor: what was wrapped.
+    """
+
+    __slots__ = ("_copy", "_stream", "dtype", "identity", "nbytes", "shape", "tensor")
+
+    origin: Origin = "torch"
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Wrap `tensor`. Raises `UnsupportedStateError` if it has no plain bytes in memory."""
+        name = _NAMES.get(tensor.dtype)
+        if name is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            what = "nested" if tensor.is_nested else f"{tensor.dtype} with layout {tensor.layout}"
+            raise UnsupportedStateError(f"a {what} tensor cannot be stored: store its parts, or a dense copy")
+        if tensor.is_meta:
+            raise UnsupportedStateError("a meta tensor has no data to store: materialize it first")
+        shape, strides, storage = tuple(tensor.shape), tensor.stride(), tensor.untyped_storage()
+        itemsize = tensor.element_size()
+        self.tensor = tensor
+        self.dtype = name
+        self.shape = shape
+        self.nbytes = tensor.numel() * itemsize
+        if self.nbytes:
+            if tensor.is_contiguous():
+                span = tensor.numel()
+            else:
+                span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            if (tensor.storage_offset() + span) * itemsize > storage.nbytes():
+                raise UnsupportedStateError("the tensor's storage was freed (FSDP does so with unsharded parameters)")
+        # Empty tensors have no address: the storage object itself tells them apart.
+        address = tensor.data_ptr() if self.nbytes else -storage._cdata
+        lazy = (tensor.is_conj(), tensor.is_neg())
+        self.identity: Hashable = ("torch", tensor.device, address, name, shape, strides, lazy)
+        self._copy = tensor.detach().resolve_conj().resolve_neg() if any(lazy) else None
+        self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+    @property
+    def resolved(self) -> torch.Tensor:
+        """The tensor whose bytes are the image's: a copy of a lazy conjugate or negation, else a detached alias."""
+        return self.tensor.detach() if self._copy is None else self._copy  # detach costs more than all of __init__
+
+    def view(self) -> Bytes | None:
+        """The image without a copy, or None if the tensor is strided or not in host memory."""
+        host = self.resolved
+        if not on_host(host) or not host.is_contiguous():
+            return None
+        image: Bytes = flat_bytes(host).numpy()
+        return image
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """Copy a range of the image into `out`; from a device only that range. Returns when the bytes are there."""
+        data = self.resolved
+        if on_host(data):
+            NumpySource(_image(data).numpy()).read(offset, out)
+            return
+        if offset < 0 or offset + out.size > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + out.size} of a tensor of {self.nbytes} bytes")
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+            if data.is_contiguous():
+                torch.from_numpy(out).copy_(flat_bytes(data)[offset : offset + out.size])
+            elif out.size:
+                torch.from_numpy(out).copy_(_gather(data, offset, out.size))
+
+
+def _gather(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+    """A range of a strided tensor's image: only the rows it touches are made contiguous, on the tensor's device."""
+    first, skip = divmod(offset, tensor.element_size())
+    last = -(-(offset + length) // tensor.element_size())
+    rows = [flat_bytes(tensor[(*index, ...)].contiguous()) for index, _ in blocks(tensor.shape, first, last)]
+    return torch.cat(rows)[skip : skip + length]
+
+
+def from_buffer(dtype: str, shape: Sequence[int], buffer: Buffer | npt.NDArray[Any]) -> torch.Tensor:
+    """A CPU tensor over `buffer`, which it keeps alive and shares: no copy.
+
+    Args:
+        dtype: logical name.
+        shape: logical shape.
+        buffer: writable, C-contiguous, as long as the tensor's image. At an address that is not a multiple of the
+            element size the data is copied, because torch's kernels expect aligned memory.
+
+    Raises:
+        ValueError: the length is wrong, or the memory is read-only (torch has no read-only tensors).
+        UnsupportedStateError: this torch has no such dtype.
+    """
+    torch_type = torch_dtype(dtype)
+    image = buffer.reshape(-1).view(np.uint8) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    if image.size != dtypes.nbytes(dtypes.get(dtype), shape):
+        raise ValueError(f"{image.size} bytes for a tensor of {dtype} {tuple(shape)}")
+    if not image.size:
+        return torch.empty(tuple(shape), dtype=torch_type)
+    if not image.flags.writeable:
+        raise ValueError("a tensor over read-only memory")
+    if image.__array_interface__["data"][0] % dtypes.get(dtype).itemsize:
+        image = image.copy()
+    return torch.from_numpy(image).view(torch_type).reshape(tuple(shape))
+
+
+def copy_into(tensor: torch.Tensor, data: Buffer | npt.NDArray[Any], offset: int = 0) -> None:
+    """Write `data` at byte `offset` of the image of an existing tensor, in place.
+
+    The tensor may be a leaf that requires grad, strided, and on any device; autograd sees that it changed. On a
+    device the copy is done when this returns; work queued on other streams is the caller's to synchronize.
+
+    Args:
+        tensor: of the stored dtype and shape (compare `TorchSource.dtype` and `.shape` first).
+        data: C-contiguous bytes, read-only or not; parts of elements are allowed.
+        offset: bytes.
+
+    Raises:
+        ValueError: the range leaves the image.
+        UnsupportedStateError: a tensor that `recognise` refuses.
+    """
+    source = TorchSource(tensor)
+    if isinstance(data, np.ndarray):
+        piece = data.reshape(-1).view(np.uint8)
+    else:
+        piece = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
+    if offset < 0 or offset + piece.size > source.nbytes:
+        raise ValueError(f"bytes {offset} to {offset + piece.size} of a tensor of {source.nbytes} bytes")
+    if not piece.size:
+        return
+    target = tensor.detach()
+    lazy = target.is_conj() or target.is_neg()
+    # torch refuses some in-place forms on inference tensors outside inference mode.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        if on_host(target) and not lazy:
+            write_into(_image(target).numpy(), piece, offset)
+            if not tensor.is_inference():  # numpy wrote behind torch's back
+                torch.autograd.graph.increment_version(tensor)
+            return
+        whole = source.resolved.contiguous()
+        flat_bytes(whole)[offset : offset + piece.size].copy_(_alias(piece))
+        if lazy:
+            target.copy_(whole)
+        elif not target.is_contiguous():
+            _image(target).copy_(_image(whole))
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether numpy can look at the tensor's memory."""
+    return tensor.device.type == "cpu"
+
+
+def _image(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same width (complex128: with a last dimension of 2); any strides."""
+    if tensor.dtype == torch.complex128:
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view(_CARRIERS[tensor.element_size()])
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor on its device, uint8, 1-D, without a copy.
+
+    Not ``reshape(-1).view(torch.uint8)``: a single element may keep a stride above 1 there, which `view` refuses.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _alias(data: Bytes) -> torch.Tensor:
+    """A tensor over numpy memory that is only read: torch warns about read-only arrays, and warnings may be errors.
+
+    The caller keeps `data` alive.
+    """
+    if data.flags.writeable:
+        return torch.from_numpy(data)
+    memory = (ctypes.c_uint8 * data.size).from_address(data.__array_interface__["data"][0])
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def check_device(device: Any) -> None:
+    """Raises `UsageError` if tensors cannot be put there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
+        if "out of memory" in str(error):  # no mistake of the caller's
+            raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"device={device!r}: {first:.200}") from error
+
+
+def _revive_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(found, torch.dtype):
+        raise FormatError(f"torch {torch.__version__} has no dtype {name!r:.80}")
+    return found
+
+
+def _revive_device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise FormatError(f"no device {text!r:.80}") from error
+
+
+revive: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "$size": torch.Size,
+    "$dtype": _revive_dtype,
+    "$device": _revive_device,
+}
+"""For `formats.state.unflatten`: how torch's own small types come back."""

@@ -1,0 +1,131 @@
+"""The interpreter's ordinary end: what was given to writers that nobody closed is finished, or it is said what was not.
+
+A script may end without ``close()``: it has no ``with``, calls ``sys.exit``, or an exception goes uncaught. Then every
+open writer finishes what it was given, as closing it would, *before* the thread pools are shut down: `atexit` comes
+after that (measured on 3.11 to 3.13). On 3.12 no thread can be started any more by then; the writers' pools have theirs
+from the beginning (`workers`).
+
+It takes as long as the medium takes. Whoever does not want to wait presses Ctrl-C, and is told what may be missing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Final, Protocol
+
+from ckptstore.errors import WriterClosedError
+
+__all__ = ["ADVICE", "check", "forget", "under_way", "watch"]
+
+ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
+
+_SILENT_SECONDS: Final = 5.0
+"""After that people who wait are told what for."""
+
+
+class _Ends(Protocol):
+    """What this module needs of a writer."""
+
+    @property
+    def url(self) -> str:
+        """Its store."""
+
+    def end(self) -> Future[None]:
+        """Take nothing more, and finish what was taken in the background."""
+
+    def close(self) -> None:
+        """Wait for that."""
+
+    def unfinished(self) -> Sequence[int]:
+        """Steps on their way."""
+
+    def failures(self) -> Sequence[tuple[int, BaseException]]:
+        """Steps that failed without anybody being told, each once."""
+
+
+_open: Final[set[_Ends]] = set()
+"""Held until they are closed: what one was given would be lost with it. Changed by single calls, which no fork cuts."""
+_begun = False
+
+
+def watch(writer: _Ends) -> None:
+    """Finish `writer` when the interpreter ends, unless `forget` comes first."""
+    _open.add(writer)
+
+
+def forget(writer: _Ends) -> None:
+    """It is closed."""
+    _open.discard(writer)
+
+
+def under_way() -> bool:
+    """Whether the interpreter is ending, and this module at work."""
+    return _begun
+
+
+def check() -> None:
+    """Raise `WriterClosedError` if the interpreter is ending: no thread pool takes jobs any more, and no hook."""
+    if _begun or not threading.main_thread().is_alive():
+        raise _ending()
+
+
+def _ending() -> WriterClosedError:
+    return WriterClosedError(f"the interpreter is ending: {ADVICE}")
+
+
+def _finish_all() -> None:
+    global _begun
+    _begun = True
+    writers = list(_open)
+    if not writers:
+        return
+    try:
+        ends = [writer.end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
+        if wait(ends, _SILENT_SECONDS).not_done:
+            for writer in writers:
+                _say(writer, f"the interpreter ends once {_named(writer.unfinished())} written; Ctrl-C gives up")
+        wait(ends)
+        for writer in writers:
+            _close(writer)
+    except BaseException:
+        for writer in writers:
+            if steps := writer.unfinished():
+                _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
+        raise
+
+
+def _close(writer: _Ends) -> None:
+    for step, error in writer.failures():
+        _say(writer, f"step {step} was not saved: {error}")
+    try:
+        writer.close()
+    except Exception as error:  # noqa: BLE001  # the next writer's turn, whatever it is
+        _say(writer, f"not closed: {error}")
+
+
+def _named(steps: Sequence[int]) -> str:
+    if not steps:
+        return "what was given is"
+    return f"step {steps[0]} is" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} ({len(steps)}) are"
+
+
+def _say(writer: _Ends, text: str) -> None:
+    with contextlib.suppress(Exception):  # stderr may be closed, or None
+        print(f"ckptstore: {writer.url}: {text}", file=sys.stderr, flush=True)
+
+
+try:
+    import concurrent.futures.thread  # noqa: F401  # first: its own hook has to be called after this module's
+
+    # Without that name (it is CPython's own) an atexit hook would still say what it cannot finish.
+    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+except RuntimeError as error:  # the first writer of a script whose main thread has returned
+    raise _ending() from error
+# Prevents: a child that waits for threads which only its parent has.
+os.register_at_fork(after_in_child=_open.clear)

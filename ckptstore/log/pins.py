@@ -1,0 +1,243 @@
+"""Pins: a reader's claim on segments while it restores, so that gc leaves them alone (design: PINS, GC).
+
+A pin carries a nonce that the reader renews. A collector takes it for dead only when the nonce has not changed for a
+time on the collector's own monotonic clock; the two clocks are never compared. A reader that was taken for dead finds a
+segment gone or a checksum wrong, and starts over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import secrets
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import ForeignObjectError, FormatError, KeyNotFoundError, ReadOnlyError, StorageError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import PinRecord, pin_key
+from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin
+from ckptstore.host.caller_warnings import UnpinnedWarning, warn
+from ckptstore.host.crash_points import crash_point
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import View, read
+
+__all__ = ["DEAD_AFTER", "REFRESH_EVERY", "Pin", "PinWatch", "Survey", "claim"]
+
+REFRESH_EVERY: Final = 30.0
+"""Seconds between two renewals of a pin."""
+DEAD_AFTER: Final = 600.0
+"""Seconds without renewal after which a collector takes a pin for dead: 20 renewals missed."""
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+_P = TypeVar("_P")
+
+
+class Pin:
+    """A claim on segments for the length of a ``with``. Renewed by a thread of its own.
+
+    On a read-only medium nothing is claimed, and an `UnpinnedWarning` says so.
+    """
+
+    def __init__(self, backend: Backend, segments: Iterable[str], refresh_every: float = REFRESH_EVERY) -> None:
+        """Claim nothing yet; entering does.
+
+        Args:
+            segments: their ids.
+            refresh_every: seconds between renewals.
+        """
+        self._text = _Text(backend, pin_key(uuid.uuid4().hex), tuple(segments))
+        self._refresh_every = refresh_every
+        self._released = threading.Event()
+        self._thread: threading.Thread | None = None
+        # Prevents: a pin that is renewed for ever, because Ctrl-C came between two lines of a ``with``. Its thread does
+        # not know the pin itself, and ends when nobody does.
+        weakref.finalize(self, self._released.set)
+
+    @property
+    def key(self) -> str:
+        """Where it is in the store."""
+        return self._text.key
+
+    def __enter__(self) -> Self:
+        """Claim; without a word where nobody may write or nothing more fits, but for a warning.
+
+        Raises:
+            StorageError: that fails for another reason.
+        """
+        try:
+            self._claim()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def _claim(self) -> None:
+        try:
+            if self._text.backend.read_only:
+                raise ReadOnlyError(f"{self._text.backend.url} is read-only")
+            self._renew()
+        except StorageError as error:
+            # A full disk is when a checkpoint has to be read, and brought elsewhere.
+            if not isinstance(error, ReadOnlyError) and error.errno not in _FULL:
+                raise
+            warn(
+                f"reading unpinned: {error}. If a collector deletes what is read meanwhile, start over", UnpinnedWarning
+            )
+            return
+        crash_point("pin.created")
+        thread = threading.Thread(
+            target=_keep_alive,
+            args=(self._text, self._refresh_every, self._released),
+            name="ckptstore-pin",
+            daemon=True,
+        )
+        thread.start()
+        self._thread = thread
+
+    def _renew(self) -> None:
+        self._text.renew()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._release()
+
+    def _release(self) -> None:
+        self._released.set()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._text.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What a pin is in the store."""
+
+    backend: Backend
+    key: str
+    segments: tuple[str, ...]
+
+    def renew(self) -> None:
+        reader = {"host": platform.node(), "pid": os.getpid()}
+        self.backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self.segments, reader)))
+
+    def remove(self) -> None:
+        with contextlib.suppress(StorageError):  # what stays is taken for dead in time; the restore is done
+            self.backend.delete(self.key)
+
+
+def _keep_alive(text: _Text, refresh_every: float, released: threading.Event) -> None:
+    while not released.wait(refresh_every):
+        with contextlib.suppress(StorageError):  # the next renewal is in time: a collector waits for many
+            text.renew()
+    text.remove()  # here, where no Ctrl-C comes
+
+
+@contextlib.contextmanager
+def claim(
+    journal: Journal,
+    plan: Callable[[Catalog], _P],
+    segments: Callable[[_P], Sequence[str]],
+    refresh_every: float = REFRESH_EVERY,
+) -> Iterator[tuple[View, _P]]:
+    """PINS: READ, plan, pin, READ again; any planned segment dropped: plan anew.
+
+    Args:
+        plan: chooses what to restore from the catalog; whatever it raises goes to the caller.
+        segments: ids of the segments that a plan reads.
+
+    Yields:
+        the second view and the plan, whose segments no collector deletes until the ``with`` ends.
+    """
+    # 1. READ.
+    view = read(journal)
+    while True:
+        # 2. Plan.
+        chosen = plan(view.catalog)
+        ids = tuple(segments(chosen))
+        # 3. Pin.
+        with Pin(journal.backend, ids, refresh_every):
+            # 4. READ again. A collector that read the log before our pin was there may delete what was dropped by
+            # then; what is still live now was live then.
+            view = read(journal, view)
+            if all(segment in view.catalog.segments for segment in ids):
+                yield view, chosen
+                return
+        # 5. Any planned segment dropped: plan anew.
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the pins claim.
+
+    Attributes:
+        segments: ids of the segments claimed by living pins.
+        alive: keys of living pins.
+        dead: keys of pins not renewed for too long.
+        unreadable: keys of living pins that are damaged. Nobody knows what they claim: collect nothing.
+        records: key of a living pin -> what it says: which segments, and who reads.
+    """
+
+    segments: frozenset[str]
+    alive: tuple[str, ...]
+    dead: tuple[str, ...]
+    unreadable: tuple[str, ...]
+    records: Mapping[str, PinRecord] = field(default_factory=dict)
+
+
+class PinWatch:
+    """The collector's side. It has to watch for `dead_after` seconds before it may take any pin for dead."""
+
+    def __init__(
+        self, backend: Backend, dead_after: float = DEAD_AFTER, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Watch the pins of a store.
+
+        Args:
+            dead_after: seconds without renewal.
+            clock: this process's own monotonic clock.
+        """
+        self._backend = backend
+        self._dead_after = dead_after
+        self._clock = clock
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def survey(self) -> Survey:
+        """List and read the pins. Call it after READ, never before. Raises `StorageError`."""
+        segments: set[str] = set()
+        dead, unreadable = [], []
+        records: dict[str, PinRecord] = {}
+        seen: dict[str, tuple[bytes, float]] = {}
+        for key in self._backend.list("pins/"):
+            try:
+                data = self._backend.get(key, MANIFEST_LIMIT)
+            except KeyNotFoundError:  # released since the listing
+                continue
+            except ForeignObjectError:
+                data = b""  # nobody knows what it claims, and nobody renews it
+            now = self._clock()
+            before = self._seen.get(key)
+            seen[key] = before if before is not None and before[0] == data else (data, now)
+            if now - seen[key][1] >= self._dead_after:
+                dead.append(key)
+                continue
+            try:
+                records[key] = decode_pin(data, what=key)
+                segments.update(records[key].segments)
+            except FormatError:
+                unreadable.append(key)
+        self._seen = seen
+        return Survey(frozenset(segments), tuple(records), tuple(dead), tuple(unreadable), records)

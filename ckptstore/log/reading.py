@@ -1,0 +1,320 @@
+"""READ: the log as it was at one instant, whatever is written, folded and deleted meanwhile.
+
+Slots are created once, in order, and never changed. Two facts carry every decision here:
+
+- A slot whose seq is a multiple of K (an *anchor*) and a slot with an OPEN are never deleted, and another slot only
+  when the next anchor above it exists. So "no anchor above s" proves that slot s was never deleted: if it is absent, it
+  was never written.
+- A record that cannot follow, because of its term or because it names another slot before it, is a stray: a late create
+  that landed where a folded slot had been deleted. Or it follows a stray that was taken for history, which it uncovers.
+- Slots are created in order. So a slot above an absent one proves that the absent one was deleted, which an anchor
+  above it shows, or lost. Where that higher slot is, a listing says; only what is then asked for by name counts, so
+  that a listing can make a reader report a loss, and never make it overlook a slot that is there.
+
+``tools/protocol`` explores these rules; change them only together.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import (
+    CorruptLogError,
+    ForeignObjectError,
+    FormatError,
+    IncompatibleFormatError,
+    KeyNotFoundError,
+)
+from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
+from ckptstore.formats.texts import SLOT_LIMIT, decode_record, unseal
+from ckptstore.log.journal import Journal
+
+__all__ = ["PATIENT", "Patience", "View", "anchor_above", "exists", "never_deleted", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often something is tried again, and the jittered, growing pauses between. It decides only when to give up.
+
+    Attributes:
+        tries: at most this many further tries.
+        first: seconds of the first pause.
+        longest: seconds of the longest.
+        sleep: called with seconds.
+    """
+
+    tries: int = 6
+    first: float = 0.05
+    longest: float = 2.0
+    sleep: Callable[[float], None] = time.sleep
+
+    def pause(self, done: int) -> None:
+        """Wait after `done` tries before the next. Jitter keeps two processes from meeting again and again."""
+        self.sleep(min(self.longest, self.first * 2**done) * random.uniform(0.5, 1.0))
+
+
+PATIENT: Final = Patience()
+WIDEST_GAP: Final = 4096
+"""More lost slots in a row are not listed one by one: a file that merely has a slot's name shall not cost hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The log as it was at one instant while it was read.
+
+    Attributes:
+        catalog: every record before `end`, applied. Read only.
+        end: the next slot, absent at that instant.
+        fold_seq: the slot that the fold it began from goes through; -1: none.
+        reads: objects fetched.
+        bad_folds: keys of folds that are damaged.
+    """
+
+    catalog: Catalog
+    end: int
+    fold_seq: int = -1
+    reads: int = 0
+    bad_folds: tuple[str, ...] = ()
+
+    @property
+    def damage(self) -> tuple[int, ...]:
+        """Slots that are damaged or missing."""
+        return self.catalog.damage
+
+
+def anchor_above(seq: int, every: int) -> int:
+    """The first anchor above slot `seq`."""
+    return (seq // every + 1) * every
+
+
+def exists(backend: Backend, key: str) -> bool:
+    """Whether an object is there, by asking for it: no decision rests on a listing."""
+    try:
+        backend.size(key)
+    except KeyNotFoundError:
+        return False
+    return True
+
+
+def never_deleted(journal: Journal, seq: int) -> bool:
+    """Whether slot `seq` was certainly never deleted: it is an anchor, or no anchor exists above it."""
+    anchor_every = journal.format.anchor_every
+    return seq % anchor_every == 0 or not exists(journal.backend, slot_key(anchor_above(seq, anchor_every)))
+
+
+def read(
+    journal: Journal,
+    since: View | None = None,
+    patience: Patience = PATIENT,
+    *,
+    look_above: bool | None = None,
+) -> View:
+    """READ: the history at one instant between call and return.
+
+    Args:
+        since: an earlier view: only what came after it is fetched.
+        look_above: list ``log/`` for slots above the end, which prove that slots between were lost. Whoever rests on
+            the end of the log (WRITER OPEN, gc, verify) does; None: where that is cheap (`Backend.cheap_looks`).
+
+    Raises:
+        CorruptLogError: the log cannot be read from any fold; names the slot.
+        IncompatibleFormatError: a record or fold needs a feature this version does not know.
+        StorageError: the medium failed.
+
+    A damaged slot does not stop it: the slot is listed in the catalog's `damage`, and reading goes on after it.
+    """
+    cheap = journal.backend.cheap_looks and since is None
+    reading = _Reading(journal, cheap if look_above is None else look_above)
+    for done in range(patience.tries + 1):
+        if (view := reading.run(since)) is not None:
+            return view
+        since = None
+        if done < patience.tries:
+            patience.pause(done)
+    raise CorruptLogError(
+        f"{journal.url}: slot {reading.seq} is absent or stray although later slots exist, and no fold replaces it"
+        + (f"; damaged folds: {', '.join(reading.bad_folds)}" if reading.bad_folds else "")
+    )
+
+
+class _StaleError(Exception):
+    """Slots that were to be read have been folded and deleted: start over from a newer fold. Stays in this module."""
+
+
+class _Reading:
+    """One READ: what it has fetched so far."""
+
+    def __init__(self, journal: Journal, look_above: bool) -> None:
+        self.journal = journal
+        self.backend = journal.backend
+        self.fmt = journal.format
+        self.look_above = look_above
+        self.above = -1  # the highest slot that is known to exist
+        self.seq = 0
+        self.reads = 0
+        self.bad_folds: tuple[str, ...] = ()
+        self.fold_seq = -1
+        self.builder = CatalogBuilder()
+
+    def run(self, since: View | None) -> View | None:
+        """Steps 1 to 3 once; None: stale, start over."""
+        # 1. List fold/, take the newest valid one (none: start at slot 0). An earlier view does as well as a fold.
+        # Before the log is read: a term's OPEN is older than its first segment.
+        terms = self.backend.folders("seg/") if self.look_above else ()
+        if since is not None:
+            self.builder, self.fold_seq = CatalogBuilder(since.catalog), since.fold_seq
+        else:
+            self._start_from_newest_fold()
+        self.seq, self.above = self.builder.catalog.next_seq, -1
+        try:
+            # 2. GET contiguous slots until one, e, is absent.
+            while self._take_slot():
+                self.seq += 1
+            # 3. Unless e is an anchor, GET the anchor above e: present: stale, start over.
+            if not never_deleted(self.journal, self.seq):
+                return None
+        except _StaleError:
+            return None
+        self.builder.catalog.lost = self._lost_term(terms)
+        return View(self.builder.catalog, self.seq, self.fold_seq, self.reads, self.bad_folds)
+
+    def _start_from_newest_fold(self) -> None:
+        self.builder, self.fold_seq, self.bad_folds = CatalogBuilder(), -1, ()
+        found = sorted(((place, key) for key in self.backend.list("fold/") if (place := fold_of(key))), reverse=True)
+        for (seq, digest16), key in found:
+            try:
+                data = self.backend.get(key, FOLD_LIMIT)
+                self.reads += 1
+                catalog = decode_fold(data, seq=seq, run=self.fmt.run, digest16=digest16, what=key)
+            except KeyNotFoundError:  # deleted since the listing: two newer ones exist
+                continue
+            except IncompatibleFormatError:
+                raise
+            except FormatError:
+                self.bad_folds += (key,)
+                continue
+            self.builder, self.fold_seq = CatalogBuilder(catalog, adopt=True), seq
+            if self.look_above:
+                self._check_fold()
+            return
+
+    def _lost_term(self, folders: Sequence[str]) -> int:
+        """The highest term that has segments and no OPEN, above the newest that is known; 0: none."""
+        above = (term for name in folders if (term := folder_term(name)) > self.builder.catalog.term)
+        return max((term for term in above if self.backend.list(f"seg/{term:010d}/")), default=0)
+
+    def _check_fold(self) -> None:
+        """Where the fold ends the log may have another writer's record: one of them belongs to another history.
+
+        A slot that was lost can be created again, by a writer that the lost record had fenced. A damaged one that the
+        fold replaces costs nothing, and is for `verify` to report.
+        """
+        key = slot_key(self.fold_seq)
+        try:
+            data = self.backend.get(key, SLOT_LIMIT)
+            text = unseal(data, what=key)
+        except (KeyNotFoundError, FormatError):
+            return
+        ours = type(text) is dict and (text.get("run"), text.get("seq")) == (self.fmt.run, self.fold_seq)
+        if ours and xxh3_128(data) != self.builder.catalog.last:
+            self.builder.mark_damaged(self.fold_seq, self.builder.catalog.last)
+
+    def _take_slot(self) -> bool:
+        """Apply slot `seq`; False if it is absent and nothing follows it."""
+        key, digest = slot_key(self.seq), NO_SLOT
+        try:
+            data = self.backend.get(key, SLOT_LIMIT)
+            self.reads += 1
+            digest = xxh3_128(data)
+            record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
+        except KeyNotFoundError:
+            return self._lost()
+        except IncompatibleFormatError:
+            raise
+        except ForeignObjectError:
+            self.backend.list("log/")  # raises the same if not the slot but the folder is no part of a store
+            self.builder.mark_damaged(self.seq, digest)
+            return True
+        except FormatError:
+            self.builder.mark_damaged(self.seq, digest)
+            return True
+        if self._follows(record):
+            self.builder.apply(record, self.seq, digest)
+        elif not self.seq or (self.seq % self.fmt.anchor_every and never_deleted(self.journal, self.seq)):
+            # No stray can be where nothing was ever deleted: this is the slot's own text, and it is wrong. (Of an
+            # anchor that cannot be said: it is right, and a stray was taken for history just before it. Nothing is
+            # before the first.)
+            self.builder.mark_damaged(self.seq, digest)
+        else:
+            raise _StaleError
+        return True
+
+    def _follows(self, record: Record) -> bool:
+        """Whether the record continues what was read; otherwise the slot is a stray.
+
+        Both kinds name the slot before them by its hash. OPEN's term must be above the current one, COMMIT's equal to
+        it, and opened with the nonce that the COMMIT repeats. After a damaged slot, whose hash says nothing and which
+        may have been an OPEN, a COMMIT may bring a newer term.
+        """
+        catalog = self.builder.catalog
+        if isinstance(record, OpenRecord):
+            return self._chained(record) and record.term > catalog.term
+        if record.term == catalog.term:
+            return self._chained(record) and catalog.terms[catalog.term].nonce == record.nonce
+        return self._after_damage() and record.term > catalog.term
+
+    def _chained(self, record: Record) -> bool:
+        """Whether the record names the slot before it, or that is damaged, so that its hash says nothing."""
+        return record.previous == self.builder.catalog.last or self._after_damage()
+
+    def _after_damage(self) -> bool:
+        return self.builder.catalog.damage[-1:] == (self.seq - 1,)
+
+    def _lost(self) -> bool:
+        """Slot `seq` is absent: True (and noted) if it was written once and is missing, not merely unwritten.
+
+        A higher slot is created only after this one. So if one exists and this one, asked for again, does not, this one
+        was deleted, which an anchor above it shows, or it was lost.
+        """
+        if self.above < self.seq:
+            self.above = self._slot_above()
+            if self.above < 0:
+                return False
+            if self.above - self.seq > WIDEST_GAP:
+                raise CorruptLogError(
+                    f"{self.backend.url}: {slot_key(self.above)} exists, but the {self.above - self.seq} slots before "
+                    "it do not; if it is not part of this store remove it, otherwise restore them from a copy"
+                )
+            if exists(self.backend, slot_key(self.seq)):
+                return self._take_slot()
+        if not never_deleted(self.journal, self.seq):
+            raise _StaleError
+        self.builder.mark_damaged(self.seq)
+        return True
+
+    def _slot_above(self) -> int:
+        """The lowest slot above `seq` that exists, as far as that is known; -1: none is."""
+        candidates = [self.seq + 1]
+        if self.look_above:
+            listed = [seq for key in self.backend.list("log/") if (seq := slot_of(key)) is not None]
+            candidates += sorted(seq for seq in listed if seq > self.seq + 1)
+        return next((seq for seq in candidates if exists(self.backend, slot_key(seq))), -1)
+
+    def _manifest(self, key: str, size: int) -> bytes:
+        """A manifest's bytes, whose `size` the caller compares."""
+        self.reads += 1
+        try:
+            return self.backend.get(key, size)
+        except KeyNotFoundError as error:
+            # A manifest goes after its slot. If the slot is gone too, the view is stale; else the manifest is lost.
+            if not exists(self.backend, slot_key(self.seq)):
+                raise _StaleError from error
+            raise FormatError(f"{slot_key(self.seq)}: its manifest of {size} bytes, {key}, is missing") from error

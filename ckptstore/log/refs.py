@@ -1,0 +1,147 @@
+"""REF: how people name a checkpoint, on the command line and in the API.
+
+``latest`` is the highest step of the newest term (of an empty term, its parent). ``STEP`` is that step in the newest
+term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is what the tag names.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, StepOrderError, UsageError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointEntry, valid_tag
+
+__all__ = ["resolve", "step_number"]
+
+_STEP: Final = re.compile(r"(\d{1,16})(?:@(\d{1,10}))?\Z", re.ASCII)
+_NEAREST: Final = 4
+
+
+def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
+    """The checkpoint that `ref` names.
+
+    Args:
+        catalog: the folded log.
+        ref: ``latest``, ``STEP``, ``STEP@TERM`` or ``tag:NAME``; a whole number of any type is a STEP.
+
+    Raises:
+        UsageError: `ref` is none of these.
+        CheckpointNotFoundError: nothing answers to it; the message lists the nearest steps, or the tags.
+        CorruptLogError: ``latest``, or a STEP that only an older term has, behind a damaged slot; names the slot and
+            what can be named instead.
+    """
+    text = ref.strip() if isinstance(ref, str) else _number(ref)
+    if text == "latest":
+        newest = catalog.latest()
+        if newest is None:
+            raise CheckpointNotFoundError("the store holds no checkpoint yet")
+        return newest
+    if text.startswith("tag:"):
+        return _tagged(catalog, text.removeprefix("tag:"))
+    match = _STEP.match(text)
+    if match is None:
+        raise _no_ref(text)
+    step, term = int(match[1]), None if match[2] is None else int(match[2])
+    return _numbered(catalog, step, term)
+
+
+def _number(ref: object) -> str:
+    try:
+        return str(step_number(ref))
+    except StepOrderError:
+        raise _no_ref(ref) from None
+
+
+def _no_ref(ref: object) -> UsageError:
+    return UsageError(f"{ref!r:.80} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
+
+
+def step_number(step: Any) -> int:
+    """A step as Python's int: of a whole number of any type, numpy's and torch's scalars among them.
+
+    Raises:
+        StepOrderError: it is something else; truth values and floats are, even whole ones.
+    """
+    try:
+        if isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool"):
+            raise TypeError
+        return operator.index(step)
+    except TypeError:
+        raise StepOrderError(f"step {step!r:.80}: a whole number from 0 to 2^53 - 1 is needed") from None
+
+
+def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
+    terms = [term] if term is not None else sorted(catalog.terms, reverse=True)
+    for number in terms:
+        if entry := catalog.checkpoints.get((number, step)):
+            if term is None:
+                _check_newest(catalog, entry)
+            return entry
+    if lost := _losses(catalog):
+        wanted = f"step {step}" if term is None else f"{step}@{term}"
+        nearest = _nearest(catalog.checkpoints.values(), step)
+        raise CheckpointNotFoundError(f"no checkpoint of {wanted} is left; {lost}, which may have held it; {nearest}")
+    if not catalog.checkpoints:
+        raise CheckpointNotFoundError(f"no checkpoint of step {step}: the store holds no checkpoint yet")
+    if term is None:
+        raise CheckpointNotFoundError(f"no checkpoint of step {step}; {_nearest(catalog.checkpoints.values(), step)}")
+    if term not in catalog.terms:
+        known = ", ".join(map(str, sorted(catalog.terms)[-_NEAREST:]))
+        raise CheckpointNotFoundError(f"no checkpoint {step}@{term}: there is no term {term}; the newest are {known}")
+    raise CheckpointNotFoundError(
+        f"no checkpoint {step}@{term}; "
+        + _nearest([entry for entry in catalog.checkpoints.values() if entry.term == term], step, f"term {term}")
+    )
+
+
+def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
+    """Refuse a step of an older term if a newer term may have had it, too, in a slot that is damaged or lost."""
+    if catalog.lost > catalog.term:
+        raise CorruptLogError(
+            f"{_losses(catalog)}, and may have held a newer step {entry.step}; "
+            f"the newest that is left is {entry.ref}: name it so to use it"
+        )
+    newer = [opened for opened in catalog.terms.values() if opened.term > entry.term]
+    if not newer:
+        return
+    following = min(newer, key=lambda one: one.term)
+    since = following.seq if following.known else catalog.slots[entry.node]
+    if hidden := [seq for seq in catalog.damage if seq > since]:
+        raise CorruptLogError(
+            f"log slot {hidden[0]} is damaged and may have held a newer step {entry.step}; "
+            f"the newest intact one is {entry.ref}: name it so to use it"
+        )
+
+
+def _losses(catalog: Catalog) -> str:
+    """What is lost of the log, in words; empty: nothing."""
+    if catalog.lost > catalog.term:
+        return f"the end of the log is lost, with term {catalog.lost}"
+    slots = ", ".join(map(str, catalog.damage[:3])) + (" ..." if len(catalog.damage) > 3 else "")
+    return f"log slot {slots} is damaged or lost" if slots else ""
+
+
+def _nearest(entries: Iterable[CheckpointEntry], step: int, where: str = "the store") -> str:
+    close = sorted(entries, key=lambda entry: (abs(entry.step - step), -entry.term))[:_NEAREST]
+    if not close:
+        return f"{where} holds none"
+    return "the nearest are " + ", ".join(entry.ref for entry in sorted(close, key=lambda entry: entry.id))
+
+
+def _tagged(catalog: Catalog, name: str) -> CheckpointEntry:
+    if not valid_tag(name):
+        raise UsageError(f"{name!r} is no tag name: 1-128 letters, digits and _.+/-")
+    node = catalog.tags.get(name)
+    entry = None if node is None else catalog.checkpoints.get(node)
+    hidden = [seq for seq in catalog.damage if entry is None or seq > catalog.slots[entry.node]]
+    if hidden or catalog.lost > catalog.term:
+        left = "" if entry is None else f"; what is left of it names {entry.ref}: name that to use it"
+        raise CorruptLogError(f"{_losses(catalog)}, and may have held what tag {name!r} names{left}")
+    if entry is None:
+        there = f"the tags are {', '.join(sorted(catalog.tags)[:20])}" if catalog.tags else "there are no tags"
+        raise CheckpointNotFoundError(f"no tag {name!r}; {there}")
+    return entry

@@ -1,0 +1,245 @@
+"""Requests: how others change a store beside its live writer without fencing it (design: REQUESTS).
+
+Whoever compacts, merges, retires or tags READs the log (term t), pins what it reads, rebuilds, verifies, writes
+segments under ``seg/<t>/`` and posts a request. The writer of t looks for requests, checks each against its own
+catalog, and commits it, or says why not. Requester: `post`, then `wait`. Writer: `handle`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import (
+    ForeignObjectError,
+    FormatError,
+    KeyExistsError,
+    KeyNotFoundError,
+    NotFoundError,
+    UsageError,
+)
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CommitRecord, Encoding, Node, Request, SegmentEntry, request_of
+from ckptstore.formats.retention import check_commit
+from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_request
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import View, read
+from ckptstore.log.term import Term
+
+__all__ = ["Outcome", "handle", "outcome", "post", "wait"]
+
+_LONGEST_REASON = 500
+
+
+# ------------------------------------------------------------------------------------------------ the writer's side
+
+
+def handle(term: Term, prepare: Callable[[], None] = lambda: None) -> int:
+    """Answer every request to `term` that waits -> the number of commits this took.
+
+    Args:
+        prepare: called before each request is compared with the catalog, so that what its writer still holds back is
+            in there.
+
+    Raises:
+        FencedError, CommitUnknownError: the term ended.
+        StorageError: ``req/`` could not be listed or read; nothing is lost, the next call sees the rest.
+    """
+    commits = 0
+    for key in term.journal.backend.list("req/"):
+        place = request_of(key)
+        if place is None or place[0] > term.number:
+            continue
+        number, identity = place
+        if number < term.number or identity in term.catalog.requests:
+            # Another term's: void for ever. Handled in this tenure: ignored, however often it turns up again.
+            term.journal.backend.delete(key)
+            continue
+        try:
+            data = term.journal.backend.get(key, MANIFEST_LIMIT)
+        except (KeyNotFoundError, ForeignObjectError):  # the requester took it back; nobody's request
+            continue
+        prepare()
+        _answer(term, key, identity, data)
+        commits += 1
+        term.journal.backend.delete(key)
+    return commits
+
+
+def _answer(term: Term, key: str, identity: str, data: bytes) -> None:
+    try:
+        request = decode_request(data, run=term.journal.run, what=key)
+        if (request.term, request.id) != (term.number, identity):
+            raise FormatError(f"{key}: holds request {request.id} to term {request.term}")
+    except FormatError as error:
+        term.commit(_refusal(term, identity, (), str(error)))
+        return
+    record = _as_commit(request)
+    if reason := _objection(term, request, record):
+        # Refused: its segments will never be committed, and are dropped by name so that gc may take them.
+        live = term.catalog.segments
+        strays = tuple(segment.id for segment in request.segments if segment.id not in live)
+        term.commit(_refusal(term, identity, strays, reason))
+        return
+    term.commit(record)
+
+
+def _as_commit(request: Request) -> CommitRecord:
+    return CommitRecord(
+        term=request.term,
+        segments=request.segments,
+        encodings=request.encodings,
+        drops=request.drops,
+        retires=request.retires,
+        tags=request.tags,
+        requests={request.id: None},
+    )
+
+
+def _refusal(term: Term, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
+    reason = reason[:_LONGEST_REASON]
+    return CommitRecord(term.number, drops=drops, requests={identity: reason})
+
+
+def _objection(term: Term, request: Request, record: CommitRecord) -> str | None:
+    """Why the request must be refused; None if it may be committed."""
+    catalog = term.catalog
+    for segment in request.drops:
+        if segment not in catalog.segments:
+            return f"segment {segment}, which it drops, is not live"
+    try:
+        # An encoding of a checkpoint no longer promised, a promised one left unreachable, a tag or a step gone ...
+        check_commit(catalog, record)
+    except (UsageError, NotFoundError) as error:
+        return str(error)
+    for entry in request.segments:
+        if (problem := _missing(term.journal.backend, entry)) is not None:
+            return problem
+    return None
+
+
+def _missing(backend: Backend, entry: SegmentEntry) -> str | None:
+    try:
+        size = backend.size(entry.key)
+    except KeyNotFoundError:
+        return f"segment {entry.id}, which it adds, is not there"
+    return None if size == entry.size else f"segment {entry.id} has {size} bytes, not {entry.size}"
+
+
+# ------------------------------------------------------------------------------------------------ the requester's side
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request.
+
+    Attributes:
+        answer: ``accepted``; ``refused``; ``void``: a newer term began before it was answered; ``waiting``: not yet
+            answered, and it still may be.
+        reason: why it was refused, or what happened; empty if accepted.
+    """
+
+    answer: Literal["accepted", "refused", "void", "waiting"]
+    reason: str = ""
+
+
+def post(
+    journal: Journal,
+    term: int,
+    what: str,
+    *,
+    segments: Sequence[SegmentEntry] = (),
+    encodings: Sequence[Encoding] = (),
+    drops: Sequence[str] = (),
+    retires: Sequence[Node] = (),
+    tags: Mapping[str, Node | None] | None = None,
+) -> Request:
+    """Ask the writer of `term` for a change -> the request as posted, for `wait`.
+
+    Args:
+        term: the newest term in the view on which the change was planned. A newer one voids the request.
+        what: one line for people: what this is and who asks.
+        segments: durable already, and of `term`.
+        encodings, drops, retires, tags: as in `CommitRecord`.
+
+    Raises:
+        StorageError: it may or may not have been posted, and does no harm either way. Ask again under a new uuid.
+    """
+    request = Request(
+        id=secrets.token_hex(16),
+        term=term,
+        what=what,
+        segments=tuple(segments),
+        encodings=tuple(encodings),
+        drops=tuple(drops),
+        retires=tuple(retires),
+        tags=dict(tags or {}),
+    )
+    data = encode_request(request, run=journal.run)
+    decode_request(data, run=journal.run, what=request.key)  # what is sent can be understood
+    with contextlib.suppress(KeyExistsError):  # a fresh uuid: the first try landed, its answer was lost
+        journal.backend.create(request.key, data)
+    return request
+
+
+def outcome(catalog: Catalog, request: Request) -> Outcome:
+    """What a catalog says about a request."""
+    if catalog.term == request.term:
+        if request.id not in catalog.requests:
+            return Outcome("waiting")
+        reason = catalog.requests[request.id]
+        return Outcome("accepted") if reason is None else Outcome("refused", reason)
+    # The catalog keeps answers only of the newest term. What was asked for is there, or it is void.
+    if _took_effect(catalog, request):
+        return Outcome("accepted", f"term {catalog.term} has begun since")
+    return Outcome("void", f"term {catalog.term} began before the request to term {request.term} was answered")
+
+
+def _took_effect(catalog: Catalog, request: Request) -> bool:
+    if request.segments:
+        return all(segment.id in catalog.segments for segment in request.segments)
+    return (
+        not any(segment in catalog.segments for segment in request.drops)
+        and not any(node in catalog.checkpoints for node in request.retires)
+        and all(catalog.tags.get(name) == node for name, node in request.tags.items())
+    )
+
+
+def wait(
+    journal: Journal,
+    request: Request,
+    *,
+    timeout: float | None = None,
+    poll: float = 0.2,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Outcome:
+    """Wait until the log answers a request.
+
+    Args:
+        timeout: seconds; None: as long as it takes. Running out withdraws nothing: the answer is then ``waiting``.
+        poll: seconds between looks at the log, growing to 16 times as much.
+
+    Raises:
+        CorruptLogError, StorageError: from READ.
+    """
+    begun = clock()
+    view: View | None = None
+    longest = poll * 16
+    while True:
+        view = read(journal, view)
+        answer = outcome(view.catalog, request)
+        left = None if timeout is None else begun + timeout - clock()
+        if answer.answer == "accepted":
+            # Prevents: telling the caller of a commit that a power cut takes back, because the writer was killed before
+            # it had made the slot durable that we have read.
+            journal.backend.settle("log/")
+        if answer.answer != "waiting" or (left is not None and left <= 0):
+            return answer
+        sleep(poll if left is None else min(poll, left))
+        poll = min(poll * 1.5, longest)

@@ -1,0 +1,9 @@
+"""Merging: the diffs of a range of checkpoints folded into one segment (`ckpt merge`)."""
+
+from __future__ import annotations
+
+from ckptstore.maintenance.merge.committing import Merged, merge
+from ckptstore.maintenance.merge.costs import RestoreCost
+from ckptstore.maintenance.merge.ranges import Selection, parse_range, select_range
+
+__all__ = ["Merged", "RestoreCost", "Selection", "merge", "parse_range", "select_range"]

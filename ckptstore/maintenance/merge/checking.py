@@ -1,0 +1,93 @@
+"""Reading back what a merge wrote, before anybody is asked to rely on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CorruptSegmentError
+from ckptstore.formats import hashing, jsontext
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
+from ckptstore.formats.state import tensor_names
+from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.restore.chain import fold_tensors
+from ckptstore.restore.load import Opened
+from ckptstore.restore.plan import Plan
+from ckptstore.segments.reading import Progress, SegmentReader, copy_tensors
+
+__all__ = ["check_copies", "check_state", "opened_plan"]
+
+
+@contextmanager
+def opened_plan(
+    backend: Backend, segments: Mapping[str, SegmentEntry], entry: CheckpointEntry, encodings: Sequence[Encoding]
+) -> Iterator[Opened]:
+    """Open what restores `entry` by `encodings`, the full first, whether or not a catalog says so.
+
+    The caller has pinned the segments. Raises `CorruptSegmentError`, `StorageError`.
+    """
+    chosen = Plan(entry.id, tuple(encodings), float(sum(edge.bytes for edge in encodings)))
+    with ExitStack() as stack:
+        readers: dict[str, SegmentReader] = {}
+        for segment in chosen.segments:
+            readers[segment] = SegmentReader(backend, segments[segment])
+            stack.callback(readers[segment].close)
+        yield Opened(entry, chosen, readers)
+
+
+def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, progress: Progress) -> None:
+    """Decode every tensor through its chain; compare each chunk, and the state's hash with the log's.
+
+    Raises:
+        CorruptSegmentError: names segment and tensor.
+        StorageError: the medium failed.
+    """
+    found.check_identity()
+    fold_tensors({name: (chain, _forget) for name, chain in found.chains.items()}, pool, staging, progress=progress)
+
+
+def check_copies(
+    backend: Backend,
+    catalog: Catalog,
+    written: Sequence[SegmentEntry],
+    encodings: Sequence[Encoding],
+    pool: ThreadPoolExecutor,
+    staging: Staging,
+    progress: Progress,
+) -> None:
+    """Read every stored chunk of copied encodings, and compare each step's description with the log's state hash.
+
+    Raises:
+        CorruptSegmentError: names segment and tensor.
+        StorageError: the medium failed.
+    """
+    for segment in written:
+        reader = SegmentReader(backend, segment)
+        try:
+            tensors = [tensor for own in reader.doc.tensors.values() for tensor in own.values()]
+            # Stored bytes as they are: nothing is decoded here.
+            copy_tensors(reader, tensors, pool, staging, lambda _tensor, _offset, _data: None, progress=progress)
+            for edge in encodings:
+                if segment.id in edge.segments:
+                    _check_description(reader, catalog, edge)
+        finally:
+            reader.close()
+
+
+def _check_description(reader: SegmentReader, catalog: Catalog, edge: Encoding) -> None:
+    entry, step = catalog.find(edge.checkpoint), edge.checkpoint[1]
+    assert entry is not None, edge.checkpoint
+    trees, tensors = reader.doc.trees, reader.doc.tensors.get(step, {})
+    names = tensor_names(trees[step]) if step in trees else []
+    if step not in trees or not tensors.keys() >= set(names):
+        raise CorruptSegmentError(f"{reader.entry.key}: does not hold all of {entry.ref}")
+    parts = [(name, tensors[name].dtype, tensors[name].shape, tensors[name].hash) for name in names]
+    if hashing.state_hash(jsontext.dumps(trees[step]), parts) != entry.state:
+        raise CorruptSegmentError(f"{reader.entry.key}: describes another state of {entry.ref} than the log")
+
+
+def _forget(_offset: int, _data: Bytes) -> None:
+    """What was decoded has been compared: nobody wants the bytes."""

@@ -1,0 +1,259 @@
+"""Steps 1 to 3 of a merge: choose and pin, write, read back (`committing` has the whole order)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self
+
+from ckptstore.backends.base import Backend
+from ckptstore.backends.nowhere import Nowhere
+from ckptstore.errors import CorruptSegmentError, FencedError, StorageError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, segment_key
+from ckptstore.formats.retention import check_commit
+from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
+from ckptstore.host.crash_points import crash_point
+from ckptstore.log.journal import Journal
+from ckptstore.log.pins import claim
+from ckptstore.log.reading import read
+from ckptstore.maintenance.merge.checking import check_copies, check_state, opened_plan
+from ckptstore.maintenance.merge.copying import copied_bytes, copy_encodings, merged_draft
+from ckptstore.maintenance.merge.costs import restore_cost
+from ckptstore.maintenance.merge.prepared import Made, Prepared
+from ckptstore.maintenance.merge.ranges import Selection, select_range, unneeded
+from ckptstore.maintenance.merge.recoding import recode
+from ckptstore.restore.rates import measure_rates
+from ckptstore.restore.streams import Progress
+
+__all__ = ["Work"]
+
+_THREADS: Final = 4
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Progress of several threads."""
+
+    progress: Progress | None
+    total: int = 0
+    done: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def advance(self, nbytes: int) -> None:
+        with self.lock:
+            self.done += nbytes
+            if self.progress is not None:
+                self.progress(self.done, max(self.total, self.done))
+
+
+class Work:
+    """Threads and memory for the length of a ``with``, and what they do."""
+
+    def __init__(self, journal: Journal, owned: int | None, progress: Progress | None, *, dry_run: bool) -> None:
+        """Take threads and memory.
+
+        Args:
+            owned: the term that this process owns; None: the newest one is somebody else's.
+            progress: told (bytes done, bytes in all).
+            dry_run: write nothing.
+        """
+        self._journal = journal
+        self._backend = journal.backend
+        self._target: Backend = Nowhere() if dry_run else journal.backend
+        self._owned = owned
+        self._term = 0  # of what is written: known once the log was read
+        self._dry_run = dry_run
+        self._tally = _Tally(progress)
+        self._threads = min(_THREADS, os.cpu_count() or 1)
+        self._staging = Staging.for_chunks(2 * self._threads, DEFAULT_BUDGET)
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="ckptstore-write")
+        self._workers = ThreadPoolExecutor(self._threads, thread_name_prefix="ckptstore-merge")
+        self._begun: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._workers.shutdown()
+        self._pool.shutdown()
+
+    def prepare(self, text: str, *, keep_steps: bool) -> Prepared:
+        """Write what is to be committed, and prove it. Raises as `merge`."""
+        # 1. READ, choose, pin, READ again.
+        with claim(
+            self._journal,
+            lambda catalog: select_range(catalog, text, keep_steps=keep_steps),
+            lambda selection: selection.segments,
+        ) as (view, chosen):
+            catalog = view.catalog
+            if self._owned is not None and catalog.term != self._owned:
+                raise FencedError(f"{self._journal.url}: term {catalog.term} began after term {self._owned}")
+            self._term = catalog.term
+            with self._nothing_left_behind(), self._term_goes_on():
+                # 2. Write.
+                made = self._make(catalog, chosen, keep_steps=keep_steps)
+                # 3. Read it back.
+                if made.segments and not self._dry_run:
+                    self._check(catalog, chosen, made)
+                self._remove({segment.id for segment in made.segments})
+                crash_point("merge.verified")
+                return self._prepared(catalog, chosen, made)
+
+    def _prepared(self, catalog: Catalog, chosen: Selection, made: Made) -> Prepared:
+        changes, later = self._changes(catalog, chosen, made)
+        record = CommitRecord(self._term, **changes)
+        check_commit(catalog, record)
+        dropped = set(record.drops)
+        if later:
+            dropped |= set(unneeded(catalog.apply(record, catalog.next_seq), later, (), ()))
+        with opened_plan(self._backend, catalog.segments, chosen.target, chosen.chain.encodings) as found:
+            rates = measure_rates(found)
+        return Prepared(
+            self._term,
+            chosen,
+            made,
+            changes,
+            later,
+            tuple(catalog.segments[segment] for segment in sorted(dropped)),
+            restore_cost(catalog, chosen.chain.encodings, rates),
+            restore_cost(catalog, made.chain, rates),
+        )
+
+    @contextlib.contextmanager
+    def _nothing_left_behind(self) -> Iterator[None]:
+        """What was written and cannot be used is removed: nobody was told of it."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StorageError):  # gc finds it another time
+                self._remove(set())
+            raise
+
+    @contextlib.contextmanager
+    def _term_goes_on(self) -> Iterator[None]:
+        """Once the term is over gc may take what nobody committed in it: what is missing then is not lost."""
+        try:
+            yield
+        except CorruptSegmentError as error:
+            newest = read(self._journal).catalog.term
+            if newest > self._term:
+                raise FencedError(
+                    f"{self._journal.url}: term {newest} began while the merge was prepared in term {self._term}"
+                ) from error
+            raise
+
+    def _remove(self, keep: set[str]) -> None:
+        for segment in [begun for begun in self._begun if begun not in keep]:
+            if not self._dry_run:
+                self._backend.delete(segment_key(self._term, segment))
+            self._begun.remove(segment)
+
+    def _make(self, catalog: Catalog, chosen: Selection, *, keep_steps: bool) -> Made:
+        """Write what leaves the fewest bytes in the store: the new ones, less those that can then be dropped."""
+        kept = Made("kept", chosen.chain.encodings)
+        if not chosen.rewrites:
+            return kept
+        if keep_steps:
+            return self._copy(catalog, chosen)
+        fewest = -_freed(catalog, chosen, ())
+        copied = fewest + 1
+        if chosen.copyable:
+            stored = copied_bytes(self._backend, catalog, chosen.folded)
+            copied = stored - _freed(catalog, chosen, chosen.folded)
+        recoded = self._recode(catalog, chosen)
+        if recoded.nbytes - _freed(catalog, chosen, recoded.encodings) <= min(copied, fewest):
+            return recoded
+        return self._copy(catalog, chosen) if copied <= fewest else kept
+
+    def _copy(self, catalog: Catalog, chosen: Selection) -> Made:
+        stored = copied_bytes(self._backend, catalog, chosen.folded)
+        self._tally.total += stored if self._dry_run else 2 * stored + chosen.target.nbytes
+        segments, encodings = copy_encodings(
+            self._backend,
+            self._target,
+            catalog,
+            chosen.folded,
+            run=self._journal.run,
+            term=self._term,
+            staging=self._staging,
+            pool=self._pool,
+            begun=self._begun.append,
+            progress=self._tally.advance,
+        )
+        moved = {edge.checkpoint: edge for edge in encodings}
+        chain = tuple(moved.get(edge.checkpoint, edge) for edge in chosen.chain.encodings)
+        return Made("concatenated", chain, tuple(segments), tuple(encodings))
+
+    def _recode(self, catalog: Catalog, chosen: Selection) -> Made:
+        self._tally.total += (1 if self._dry_run else 2) * chosen.target.nbytes
+        below = chosen.prefix
+        with contextlib.ExitStack() as stack:
+            opened = [
+                stack.enter_context(opened_plan(self._backend, catalog.segments, entry, encodings))
+                for entry, encodings in (
+                    (chosen.target, chosen.chain.encodings),
+                    *([(_entry(catalog, below[-1].checkpoint), below)] if below else []),
+                )
+            ]
+            segments, edge, state = recode(
+                self._target,
+                opened[0],
+                opened[1] if below else None,
+                lambda edge: merged_draft([edge], catalog, self._journal.run, self._term),
+                staging=self._staging,
+                pool=self._pool,
+                encoders=self._workers,
+                threads=self._threads,
+                begun=self._begun.append,
+                progress=self._tally.advance,
+            )
+        if state != chosen.target.state:
+            raise CorruptSegmentError(
+                f"checkpoint {chosen.target.ref}: its chain gives another state than the log says"
+            )
+        chain = (edge,) if edge.base is None else (*below, edge)
+        return Made("materialized", chain, tuple(segments), (edge,))
+
+    def _check(self, catalog: Catalog, chosen: Selection, made: Made) -> None:
+        known = {**catalog.segments, **{segment.id: segment for segment in made.segments}}
+        if made.method == "concatenated":
+            check_copies(
+                self._backend, catalog, made.segments, made.encodings, self._workers, self._staging, self._tally.advance
+            )
+        with opened_plan(self._backend, known, chosen.target, made.chain) as found:
+            check_state(found, self._workers, self._staging, self._tally.advance)
+
+    def _changes(self, catalog: Catalog, chosen: Selection, made: Made) -> tuple[dict[str, Any], tuple[Node, ...]]:
+        """The change, and the checkpoints that only a second one can retire."""
+        renewed = {edge.checkpoint for edge in made.encodings}
+        # An encoding may only be added for a checkpoint that is promised, in the same change, too: what is copied as
+        # part of a chain is moved first, and retired then.
+        later = chosen.retired if renewed & set(chosen.retired) else ()
+        retires = () if later else chosen.retired
+        drops = unneeded(catalog, retires, renewed, made.encodings)
+        return {
+            "segments": made.segments,
+            "encodings": made.encodings,
+            "drops": drops,
+            "retires": retires,
+        }, later
+
+
+def _freed(catalog: Catalog, chosen: Selection, added: Sequence[Encoding]) -> int:
+    """Bytes of the segments that nothing needs any more, with these encodings instead of the present ones."""
+    renewed = {edge.checkpoint for edge in added}
+    return sum(catalog.segments[segment].size for segment in unneeded(catalog, chosen.retired, renewed, added))
+
+
+def _entry(catalog: Catalog, node: Node) -> CheckpointEntry:
+    entry = catalog.find(node)
+    assert entry is not None, node  # it has an encoding
+    return entry

@@ -1,0 +1,226 @@
+"""What a merge of ``A..B`` means for a catalog: which diffs are folded, which checkpoints go, what stays and why.
+
+The range is the promised checkpoints of one term with A <= step <= B. Fulls among them are neither folded nor retired.
+Nothing here reads a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptstore.errors import CorruptionError, UsageError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointEntry, Encoding, Node
+from ckptstore.log import refs
+from ckptstore.restore.plan import Plan, plan, plan_all
+
+__all__ = ["Selection", "parse_range", "select_range", "unneeded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is to be done with a range.
+
+    Attributes:
+        first: A.
+        last: B.
+        target: the checkpoint that is decoded to prove the result: B, or with ``keep_steps`` the last diff.
+        chain: the plan of `target`.
+        folded: encodings to be put into one segment, ascending by step. The last ones of `chain`, or with
+            ``keep_steps`` one for each diff.
+        copyable: whether the checkpoints of `folded` may be given new encodings, all of them.
+        retired: (term, step) of the checkpoints that go.
+        held: REF of a checkpoint that would go, too -> what holds it.
+        fulls: REFs of the fulls of the range.
+    """
+
+    first: CheckpointEntry
+    last: CheckpointEntry
+    target: CheckpointEntry
+    chain: Plan
+    folded: tuple[Encoding, ...]
+    copyable: bool
+    retired: tuple[Node, ...]
+    held: Mapping[str, str]
+    fulls: tuple[str, ...]
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether anything is written: more than one encoding is folded."""
+        return len(self.folded) > 1
+
+    @property
+    def prefix(self) -> tuple[Encoding, ...]:
+        """The encodings of `chain` below what is folded."""
+        folded = {edge.checkpoint for edge in self.folded}
+        return tuple(edge for edge in self.chain.encodings if edge.checkpoint not in folded)
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """Ids of the segments that the merge reads."""
+        read = (*self.chain.encodings, *self.folded)
+        return tuple(dict.fromkeys(segment for edge in read for segment in edge.segments))
+
+
+def parse_range(text: str) -> tuple[str, str]:
+    """``A..B`` as two REFs. Raises `UsageError`."""
+    sides = [side.strip() for side in text.split("..")]
+    if len(sides) != 2 or not all(sides):
+        raise UsageError(f"{text!r} is no range; write A..B with two REFs, as in 1000..1100 or 1000@2..latest")
+    return sides[0], sides[1]
+
+
+def select_range(catalog: Catalog, text: str, *, keep_steps: bool) -> Selection:
+    """Choose what a merge does.
+
+    Args:
+        text: ``A..B``.
+        keep_steps: keep every checkpoint of the range; else B alone of its diffs.
+
+    Raises:
+        UsageError: not a range; A and B are of different terms, or in the wrong order; or there is nothing to merge.
+        CheckpointNotFoundError: A or B is not there.
+        CorruptionError: a checkpoint of the range cannot be restored.
+        CorruptLogError: ``latest`` behind a damaged slot.
+    """
+    first, last = (refs.resolve(catalog, ref) for ref in parse_range(text))
+    if first.term != last.term:
+        raise UsageError(
+            f"{first.ref} and {last.ref} are of different terms; merge a range of one term at a time "
+            "(STEP@TERM names a step of a term)"
+        )
+    if first.step > last.step:
+        raise UsageError(f"{first.ref} comes after {last.ref}: write {last.step}..{first.step}")
+    members = sorted(
+        node for node in catalog.checkpoints if node[0] == first.term and first.step <= node[1] <= last.step
+    )
+    fulls = {node for node in members if any(edge.base is None for edge in catalog.encodings.get(node, ()))}
+    diffs = [node for node in members if node not in fulls]
+    if len(diffs) < 2:
+        raise UsageError(f"nothing to merge: {first.ref}..{last.ref} holds {len(members)} checkpoints, {_diffs(diffs)}")
+    choose = _all_kept if keep_steps else _last_kept
+    return choose(catalog, first, last, diffs, tuple(_ref(node) for node in members if node in fulls))
+
+
+def _all_kept(
+    catalog: Catalog, first: CheckpointEntry, last: CheckpointEntry, diffs: Sequence[Node], fulls: tuple[str, ...]
+) -> Selection:
+    plans = plan_all(catalog)  # in one pass: a plan each would cost the square of a long chain
+    edges: dict[Node, Encoding] = {}
+    for node in diffs:
+        found = plans[node]
+        if isinstance(found, CorruptionError):
+            raise found
+        edges[node] = found.encodings[-1]
+    # A segment that someone else reads, too, could not be dropped: copying from it would store the same bytes twice.
+    while shared := [node for node, edge in edges.items() if not set(_readers(catalog, edge.segments)) <= edges.keys()]:
+        for node in shared:
+            del edges[node]
+    segments = {segment for edge in edges.values() for segment in edge.segments}
+    if len(edges) < 2 or len(segments) < 2:
+        why = "lie in one segment" if len(edges) > 1 else "share their segments with checkpoints outside of it"
+        raise UsageError(f"nothing to merge: the diffs of {first.ref}..{last.ref} {why}")
+    target = catalog.checkpoints[max(edges)]
+    folded = tuple(edges[node] for node in sorted(edges))
+    return Selection(first, last, target, plan(catalog, target.id), folded, True, (), {}, fulls)
+
+
+def _last_kept(
+    catalog: Catalog, first: CheckpointEntry, last: CheckpointEntry, diffs: Sequence[Node], fulls: tuple[str, ...]
+) -> Selection:
+    if last.node != diffs[-1]:
+        raise UsageError(
+            f"{last.ref} is a full: a merge folds diffs into the one that ends the range. "
+            f"End the range at {_ref(diffs[-1])}, or keep the steps"
+        )
+    held = _held(catalog, diffs[:-1])
+    retired = tuple(node for node in diffs[:-1] if node not in held)
+    staying = catalog.checkpoints.keys() - set(retired)
+    kept = staying | _below(catalog, staying - {last.node}, {last.node})
+    chain = plan(catalog, last.id)
+    folded = [chain.encodings[-1]]
+    for edge in reversed(chain.encodings[:-1]):
+        node = edge.checkpoint
+        if node in kept or edge.base is None or node[0] != first.term or node[1] < first.step:
+            break  # it has to stay as it is: what lies above builds on it
+        folded.insert(0, edge)
+    holders = {_ref(node): why for node, why in held.items()}
+    if not retired and len(folded) < 2:
+        why = "; ".join(f"{ref}: {what}" for ref, what in holders.items())
+        raise UsageError(f"nothing to merge: every diff of {first.ref}..{last.ref} has to stay ({why})")
+    copyable = all(edge.checkpoint in catalog.checkpoints for edge in folded)
+    return Selection(first, last, last, chain, tuple(folded), copyable, retired, holders, fulls)
+
+
+def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
+    """Which of `nodes` may not be retired, and why."""
+    held: dict[Node, str] = {}
+    latest = catalog.latest()
+    if latest is not None:
+        held[latest.node] = "it is the latest checkpoint"
+    for number, opened in sorted(catalog.terms.items()):
+        if opened.parent is not None:
+            held[opened.parent.node] = f"term {number} continues from it"
+    for name, node in sorted(catalog.tags.items()):
+        held[node] = f"tag {name!r} names it"
+    return {node: held[node] for node in nodes if node in held}
+
+
+def _below(catalog: Catalog, nodes: Iterable[Node], without: Collection[Node]) -> set[Node]:
+    """Everything that `nodes` reach through bases, themselves included; the encodings of `without` are not followed."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node not in without:
+            stack += [edge.base.node for edge in catalog.encodings.get(node, ()) if edge.base is not None]
+    return found
+
+
+def unneeded(
+    catalog: Catalog, retired: Collection[Node], renewed: Collection[Node], added: Iterable[Encoding]
+) -> tuple[str, ...]:
+    """Ids of the segments that nothing needs any more after a commit.
+
+    Args:
+        retired: checkpoints that it retires.
+        renewed: checkpoints whose encodings so far are given up: `added` has another for each.
+        added: encodings that it adds.
+    """
+    bases: dict[Node, list[Node]] = {}
+    for edge in added:
+        if edge.base is not None:
+            bases.setdefault(edge.checkpoint, []).append(edge.base.node)
+    roots = [node for node in catalog.checkpoints if node not in retired]
+    roots += [base for node in renewed for base in bases.get(node, ())]
+    needed = _below(catalog, roots, renewed)
+    touched = _below(catalog, [*retired, *renewed], ())
+    segments = dict.fromkeys(
+        segment for node in sorted(touched) for edge in catalog.encodings.get(node, ()) for segment in edge.segments
+    )
+    return tuple(
+        segment
+        for segment in segments
+        if segment in catalog.segments  # in a damaged log it need not be
+        and all(node in renewed or node not in needed for node in _readers(catalog, (segment,)))
+    )
+
+
+def _readers(catalog: Catalog, segments: Iterable[str]) -> Iterable[Node]:
+    """The checkpoints with a live encoding that reads one of `segments`."""
+    for segment in segments:
+        for node in catalog.edges().users(segment):
+            if any(segment in edge.segments for edge in catalog.encodings.get(node, ())):
+                yield node
+
+
+def _diffs(diffs: Sequence[Node]) -> str:
+    return "one of them a diff" if diffs else "none of them a diff"
+
+
+def _ref(node: Node) -> str:
+    return f"{node[1]}@{node[0]}"

@@ -1,0 +1,276 @@
+"""Decoding every checkpoint of a store: nothing is believed that can be computed.
+
+The encodings that build on one full are a tree (`branches`). It is walked once for every *column*: the chunks at one
+place of tensors that need each other (those that optimizer steps move together, a master and its rounded copy).
+So each payload is decoded once, and no state is ever in memory: one column for each thread, and one more for every
+fork of the tree above the present place, of which there are few, because the larger side is walked last.
+
+What is wrong is said once. What builds on it is not decoded: `lost_checkpoints` counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CkptError, CorruptSegmentError, StorageError
+from ckptstore.formats import digest
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.layout import CHUNK
+from ckptstore.formats.records import Encoding
+from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.task_pool import Task, sweep
+from ckptstore.maintenance.verify.branches import Branch
+from ckptstore.maintenance.verify.columns import Column, Step, cell_of, columns_of
+from ckptstore.maintenance.verify.findings import Findings, edge_of
+from ckptstore.maintenance.verify.open_segments import Handles
+from ckptstore.restore.assembly import Held, held_by
+from ckptstore.restore.chain import master_of
+from ckptstore.restore.link import Layer, check_decoded, fold_layer
+from ckptstore.restore.replay import Cell, take_step
+from ckptstore.segments.reading import SegmentReader
+
+__all__ = ["decoded_bytes", "prove"]
+
+_Memory: TypeAlias = dict[tuple[Cell, int], Bytes]
+"""(tensor, chunk) -> its bytes; what is lost is not there."""
+
+
+def decoded_bytes(roots: Iterable[Branch], catalog: Catalog) -> int:
+    """Logical bytes that `prove` will decode, as far as the log tells."""
+    entries = (catalog.find(branch.encoding.checkpoint) for root in roots for branch in root.walk())
+    return sum(entry.nbytes for entry in entries if entry is not None)
+
+
+def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Findings, threads: int) -> None:
+    """Decode and replay every encoding; compare every chunk's hash and every state digest with what was recorded.
+
+    Args:
+        roots: see `branches.trees`.
+        found: what is known to be wrong already, which is left out; takes what is found.
+        threads: how many; each has two payloads and its columns in memory.
+
+    Raises:
+        StorageError: the medium failed. A place of it that cannot be read any more is damage.
+    """
+    handles = Handles(backend)
+    staging = Staging.for_chunks(max(2, threads))
+    try:
+        for root in roots:
+            tree = _Tree(root, catalog, handles, backend, found)
+            sweep(list(tree.tasks(staging)), threads, "ckptstore-prove")
+    finally:
+        handles.close()
+
+
+class _Tree:
+    """What builds on one full, open and described."""
+
+    def __init__(self, root: Branch, catalog: Catalog, handles: Handles, backend: Backend, found: Findings) -> None:
+        self._root = root
+        self._catalog = catalog
+        self._handles = handles
+        self._backend = backend
+        self._found = found
+        self._readers: dict[str, SegmentReader] = {}
+        self.held = {branch: self._described(branch.encoding) for branch in root.walk()}
+
+    def tasks(self, staging: Staging) -> Iterator[Task]:
+        """One for each column and place."""
+        for column in columns_of(self.held):
+            column.left = column.places
+            for place in range(column.left):
+                yield self._task(column, place, staging)
+
+    def _described(self, encoding: Encoding) -> Held:
+        """The tensors of an encoding; none if it cannot be used, which is known already."""
+        flaw = self._found.flaws.get(edge_of(encoding))
+        unusable = self._found.bad_segments.intersection(encoding.segments) or (flaw is not None and flaw.whole)
+        if unusable:
+            return {}
+        try:
+            held = held_by([self._reader(segment) for segment in encoding.segments], encoding)
+        except StorageError:
+            return {}
+        except CkptError as error:  # it has been changed since it was read first
+            self._found.blame(encoding, self._catalog.segments[encoding.segments[0]].key, error, whole=True)
+            return {}
+        sound = {name: layer for name, layer in held.items() if flaw is None or name not in flaw.names}
+        return {
+            name: layer for name, layer in sound.items() if layer.base_ratio != 2 or master_of(layer.tensor) in sound
+        }
+
+    def _reader(self, segment: str) -> SegmentReader:
+        if segment not in self._readers:
+            entry = self._catalog.segments[segment]
+            try:
+                reader = SegmentReader(self._backend, entry)
+            except StorageError as error:
+                self._found.add(entry.key, error, entry.id)
+                raise
+            reader.close()
+            reader.source = self._handles.source(reader.entry.key, reader.entry.size)
+            self._readers[segment] = reader
+        return self._readers[segment]
+
+    def _task(self, column: Column, place: int, staging: Staging) -> Task:
+        def work() -> Iterable[Task]:
+            with staging.block() as scratch:
+                self._decode(column, place, scratch)
+            with column.lock:
+                column.left -= 1
+                last = not column.left
+            if last:
+                self._check_digests(column)
+            return ()
+
+        return work
+
+    def _decode(self, column: Column, place: int, scratch: Bytes) -> None:
+        """Walk the tree. The memory of a state goes on to what builds on it, to the last of them as it is."""
+        waiting: list[tuple[Branch, _Memory, bool]] = [(self._root, {}, True)]
+        while waiting:
+            branch, below, owned = waiting.pop()
+            step = column.steps.get(branch)
+            memory: _Memory = {}
+            if step is not None:
+                memory = _Decoding(self, column, place, branch, below, owned, scratch).run(step)
+            for number, child in enumerate(branch.children):
+                waiting.append((child, memory, number == 0))  # the first is taken last
+
+    def unread(self, layer: Layer, index: int, error: StorageError) -> None:
+        """A payload could not be read."""
+        entry = layer.reader.entry
+        self._found.add(entry.key, error, entry.id, [layer.tensor.chunks[index].offset])
+
+    def wrong(self, branch: Branch, layer: Layer, error: CkptError, names: Iterable[str]) -> None:
+        """What a layer gives is not what was saved: the tensors `names` are lost."""
+        self._found.blame(branch.encoding, layer.reader.entry.key, error, names=names)
+
+    def damaged(self, layer: Layer, index: int) -> bool:
+        """Whether a payload is known to be damaged."""
+        chunk = layer.tensor.chunks[index]
+        return bool(chunk.length) and chunk.offset in self._found.bad_chunks.get(layer.reader.entry.id, ())
+
+    def advance(self, nbytes: int) -> None:
+        """So many logical bytes were decoded."""
+        self._found.advance(nbytes)
+
+    def _check_digests(self, column: Column) -> None:
+        for branch in column.steps:
+            for cell in column.cells:
+                layer = self.held[branch].get(cell.name)
+                if layer is None or cell_of(layer) != cell or layer.tensor.digest is None:
+                    continue
+                tensor = layer.tensor
+                total, count = column.sums.get((branch, cell.name), (0, 0))
+                if count < len(tensor.chunks):  # something of it is lost, which was said
+                    continue
+                if digest.combine(total, nbytes=tensor.nbytes) != tensor.digest:
+                    error = CorruptSegmentError(
+                        f"{layer.where}: its state digest is not that of step {layer.step}, as training had it"
+                    )
+                    # Only what was computed is compared when it is loaded.
+                    self._found.blame(branch.encoding, layer.reader.entry.key, error, state=layer.base_ratio == 1)
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """One encoding at one place of a column."""
+
+    tree: _Tree
+    column: Column
+    place: int
+    branch: Branch
+    below: _Memory
+    owned: bool
+    scratch: Bytes
+    memory: _Memory = field(default_factory=dict)
+
+    def run(self, step: Step) -> _Memory:
+        """What the column holds after it."""
+        for layer in step.layers:
+            for index in self.column.chunks(cell_of(layer), self.place):
+                if layer.group is not None:
+                    self._step(layer, index)
+                else:
+                    self._fold(layer, index)
+        for layer in step.copies:
+            for index in self.column.chunks(cell_of(layer), self.place):
+                self._copy(layer, index)
+        return self.memory
+
+    def _base(self, cell: Cell, index: int) -> Bytes | None:
+        """What is below, in memory that may be overwritten."""
+        base = self.below.get((cell, index))
+        return base if base is None or self.owned else base.copy()
+
+    def _fold(self, layer: Layer, index: int) -> None:
+        cell = cell_of(layer)
+        out = self._base(cell, index) if layer.base_ratio else _room(layer, index)
+        if out is not None:
+            base = out if layer.base_ratio else None
+            self._try(
+                layer, index, [layer], [out], lambda: fold_layer(layer, index, base, out, self.scratch, verify=True)
+            )
+
+    def _copy(self, layer: Layer, index: int) -> None:
+        held = self.tree.held[self.branch]
+        master = cell_of(held[str(master_of(layer.tensor))])
+        parts = [self.memory.get((master, number)) for number in self.column.chunks(master, self.place)]
+        whole = [part for part in parts if part is not None]
+        if len(whole) == len(parts):
+            base = whole[0] if len(whole) == 1 else np.concatenate(whole)
+            out = _room(layer, index)
+            self._try(
+                layer, index, [layer], [out], lambda: fold_layer(layer, index, base, out, self.scratch, verify=True)
+            )
+
+    def _step(self, layer: Layer, index: int) -> None:
+        assert layer.group is not None
+        held = self.tree.held[self.branch]
+        members = [held[name] for name in layer.group.names if name in held]
+        bases = [self._base(cell_of(member), index) for member in members]
+        outs = [base for base in bases if base is not None]
+        if len(outs) == len(layer.group.names):
+            cells = tuple(map(cell_of, members))
+            memory = dict(zip(cells, outs, strict=True))
+            self._try(layer, index, members, outs, lambda: take_step(layer, cells, index, memory, self.scratch))
+
+    def _try(
+        self, layer: Layer, index: int, results: Sequence[Layer], outs: Sequence[Bytes], work: Callable[[], Any]
+    ) -> None:
+        """Decode a payload, and keep those of its results that are right."""
+        if self.tree.damaged(layer, index):
+            return
+        try:
+            work()
+        except StorageError as error:
+            self.tree.unread(layer, index, error)
+            return
+        except CorruptSegmentError as error:
+            self.tree.wrong(self.branch, layer, error, [one.tensor.name for one in results])
+            return
+        for result, out in zip(results, outs, strict=True):
+            name = result.tensor.name
+            self.tree.advance(len(out))
+            try:
+                check_decoded(result, index, out, verify=True)
+            except CorruptSegmentError as error:
+                self.tree.wrong(self.branch, result, error, [name])
+                continue
+            self.memory[cell_of(result), index] = out
+            if result.tensor.digest is not None:
+                part = digest.partial(out, index * CHUNK // 4)
+                with self.column.lock:
+                    key = (self.branch, name)
+                    total, count = self.column.sums.get(key, (0, 0))
+                    self.column.sums[key] = (total + part, count + 1)
+
+
+def _room(layer: Layer, index: int) -> Bytes:
+    return np.empty(layer.tensor.chunks[index].logical, np.uint8)

@@ -1,0 +1,170 @@
+"""What is found wrong with a store, collected from several threads.
+
+*Damage* is what is not as it was written. What could not be read for reasons that are not the store's (no descriptors
+left, no permission, no connection) says nothing about it, and is kept apart.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ckptstore.errors import CkptError, StorageError
+from ckptstore.formats.records import CheckpointId, Encoding, Node
+
+__all__ = ["BytesDone", "Damage", "Edge", "Findings", "Flaw", "Unread", "edge_of", "is_bad_medium"]
+
+BytesDone = Callable[[int, int], None]
+"""Called with (bytes checked so far, bytes in all), from any thread."""
+
+Edge = tuple[Node, tuple[str, ...], CheckpointId | None]
+"""What tells the encodings of a catalog apart: checkpoint, segments and base."""
+
+_BAD_MEDIUM: Final = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN})
+"""What a system says when it got through to the medium and this place of it cannot be read any more: a bad sector, or
+a checksum of the file system's own that differs."""
+
+
+def edge_of(encoding: Encoding) -> Edge:
+    """Names an encoding."""
+    return encoding.checkpoint, encoding.segments, encoding.base
+
+
+def is_bad_medium(error: StorageError) -> bool:
+    """Whether what could not be read is lost, as far as anybody can tell. Everything else may be there tomorrow."""
+    return error.errno in _BAD_MEDIUM
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is not as it was written.
+
+    Attributes:
+        key: the object.
+        what: what is wrong, with tensor and offset where they are known.
+        checkpoints: REFs of the checkpoints that are lost with it.
+    """
+
+    key: str
+    what: str
+    checkpoints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """An object that could not be read, for a reason that is no damage of the store.
+
+    Attributes:
+        key: the object.
+        what: what the system said.
+        checkpoints: REFs of the checkpoints of which therefore nothing is known.
+    """
+
+    key: str
+    what: str
+    checkpoints: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Flaw:
+    """What cannot be had of an encoding although its segments are there.
+
+    Attributes:
+        whole: nothing of it can be used.
+        names: tensors that cannot be restored, neither here nor where something is built on them.
+        state: the checkpoint itself cannot be loaded, whatever can be built on its tensors.
+    """
+
+    whole: bool = False
+    names: set[str] = field(default_factory=set)
+    state: bool = False
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects what is wrong.
+
+    Attributes:
+        total: bytes to check, as far as that is known.
+        progress: told of every byte.
+        damage: (object, what is wrong), each once.
+        unread: object -> why it could not be read.
+        bad_segments: ids of segments of which nothing can be read.
+        unread_segments: those of them that may be all right.
+        bad_chunks: id of a segment -> where its damaged chunks begin.
+        flaws: what is wrong with encodings.
+        objects, nbytes: what was checked.
+    """
+
+    total: int
+    progress: BytesDone | None
+    damage: dict[tuple[str, str], None] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    bad_segments: set[str] = field(default_factory=set)
+    unread_segments: set[str] = field(default_factory=set)
+    bad_chunks: dict[str, set[int]] = field(default_factory=dict)
+    flaws: dict[Edge, Flaw] = field(default_factory=dict)
+    objects: int = 0
+    nbytes: int = 0
+    _beyond: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, key: str, error: CkptError, segment: str | None = None, chunks: Iterable[int] | None = None) -> None:
+        """An object is damaged, or could not be read: then nothing of the segment is known.
+
+        Args:
+            segment: its id, if it is one.
+            chunks: where the chunks begin that are damaged; None: all of it is.
+        """
+        with self._lock:
+            if isinstance(error, StorageError) and not is_bad_medium(error):
+                self.unread[key] = _without(key, error)
+                if segment is not None:
+                    self.unread_segments.add(segment)
+                    self.bad_segments.add(segment)
+                return
+            self.damage[key, _without(key, error)] = None
+            if segment is not None and chunks is not None:
+                self.bad_chunks.setdefault(segment, set()).update(chunks)
+            elif segment is not None:
+                self.bad_segments.add(segment)
+
+    def blame(
+        self,
+        encoding: Encoding,
+        key: str,
+        error: CkptError,
+        *,
+        names: Iterable[str] = (),
+        whole: bool = False,
+        state: bool = False,
+    ) -> None:
+        """Something about an encoding is wrong; see `Flaw`."""
+        with self._lock:
+            self.damage[key, _without(key, error)] = None
+            flaw = self.flaws.setdefault(edge_of(encoding), Flaw())
+            flaw.names.update(names)
+            flaw.whole |= whole
+            flaw.state |= state
+
+    def done(self, nbytes: int, objects: int = 0) -> None:
+        """So many bytes were compared, and so many objects are done with."""
+        with self._lock:
+            self.nbytes += nbytes
+            self.objects += objects
+        self.advance(0)
+
+    def advance(self, more: int) -> None:
+        """Tell of progress; `more` bytes that are no bytes of the store."""
+        with self._lock:
+            self._beyond += more
+            done = self.nbytes + self._beyond
+        if self.progress is not None:
+            self.progress(done, max(self.total, done))
+
+
+def _without(key: str, error: CkptError) -> str:
+    return str(error).removeprefix(f"{key}: ")

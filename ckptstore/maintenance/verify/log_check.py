@@ -1,0 +1,87 @@
+"""What `verify` asks of the log beyond its bytes: nothing is missing from it, and each slot continues the one before.
+
+A reader begins from a fold, and looks at no slot below it. Here every slot that is still there is compared with the one
+before it, and every slot that is not there must be one that the rules of folding allow to be deleted (design: ANCHORS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ckptstore.errors import CorruptionError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import fold_of, object_of, slot_key
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import anchor_above
+from ckptstore.maintenance.verify.findings import Findings
+
+__all__ = ["Link", "check_log"]
+
+
+class Link(NamedTuple):
+    """What an intact slot says of the chain: the hash of its own bytes, and the one that it gives the slot before."""
+
+    digest: str
+    previous: str
+
+
+def check_log(
+    journal: Journal, catalog: Catalog, links: Mapping[int, Link], keys: Iterable[str], found: Findings
+) -> None:
+    """Report slots that are missing or do not continue the log, terms without their parent, and a lost end.
+
+    Args:
+        catalog: of a READ that came after the listing of `keys`, with a look above its end.
+        links: every intact slot, by its number.
+        keys: every object of the store.
+    """
+    listed = set(keys)
+    for seq in catalog.damage:
+        if slot_key(seq) not in listed:
+            found.add(slot_key(seq), CorruptionError("the slot is missing, and later ones exist"))
+    for seq, link in sorted(links.items()):
+        before = links.get(seq - 1)
+        if (before is not None and link.previous != before.digest) or seq in catalog.damage:
+            what = "it names another slot before it, or its term was opened by another writer"
+            found.add(slot_key(seq), CorruptionError(f"it does not continue the log: {what}"))
+    for first, last in _runs(_unexplained(journal, catalog, links, listed)):
+        which = "the slot is missing" if first == last else f"the slots from here to {slot_key(last)} are missing"
+        found.add(slot_key(first), CorruptionError(f"{which}, and no fold that is there allowed to delete that"))
+    for opened in catalog.terms.values():
+        if opened.parent is not None and not opened.parent_found:
+            what = f"term {opened.term} continues from {opened.parent.ref}, and no record before it promises that"
+            found.add(slot_key(opened.seq), CorruptionError(what))
+    terms = {place[0]: key for key in sorted(listed) if (place := object_of(key)) is not None}
+    for term, key in terms.items():
+        if term not in catalog.terms:
+            what = f"of term {term}, which the log does not have: its end was lost, or an older copy put back"
+            found.add(key, CorruptionError(what))
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and last of each run of consecutive numbers."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def _unexplained(journal: Journal, catalog: Catalog, links: Mapping[int, Link], listed: set[str]) -> list[int]:
+    """Slots below the highest intact one that are absent although nobody may have deleted them."""
+    # Folds are listed now, after the slots: what was deleted before this is explained by folds that are still there.
+    folds = sorted({place[0] for key in journal.backend.list("fold/") if (place := fold_of(key))}, reverse=True)
+    anchor_every = journal.format.anchor_every
+    limit = folds[1] if len(folds) > 1 else -1
+    opens = {opened.seq for opened in catalog.terms.values() if opened.known}
+    top = max(links, default=-1)
+
+    def deletable(seq: int) -> bool:
+        # The anchor above it was created before a slot above that: whether it is still there is asked of the anchor.
+        return seq <= limit and seq % anchor_every > 0 and anchor_above(seq, anchor_every) <= top
+
+    absent = (seq for seq in range(top) if seq not in links and slot_key(seq) not in listed)
+    return [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq))]

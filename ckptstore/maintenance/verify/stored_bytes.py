@@ -1,0 +1,112 @@
+"""Reading every byte of a segment and comparing it with its hash, in several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CorruptionError, FormatError, StorageError
+from ckptstore.formats.records import SegmentEntry
+from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.pages import BLOCK
+from ckptstore.host.task_pool import Task
+from ckptstore.maintenance.verify.descriptions import Descriptions
+from ckptstore.maintenance.verify.findings import Findings, is_bad_medium
+from ckptstore.segments.reading import Piece, SegmentReader, check_chunk, extents
+
+__all__ = ["scrubbing"]
+
+
+def scrubbing(
+    backend: Backend, run: str, entry: SegmentEntry, staging: Staging, descriptions: Descriptions, found: Findings
+) -> Task:
+    """Read one segment: its header and index, what they say, and then its chunks, in as many threads as are free.
+
+    Args:
+        run: the store's.
+        staging: a block for each thread.
+        descriptions: takes what the segment says of itself.
+        found: takes what is wrong.
+    """
+
+    def begin() -> Iterable[Task]:
+        try:
+            reader = SegmentReader(backend, entry)
+        except (CorruptionError, FormatError, StorageError) as error:
+            found.add(entry.key, error, entry.id)
+            return []
+        try:
+            doc = reader.doc
+            tensors = [tensor for step in doc.steps for tensor in doc.tensors.get(step, {}).values()]
+            found.done(entry.size - sum(tensor.stored for tensor in tensors), 1)
+            try:
+                reader.check_identity(run)
+            except CorruptionError as error:
+                found.add(entry.key, error, entry.id)
+            else:
+                descriptions.take(reader)
+            shared = _Shared(reader, extents(tensors))
+        except BaseException:
+            reader.close()
+            raise
+        return shared.tasks(staging, found)
+
+    return begin
+
+
+class _Shared:
+    """A segment that several threads read; the last one closes it."""
+
+    def __init__(self, reader: SegmentReader, pieces: list[list[Piece]]) -> None:
+        self._reader = reader
+        self._pieces = pieces
+        self._left = len(pieces)
+        self._lock = threading.Lock()
+        if not pieces:
+            reader.close()
+
+    def tasks(self, staging: Staging, found: Findings) -> list[Task]:
+        """One for each run of neighbouring chunks."""
+
+        def task(extent: list[Piece]) -> Task:
+            def work() -> Iterable[Task]:
+                with staging.block() as block:
+                    _check_extent(self._reader, extent, block, found)
+                with self._lock:
+                    self._left -= 1
+                    last = not self._left
+                if last:
+                    self._reader.close()
+                return ()
+
+            return work
+
+        return [task(extent) for extent in self._pieces]
+
+
+def _check_extent(reader: SegmentReader, extent: list[Piece], block: Bytes, found: Findings) -> None:
+    entry = reader.entry
+    begin = extent[0].chunk.offset
+    end = extent[-1].chunk.offset + extent[-1].chunk.length
+    data = block[begin % BLOCK : begin % BLOCK + end - begin]
+    try:
+        reader.source.read_into(begin, data.data)
+    except (CorruptionError, StorageError) as error:
+        if isinstance(error, StorageError) and not is_bad_medium(error):
+            found.add(entry.key, error, entry.id)
+            return
+        if len(extent) > 1:  # one bad sector is no reason to give its neighbours up
+            for piece in extent:
+                _check_extent(reader, [piece], block, found)
+            return
+        what = f"tensor {extent[0].tensor.name!r}: bytes {begin}..{end} of the file: {error}"
+        found.add(entry.key, CorruptionError(what), entry.id, [begin])
+        return
+    for piece in extent:
+        at = piece.chunk.offset - begin
+        try:
+            check_chunk(entry.key, piece, data[at : at + piece.chunk.length])
+        except CorruptionError as error:
+            found.add(entry.key, error, entry.id, [piece.chunk.offset])
+    found.done(end - begin)

@@ -1,0 +1,247 @@
+"""Reading every byte of a store and comparing it with its checksum, and every description with the log.
+
+No byte is unchecked: FORMAT, log slots, folds, pins and requests carry their own hash; a segment's header is hashed in
+the log, its chunks in its header. Then what segments say is compared with what the log says
+(`descriptions`), and what is asked for ``deep`` is decoded, all of it (`deep`): a checkpoint that is called restorable
+then was restored. What is damaged is reported with the checkpoints that need it; the rest stays usable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Final
+
+from ckptstore.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
+from ckptstore.formats import texts
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.records import (
+    FORMAT_KEY,
+    CheckpointEntry,
+    FormatFile,
+    Node,
+    fold_of,
+    slot_key,
+    slot_of,
+)
+from ckptstore.host.buffers import Staging
+from ckptstore.host.task_pool import sweep
+from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import exists, read
+from ckptstore.maintenance.verify.branches import chosen_encodings, trees
+from ckptstore.maintenance.verify.deep import decoded_bytes, prove
+from ckptstore.maintenance.verify.descriptions import Descriptions, reading_order
+from ckptstore.maintenance.verify.findings import BytesDone, Damage, Findings, Unread
+from ckptstore.maintenance.verify.log_check import Link, check_log
+from ckptstore.maintenance.verify.lost_checkpoints import casualties
+from ckptstore.maintenance.verify.stored_bytes import scrubbing
+from ckptstore.restore.plan import Plan, plan_all
+
+__all__ = ["Damage", "Unread", "VerificationReport", "verify"]
+
+_LIMITS: Final = {
+    "log": texts.SLOT_LIMIT,
+    "fold": FOLD_LIMIT,
+    "pins": texts.MANIFEST_LIMIT,
+    "req": texts.MANIFEST_LIMIT,
+}
+"""Folder -> bytes that an object in it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationReport:
+    """What `verify` found.
+
+    Attributes:
+        damage: everything that is wrong; empty when the store is intact.
+        unread: what could not be read for reasons that are no damage: nothing is known of it.
+        restorable: REFs of checkpoints that can be restored, by term and step; with ``deep`` they were.
+        lost: REFs of promised checkpoints that cannot.
+        unknown: REFs of those of which it cannot be said, because of what was not read.
+        latest: the checkpoint to continue from: the newest restorable one, or None.
+        orphans: segments that nothing refers to (crashed saves, gc's prey); not damage, and not checked.
+        strangers: objects that are not part of a store.
+        objects: how many objects were checked.
+        nbytes: how many bytes were checked.
+        deep: whether everything was decoded.
+    """
+
+    damage: tuple[Damage, ...]
+    unread: tuple[Unread, ...]
+    restorable: tuple[str, ...]
+    lost: tuple[str, ...]
+    unknown: tuple[str, ...]
+    latest: CheckpointInfo | None
+    orphans: tuple[str, ...]
+    strangers: tuple[str, ...]
+    objects: int
+    nbytes: int
+    deep: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was read and nothing is damaged."""
+        return not self.damage and not self.unread
+
+
+def verify(
+    journal: Journal,
+    *,
+    deep: bool = False,
+    progress: BytesDone | None = None,
+    threads: int | None = None,
+) -> VerificationReport:
+    """Check every byte of a store, and what its segments say.
+
+    Args:
+        journal: the store's.
+        deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on one
+            full, and for each thread a payload and a few chunks.
+        progress: called as bytes are done.
+        threads: threads that read and decode; None: up to four.
+
+    Raises:
+        StoreNotFoundError: there is none.
+        StorageError: the medium failed where nothing else can be said (a listing, the log).
+    """
+    threads = min(4, os.cpu_count() or 1) if threads is None else threads
+    if threads < 1:
+        raise UsageError(f"threads={threads}: at least 1 is needed")
+    keys = journal.backend.list("")
+    found = Findings(0, progress)
+    format_file = _format(journal, keys, found)
+    journal = Journal(journal.backend, format_file)
+    catalog = _history(journal, keys, found)
+    planned = plan_all(catalog)
+    plans = {node: plan for node, plan in planned.items() if isinstance(plan, Plan)}
+    chosen = chosen_encodings(plans)
+    roots = trees(catalog, chosen) if deep else []
+    found.total = found.nbytes + sum(segment.size for segment in catalog.segments.values())
+    found.total += decoded_bytes(roots, catalog)
+    _check_log(catalog, planned, found)
+    descriptions = Descriptions(catalog, found)
+    staging = Staging.for_chunks(max(2, threads))
+    run = journal.run
+    order = [catalog.segments[segment] for segment in reading_order(catalog)]
+    tasks = [scrubbing(journal.backend, run, entry, staging, descriptions, found) for entry in order]
+    sweep(tasks, threads, "ckptstore-verify")
+    descriptions.compare_bases(chosen)
+    prove(journal.backend, catalog, roots, found, threads)
+    return _report(journal, catalog, plans, keys, found, deep)
+
+
+def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
+    """FORMAT, or what can be known without it, so that one bad byte there hides nothing else."""
+    try:
+        format_file = journal.format
+    except (CorruptionError, FormatError) as error:
+        found.add(FORMAT_KEY, error)
+        for key in keys:
+            if slot_of(key) is not None:
+                try:
+                    run = texts.unseal(journal.backend.get(key, texts.SLOT_LIMIT), what=key)["run"]
+                except (CkptError, KeyError, TypeError):
+                    continue
+                return FormatFile(run=str(run))
+        raise
+    found.done(journal.backend.size(FORMAT_KEY), 1)
+    return format_file
+
+
+def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
+    """Every slot, fold, pin and request, whether the newest view needs it or not."""
+    backend = journal.backend
+    links: dict[int, Link] = {}
+
+    def slot(key: str, data: bytes) -> object:
+        seq = slot_of(key)
+        if seq is None:
+            raise FormatError(f"{key}: not the name of a log slot")
+        record = texts.decode_record(data, seq=seq, run=journal.run, what=key, fetch=backend.get)
+        links[seq] = Link(xxh3_128(data), record.previous)
+        return record
+
+    def fold(key: str, data: bytes) -> object:
+        place = fold_of(key)
+        if place is None:
+            raise FormatError(f"{key}: not the name of a fold")
+        return decode_fold(data, seq=place[0], run=journal.run, digest16=place[1], what=key)
+
+    checks: dict[str, Callable[[str, bytes], object]] = {
+        "log": slot,
+        "fold": fold,
+        "pins": lambda key, data: texts.decode_pin(data, what=key),
+        "req": lambda key, data: texts.decode_request(data, run=journal.run, what=key),
+    }
+    for key in keys:
+        check = checks.get(key.partition("/")[0])
+        if check is None:
+            continue
+        try:
+            data = backend.get(key, _LIMITS[key.partition("/")[0]])
+            check(key, data)
+            found.done(len(data), 1)
+        except KeyNotFoundError as error:
+            if exists(backend, key):
+                found.add(key, CorruptionError(f"its manifest is missing: {error}"))
+            # else removed since the listing: a pin that ended, a slot that was folded
+        except (CorruptionError, FormatError, StorageError) as error:
+            found.add(key, error)
+    catalog = read(journal, look_above=True).catalog
+    check_log(journal, catalog, links, keys, found)
+    return catalog
+
+
+def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionError], found: Findings) -> None:
+    """Whether the log promises what nothing in it restores. Where slots are damaged, that is why."""
+    if catalog.damage:
+        return
+    for node, planned in planned_all.items():
+        if not isinstance(planned, Plan):
+            found.add(slot_key(catalog.slots.get(node, catalog.next_seq - 1)), planned)
+
+
+def _report(
+    journal: Journal, catalog: Catalog, plans: dict[Node, Plan], keys: list[str], found: Findings, deep: bool
+) -> VerificationReport:
+    flawed = {segment for _, segments, _ in found.flaws for segment in segments}
+    bad = frozenset(found.bad_segments | found.bad_chunks.keys() | flawed)
+    intact = plan_all(catalog, avoid=bad)
+    gone = casualties(journal.backend, catalog, plans.values(), found)
+    restorable: list[str] = []
+    lost: list[str] = []
+    unknown: list[str] = []
+    latest: CheckpointEntry | None = None
+    affected: dict[str, list[str]] = {}
+    for node, entry in sorted(catalog.checkpoints.items()):
+        planned = plans.get(node)
+        if planned is not None and (node not in gone or isinstance(intact[node], Plan)):
+            restorable.append(entry.ref)
+            latest = entry
+            continue
+        segments = planned.segments if planned is not None else ()
+        (lost if found.unread_segments.isdisjoint(segments) else unknown).append(entry.ref)
+        for segment in segments:
+            affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
+    live = {entry.key for entry in catalog.segments.values()}
+    manifests = {f"seg/{term:010d}/{identity}.json" for identity, (term, _) in catalog.manifests.items()}
+    others = [key for key in keys if key.startswith("seg/") and key not in live | manifests]
+    known = ("seg/", "log/", "fold/", "pins/", "req/", "probe/")
+    return VerificationReport(
+        damage=tuple(Damage(key, what, tuple(affected.get(key, ()))) for key, what in sorted(found.damage)),
+        unread=tuple(Unread(key, what, tuple(affected.get(key, ()))) for key, what in sorted(found.unread.items())),
+        restorable=tuple(restorable),
+        lost=tuple(lost),
+        unknown=tuple(unknown),
+        latest=None if latest is None else describe_checkpoint(catalog, latest),
+        orphans=tuple(key for key in others if PurePath(key).suffix in (".safetensors", ".json")),
+        strangers=tuple(key for key in keys if key != FORMAT_KEY and not key.startswith(known)),
+        objects=found.objects,
+        nbytes=found.nbytes,
+        deep=deep,
+    )

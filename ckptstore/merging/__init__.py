@@ -1,9 +1,0 @@
-"""Merging: the diffs of a range of checkpoints folded into one segment (`ckpt merge`)."""
-
-from __future__ import annotations
-
-from ckptstore.merging.committing import Merged, merge
-from ckptstore.merging.costs import RestoreCost
-from ckptstore.merging.ranges import Selection, parse_range, select_range
-
-__all__ = ["Merged", "RestoreCost", "Selection", "merge", "parse_range", "select_range"]

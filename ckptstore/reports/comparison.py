@@ -1,0 +1,280 @@
+"""How two checkpoints differ: per tensor in bits and in numbers, and in the rest of the state."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.formats import dtypes, jsontext
+from ckptstore.formats.dtypes import DType
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.state import select
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.threads import run_all
+from ckptstore.log.checkpoints import look_up
+from ckptstore.reports.state_tree import leaves
+from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
+from ckptstore.restore.load import choose, opened, tensors, tree
+from ckptstore.restore.streams import Progress, streams
+
+if TYPE_CHECKING:
+    from ckptstore.log.journal import Journal
+
+__all__ = ["StateDifference", "TensorDifference", "compare", "compare_state"]
+
+_BITS_IN_BYTE: Final = np.array([value.bit_count() for value in range(256)], np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """One tensor in checkpoints A and B. Complex numbers count as two values in the norms, as one element.
+
+    Attributes:
+        name: flat name.
+        dtype: logical dtype in B (in A, if B has no such tensor).
+        shape: logical shape, likewise.
+        status: ``same`` (every bit), ``changed``, ``added`` (only in B), ``removed`` (only in A), or ``replaced``
+            (another dtype or shape). Only a changed tensor is read and has the numbers below.
+        bits: bits of the tensor.
+        bits_changed: how many of them differ.
+        elements: elements of the tensor.
+        elements_changed: how many differ in any bit.
+        norm_a: Euclidean norm of A's finite values.
+        norm_b: likewise for B.
+        norm_diff: norm of B - A, over the values that are finite in both.
+        max_abs: largest |B - A| among those; exact for integers.
+        nonfinite: values that changed and are NaN or infinite in A or B; norm_diff and max_abs leave them out.
+        was: dtype and shape in A, of a replaced tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    status: Literal["same", "changed", "added", "removed", "replaced"]
+    bits: int
+    elements: int
+    bits_changed: int | None = None
+    elements_changed: int | None = None
+    norm_a: float | None = None
+    norm_b: float | None = None
+    norm_diff: float | None = None
+    max_abs: float | int | None = None
+    nonfinite: int | None = None
+    was: tuple[str, tuple[int, ...]] | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """norm_diff / norm_a; None where that has no meaning."""
+        if self.norm_diff is None or not self.norm_a:
+            return None
+        return self.norm_diff / self.norm_a
+
+
+@dataclass(frozen=True, slots=True)
+class StateDifference:
+    """A value of the non-tensor state that differs: typed JSON before and after; None also where it is absent.
+
+    `status` tells these apart: ``changed``, ``added`` (only in B), ``removed`` (only in A). An empty path stands for
+    the order of keys or the type of containers, if all values are the same.
+    """
+
+    path: str
+    status: Literal["changed", "added", "removed"]
+    before: Any
+    after: Any
+
+
+def compare(
+    journal: Journal,
+    ref_a: str | int,
+    ref_b: str | int,
+    select: str | Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> list[TensorDifference]:
+    """Compare two checkpoints tensor by tensor, in the order of B's state, what only A has at the end.
+
+    Tensors of equal hash are the same and are not read. The others are read chunk by chunk and verified; memory does
+    not grow with the checkpoint. A `select` pattern has to match a tensor of either.
+
+    Raises:
+        CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
+    """
+    ref_a, ref_b = look_up(journal, ref_a).ref, look_up(journal, ref_b).ref
+    in_a, in_b = tensors(journal, ref_a), tensors(journal, ref_b)
+    with opened(journal, ref_a) as found_a, opened(journal, ref_b) as found_b:
+        names = choose(list(dict.fromkeys([*in_b, *in_a])), select or None, f"{ref_a} or {ref_b}")
+        found = {name: _by_metadata(in_a.get(name), in_b.get(name)) for name in names}
+        changed = [name for name in names if found[name].status == "changed"]
+        total = sum(2 * in_b[name].nbytes for name in changed)
+        chunks_a, chunks_b = streams(found_a), streams(found_b)
+        done, lock = 0, threading.Lock()
+
+        def advance(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                if progress is not None:
+                    progress(done, total)
+
+        def job(name: str) -> Callable[[], None]:
+            def work() -> None:
+                sums = _Sums(dtypes.get(in_b[name].dtype))
+                for a, b in zip(chunks_a(name), chunks_b(name), strict=True):
+                    sums.add(a, b)
+                    advance(len(a) + len(b))
+                found[name] = sums.result(found[name])
+
+            return work
+
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            run_all(pool, [job(name) for name in changed])
+        return list(found.values())
+
+
+def _by_metadata(a: TensorEntry | None, b: TensorEntry | None) -> TensorDifference:
+    one = b or a
+    assert one is not None
+    status: Literal["same", "changed", "added", "removed", "replaced"]
+    was = None
+    if a is None or b is None:
+        status = "added" if a is None else "removed"
+    elif (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
+        status, was = "replaced", (a.dtype, tuple(a.shape))
+    else:
+        status = "same" if _hash(a) is not None and _hash(a) == _hash(b) else "changed"
+    same = 0 if status == "same" else None
+    return TensorDifference(
+        name=one.name,
+        dtype=one.dtype,
+        shape=tuple(one.shape),
+        status=status,
+        bits=8 * one.nbytes,
+        elements=math.prod(one.shape),
+        bits_changed=same,
+        elements_changed=same,
+        norm_diff=None if same is None else 0.0,
+        max_abs=same,
+        nonfinite=same,
+        was=was,
+    )
+
+
+def _hash(tensor: TensorEntry) -> str | None:
+    """The tensor's hash, if its segment holds one: a chain of deltas need not."""
+    return tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None
+
+
+def compare_state(journal: Journal, ref_a: str | int, ref_b: str | int) -> list[StateDifference]:
+    """Compare what is not a tensor: numbers, strings, RNG states ..., in the order of B's state.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError.
+    """
+    tree_a, tree_b = tree(journal, ref_a), tree(journal, ref_b)
+    before, after = dict(leaves(tree_a)), dict(leaves(tree_b))
+    found: list[StateDifference] = []
+    for path in dict.fromkeys([*after, *before]):
+        if path not in before:
+            found.append(StateDifference(path, "added", None, after[path]))
+        elif path not in after:
+            found.append(StateDifference(path, "removed", before[path], None))
+        elif jsontext.dumps(before[path]) != jsontext.dumps(after[path]):  # as text: True is not 1, 1 is not 1.0
+            found.append(StateDifference(path, "changed", before[path], after[path]))
+    if not found and jsontext.dumps(select(tree_a, set())) != jsontext.dumps(select(tree_b, set())):
+        found.append(StateDifference("", "changed", None, None))
+    return found
+
+
+class _Sums:
+    """Running sums over a pair of tensors of one dtype."""
+
+    def __init__(self, dtype: DType) -> None:
+        self.dtype = dtype
+        self.bits = self.elements = self.nonfinite = 0
+        self.squares_a = self.squares_b = self.squares_diff = 0.0
+        self.max_abs: float | int = 0
+
+    def add(self, a: Bytes, b: Bytes) -> None:
+        for part_a, part_b in zip(blocks(self.dtype, a), blocks(self.dtype, b), strict=True):
+            self._add_block(part_a, part_b)
+
+    def _add_block(self, a: Bytes, b: Bytes) -> None:
+        changed = a ^ b
+        self.bits += _ones(changed)
+        self.elements += int(np.count_nonzero(_any_per_element(changed, self.dtype.itemsize)))
+        values_a, values_b = doubles(self.dtype, a), doubles(self.dtype, b)
+        # Squares of large doubles overflow to infinity: that is then the honest answer.
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite_a, finite_b = np.isfinite(values_a), np.isfinite(values_b)
+            if not (finite_a.all() and finite_b.all()):
+                both = finite_a & finite_b
+                self.nonfinite += int(np.count_nonzero(_values_changed(changed, self.dtype, len(both)) & ~both))
+                self.squares_a += _squares(values_a[finite_a])
+                self.squares_b += _squares(values_b[finite_b])
+                values_a, values_b = values_a[both], values_b[both]
+            else:
+                self.squares_a += _squares(values_a)
+                self.squares_b += _squares(values_b)
+            difference = values_b - values_a
+            self.squares_diff += _squares(difference)
+            if len(difference):
+                self.max_abs = max(self.max_abs, self._largest(a, b, difference))
+
+    def _largest(self, a: Bytes, b: Bytes, difference: npt.NDArray[np.float64]) -> float | int:
+        if not is_integer(self.dtype):
+            return float(np.abs(difference).max())
+        exact_a, exact_b = scalars(self.dtype, a), scalars(self.dtype, b)
+        gap = np.maximum(exact_a, exact_b) - np.minimum(exact_a, exact_b)  # wraps in signed types: read it unsigned
+        return int(gap.view(f"u{gap.itemsize}").max())
+
+    def result(self, found: TensorDifference) -> TensorDifference:
+        return TensorDifference(
+            name=found.name,
+            dtype=found.dtype,
+            shape=found.shape,
+            status="changed" if self.bits else "same",
+            bits=found.bits,
+            elements=found.elements,
+            bits_changed=self.bits,
+            elements_changed=self.elements,
+            norm_a=math.sqrt(self.squares_a),
+            norm_b=math.sqrt(self.squares_b),
+            norm_diff=math.sqrt(self.squares_diff),
+            max_abs=self.max_abs,
+            nonfinite=self.nonfinite,
+        )
+
+
+def _squares(values: npt.NDArray[np.float64]) -> float:
+    return float(values @ values)
+
+
+def _ones(data: Bytes) -> int:
+    """Number of one bits."""
+    count: Callable[[Any], Any] | None = getattr(np, "bitwise_count", None)
+    if count is None:  # numpy < 2
+        return int(_BITS_IN_BYTE[data].sum(dtype=np.int64))
+    whole = len(data) // 8 * 8
+    return int(count(data[:whole].view(np.uint64)).sum(dtype=np.int64) + count(data[whole:]).sum(dtype=np.int64))
+
+
+def _any_per_element(changed: Bytes, itemsize: int) -> npt.NDArray[Any]:
+    """Per element, non-zero if any of its bits is set."""
+    if itemsize <= 8:
+        return changed.view(f"u{itemsize}")
+    return np.asarray(changed.view(np.uint64).reshape(-1, itemsize // 8).any(axis=1))
+
+
+def _values_changed(changed: Bytes, dtype: DType, values: int) -> npt.NDArray[np.bool_]:
+    """Per value (a complex number has two), whether any of its bits changed."""
+    if dtype.name == "F4_E2M1_X2":
+        return np.asarray(np.stack([changed & 15, changed >> 4], axis=1).reshape(-1) != 0)
+    return np.asarray(changed.view(f"u{len(changed) // values}") != 0)

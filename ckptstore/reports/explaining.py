@@ -1,0 +1,117 @@
+"""What restoring a checkpoint will read and decode, encoding by encoding, and how long that should take here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptstore.formats.segment import RAW, TensorEntry
+from ckptstore.formats.steps import STEP
+from ckptstore.log.journal import Journal
+from ckptstore.restore.chain import Chain
+from ckptstore.restore.load import opened, select_from
+from ckptstore.restore.plan import Rates
+from ckptstore.restore.rates import measure_rates
+
+__all__ = ["Explanation", "PlanStep", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """One encoding of the plan.
+
+    Attributes:
+        ref: the checkpoint it leads to.
+        kind: ``full``, ``delta``, ...
+        base: REF it builds on, or None.
+        segments: keys of the objects read.
+        tensors: how many tensors it contributes to.
+        bytes_read: stored bytes of those tensors.
+        bytes_decoded: logical bytes decoded; 0 for uncompressed ones.
+        seconds: estimate.
+    """
+
+    ref: str
+    kind: str
+    base: str | None
+    segments: tuple[str, ...]
+    tensors: int
+    bytes_read: int
+    bytes_decoded: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A restore plan with costs.
+
+    Attributes:
+        ref: what is restored.
+        steps: base first.
+        nbytes: logical bytes of the result.
+        rates: what the estimates rest on.
+    """
+
+    ref: str
+    steps: tuple[PlanStep, ...]
+    nbytes: int
+    rates: Rates
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes to read, headers not counted."""
+        return sum(step.bytes_read for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Estimate for the whole restore: reading and decoding do not overlap in it."""
+        return sum(step.seconds for step in self.steps)
+
+
+def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> Explanation:
+    """How `ref` (or the tensors of it that `select` names) would be restored.
+
+    Raises:
+        as `Store.load`. Reads headers, and at most 16 MiB to measure the medium; no tensor is restored.
+    """
+    with opened(journal, ref) as found:
+        chains = found.chains
+        chosen = [chains[name] for name in select_from(found.tree, select, found.entry.ref).tensors]
+        rates = measure_rates(found)
+        layers = _all_layers(chosen)
+        steps = []
+        for encoding in found.plan.encodings:
+            read = decoded = count = 0
+            seconds = 0.0
+            for segment in encoding.segments:
+                reader = found.readers[segment]
+                for tensor in reader.doc.tensors.get(encoding.checkpoint[1], {}).values():
+                    if (id(reader), tensor.name) in layers:
+                        read += tensor.stored
+                        decoded += 0 if tensor.codec == RAW else tensor.nbytes
+                        seconds += _seconds(tensor, rates)
+                        count += 1
+            steps.append(
+                PlanStep(
+                    ref=f"{encoding.checkpoint[1]}@{encoding.checkpoint[0]}",
+                    kind=encoding.kind,
+                    base=None if encoding.base is None else encoding.base.ref,
+                    segments=tuple(found.readers[segment].entry.key for segment in encoding.segments),
+                    tensors=count,
+                    bytes_read=read,
+                    bytes_decoded=decoded,
+                    seconds=seconds,
+                )
+            )
+        return Explanation(found.entry.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
+
+
+def _seconds(tensor: TensorEntry, rates: Rates) -> float:
+    if tensor.codec == RAW:
+        return tensor.stored / rates.read
+    return tensor.stored / rates.read + tensor.nbytes / (rates.replay if tensor.codec == STEP else rates.decode)
+
+
+def _all_layers(chains: Sequence[Chain]) -> set[tuple[int, str]]:
+    """(segment, tensor) of every layer that restoring `chains` reads, masters of derived tensors included."""
+    return {(id(layer.reader), layer.tensor.name) for chain in chains for layer in chain.sources}

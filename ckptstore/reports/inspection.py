@@ -1,0 +1,267 @@
+"""What a checkpoint consists of: its tensors, the chain that restores it, statistics of a tensor's values."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.formats import dtypes
+from ckptstore.formats.records import Encoding, SegmentEntry
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.log.checkpoints import look_up
+from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
+from ckptstore.restore.load import one_of, opened, select_from, tensors
+from ckptstore.restore.streams import Progress, streams
+from ckptstore.segments.reading import SegmentReader
+
+if TYPE_CHECKING:
+    from ckptstore.log.checkpoints import CheckpointInfo
+    from ckptstore.log.journal import Journal
+
+__all__ = [
+    "ChainLink",
+    "CheckpointDescription",
+    "TensorDescription",
+    "TensorStatistics",
+    "inspect",
+    "statistics",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        name: flat name.
+        dtype: logical dtype (``"BF16"``).
+        shape: logical shape.
+        nbytes: logical bytes.
+        stored: bytes in the segment that holds its newest encoding.
+        codec: how that one is encoded; ``raw`` is uncompressed.
+        kind: kind of that segment (``full``, ``delta`` ...).
+        hash: hash of the logical bytes, 32 hex digits; None if the segment does not hold it.
+        segment: key of that segment in the store.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored: int
+    codec: str
+    kind: str
+    hash: str | None
+    segment: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """One link of the chain that restores a checkpoint.
+
+    Attributes:
+        ref: REF of the checkpoint this link leads to.
+        kind: ``full``, ``delta`` or ``gradient``.
+        base: REF of the checkpoint it builds on, or None.
+        segments: keys of its segments.
+        stored: their bytes.
+        lossy: the link does not give the saved bits back.
+    """
+
+    ref: str
+    kind: str
+    base: str | None
+    segments: tuple[str, ...]
+    stored: int
+    lossy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDescription:
+    """A checkpoint taken apart: `tensors` in the order of the state, `chain` base first, `tree` as typed JSON."""
+
+    info: CheckpointInfo
+    tensors: tuple[TensorDescription, ...]
+    chain: tuple[ChainLink, ...]
+    tree: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """Numbers about a tensor's values. A complex number counts as two values, its real and its imaginary part.
+
+    Attributes:
+        name: flat name.
+        dtype: logical dtype.
+        shape: logical shape.
+        nbytes: logical bytes.
+        values: how many numbers there are.
+        nans: how many are NaN.
+        infinities: how many are infinite.
+        zeros: how many are zero, of either sign.
+        minimum: smallest finite value; exact for integers; None if there is none, as for the next four.
+        maximum: largest finite value.
+        mean: mean of the finite values.
+        std: their population standard deviation.
+        norm: their Euclidean norm.
+        exponents: e -> how many finite, non-zero values have 2^e <= |value| < 2^(e+1); ascending.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    values: int = 0
+    nans: int = 0
+    infinities: int = 0
+    zeros: int = 0
+    minimum: float | int | None = None
+    maximum: float | int | None = None
+    mean: float | None = None
+    std: float | None = None
+    norm: float | None = None
+    exponents: Mapping[int, int] = field(default_factory=dict)
+
+
+def inspect(
+    journal: Journal, ref: str | int = "latest", select: str | Sequence[str] | None = None
+) -> CheckpointDescription:
+    """Take a checkpoint apart. Reads and verifies the headers of its chain, no tensor.
+
+    Args:
+        journal: the store's.
+        ref: the checkpoint.
+        select: describe only tensors that match one of these globs.
+
+    Raises:
+        CheckpointNotFoundError, TensorNotFoundError: nothing answers to `ref`, or matches `select`.
+        CorruptionError: a segment of the chain is missing or its header is damaged.
+    """
+    info = look_up(journal, ref)
+    with opened(journal, info.ref) as found:
+        chain = found.plan.encodings
+        held = {
+            name: (tensor, found.readers[segment])
+            for segment in chain[-1].segments
+            for name, tensor in found.readers[segment].doc.tensors.get(info.step, {}).items()
+        }
+        names = select_from(found.tree, select or None, info.ref).tensors
+        return CheckpointDescription(
+            info,
+            tuple(_describe(*held[name], chain[-1].kind) for name in names),
+            tuple(_link(link, [found.readers[segment].entry for segment in link.segments]) for link in chain),
+            found.tree,
+        )
+
+
+def _describe(tensor: TensorEntry, reader: SegmentReader, kind: str) -> TensorDescription:
+    return TensorDescription(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        nbytes=tensor.nbytes,
+        stored=tensor.stored,
+        codec=tensor.codec,
+        kind=kind,
+        hash=tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None,
+        segment=reader.entry.key,
+    )
+
+
+def _link(encoding: Encoding, segments: Sequence[SegmentEntry]) -> ChainLink:
+    term, step = encoding.checkpoint
+    return ChainLink(
+        ref=f"{step}@{term}",
+        kind=encoding.kind,
+        base=None if encoding.base is None else encoding.base.ref,
+        segments=tuple(entry.key for entry in segments),
+        stored=sum(entry.size for entry in segments),
+        lossy=encoding.lossy,
+    )
+
+
+def statistics(journal: Journal, ref: str | int, name: str, progress: Progress | None = None) -> TensorStatistics:
+    """Statistics of one tensor, in one pass and in memory that does not grow with it. Bytes are verified.
+
+    Raises:
+        TensorNotFoundError: the checkpoint has no such tensor.
+        CorruptionError: its bytes are damaged.
+    """
+    ref = look_up(journal, ref).ref
+    there = tensors(journal, ref)
+    tensor = there[one_of(there, name, ref)]
+    with opened(journal, ref) as found:
+        dtype = dtypes.get(tensor.dtype)
+        moments = _Moments()
+        done = 0
+        for data in streams(found)(name):
+            for block in blocks(dtype, data):
+                moments.add(doubles(dtype, block), scalars(dtype, block) if is_integer(dtype) else None)
+            done += len(data)
+            if progress is not None:
+                progress(done, tensor.nbytes)
+        return moments.result(tensor)
+
+
+class _Moments:
+    """Running statistics; mean and variance are merged block by block (Chan, Golub and LeVeque 1979)."""
+
+    def __init__(self) -> None:
+        self.values = self.nans = self.infinities = self.zeros = self.finite = 0
+        self.low: float | int = math.inf
+        self.high: float | int = -math.inf
+        self.mean = self.spread = self.squares = 0.0
+        self.exponents: Counter[int] = Counter()
+
+    def add(self, numbers: npt.NDArray[np.float64], integers: npt.NDArray[Any] | None) -> None:
+        """Take in a block; `integers` are the same values undamaged by rounding, if they are integers."""
+        self.values += len(numbers)
+        finite = np.isfinite(numbers)
+        if not finite.all():
+            self.nans += int(np.count_nonzero(np.isnan(numbers)))
+            self.infinities += int(np.count_nonzero(np.isinf(numbers)))
+            numbers = numbers[finite]
+        count = len(numbers)
+        if not count:
+            return
+        exact = numbers if integers is None else integers
+        self.low = min(self.low, exact.min().item())
+        self.high = max(self.high, exact.max().item())
+        # Sums of large doubles may overflow to infinity: that is then the honest answer.
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = float(numbers.mean())
+            centred = numbers - mean
+            shift, total = mean - self.mean, self.finite + count
+            self.spread += float(centred @ centred) + shift * shift * self.finite * count / total
+            self.mean += shift * count / total
+            self.squares += float(numbers @ numbers)
+        self.finite = total
+        exponents = np.frexp(numbers[numbers != 0])[1]
+        self.zeros += count - len(exponents)
+        for exponent, many in zip(*np.unique(exponents, return_counts=True), strict=True):
+            self.exponents[int(exponent) - 1] += int(many)  # frexp: 0.5 <= mantissa < 1
+
+    def result(self, tensor: TensorEntry) -> TensorStatistics:
+        some = self.finite > 0
+        return TensorStatistics(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            nbytes=tensor.nbytes,
+            values=self.values,
+            nans=self.nans,
+            infinities=self.infinities,
+            zeros=self.zeros,
+            minimum=self.low if some else None,
+            maximum=self.high if some else None,
+            mean=self.mean if some else None,
+            std=math.sqrt(self.spread / self.finite) if some else None,
+            norm=math.sqrt(self.squares) if some else None,
+            exponents=dict(sorted(self.exponents.items())),
+        )

@@ -1,0 +1,101 @@
+"""The checkpoints of a store as a forest: who continues from whom. What ``ckpt log`` shows; reads the log once.
+
+Only what is asked for is described: the newest twenty of 200,000 checkpoints cost what twenty cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING
+
+from ckptstore.errors import CorruptLogError
+from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe, describe_terms
+from ckptstore.log.reading import read
+
+if TYPE_CHECKING:
+    from ckptstore.formats.catalog import Catalog
+    from ckptstore.formats.records import Node
+    from ckptstore.log.journal import Journal
+
+__all__ = ["Lineage", "lineage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The checkpoints and terms of a store at one moment.
+
+    Attributes:
+        checkpoints: those asked for, newest first: every one of a term was committed after all of earlier terms.
+        parents: REF -> REF of the checkpoint it continues from; None for the first of a run. Retired checkpoints are
+            skipped: the nearest one before it that is still there stands in. Newest first, down to the last of
+            `checkpoints`, those between them that were not asked for included.
+        total: how many checkpoints the store holds.
+        terms: newest first.
+        latest: REF of what ``latest`` means; None in an empty store, or if damage hides it.
+        damage: what is wrong with the log, one sentence each; the checkpoints listed do not need those slots.
+    """
+
+    checkpoints: tuple[CheckpointInfo, ...]
+    parents: Mapping[str, str | None]
+    total: int
+    terms: tuple[TermInfo, ...]
+    latest: str | None
+    damage: tuple[str, ...]
+
+
+def lineage(journal: Journal, limit: int | None = None, term: int | None = None) -> Lineage:
+    """Read the log of a store.
+
+    Args:
+        limit: at most so many checkpoints, the newest; None: all.
+        term: only the checkpoints of this term.
+
+    Raises:
+        CorruptLogError: nothing of the log can be read.
+        StorageError: the medium failed.
+    """
+    catalog = read(journal).catalog
+    terms = describe_terms(catalog)[::-1]
+    damage = [f"log slot {seq} is damaged or missing" for seq in catalog.damage]
+    latest = None
+    try:
+        newest = catalog.latest()
+        latest = None if newest is None else newest.ref
+    except CorruptLogError as error:
+        damage.append(str(error))
+    nodes, parents = _newest(catalog, limit, term)
+    infos = describe(catalog, [catalog.checkpoints[node] for node in nodes])
+    return Lineage(tuple(infos), parents, len(catalog.checkpoints), tuple(terms), latest, tuple(damage))
+
+
+def _newest(catalog: Catalog, limit: int | None, term: int | None) -> tuple[list[Node], dict[str, str | None]]:
+    """The newest nodes that are asked for, and the parents of these and of those between, newest first."""
+    found: list[Node] = []
+    parents: dict[str, str | None] = {}
+    between: dict[str, str | None] = {}
+    nodes: Iterator[tuple[Node, Node]] = pairwise(chain(reversed(catalog.checkpoints), [(0, 0)]))
+    for node, before in nodes:
+        if len(found) == limit or (term is not None and node[0] < term):
+            break
+        parent = before if before[0] == node[0] else _line(catalog, node[0])
+        between[_ref(node)] = None if parent is None else _ref(parent)
+        if term in (None, node[0]):
+            found.append(node)
+            parents |= between
+            between = {}
+    return found, parents
+
+
+def _line(catalog: Catalog, term: int) -> Node | None:
+    """The nearest checkpoint still there on the line of parents before `term`'s first."""
+    while (opened := catalog.terms.get(term)) is not None and opened.parent is not None:
+        term = opened.parent.term
+        if (found := catalog.checkpoints.highest(term, opened.parent.step)) is not None:
+            return found
+    return None
+
+
+def _ref(node: Node) -> str:
+    return f"{node[1]}@{node[0]}"

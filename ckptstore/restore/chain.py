@@ -1,0 +1,348 @@
+"""Restoring tensors through chains: the full's bytes, and every delta folded onto them, chunk by chunk.
+
+Each chunk of a tensor has its own chain of layers, the oldest self-contained, the others deltas on the one before.
+Threads take whole chunks: read a layer, check its hash, fold it into place, read the next. No state between the base
+and the target ever exists, and memory beyond the target is one payload per thread.
+
+Tensors that an optimizer's step moved together are restored together, by a `Program` (`ckptstore.restore.replay`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckptstore.errors import CorruptSegmentError
+from ckptstore.formats import digest
+from ckptstore.formats.layout import CHUNK
+from ckptstore.formats.segment import RAW, TensorEntry
+from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
+from ckptstore.host.pages import BLOCK
+from ckptstore.host.threads import run_all
+from ckptstore.restore.link import Layer, check_decoded, fold_layer
+from ckptstore.restore.parallel_chain import fold_in_parts, parts_of
+from ckptstore.restore.replay import Program
+from ckptstore.segments.reading import Progress
+
+__all__ = ["Chain", "decode_chunk", "fold_tensors", "iterate_chain", "master_of"]
+
+_JOB_BYTES = 2 << 20
+"""Logical bytes of neighbouring small chunks that one thread takes at once."""
+
+Target = Callable[[int, Bytes], None] | Bytes
+"""Memory of a tensor's size, or a function called with (offset within the tensor, bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What restores one tensor: layers in the order of application; the first needs no base.
+
+    Attributes:
+        layers: at least one.
+        master: the chain of the tensor that the first layer derives from (codec ``derive``), or None.
+        program: what restores it together with other tensors, if some of the layers are optimizer steps; it then
+            stands for the layers.
+    """
+
+    layers: tuple[Layer, ...]
+    master: Chain | None = None
+    program: Program | None = None
+
+    @property
+    def tensor(self) -> TensorEntry:
+        """The tensor as the last layer describes it."""
+        return self.layers[-1].tensor
+
+    @property
+    def raw(self) -> bool:
+        """Whether its bytes lie in a segment as they are."""
+        return len(self.layers) == 1 and self.tensor.codec == RAW
+
+    @property
+    def sources(self) -> tuple[Layer, ...]:
+        """Every layer that restoring it reads: also those of tensors that are restored with it, and its master's."""
+        own = self.layers if self.program is None else self.program.layers
+        return own if self.master is None else (*self.master.sources, *own)
+
+    @property
+    def where(self) -> str:
+        """Names segment and tensor in errors."""
+        return self.layers[-1].where
+
+
+def master_of(tensor: TensorEntry) -> str | None:
+    """Name of the tensor of the same step that `tensor` is a rounded copy of, or None."""
+    return str(tensor.params["of"]) if tensor.codec == "derive" and "of" in tensor.params else None
+
+
+def decode_chunk(chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify: bool = True) -> None:
+    """Restore chunk `index` of a tensor into `out`, exactly as long as the chunk.
+
+    Args:
+        scratch: memory for one payload; contents do not matter.
+        verify: check every payload and the result. Without it, damage may give wrong bytes, or an error.
+
+    Raises:
+        CorruptSegmentError: a payload or the result is not what was written; names segment, tensor and offset.
+        StorageError: the medium failed.
+    """
+    if chain.program is not None:
+        chain.program.decode_one(chain.tensor.name, index, out, verify=verify)
+        return
+    for number, layer in enumerate(chain.layers):
+        base: Bytes | None = out if layer.base_ratio else None
+        if not number and layer.base_ratio:
+            assert chain.master is not None, chain.where  # or it was never assembled
+            base = _master_bytes(chain.master, index, 2 * len(out), scratch, verify)
+        fold_layer(layer, index, base, out, scratch, verify=verify)
+    check_decoded(chain.layers[-1], index, out, verify=verify)
+
+
+def _master_bytes(master: Chain, index: int, length: int, scratch: Bytes, verify: bool) -> Bytes:
+    """The `length` bytes of a master from which chunk `index` of its copy, half as long, is rounded."""
+    whole = aligned(length)
+    begin = 2 * index * CHUNK
+    at = 0
+    for number in range(begin // CHUNK, len(master.tensor.chunks)):
+        logical = master.tensor.chunks[number].logical
+        if at == length:
+            break
+        decode_chunk(master, number, whole[at : at + logical], scratch, verify=verify)
+        at += logical
+    return whole
+
+
+def fold_tensors(
+    targets: Mapping[str, tuple[Chain, Target]],
+    pool: ThreadPoolExecutor,
+    staging: Staging,
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Restore tensors in parallel.
+
+    Args:
+        targets: name -> its chain, and where it goes: memory of its size, or a function called with (offset within the
+            tensor, bytes), from several threads, for bytes that were verified.
+        pool: threads.
+        staging: at least two blocks for every thread.
+        progress: called with the number of logical bytes just restored.
+    """
+    digests = _Digests(targets) if verify else None
+    deliver = _delivery(progress, digests)
+    copies = {name for name, (chain, target) in targets.items() if _copied(chain, targets) and not callable(target)}
+    joint = {name: found for name, found in targets.items() if found[0].program is not None}
+    alone = {name: found for name, found in targets.items() if name not in joint and name not in copies}
+    with ThreadPoolExecutor(1, thread_name_prefix="ckptstore-prefetch") as prefetch:
+        work = [_joint_job(part, targets, prefetch, staging, verify, deliver) for part in _programs(joint)]
+        groups = list(_groups(alone))
+        if len(groups) + len(work) < staging.blocks // 2:
+            groups = _fold_in_parts(groups, pool, staging, verify, deliver)
+        work += [_job(group, staging, verify, deliver) for group in groups]
+        run_all(pool, work)
+    # Rounded copies of what is in memory now: decoding their masters again would cost more than all of this.
+    run_all(pool, [_copy_job(targets[name], targets, staging, verify, deliver) for name in sorted(copies)])
+    if digests is not None:
+        digests.check()
+
+
+class _Digests:
+    """State digests of what deltas and steps lead to, summed up chunk by chunk and compared in the end."""
+
+    def __init__(self, targets: Mapping[str, tuple[Chain, Target]]) -> None:
+        self._chains = {
+            name: chain
+            for name, (chain, _) in targets.items()
+            if chain.tensor.digest is not None and len(chain.layers) > 1
+        }
+        self._sums = dict.fromkeys(self._chains, 0)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, start: int, data: Bytes) -> None:
+        """Count the bytes of a tensor from `start` on."""
+        if name in self._sums:
+            part = digest.partial(data, start // 4)
+            with self._lock:
+                self._sums[name] += part
+
+    def check(self) -> None:
+        """Raises `CorruptSegmentError` naming the tensor and the step whose digest differs."""
+        for name, chain in self._chains.items():
+            if digest.combine(self._sums[name], nbytes=chain.tensor.nbytes) != chain.tensor.digest:
+                raise CorruptSegmentError(
+                    f"{chain.where}: its state digest is not that of step {chain.layers[-1].step}, as training had it"
+                )
+
+
+Deliver = Callable[[str, int, Bytes], None]
+"""Called with a tensor's name, an offset and the bytes there, once they are restored."""
+
+
+def _delivery(progress: Progress | None, digests: _Digests | None) -> Deliver:
+    def deliver(name: str, start: int, data: Bytes) -> None:
+        if digests is not None:
+            digests.add(name, start, data)
+        if progress is not None:
+            progress(len(data))
+
+    return deliver
+
+
+def _copied(chain: Chain, targets: Mapping[str, tuple[Chain, Target]]) -> bool:
+    """Whether a tensor is a rounded copy of one that is restored into memory beside it, at the same step."""
+    if chain.master is None or len(chain.layers) > 1:
+        return False
+    found = targets.get(chain.master.tensor.name)
+    return found is not None and found[0].tensor is chain.master.tensor and not callable(found[1])
+
+
+# -- tensors by themselves
+
+_Piece = tuple[Chain, int, int, int, Target]  # chain, chunk, start, length, target
+
+
+def _groups(targets: Mapping[str, tuple[Chain, Target]]) -> Iterator[list[_Piece]]:
+    group: list[_Piece] = []
+    filled = 0
+    for chain, target in targets.values():
+        start = 0
+        for index, chunk in enumerate(chain.tensor.chunks):
+            if group and filled + chunk.logical > _JOB_BYTES:
+                yield group
+                group, filled = [], 0
+            group.append((chain, index, start, chunk.logical, target))
+            filled += chunk.logical
+            start += chunk.logical
+    if group:
+        yield group
+
+
+def _fold_in_parts(
+    groups: Sequence[list[_Piece]], pool: ThreadPoolExecutor, staging: Staging, verify: bool, deliver: Deliver
+) -> list[list[_Piece]]:
+    """Fold chunks whose chains are long with all threads, one after the other -> what is left."""
+    left = []
+    threads = staging.blocks // 2
+    for group in groups:
+        chain, index, start, length, target = group[0]
+        parts = parts_of(chain.layers, threads) if len(group) == 1 and chain.master is None else []
+        if len(parts) < 2:
+            left.append(group)
+            continue
+        out = aligned(length) if callable(target) else target[start : start + length]
+        fold_in_parts(parts, index, out, pool, staging, verify=verify)
+        if callable(target):
+            target(start, out)
+        deliver(chain.tensor.name, start, out)
+    return left
+
+
+def _job(group: Sequence[_Piece], staging: Staging, verify: bool, deliver: Deliver) -> Callable[[], None]:
+    def work() -> None:
+        with staging.block() as scratch, staging.block() as room:
+            for chain, index, start, length, target in group:
+                if callable(target):
+                    out = room[:length]
+                    decode_chunk(chain, index, out, scratch, verify=verify)
+                    target(start, out)
+                else:
+                    out = target[start : start + length]
+                    decode_chunk(chain, index, out, scratch, verify=verify)
+                deliver(chain.tensor.name, start, out)
+
+    return work
+
+
+def _copy_job(
+    found: tuple[Chain, Target],
+    targets: Mapping[str, tuple[Chain, Target]],
+    staging: Staging,
+    verify: bool,
+    deliver: Deliver,
+) -> Callable[[], None]:
+    chain, target = found
+    assert chain.master is not None
+    master = targets[chain.master.tensor.name][1]
+    assert not callable(target)
+    assert not callable(master)
+    layer = chain.layers[0]
+
+    def work() -> None:
+        start = 0
+        with staging.block() as scratch:
+            for index, chunk in enumerate(chain.tensor.chunks):
+                out = target[start : start + chunk.logical]
+                base = master[2 * start : 2 * (start + chunk.logical)]
+                fold_layer(layer, index, base, out, scratch, verify=verify)
+                check_decoded(layer, index, out, verify=verify)
+                deliver(chain.tensor.name, start, out)
+                start += chunk.logical
+
+    return work
+
+
+# -- tensors that are restored together
+
+
+def _programs(targets: Mapping[str, tuple[Chain, Target]]) -> Iterator[list[tuple[Program, int]]]:
+    """The chunks of all programs that restore `targets`, in jobs."""
+    programs = {id(chain.program): chain.program for chain, _ in targets.values() if chain.program is not None}
+    group: list[tuple[Program, int]] = []
+    filled = 0
+    for program in programs.values():
+        for index in range(program.chunks):
+            nbytes = program.nbytes(index)
+            if group and filled + nbytes > _JOB_BYTES:
+                yield group
+                group, filled = [], 0
+            group.append((program, index))
+            filled += nbytes
+    if group:
+        yield group
+
+
+def _joint_job(
+    group: Sequence[tuple[Program, int]],
+    targets: Mapping[str, tuple[Chain, Target]],
+    prefetch: ThreadPoolExecutor,
+    staging: Staging,
+    verify: bool,
+    deliver: Deliver,
+) -> Callable[[], None]:
+    def one(program: Program, index: int, rooms: tuple[Bytes, Bytes]) -> None:
+        start = index * CHUNK
+        outs: dict[str, Bytes] = {}
+        for name in program.names:
+            if name in targets:
+                chain, target = targets[name]
+                length = chain.tensor.chunks[index].logical
+                outs[name] = aligned(length) if callable(target) else target[start : start + length]
+        program.decode(index, outs, rooms, prefetch, verify=verify)
+        for name, out in outs.items():
+            target = targets[name][1]
+            if callable(target):
+                target(start, out)
+            deliver(name, start, out)
+
+    def work() -> None:
+        with staging.block() as first, staging.block() as second:
+            for program, index in group:
+                one(program, index, (first, second))
+
+    return work
+
+
+def iterate_chain(chain: Chain, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
+    """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
+    longest = max((chunk.logical for chunk in chain.tensor.chunks), default=0)
+    room = aligned(longest)
+    scratch = aligned(min(CHUNK, 2 * longest + BLOCK) + SLACK)
+    start = 0
+    for index, chunk in enumerate(chain.tensor.chunks):
+        out = room[: chunk.logical]
+        decode_chunk(chain, index, out, scratch, verify=verify)
+        yield start, out
+        start += chunk.logical

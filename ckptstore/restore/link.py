@@ -1,0 +1,100 @@
+"""One tensor of one encoding: its stored chunks, read, checked, and laid over the bytes below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptstore.errors import CorruptSegmentError, FormatError
+from ckptstore.formats import codecs, hashing
+from ckptstore.formats.codecs import Codec
+from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.formats.steps import Group
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.pages import BLOCK
+from ckptstore.segments.reading import SegmentReader
+
+__all__ = ["Layer", "check_decoded", "fold_layer", "read_payload"]
+
+
+@dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
+class Layer:
+    """One tensor of one encoding, in the segment that holds it.
+
+    Attributes:
+        tensor: as the segment describes it.
+        reader: the segment.
+        step: the step that the encoding leads to.
+        group: the tensors that an optimizer's step moved with it, if that is how it is stored.
+    """
+
+    tensor: TensorEntry
+    reader: SegmentReader
+    step: int
+    group: Group | None = None
+
+    @cached_property
+    def codec(self) -> Codec:
+        """How its chunks are coded. Raises `IncompatibleFormatError` for a codec that this version does not know."""
+        try:
+            return codecs.codec(self.tensor.codec, {k: v for k, v in self.tensor.params.items() if k != "of"})
+        except FormatError as error:
+            raise type(error)(f"{self.where}: {error}") from error
+
+    @property
+    def base_ratio(self) -> int:
+        """Bytes of a base for each byte of the tensor: 0 for a self-contained layer, 2 for a copy of a master."""
+        return 1 if self.group is not None else self.codec.base_ratio
+
+    @property
+    def where(self) -> str:
+        """Names segment and tensor in errors."""
+        return f"{self.reader.entry.key}: tensor {self.tensor.name!r}"
+
+
+def fold_layer(layer: Layer, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
+    """Lay chunk `index` of a layer over `base` (None if it needs none, `out` itself to work in place), into `out`.
+
+    Raises:
+        CorruptSegmentError: the payload is not what was written.
+        StorageError: the medium failed.
+    """
+    payload = read_payload(layer, index, scratch, verify=verify)
+    try:
+        codecs.decode(layer.codec, payload, len(out), base, out)
+    except (CorruptSegmentError, FormatError, ValueError) as error:
+        raise CorruptSegmentError(f"{layer.where}: chunk {index} of step {layer.step}: {error}") from error
+
+
+def read_payload(layer: Layer, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
+    """The stored bytes of chunk `index`: a part of `scratch`.
+
+    Raises:
+        CorruptSegmentError: its checksum differs, or it is longer than `scratch`.
+        StorageError: the medium failed.
+    """
+    chunk = layer.tensor.chunks[index]
+    # Memory that agrees with the file modulo the page size lets the backend read past the cache.
+    phase = chunk.offset % BLOCK
+    payload = scratch[phase : phase + chunk.length]
+    if len(payload) != chunk.length:
+        raise CorruptSegmentError(
+            f"{layer.reader.entry.key}: {chunk.length} stored bytes for a chunk of {chunk.logical}"
+        )
+    layer.reader.source.read_into(chunk.offset, payload.data)
+    if verify and hashing.chunk_hash(payload.data) != chunk.stored_hash:
+        raise CorruptSegmentError(f"{layer.where}: checksum mismatch in bytes {_extent(chunk)} of the file")
+    return payload
+
+
+def check_decoded(layer: Layer, index: int, out: Bytes, *, verify: bool) -> None:
+    """Compare what chunk `index` became with what was saved. Raises `CorruptSegmentError` naming tensor and step."""
+    expected = layer.tensor.chunks[index].decoded_hash
+    if verify and expected is not None and hashing.chunk_hash(out.data) != expected:
+        raise CorruptSegmentError(
+            f"{layer.where}: chunk {index}: its chain gives other bytes than were saved in step {layer.step}"
+        )
+
+
+def _extent(chunk: Chunk) -> str:
+    return f"{chunk.offset}..{chunk.offset + chunk.length}"

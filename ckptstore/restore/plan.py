@@ -1,0 +1,198 @@
+"""The cheapest path to a checkpoint: checkpoints are nodes, encodings are edges.
+
+A full is an edge from nothing; a delta or gradient diff is an edge from its base. The cost of an edge is what it takes
+to read and decode it (design: "Restore is a cheapest path").
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from ckptstore.errors import CorruptionError, CorruptLogError, CorruptSegmentError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointId, Encoding, Node
+
+__all__ = ["TYPICAL", "Cost", "Plan", "Rates", "plan", "plan_all", "restore_seconds", "stored_bytes"]
+
+Cost = Callable[[Encoding], float]
+_Settled = tuple[float, Encoding]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to restore one checkpoint: `encodings` in the order of application, the full first."""
+
+    target: CheckpointId
+    encodings: tuple[Encoding, ...]
+    cost: float
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """Ids of every segment the plan reads, once each, in order."""
+        return tuple(dict.fromkeys(segment for encoding in self.encodings for segment in encoding.segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine and a medium do in a second, in bytes, all threads together.
+
+    Attributes:
+        read: stored bytes, checksums included.
+        decode: logical bytes of a delta, or of a compressed full.
+        replay: logical bytes of the state through one optimizer step.
+    """
+
+    read: float
+    decode: float
+    replay: float
+
+
+TYPICAL: Final = Rates(read=1.5e9, decode=1.5e9, replay=1.0e9)
+"""Measured on two cores and a local disk (docs/benchmarks.md). Only their proportions decide between plans."""
+
+
+def restore_seconds(catalog: Catalog, rates: Rates = TYPICAL) -> Cost:
+    """The cost that decides by default: the time to read an encoding and to decode or replay it."""
+
+    def cost(encoding: Encoding) -> float:
+        entry = catalog.find(encoding.checkpoint)
+        logical = 0 if entry is None else entry.nbytes
+        seconds = encoding.bytes / rates.read
+        if encoding.kind == "gradient":
+            return seconds + logical / rates.replay
+        if encoding.kind == "full" and encoding.bytes >= logical:
+            return seconds  # uncompressed: read into place
+        return seconds + logical / rates.decode
+
+    return cost
+
+
+def stored_bytes(encoding: Encoding) -> float:
+    """The plainest cost: bytes to read. What compaction asks for."""
+    return float(encoding.bytes)
+
+
+def plan(catalog: Catalog, target: CheckpointId, cost: Cost | None = None, avoid: frozenset[str] = frozenset()) -> Plan:
+    """The cheapest way to restore `target`.
+
+    Args:
+        catalog: the folded log.
+        target: a checkpoint of the catalog.
+        cost: price of one encoding, not negative; None: `restore_seconds`.
+        avoid: segments not to use, for instance because they turned out damaged.
+
+    Raises:
+        CorruptLogError, CorruptSegmentError: no chain of intact encodings leads to it; names what is missing.
+    """
+    settled = _cheapest(catalog, _reachable(catalog, target.node), cost or restore_seconds(catalog), avoid)
+    return _follow(catalog, target, settled, avoid)
+
+
+def plan_all(
+    catalog: Catalog, cost: Cost | None = None, avoid: frozenset[str] = frozenset()
+) -> dict[Node, Plan | CorruptionError]:
+    """The plan of every promised checkpoint, or what `plan` would raise: in one pass, whatever the chains."""
+    settled = _cheapest(catalog, catalog.encodings, cost or restore_seconds(catalog), avoid)
+    found: dict[Node, Plan | CorruptionError] = {}
+    for node, entry in catalog.checkpoints.items():
+        try:
+            found[node] = _follow(catalog, entry.id, settled, avoid)
+        except CorruptionError as error:
+            found[node] = error
+    return found
+
+
+def _reachable(catalog: Catalog, goal: Node) -> set[Node]:
+    """`goal` and every checkpoint below it."""
+    found = {goal}
+    stack = [goal]
+    while stack:
+        for encoding in catalog.encodings.get(stack.pop(), ()):
+            base = _base_node(encoding)
+            if base is not None and base not in found:
+                found.add(base)
+                stack.append(base)
+    return found
+
+
+def _cheapest(catalog: Catalog, nodes: Iterable[Node], cost: Cost, avoid: frozenset[str]) -> dict[Node, _Settled]:
+    """The last edge of the cheapest path to each of `nodes` that has a path (Dijkstra; chains may form circles)."""
+    onwards: dict[Node | None, list[Encoding]] = {}
+    for node in nodes:
+        for encoding in catalog.encodings.get(node, ()):
+            if _usable(catalog, encoding, avoid):
+                onwards.setdefault(_base_node(encoding), []).append(encoding)
+    settled: dict[Node, _Settled] = {}
+    order = itertools.count()  # among equals the first one
+    waiting = [(cost(encoding), next(order), encoding) for encoding in onwards.get(None, ())]
+    heapq.heapify(waiting)
+    while waiting:
+        total, _, encoding = heapq.heappop(waiting)
+        node = encoding.checkpoint
+        if node in settled or total == math.inf:
+            continue
+        settled[node] = (total, encoding)
+        for following in onwards.get(node, ()):
+            heapq.heappush(waiting, (total + cost(following), next(order), following))
+    return settled
+
+
+def _follow(catalog: Catalog, target: CheckpointId, settled: dict[Node, _Settled], avoid: frozenset[str]) -> Plan:
+    chain: list[Encoding] = []
+    node: Node | None = target.node
+    while node is not None:
+        if node not in settled:
+            kind, reason = _reason(catalog, target.node, avoid)
+            raise kind(f"checkpoint {target.ref} cannot be restored: {reason}")
+        chain.append(settled[node][1])
+        node = _base_node(chain[-1])
+    return Plan(target, tuple(reversed(chain)), settled[target.node][0])
+
+
+def _usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str]) -> bool:
+    return (
+        not avoid.intersection(encoding.segments)
+        and all(segment in catalog.segments for segment in encoding.segments)
+        and _base_matches(catalog, encoding)
+    )
+
+
+def _base_node(encoding: Encoding) -> Node | None:
+    return None if encoding.base is None else encoding.base.node
+
+
+def _base_matches(catalog: Catalog, encoding: Encoding) -> bool:
+    """A base is named by identity: the state hash must be the one the encoding was made against."""
+    base = encoding.base
+    if base is None:
+        return True
+    entry = catalog.find(base.node)
+    return entry is not None and entry.state == base.state
+
+
+def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> tuple[type[CorruptionError], str]:
+    """Follow the chain down to the first thing that is missing -> what is damaged, and how."""
+    slots = ", ".join(str(seq) for seq in sorted(catalog.damage)[:3])
+    hidden = f" (log slot {slots} is damaged)" if slots else ""
+    seen: set[Node] = set()
+    while node not in seen:
+        seen.add(node)
+        encodings = catalog.encodings.get(node, ())
+        if not encodings:
+            return CorruptLogError, f"nothing stored restores {node[1]}@{node[0]}{hidden}"
+        for encoding in encodings:
+            for segment in encoding.segments:
+                if segment not in catalog.segments:
+                    return CorruptLogError, f"segment {segment} is not in the catalog{hidden}"
+                if segment in avoid:
+                    return CorruptSegmentError, f"{catalog.segments[segment].key} is damaged"
+        base = encodings[0].base
+        if base is None:
+            break
+        node = base.node
+    return CorruptLogError, f"its chain of bases does not end in a full checkpoint{hidden}"

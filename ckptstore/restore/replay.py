@@ -1,0 +1,324 @@
+"""Replaying optimizer steps: programs that restore, together, all tensors that steps have moved together.
+
+A *program* is what leads to the present of a set of tensors: fold this layer, fold that one, take this step, and the
+next ... Chunk k of every tensor needs chunk k of the others only, so threads take whole chunks. Consecutive steps of
+the same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the
+next ones are read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ckptstore.errors import CorruptSegmentError, FormatError
+from ckptstore.formats import dtypes, optim
+from ckptstore.formats.layout import CHUNK, chunk_count
+from ckptstore.host.buffers import SLACK, Bytes, aligned
+from ckptstore.host.pages import BLOCK
+from ckptstore.restore.link import Layer, check_decoded, fold_layer, read_payload
+
+__all__ = ["Cell", "Program", "Room", "Stage", "take_step"]
+
+_WINDOW = 4 << 20
+"""Payload bytes of steps taken in one pass: enough of them to keep the state in cache, few enough to read ahead."""
+_KEPT = 512 << 20
+"""Logical bytes that are kept for those who ask for tensors one by one, and got others with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A tensor while a program runs. One that changes its shape on the way is two cells."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes."""
+        return dtypes.nbytes(dtypes.get(self.dtype), self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a program does next: fold one layer into its cell, or take some steps of one group.
+
+    Attributes:
+        cells: what it changes, and all that it needs: the layer's cell, or the group's in the order of its names.
+        layers: the layer; or the leaders of the steps, in the order of the steps.
+        followers: for each step the layers of all tensors of the group, to be compared when something is wrong.
+    """
+
+    cells: tuple[Cell, ...]
+    layers: tuple[Layer, ...]
+    followers: tuple[tuple[Layer, ...], ...] = ()
+
+    @property
+    def steps(self) -> bool:
+        """Whether it takes steps, rather than folding a layer."""
+        return self.layers[0].group is not None
+
+
+class Room:
+    """Memory that the programs of one restore may keep results in."""
+
+    def __init__(self, nbytes: int = _KEPT) -> None:
+        self._left = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so much is left; then it is taken."""
+        with self._lock:
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        """Give memory back."""
+        with self._lock:
+            self._left += nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """How a set of tensors is restored together.
+
+    Attributes:
+        stages: in the order of execution.
+        results: name -> cell and last layer of the tensors that it restores.
+        room: for what is restored without having been asked for yet.
+    """
+
+    stages: tuple[Stage, ...]
+    results: Mapping[str, tuple[Cell, Layer]]
+    room: Room = field(default_factory=Room)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _kept: dict[tuple[str, int], Bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that it restores."""
+        return tuple(self.results)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer that it goes through; of a step's, the leaders alone have bytes."""
+        return tuple(
+            layer
+            for stage in self.stages
+            for layer in (stage.layers if not stage.steps else (one for step in stage.followers for one in step))
+        )
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every tensor that has memory while it runs."""
+        return tuple(dict.fromkeys(cell for stage in self.stages for cell in stage.cells))
+
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks of each of its tensors: those of a parameter have one shape, several together fit into one chunk."""
+        return chunk_count(self.cells[0].nbytes)  # and `groups_of` has refused what is not so
+
+    def nbytes(self, index: int) -> int:
+        """Logical bytes of chunk `index` of all of its tensors."""
+        return sum(_length(cell, index) for cell in self.cells)
+
+    def decode(
+        self,
+        index: int,
+        outs: Mapping[str, Bytes],
+        rooms: tuple[Bytes, Bytes],
+        prefetch: ThreadPoolExecutor | None = None,
+        *,
+        verify: bool = True,
+    ) -> None:
+        """Restore chunk `index` of the tensors that `outs` names into the memory it gives.
+
+        Args:
+            rooms: memory for payloads, two of `CHUNK` + `SLACK`.
+            prefetch: reads payloads ahead of their use.
+
+        Raises:
+            CorruptSegmentError: a payload or a result is not what was written; names segment, tensor and step.
+            StorageError: the medium failed.
+        """
+        memory = {self.results[name][0]: out for name, out in outs.items()}
+        self._run(index, memory, rooms, prefetch, verify)
+        try:
+            for name, out in outs.items():
+                check_decoded(self.results[name][1], index, out, verify=verify)
+        except CorruptSegmentError as error:
+            raise self._first_wrong_step(index, rooms) or error from None
+
+    def decode_one(self, name: str, index: int, out: Bytes, *, verify: bool = True) -> None:
+        """Restore chunk `index` of one tensor. What comes with it is kept until it is asked for, as far as that fits.
+
+        Raises:
+            as `decode`.
+        """
+        with self._lock:
+            kept = self._kept.pop((name, index), None)
+            if kept is not None:
+                self.room.give(len(kept))
+                out[:] = kept
+                return
+            outs = {name: out}
+            for other, (cell, _) in self.results.items():
+                if other != name and (other, index) not in self._kept and self.room.take(_length(cell, index)):
+                    outs[other] = aligned(_length(cell, index))
+            rooms = (aligned(CHUNK + SLACK), aligned(CHUNK + SLACK))
+            self.decode(index, outs, rooms, verify=verify)
+            self._kept.update({(other, index): data for other, data in outs.items() if other != name})
+
+    # -- execution
+
+    def _run(
+        self,
+        index: int,
+        memory: dict[Cell, Bytes],
+        rooms: tuple[Bytes, Bytes],
+        prefetch: ThreadPoolExecutor | None,
+        verify: bool,
+    ) -> None:
+        for cell in self.cells:
+            if cell not in memory:
+                memory[cell] = aligned(_length(cell, index))
+        for stage in self.stages:
+            if stage.steps:
+                _take_steps(stage, index, memory, rooms, prefetch, verify)
+            else:
+                out = memory[stage.cells[0]]
+                layer = stage.layers[0]
+                fold_layer(layer, index, out if layer.base_ratio else None, out, rooms[0], verify=verify)
+
+    def _first_wrong_step(self, index: int, rooms: tuple[Bytes, Bytes]) -> CorruptSegmentError | None:
+        """Go through it again, comparing after every step: which of them gives other bytes than training had?"""
+        memory = {cell: aligned(_length(cell, index)) for cell in self.cells}
+        for stage in self.stages:
+            for number, layer in enumerate(stage.layers):
+                single = Stage(stage.cells, (layer,))
+                Program((single,), self.results)._run(index, memory, rooms, None, True)
+                checked = stage.followers[number] if stage.steps else stage.layers
+                for cell, compared in zip(stage.cells, checked, strict=True):
+                    try:
+                        check_decoded(compared, index, memory[cell], verify=True)
+                    except CorruptSegmentError as error:
+                        return CorruptSegmentError(f"{error}; the steps before it are right")
+        return None
+
+
+def take_step(layer: Layer, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes) -> None:
+    """Take one step of a group, in place.
+
+    Args:
+        layer: the leader.
+        cells: the tensors of the group, in the order of its names.
+        memory: chunk `index` of each; worthless after an error.
+        scratch: memory for the payload.
+
+    Raises:
+        CorruptSegmentError: the payload is not what was written.
+        StorageError: the medium failed.
+    """
+    _take_steps(Stage(cells, (layer,)), index, memory, (scratch, scratch), None, True)
+
+
+def _length(cell: Cell, index: int) -> int:
+    return max(0, min(CHUNK, cell.nbytes - index * CHUNK))
+
+
+def _take_steps(
+    stage: Stage,
+    index: int,
+    memory: Mapping[Cell, Bytes],
+    rooms: tuple[Bytes, Bytes],
+    prefetch: ThreadPoolExecutor | None,
+    verify: bool,
+) -> None:
+    with _EndToEnd(stage, memory) as state:
+        windows = list(_windows(stage.layers, index))
+        ahead: Future[list[Bytes]] | None = None
+        for number, window in enumerate(windows):
+            payloads = _read(window, index, rooms[number % 2], verify) if ahead is None else ahead.result()
+            ahead = None
+            if prefetch is not None and number + 1 < len(windows):
+                ahead = prefetch.submit(_read, windows[number + 1], index, rooms[(number + 1) % 2], verify)
+            try:
+                _decode(window, index, payloads, state)
+            except BaseException:
+                if ahead is not None:
+                    ahead.exception()  # waits: it still writes into a room that will be given back
+                raise
+
+
+def _windows(layers: Sequence[Layer], index: int) -> Iterator[list[Layer]]:
+    """Steps whose payloads are read, and taken, at once."""
+    window: list[Layer] = []
+    filled = 0
+    for layer in layers:
+        # Every payload keeps its offset modulo the page in memory.
+        length = layer.tensor.chunks[index].length + 2 * BLOCK
+        if window and filled + length > _WINDOW:
+            yield window
+            window, filled = [], 0
+        window.append(layer)
+        filled += length
+    if window:
+        yield window
+
+
+def _read(window: Sequence[Layer], index: int, room: Bytes, verify: bool) -> list[Bytes]:
+    payloads = []
+    at = 0
+    for layer in window:
+        payload = read_payload(layer, index, room[at:], verify=verify)
+        payloads.append(payload)
+        at += -(-(layer.tensor.chunks[index].offset % BLOCK + len(payload)) // BLOCK) * BLOCK
+    return payloads
+
+
+def _decode(
+    window: Sequence[Layer], index: int, payloads: Sequence[Bytes], state: Sequence[np.ndarray[Any, Any]]
+) -> None:
+    steps = []
+    for layer, payload in zip(window, payloads, strict=True):
+        assert layer.group is not None
+        steps.append(optim.Layer(layer.group.encoding, layer.group.rule, payload))
+    try:
+        optim.decode(steps, state)
+    except (CorruptSegmentError, FormatError, ValueError) as error:
+        span = f"step {window[0].step}" if len(window) == 1 else f"steps {window[0].step} to {window[-1].step}"
+        raise CorruptSegmentError(f"{window[0].where}: chunk {index} of {span}: {error}") from error
+
+
+class _EndToEnd:
+    """The slots of a group as contiguous arrays: the cells themselves, or for several parameters a copy and back."""
+
+    def __init__(self, stage: Stage, memory: Mapping[Cell, Bytes]) -> None:
+        group = stage.layers[0].group
+        assert group is not None
+        width = len(group.rule.slots)
+        self._slots = [[memory[cell] for cell in stage.cells[slot::width]] for slot in range(width)]
+        self._joined = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in self._slots]
+
+    def __enter__(self) -> list[np.ndarray[Any, Any]]:
+        return [joined.view("<f4") for joined in self._joined]
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            return
+        for parts, joined in zip(self._slots, self._joined, strict=True):
+            if len(parts) == 1:
+                continue
+            at = 0
+            for part in parts:
+                part[:] = joined[at : at + len(part)]
+                at += len(part)

@@ -1,0 +1,282 @@
+"""Reading tensors out of segments: parallel, verified, by extent, with no copy where none is needed.
+
+An extent is a run of neighbouring chunks of about 16 MiB. Threads read extents into memory that agrees with the file
+modulo the page size (so that O_DIRECT applies), hash every chunk, and hand bytes over only when the hash is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptstore.backends.base import Backend, SegmentSource
+from ckptstore.errors import CorruptSegmentError, KeyNotFoundError, UsageError
+from ckptstore.formats import hashing
+from ckptstore.formats.layout import CHUNK, HEADER_LIMIT
+from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, check_header, parse
+from ckptstore.host.buffers import BLOCK_BYTES, SLACK, Bytes, Staging, aligned
+from ckptstore.host.pages import BLOCK
+from ckptstore.host.threads import run_all
+
+__all__ = [
+    "Piece",
+    "Progress",
+    "SegmentReader",
+    "copy_tensors",
+    "extents",
+    "iterate_tensor",
+    "load_tensors",
+    "map_tensors",
+]
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were just done, from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One chunk of one tensor and where its logical bytes begin within the tensor."""
+
+    tensor: TensorEntry
+    chunk: Chunk
+    start: int
+
+
+class SegmentReader:
+    """An open segment whose header has been read and verified.
+
+    Raises:
+        CorruptSegmentError: the file is missing, too short, or its header is not the one that was committed.
+        StorageError: the medium failed.
+    """
+
+    def __init__(self, backend: Backend, entry: SegmentEntry) -> None:
+        self.entry = entry
+        try:
+            self.source: SegmentSource = backend.open_source(entry.key)
+        except KeyNotFoundError as error:
+            raise CorruptSegmentError(f"{entry.key}: the segment is committed but missing") from error
+        try:
+            self.doc: SegmentDoc = self._read_doc()
+        except BaseException:
+            self.source.close()
+            raise
+
+    def close(self) -> None:
+        """Release the handle."""
+        self.source.close()
+
+    def check_identity(self, run: str) -> None:
+        """Compare whose segment it says that it is with whose the log says. Raises `CorruptSegmentError`."""
+        if (self.doc.run, self.doc.segment, self.doc.term) != (run, self.entry.id, self.entry.term):
+            raise CorruptSegmentError(
+                f"{self.entry.key}: holds segment {self.doc.segment} of term {self.doc.term} of run {self.doc.run}"
+            )
+
+    def _read_doc(self) -> SegmentDoc:
+        entry = self.entry
+        if self.source.size != entry.size:
+            raise CorruptSegmentError(f"{entry.key}: {self.source.size} bytes, {entry.size} were committed")
+        if entry.header > min(HEADER_LIMIT, entry.size):  # before memory is taken for it
+            raise CorruptSegmentError(f"{entry.key}: a header of {entry.header} bytes was committed")
+        header = self._read(0, entry.header)
+        check_header(header, entry.hash, entry.key)
+        return parse(header, entry.size, entry.key, self._read)
+
+    def _read(self, offset: int, length: int) -> bytes:
+        out = bytearray(length)
+        self.source.read_into(offset, memoryview(out))
+        return bytes(out)
+
+
+def extents(tensors: Iterable[TensorEntry], limit: int = BLOCK_BYTES) -> list[list[Piece]]:
+    """Neighbouring chunks, in file order, in groups that span at most `limit` bytes (one chunk may be all of it)."""
+    pieces = sorted(
+        (piece for tensor in tensors for piece in _pieces(tensor)), key=lambda piece: (piece.chunk.offset, piece.start)
+    )
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        if groups and _touches(groups[-1], piece) and _end(piece) - groups[-1][0].chunk.offset <= limit:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def load_tensors(
+    reader: SegmentReader,
+    tensors: Sequence[TensorEntry],
+    pool: ThreadPoolExecutor,
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Bytes]:
+    """Read uncompressed tensors of one segment straight into new memory.
+
+    Tensors that are neighbours in the file share one region of memory, and are views of it: nothing is copied.
+
+    Returns:
+        name -> 1-D uint8, the tensor's logical bytes.
+
+    Raises:
+        CorruptSegmentError: names segment, tensor and offset.
+        StorageError: the medium failed.
+    """
+    result: dict[str, Bytes] = {tensor.name: aligned(0) for tensor in tensors if tensor.nbytes == 0}
+    work: list[Callable[[], None]] = []
+    for run in _runs(tensors):
+        first = run[0].chunks[0].offset // BLOCK * BLOCK
+        memory = aligned(_ceil(_stop(run[-1])) - first)
+        for tensor in run:
+            at = tensor.chunks[0].offset - first
+            result[tensor.name] = memory[at : at + tensor.nbytes]
+        work += [_read_job(reader, extent, memory, first, verify, progress) for extent in extents(run)]
+    run_all(pool, work)
+    return result
+
+
+def map_tensors(
+    reader: SegmentReader,
+    tensors: Sequence[TensorEntry],
+    pool: ThreadPoolExecutor,
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Bytes]:
+    """Views of a private mapping of the segment: no copy at all, and pages are read when touched.
+
+    Verification touches them all; without it the first use of a tensor may raise SIGBUS if the medium fails.
+
+    Raises:
+        UsageError: the backend cannot map.
+        CorruptSegmentError: a checksum differs.
+    """
+    mapping = reader.source.map()
+    if mapping is None:
+        raise UsageError(f"{reader.entry.key}: mmap=True needs a local store")
+    memory = np.frombuffer(mapping, np.uint8)
+
+    def job(extent: list[Piece]) -> Callable[[], None]:
+        def work() -> None:
+            for piece in extent:
+                check_chunk(reader.entry.key, piece, memory[piece.chunk.offset : _end(piece)])
+                if progress is not None:
+                    progress(piece.chunk.length)
+
+        return work
+
+    if verify:
+        run_all(pool, [job(extent) for extent in extents(tensors)])
+    return {
+        tensor.name: memory[tensor.chunks[0].offset : _stop(tensor)] if tensor.nbytes else aligned(0)
+        for tensor in tensors
+    }
+
+
+def copy_tensors(
+    reader: SegmentReader,
+    tensors: Sequence[TensorEntry],
+    pool: ThreadPoolExecutor,
+    staging: Staging,
+    deliver: Callable[[TensorEntry, int, Bytes], None],
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Read uncompressed tensors through staging memory and deliver verified bytes: `deliver(tensor, offset, bytes)`.
+
+    `deliver` is called from several threads, in any order, and must copy. Nothing unverified is ever delivered.
+    """
+
+    def job(extent: list[Piece]) -> Callable[[], None]:
+        def work() -> None:
+            with staging.block() as block:
+                first = extent[0].chunk.offset // BLOCK * BLOCK
+                _read_job(reader, extent, block, first, verify, progress)()
+                for piece in extent:
+                    at = piece.chunk.offset - first
+                    deliver(piece.tensor, piece.start, block[at : at + piece.chunk.length])
+
+        return work
+
+    run_all(pool, [job(extent) for extent in extents(tensors)])
+
+
+def iterate_tensor(reader: SegmentReader, tensor: TensorEntry, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
+    """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
+    memory = aligned(min(tensor.nbytes, CHUNK) + SLACK)
+    for piece in _pieces(tensor):
+        first = piece.chunk.offset // BLOCK * BLOCK
+        _read_job(reader, [piece], memory, first, verify, None)()
+        at = piece.chunk.offset - first
+        yield piece.start, memory[at : at + piece.chunk.length]
+
+
+def check_chunk(where: str, piece: Piece, data: Bytes) -> None:
+    """Compare stored bytes with their hash. Raises `CorruptSegmentError` naming tensor and offset."""
+    # A chunk longer than any block is cut by whoever reads into one: that is no chunk, whatever its hash.
+    if len(data) != piece.chunk.length or hashing.chunk_hash(data.data) != piece.chunk.stored_hash:
+        raise CorruptSegmentError(
+            f"{where}: tensor {piece.tensor.name!r}: checksum mismatch in bytes "
+            f"{piece.chunk.offset}..{_end(piece)} of the file"
+        )
+
+
+def _read_job(
+    reader: SegmentReader, extent: Sequence[Piece], memory: Bytes, first: int, verify: bool, progress: Progress | None
+) -> Callable[[], None]:
+    """Read an extent to where it belongs in `memory`, which begins at file offset `first`, a multiple of 4096.
+
+    Memory and file then agree modulo 4096, so the backend can read whole pages past the cache. Exactly the extent's
+    bytes are written: a page shared by two extents must not be overwritten by one after the other verified its part.
+    """
+
+    def work() -> None:
+        begin, end = extent[0].chunk.offset, _end(extent[-1])
+        reader.source.read_into(begin, memory[begin - first : end - first].data)
+        for piece in extent:
+            at = piece.chunk.offset - first
+            if verify:
+                check_chunk(reader.entry.key, piece, memory[at : at + piece.chunk.length])
+            if progress is not None:
+                progress(piece.chunk.length)
+
+    return work
+
+
+def _runs(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
+    """Tensors that lie in the file one behind the other, in groups."""
+    runs: list[list[TensorEntry]] = []
+    for tensor in sorted((t for t in tensors if t.nbytes), key=lambda t: t.chunks[0].offset):
+        if runs and tensor.chunks[0].offset - _stop(runs[-1][-1]) == 0:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return runs
+
+
+def _pieces(tensor: TensorEntry) -> Iterator[Piece]:
+    start = 0
+    for chunk in tensor.chunks:
+        yield Piece(tensor, chunk, start)
+        start += chunk.logical
+
+
+def _touches(extent: Sequence[Piece], piece: Piece) -> bool:
+    return _end(extent[-1]) == piece.chunk.offset
+
+
+def _end(piece: Piece) -> int:
+    return piece.chunk.offset + piece.chunk.length
+
+
+def _stop(tensor: TensorEntry) -> int:
+    return tensor.chunks[-1].offset + tensor.chunks[-1].length
+
+
+def _ceil(offset: int) -> int:
+    return -(-offset // BLOCK) * BLOCK

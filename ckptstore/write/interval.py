@@ -1,0 +1,280 @@
+"""Which checkpoint a delta is made against, and when a full pays: the dynamic interval of the XOR-delta paper.
+
+Between two fulls, checkpoints are numbered k = 1, 2, ... With interval T the base of checkpoint k is
+
+- ``anchor``: checkpoint T*floor((k-1)/T): one earlier state in memory, gaps from 1 to T;
+- ``paper``: checkpoint k-T (the paper's): T states in memory, every gap T.
+
+Either way restoring k reads ceil(k/T) deltas. A larger T makes deltas larger (their gap grows) and chains shorter; a
+chain may cost no more than a bound the user sets, so a larger T also makes fulls rarer. `Schedule` measures the deltas'
+sizes by gap as training goes and chooses the T with the fewest bytes per checkpoint within the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from ckptstore.errors import UsageError
+
+__all__ = ["DEPTH_LIMIT", "FULL", "Decision", "DeltaSizes", "RestoreBound", "Schedule", "best_interval"]
+
+DEPTH_LIMIT: Final = 50
+"""Deltas in a chain at most, as git bounds them."""
+CANDIDATES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_PRIOR_SLOPE: Final = 0.03
+"""Growth of a delta per doubling of its gap, as a share of the state, until it is measured (0.94 of 32 bits)."""
+_WEIGHT: Final = 0.3
+_TRY_AGAIN: Final = 16
+"""Fulls in a row, because deltas did not pay, after which one is measured again: training settles down."""
+
+Form = Literal["anchor", "paper"]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreBound:
+    """What restoring any checkpoint may cost.
+
+    Attributes:
+        times: as a multiple of the stored bytes of a full; None: no such bound.
+        nbytes: bytes read; None: no such bound.
+        seconds: time to read and decode; None: no such bound.
+        depth: deltas in the chain.
+    """
+
+    times: float | None = 4.0
+    nbytes: int | None = None
+    seconds: float | None = None
+    depth: int = DEPTH_LIMIT
+
+    @classmethod
+    def parse(cls, text: str) -> RestoreBound:
+        """``3x`` (of a full), ``2GB`` (also KB, MB, KiB ...), ``30s``, ``none``; several joined by commas.
+
+        Raises:
+            UsageError: none of these.
+        """
+        times: float | None = None
+        nbytes: int | None = None
+        seconds: float | None = None
+        units = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+        units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+        for part in text.lower().replace(" ", "").split(","):
+            number = part.rstrip("abcdefghijklmnopqrstuvwxyz")
+            unit = part[len(number) :]
+            try:
+                value = math.inf if part == "none" else float(number)
+            except ValueError:
+                value = math.nan
+            if part != "none" and not 0 < value < math.inf:
+                raise UsageError(f"restore cost {text!r}: give 3x (times a full), 2GB, 30s, or none")
+            if part == "none":
+                continue
+            if unit == "x":
+                times = value
+            elif unit == "s":
+                seconds = value
+            elif unit in units:
+                nbytes = int(value * units[unit])
+            else:
+                raise UsageError(f"restore cost {text!r}: give 3x (times a full), 2GB, 30s, or none")
+        return cls(times, nbytes, seconds)
+
+    def limit(self, full: float, rate: float | None) -> float:
+        """The bound in bytes read, for fulls of `full` bytes and a restore that does `rate` bytes per second."""
+        bounds = [math.inf]
+        if self.times is not None:
+            bounds.append(self.times * full)
+        if self.nbytes is not None:
+            bounds.append(float(self.nbytes))
+        if self.seconds is not None and rate:
+            bounds.append(self.seconds * rate)
+        return min(bounds)
+
+
+@dataclass(slots=True)
+class DeltaSizes:
+    """Expected bytes of a delta by its gap, learned from the deltas written.
+
+    Gaps that were measured are interpolated over log2(gap); beyond them the slope of the last octave goes on.
+    """
+
+    full: float
+    sizes: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, gap: int, nbytes: float) -> None:
+        """A delta over `gap` checkpoints took `nbytes`. Other gaps follow it a little: training drifts for all."""
+        before = self.sizes.get(gap)
+        if before is None:
+            self.sizes[gap] = nbytes
+            return
+        drift = (nbytes / before) ** _WEIGHT
+        for other in self.sizes:
+            self.sizes[other] *= drift
+
+    def expect(self, gap: int) -> float:
+        """Bytes that a delta over `gap` checkpoints will take."""
+        known = sorted(self.sizes.items())
+        if not known:
+            return 0.7 * self.full
+        below = [pair for pair in known if pair[0] <= gap]
+        above = [pair for pair in known if pair[0] >= gap]
+        if below and above:
+            (low, at_low), (high, at_high) = below[-1], above[0]
+            if low == high:
+                return at_low
+            share = math.log2(gap / low) / math.log2(high / low)
+            return at_low + share * (at_high - at_low)
+        if above:  # nearer than anything measured: no larger than the nearest
+            return above[0][1]
+        last, at_last = below[-1]
+        slope = _PRIOR_SLOPE * self.full
+        if len(known) > 1 and (older := [pair for pair in known if pair[0] <= last / 2]):
+            gap_older, at_older = older[-1]
+            slope = max(0.0, (at_last - at_older) / math.log2(last / gap_older))
+        return min(self.full, at_last + slope * math.log2(gap / last))
+
+
+def best_interval(sizes: DeltaSizes, limit: float, depth: int = DEPTH_LIMIT, form: Form = "anchor") -> int:
+    """The T with the fewest expected bytes per checkpoint whose chains stay below `limit` bytes; 0: fulls only.
+
+    With D deltas in a chain, D*T checkpoints follow a full, so a checkpoint costs
+    (full + D * sum over a cycle of its deltas) / (D*T + 1).
+    """
+    best, best_mean = 0, sizes.full
+    for interval in CANDIDATES:
+        cycle = [sizes.expect(gap if form == "anchor" else interval) for gap in range(1, interval + 1)]
+        longest = cycle[-1]
+        fits = depth if limit == math.inf else min(depth, int((limit - sizes.full) / max(longest, 1.0)))
+        if fits < 1:
+            continue
+        mean = (sizes.full + fits * sum(cycle)) / (fits * interval + 1)
+        if mean < best_mean * 0.999:
+            best, best_mean = interval, mean
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do with the next checkpoint.
+
+    Attributes:
+        base: number of the checkpoint to make a delta against; None: write a full.
+        gap: checkpoints between the two.
+        keep: whether its state may be the base of later ones, and has to stay in memory.
+        forget: numbers of checkpoints that are no base any more once this one is written.
+    """
+
+    base: int | None
+    gap: int
+    keep: bool
+    forget: tuple[int, ...]
+
+
+FULL: Final = Decision(None, 0, False, ())
+"""A full on which nothing is built."""
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Decides for one term, one checkpoint after the other: `decide`, write, `written`. A failed write changes nothing.
+
+    Attributes:
+        interval: T, or ``auto``.
+        form: ``anchor`` or ``paper``.
+        bound: what restoring may cost.
+        rate: bytes per second that restoring does, for a bound in seconds; measured by whoever writes.
+    """
+
+    interval: int | Literal["auto"] = "auto"
+    form: Form = "anchor"
+    bound: RestoreBound = field(default_factory=RestoreBound)
+    rate: float | None = None
+    current: int = 0
+    _sizes: DeltaSizes | None = None
+    _number: int = 0
+    _anchor: int = 0
+    _fulls: int = 0  # in a row
+    _costs: dict[int, tuple[float, int]] = field(default_factory=dict)  # number -> bytes and deltas of its chain
+
+    def __post_init__(self) -> None:
+        if self.interval != "auto" and (type(self.interval) is not int or self.interval < 1):
+            raise UsageError(f"interval {self.interval!r}: a whole number of at least 1, or 'auto'")
+        if self.form not in ("anchor", "paper"):
+            raise UsageError(f"form {self.form!r}: 'anchor' or 'paper'")
+        self.current = 4 if self.interval == "auto" else self.interval
+
+    @property
+    def sizes(self) -> DeltaSizes | None:
+        """What has been learned of the deltas' sizes; None before the first full."""
+        return self._sizes
+
+    def decide(self) -> Decision:
+        """What the next checkpoint should be."""
+        full = Decision(None, 0, True, tuple(self._costs))
+        sizes = self._sizes
+        if sizes is None or not self._costs:
+            return full
+        limit = self.bound.limit(sizes.full, self.rate)
+        since = self._number - self._anchor  # checkpoints written after the anchor
+        if self.form == "anchor" and since == self.current:
+            self._begin_cycle(sizes, limit)
+            since = 0
+        base = self._anchor if self.form == "anchor" else max(0, self._number + 1 - self.current)
+        if base not in self._costs:
+            base = self._anchor
+        gap = self._number + 1 - base
+        cost, depth = self._costs[base]
+        expected = sizes.expect(gap)
+        if depth >= self.bound.depth or cost + expected > limit:
+            return full
+        if not self.current or expected >= 0.98 * sizes.full:
+            # A trial is no base, and its own base is given up, so that a full follows and the interval is chosen anew.
+            return Decision(base, gap, False, tuple(self._costs)) if self._trial else full
+        if self.form == "anchor":
+            keep = since + 1 == self.current  # the last of a cycle is the next one's anchor, and replaces this one
+            return Decision(base, gap, keep, tuple(self._costs) if keep else ())
+        oldest = self._number + 2 - self.current  # the base of the next checkpoint
+        return Decision(base, gap, True, tuple(number for number in self._costs if number < oldest))
+
+    @property
+    def _trial(self) -> bool:
+        return self._fulls >= _TRY_AGAIN
+
+    def restart(self) -> None:
+        """No checkpoint so far can be a base any more: the next one is a full. What was learned of sizes stays."""
+        self._costs = {}
+        self._number = self._anchor = 0
+
+    def _begin_cycle(self, sizes: DeltaSizes, limit: float) -> None:
+        """The last checkpoint of a cycle becomes the anchor of the next, whose length is chosen anew."""
+        self._anchor = self._number
+        if self.interval == "auto":
+            self.current = best_interval(sizes, limit, self.bound.depth, self.form)
+
+    def written(self, decision: Decision, nbytes: int) -> int:
+        """Learn from a checkpoint that was committed with `nbytes` stored; returns its number."""
+        if decision.base is None:
+            self._number = self._anchor = 0
+            self._fulls += 1
+            self._costs = {0: (float(nbytes), 0)}
+            if self._sizes is None:
+                self._sizes = DeltaSizes(float(nbytes))
+            else:
+                self._sizes.full = float(nbytes)
+            if self.interval == "auto" and self._sizes.sizes:
+                limit = self.bound.limit(float(nbytes), self.rate)
+                self.current = best_interval(self._sizes, limit, self.bound.depth, self.form)
+            return 0
+        assert self._sizes is not None
+        self._sizes.observe(decision.gap, float(nbytes))
+        self._number += 1
+        cost, depth = self._costs[decision.base]
+        self._costs[self._number] = (cost + nbytes, depth + 1)
+        for number in decision.forget:
+            self._costs.pop(number, None)
+        if not decision.keep:
+            del self._costs[self._number]
+        self._fulls = 0
+        return self._number

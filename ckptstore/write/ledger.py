@@ -1,0 +1,176 @@
+"""What the caller of a writer knows of its steps: which are taken, which are on their way, which failed unseen."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Final
+
+from ckptstore.errors import CommitUnknownError, StepOrderError, WriterClosedError
+from ckptstore.log.checkpoints import CheckpointInfo
+
+__all__ = ["Failures", "PendingSave", "Saves"]
+
+_MAX_STEP: Final = 2**53 - 1
+
+
+class PendingSave:
+    """A checkpoint on its way to the medium, as `Writer.save_async` returns it."""
+
+    def __init__(
+        self, step: int, future: Future[CheckpointInfo], seen: Callable[[], None], hurry: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            seen: called when somebody has been told that it failed.
+            hurry: lets it wait for no batch any more.
+        """
+        self.step = step
+        self._future = future
+        self._seen = seen
+        self._hurry = hurry
+        self._process = os.getpid()
+
+    def done(self) -> bool:
+        """Whether it is durable or has failed."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> CheckpointInfo:
+        """Wait until it is durable. If it waits for its batch, that is written now, as `Writer.flush` would.
+
+        Raises:
+            TimeoutError: not within `timeout` seconds; the save goes on.
+            StorageError, FencedError, CommitUnknownError: what stopped it.
+            WriterClosedError: this is a fork of the process that saves, and will never hear of it.
+        """
+        if not self._future.done():
+            if self._process != os.getpid():
+                raise WriterClosedError(
+                    f"step {self.step} is saved by process {self._process}, not by its fork, which cannot wait for it"
+                )
+            self._hurry()
+        wait([self._future], timeout)
+        if not self._future.done():
+            raise TimeoutError(f"step {self.step} is not durable after {timeout} s")
+        if self._future.exception() is not None:
+            self._seen()
+        return self._future.result()
+
+
+class Failures:
+    """Which steps of a writer failed without anybody being told, by (term, step); for any thread."""
+
+    def __init__(self) -> None:
+        self._unseen: dict[tuple[int, int], BaseException] = {}
+
+    def add(self, term: int, step: int, error: BaseException) -> None:
+        """Nobody knows yet that it failed."""
+        self._unseen[term, step] = error
+
+    def seen(self, term: int, step: int) -> None:
+        """Somebody knows that it failed."""
+        self._unseen.pop((term, step), None)
+
+    def seen_error(self, error: BaseException) -> None:
+        """Somebody knows of every step that `error` stopped."""
+        for term, step in [key for key, other in list(self._unseen.items()) if other is error]:
+            self.seen(term, step)
+
+    def take(self) -> list[tuple[int, BaseException]]:
+        """Every step that nobody knows of, in the order of the failures; now they are known."""
+        failures: list[tuple[int, BaseException]] = []
+        while self._unseen:
+            (_, step), error = self._unseen.popitem()
+            failures.append((step, error))
+        failures.reverse()
+        return failures
+
+    def raise_unseen(self) -> None:
+        """Raise what nobody has seen: the first failure, with a note of every other one."""
+        failures = self.take()
+        if not failures:
+            return
+        _, first = failures[0]
+        for step, other in failures[1:]:
+            first.add_note(f"step {step} was not saved, either: {other}")
+        raise first
+
+
+class Saves:
+    """The steps of one term, for any thread. They are taken in ascending order; what becomes of them may come in any.
+
+    Attributes:
+        term: its number.
+        parent: the checkpoint it continues from.
+        failures: what failed unseen, in this term and in those of the same writer before.
+    """
+
+    def __init__(self, term: int, parent: CheckpointInfo | None, failures: Failures) -> None:
+        self.term = term
+        self.parent = parent
+        self.failures = failures
+        self._taken: list[int] = []  # ascending
+        self._pending: dict[int, Future[CheckpointInfo]] = {}
+        self._lock = threading.Lock()
+
+    def check(self, step: int) -> None:
+        """Raises `StepOrderError` for a step that no checkpoint of this term may have, or not any more."""
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
+            raise StepOrderError(f"step {step!r}: a whole number from 0 to 2^53 - 1 is needed")
+        if self.parent is not None and step <= self.parent.step:
+            raise StepOrderError(
+                f"step {step} is not above step {self.parent.step}, from which term {self.term} continues "
+                f"({self.parent.ref}); to go back further call writer.rollback(<an earlier checkpoint>), or open a "
+                "writer with parent=<an earlier checkpoint>"
+            )
+        with self._lock:
+            self._check_order(step)
+
+    def take(self, step: int) -> None:
+        """Nobody else may save `step` from now on. Raises `StepOrderError` as `check` does."""
+        with self._lock:
+            self._check_order(step)
+            self._taken.append(step)
+
+    def _check_order(self, step: int) -> None:
+        """Prevents: a run that went back, and resumes from what it had abandoned, which stays the highest step."""
+        if not self._taken or step > self._taken[-1]:
+            return
+        at = bisect.bisect_left(self._taken, step)
+        what = "exists already" if self._taken[at] == step else f"is not above step {self._taken[-1]}, which was saved"
+        raise StepOrderError(
+            f"step {step} {what} in term {self.term}; to go back call writer.rollback(<an earlier checkpoint>), or "
+            "open a writer with parent=<an earlier checkpoint>"
+        )
+
+    def watch(self, step: int, done: Future[CheckpointInfo]) -> None:
+        """`step` is on its way until `done` is."""
+        self._pending[step] = done
+        done.add_done_callback(lambda _: self._pending.pop(step, None))
+
+    def pending(self) -> list[int]:
+        """Steps on their way, ascending."""
+        return sorted(self._pending.copy())
+
+    def release(self, step: int, error: BaseException | None) -> None:
+        """A step that failed for good may be tried again; one that may have been committed may not."""
+        if isinstance(error, CommitUnknownError):
+            return
+        with self._lock:
+            at = bisect.bisect_left(self._taken, step)
+            if self._taken[at : at + 1] == [step]:
+                del self._taken[at]
+
+    def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
+        """A step whose saver has not been told was not saved: he hears of it from `done`, or from `failures`."""
+        self.release(step, error)
+        # Before anyone can ask for the result: who then sees the error takes it back.
+        self.failures.add(self.term, step, error)
+        done.set_exception(error)
+
+    def seen(self, step: int) -> None:
+        """Somebody knows that `step` failed."""
+        self.failures.seen(self.term, step)

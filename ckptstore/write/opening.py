@@ -1,0 +1,137 @@
+"""Opening a store for writing: the parent, the term, and what is said of the process that writes."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptstore._version import __version__
+from ckptstore.errors import CheckpointNotFoundError, FencedError, ReadOnlyError
+from ckptstore.formats.catalog import CLOSED, Catalog
+from ckptstore.formats.records import CheckpointId
+from ckptstore.frameworks import bridge
+from ckptstore.host import exiting
+from ckptstore.host.caller_warnings import DeterminismWarning, LostStepsWarning, warn
+from ckptstore.log import refs
+from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.journal import Journal
+from ckptstore.log.term import Term, open_term
+from ckptstore.restore.load import open_base
+from ckptstore.write.steps.batcher import DiffOptions
+from ckptstore.write.writer import Writer, WriterOptions
+
+__all__ = ["open_writer"]
+
+
+def open_writer(journal: Journal, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
+    """Begin a new term, which fences every earlier writer. Creates the store if there is none.
+
+    Args:
+        parent: what the term continues from: see `Store.writer`.
+        options: what the writer may use.
+
+    Raises:
+        as `Store.writer`.
+    """
+    exiting.check()
+    journal.create()
+    if journal.backend.read_only:
+        raise ReadOnlyError(f"{journal.url}: read-only, cannot open it for writing")
+    journal.backend.probe()
+    about = _about_this_process(options.diffs, options.max_in_flight)
+    term, info = _begin(journal, _parent_chooser(parent), about)
+    own = term.journal
+    return Writer(
+        own,
+        term,
+        info,
+        options,
+        reopen=lambda identity: open_base(own, identity),
+        begin=lambda ref, after: _begin(own, _parent_chooser(ref, after), about),
+    )
+
+
+def _begin(
+    journal: Journal, parent: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]
+) -> tuple[Term, CheckpointInfo | None]:
+    term = open_term(journal, parent, about)
+    if term.parent is None:
+        return term, None
+    _warn_of_other_environment(term.catalog, term.parent, term.number)
+    _warn_of_lost_steps(term.catalog, term.parent)
+    return term, describe_checkpoint(term.catalog, term.catalog.checkpoints[term.parent.node])
+
+
+def _parent_chooser(
+    parent: str | int | CheckpointInfo | None, after: int | None = None
+) -> Callable[[Catalog], CheckpointId | None]:
+    """Looks the parent up in whatever view the OPEN is built on: it must be live there.
+
+    Args:
+        after: the term that has to be the newest there; None: whichever is.
+    """
+
+    def choose(catalog: Catalog) -> CheckpointId | None:
+        if after is not None and catalog.term != after:
+            # Prevents: a writer that is over, and fences the one that took its place.
+            raise FencedError(f"term {after} is over: term {catalog.term} was opened after it")
+        if parent is None:
+            return None
+        if isinstance(parent, CheckpointInfo):
+            found = refs.resolve(catalog, parent.ref)
+            if found.state != parent.state:
+                raise CheckpointNotFoundError(f"{parent.ref} is another checkpoint now: the store was replaced")
+            return found.id
+        if parent == "latest":
+            latest = catalog.latest()
+            return None if latest is None else latest.id
+        return refs.resolve(catalog, parent).id
+
+    return choose
+
+
+def _about_this_process(diffs: DiffOptions | None, max_in_flight: int) -> dict[str, Any]:
+    waiting: dict[str, Any] = {}
+    if diffs is not None and diffs.waits:
+        # What is in flight waits, too, to be put to the batch. None: it changes.
+        waiting = {"batch": diffs.batch + max_in_flight - 1 if diffs.controller is None else None}
+    return waiting | {
+        "version": __version__,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "environment": bridge.environment(),
+    }
+
+
+def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int) -> None:
+    before = catalog.terms[parent.term].writer.get("environment") if parent.term in catalog.terms else None
+    now = catalog.terms[term].writer.get("environment")
+    if not before or not now:
+        return
+    from ckptstore.frameworks.torch_environment import environment_differences
+
+    if differences := environment_differences(before, now):
+        warn(
+            f"resuming {parent.ref}: the run will not be bit-identical to one that never stopped: "
+            + "; ".join(differences),
+            DeterminismWarning,
+        )
+
+
+def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:
+    """Say which steps a term that was killed may have computed and not written."""
+    before = catalog.terms.get(parent.term)
+    if before is None or "batch" not in before.writer or before.extra.get(CLOSED):
+        return
+    batch = before.writer["batch"]
+    some = f"up to {batch} steps" if isinstance(batch, int) else "steps"
+    highest = catalog.checkpoints.highest(parent.term)
+    if highest is not None and highest[1] > parent.step:
+        return  # going back on purpose
+    warn(
+        f"term {parent.term} ended without closing: {some} after {parent.step} that waited for their "
+        f"batch ({parent.step + 1} and following) are not in the store; training continues from {parent.ref}",
+        LostStepsWarning,
+    )

@@ -1,0 +1,168 @@
+"""Writing a batch of coded steps as one packed segment, or as few as its size allows.
+
+Every step of a batch stays a checkpoint of its own: it has its tree, its tensors with their hashes, and an encoding
+that names the step before it as base.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ckptstore.backends.base import Backend
+from ckptstore.formats import hashing
+from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT
+from ckptstore.formats.records import Encoding, SegmentEntry
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.segment_index import MAX_ENTRIES
+from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.host.buffers import Staging
+from ckptstore.segments.packed import shares, write_stream
+from ckptstore.segments.stream import BlockStream
+from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
+
+__all__ = ["KIND", "write_batch"]
+
+KIND: Final = "gradient"
+
+Unit = tuple[EncodedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one segment holds of one step."""
+
+    step: EncodedStep
+    units: tuple[Unit, ...]
+    first: bool
+
+    @property
+    def stored(self) -> int:
+        """Bytes of its payloads."""
+        return sum(tensor.stored for unit in self.units for tensor in unit)
+
+
+def write_batch(
+    backend: Backend,
+    steps: Sequence[EncodedStep],
+    draft: SegmentDoc,
+    *,
+    times: Sequence[float],
+    staging: Staging,
+    pool: ThreadPoolExecutor,
+    begun: Callable[[str], None],
+    digests: Mapping[str, int] | None = None,
+    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+) -> tuple[tuple[SegmentEntry, ...], tuple[Encoding, ...]]:
+    """Write coded steps and make them durable (COMMIT step 1) -> the segments, and for each step the edge to it.
+
+    Args:
+        steps: ascending, each coded against the one before it.
+        draft: what its segments say of themselves; their uuids and steps are filled in.
+        times: when each of the steps was made.
+        staging: memory of the stream; `pool`: threads that write blocks.
+        begun: called with the id of every segment before it exists.
+        digests: state digests of the last step's tensors, by name.
+        limit: payload bytes of a segment.
+
+    Raises:
+        StorageError: the medium failed; what was written is removed as far as possible.
+    """
+    written: list[SegmentEntry] = []
+    divided = [(uuid.uuid4().hex, parts) for parts in _split(steps, limit)]
+    used: dict[int, list[str]] = {step.step: [] for step in steps}
+    for segment, parts in divided:
+        for part in parts:
+            used[part.step.step].append(segment)
+    moments = dict(zip(used, times, strict=True))
+    costs = dict.fromkeys(used, 0)
+    for segment, parts in divided:
+        doc = replace(
+            draft,
+            segment=segment,
+            encodings={
+                part.step.step: _described(part.step, draft.term, moments[part.step.step], segment, used)
+                for part in parts
+            },
+            trees={part.step.step: part.step.tree for part in parts if part.first},
+        )
+        begun(segment)
+        entry = _write_segment(backend, doc, parts, staging, pool, digests or {}, steps[-1].step)
+        written.append(entry)
+        for part, cost in zip(parts, shares(entry.size, [part.stored for part in parts]), strict=True):
+            costs[part.step.step] += cost
+    encodings = tuple(
+        Encoding((draft.term, step.step), KIND, step.base, tuple(used[step.step]), step.lossy, costs[step.step])
+        for step in steps
+    )
+    return tuple(written), encodings
+
+
+def _described(
+    step: EncodedStep, term: int, moment: float, segment: str, used: Mapping[int, Sequence[str]]
+) -> StepEncoding:
+    """What a segment says of one of its steps: among others which part of it is here, if it is in several."""
+    all_parts = used[step.step]
+    part = None if len(all_parts) == 1 else Part(all_parts[0], all_parts.index(segment), len(all_parts))
+    return StepEncoding(term, KIND, step.base, moment, step.lossy, part)
+
+
+def _split(steps: Sequence[EncodedStep], limit: int) -> Iterator[list[_Part]]:
+    parts: list[_Part] = []
+    filled = entries = 0
+    for step in steps:
+        units: list[Unit] = []
+        first = True
+        for unit in step.units:
+            stored = sum(tensor.stored for tensor in unit)
+            if (parts or units) and (filled + stored > limit or entries + len(unit) > MAX_ENTRIES // 4):
+                if units or first:
+                    parts.append(_Part(step, tuple(units), first))
+                yield parts
+                parts, units, first, filled, entries = [], [], False, 0, 0
+            units.append(unit)
+            filled += stored
+            entries += len(unit)
+        if units or first:
+            parts.append(_Part(step, tuple(units), first))
+    if parts:
+        yield parts
+
+
+def _write_segment(
+    backend: Backend,
+    draft: SegmentDoc,
+    parts: Sequence[_Part],
+    staging: Staging,
+    pool: ThreadPoolExecutor,
+    digests: Mapping[str, int],
+    last: int,
+) -> SegmentEntry:
+    """Write one segment."""
+
+    def fill(stream: BlockStream) -> dict[int, dict[str, TensorEntry]]:
+        tensors: dict[int, dict[str, TensorEntry]] = {}
+        for part in parts:
+            known = digests if part.step.step == last else {}
+            tensors[part.step.step] = {
+                tensor.spec.name: _append(stream, tensor, known.get(tensor.spec.name))
+                for unit in part.units
+                for tensor in unit
+            }
+        return tensors
+
+    return write_stream(backend, draft, sum(part.stored for part in parts), fill, staging, pool)
+
+
+def _append(stream: BlockStream, tensor: EncodedTensor, digest: int | None) -> TensorEntry:
+    chunks = []
+    for coded in tensor.chunks:
+        at = stream.position
+        stream.append(coded.payload)
+        stored = hashing.chunk_hash(coded.payload.data)
+        chunks.append(Chunk(at, len(coded.payload), coded.logical, stored, coded.decoded_hash))
+    spec = tensor.spec
+    return TensorEntry(spec.name, spec.dtype, spec.shape, tuple(chunks), tensor.codec, tensor.params, digest=digest)

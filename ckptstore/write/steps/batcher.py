@@ -1,0 +1,316 @@
+"""A writer's gradient diffs: the state of the last step in memory, what waits for its batch, when a full is due.
+
+The committer's thread alone uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import UsageError
+from ckptstore.formats import digest
+from ckptstore.formats.codecs import FAST_POLICY, Policy
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.state import TensorSource
+from ckptstore.host.buffers import Staging
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.deltas import MemoryBase
+from ckptstore.write.encoding import Choices
+from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.steps.batch_segments import write_batch
+from ckptstore.write.steps.encoding import EncodedStep, StepChoices, encode_step
+from ckptstore.write.steps.gradient_sum import Sums
+from ckptstore.write.steps.updates import Update
+
+__all__ = ["Adapting", "DiffOptions", "Diffs", "Waiting", "Written"]
+
+
+class Pair(Protocol):
+    """A configuration of the LowDiff model: checkpoints from one full to the next, steps of a batch."""
+
+    @property
+    def interval(self) -> int:
+        """1/f."""
+
+    @property
+    def batch(self) -> int:
+        """b."""
+
+
+class Adapting(Protocol):
+    """What adapts (f, b) while training runs: `tuning.Controller`."""
+
+    @property
+    def configuration(self) -> Pair:
+        """What is best now."""
+
+    def wrote(self, nbytes: float, seconds: float) -> None:
+        """A full was written."""
+
+    def ran(self, seconds: float) -> None:
+        """So much time went by without a failure."""
+
+    def adapt(self) -> object:
+        """Move, if it pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOptions:
+    """How a writer stores steps.
+
+    Attributes:
+        full_every: checkpoints from one full to the next: restoring any step replays fewer than that.
+        batch: steps that are written at once. What waits for its batch is lost if the process is killed; a
+            `PendingSave` is done only when the batch is durable. Asking for its result writes it, as `Writer.save`
+            does.
+        seconds: the longest that a step waits for its batch; None: until it is full.
+        batch_bytes: coded bytes that may wait in memory.
+        flush_on_sigterm: write what waits when the process is told to end (only for writers that the main thread
+            opens).
+        policy: which codecs tensors get that no optimizer moves.
+        accumulate: ``concatenate``: every step of a batch is a checkpoint, exact. ``sum``: their gradients are added
+            up and applied as one step; the batch's last step is its only checkpoint, *lossy* under every optimizer,
+            and is marked so wherever it appears. Saves of the other steps answer with that one.
+        controller: chooses `full_every` and `batch` instead, and changes them when a full is due: a
+            `tuning.Controller` is told how long fulls take and how long training has run.
+    """
+
+    full_every: int = 100
+    batch: int = 1
+    seconds: float | None = 30.0
+    batch_bytes: int = 256 << 20
+    flush_on_sigterm: bool = True
+    policy: Policy = FAST_POLICY
+    accumulate: Literal["concatenate", "sum"] = "concatenate"
+    controller: Adapting | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step may wait for others."""
+        return self.batch > 1 or self.controller is not None
+
+    def __post_init__(self) -> None:
+        for name, number in (("full_every", self.full_every), ("batch", self.batch)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise UsageError(f"{name}: {number!r}; a whole number from 1 on is needed")
+        if self.seconds is not None and not self.seconds > 0:
+            raise UsageError(f"seconds: {self.seconds}, more than 0 are needed, or None")
+        if self.batch_bytes < 0:
+            raise UsageError(f"batch_bytes: {self.batch_bytes}")
+        if self.accumulate not in ("concatenate", "sum"):
+            raise UsageError(f"accumulate: {self.accumulate!r}, 'concatenate' or 'sum'")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A step that waits for its batch, and who waits for it.
+
+    Attributes:
+        coded: how it will be stored; None where gradients are summed up.
+    """
+
+    step: int
+    time: float
+    done: Future[CheckpointInfo]
+    coded: EncodedStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the COMMIT of a batch adds, and for each step that waited the checkpoint that it became."""
+
+    segments: tuple[SegmentEntry, ...]
+    encodings: tuple[Encoding, ...]
+    became: tuple[CheckpointEntry, ...]
+
+    @property
+    def checkpoints(self) -> tuple[CheckpointEntry, ...]:
+        """Each once."""
+        return tuple({entry.step: entry for entry in self.became}.values())
+
+
+class Diffs:
+    """The gradient diffs of one term."""
+
+    def __init__(
+        self,
+        options: DiffOptions,
+        backend: Backend,
+        draft: SegmentDoc,
+        encoders: ThreadPoolExecutor,
+        threads: int,
+    ) -> None:
+        """Begin without a step in memory: the first checkpoint is a full.
+
+        Args:
+            draft: what all segments of the term say of themselves.
+            encoders: threads that code; `threads`: how many those are.
+        """
+        self.options = options
+        self._backend = backend
+        self._draft = draft
+        self._term = draft.term
+        self._encoders = encoders
+        self._threads = threads
+        self._choices = Choices(options.policy)
+        self._step_choices = StepChoices()
+        self._previous: MemoryBase | None = None
+        self._depth = 0
+        self._begun = time.monotonic()
+        self._sums = Sums()
+        self._latest: Snapshot | None = None  # of what is being summed up
+        self._incomplete = False  # a step is missing from the sums
+        self.waiting: list[Waiting] = []
+
+    @property
+    def full_every(self) -> int:
+        """Checkpoints from one full to the next, at present."""
+        controller = self.options.controller
+        return self.options.full_every if controller is None else controller.configuration.interval
+
+    @property
+    def batch(self) -> int:
+        """Steps of a batch, at present."""
+        controller = self.options.controller
+        return self.options.batch if controller is None else controller.configuration.batch
+
+    def due(self, restorable: Callable[[CheckpointId], bool]) -> bool:
+        """Whether the next checkpoint has to be a full.
+
+        Args:
+            restorable: whether the catalog can restore a checkpoint, so that others may build on it.
+        """
+        if self._previous is None or self._incomplete or self._depth + 1 >= self.full_every:
+            return True
+        return not self.waiting and not restorable(self._previous.id)
+
+    def begin(self, identity: CheckpointId, snapshot: Snapshot, nbytes: int, seconds: float) -> None:
+        """A full of `nbytes`, written in `seconds`, is durable: the next step is coded against it.
+
+        Takes `snapshot` over.
+        """
+        controller = self.options.controller
+        if controller is not None:  # first: if it raises, `snapshot` is still the caller's
+            before, self._begun = self._begun, time.monotonic()
+            controller.ran(self._begun - before)
+            controller.wrote(max(nbytes, 1), max(seconds, 1e-6))
+            controller.adapt()
+        self._advance(MemoryBase(identity, snapshot))
+        self._depth = 0
+        self._incomplete = False
+
+    def add(self, snapshot: Snapshot, updates: Sequence[Update], step: int, done: Future[CheckpointInfo]) -> bool:
+        """Code a step; it waits for its batch -> whether the batch is full. Takes `snapshot` over.
+
+        Raises:
+            StorageError, MemoryError: nothing has changed; `snapshot` is still the caller's.
+            UsageError: a gradient is missing that was to be summed up; likewise, but the next checkpoint is a full.
+        """
+        assert self._previous is not None
+        if self.options.accumulate == "sum":
+            try:
+                self._sums.add(updates, snapshot.flat, self._previous)
+            except BaseException:
+                self._incomplete = True  # sums without this step lead to where training never was near
+                raise
+            self._depth += 1
+            self._keep_latest(snapshot)
+            self.waiting.append(Waiting(step, time.time(), done, None))
+            return len(self.waiting) >= self.batch
+        coded = self._encode(snapshot, updates, step)
+        self._depth += 1
+        self.waiting.append(Waiting(step, time.time(), done, coded))
+        self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
+        stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
+        return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
+
+    def write(self, staging: Staging, pool: ThreadPoolExecutor, begun: Callable[[str], None]) -> Written:
+        """Make everything that waits durable.
+
+        Raises:
+            StorageError: the medium failed.
+        """
+        coded = [one.coded for one in self.waiting if one.coded is not None]
+        if self._latest is not None:
+            coded = [self._summed_up()]
+        moments = [one.time for one in self.waiting]
+        segments, encodings = write_batch(
+            self._backend,
+            coded,
+            self._draft,
+            times=moments[-len(coded) :],  # of what was summed up: the last step's
+            staging=staging,
+            pool=pool,
+            begun=begun,
+            digests=self._digests(),
+        )
+        last = self.waiting[-1]
+        became = tuple(
+            self._entry(one.coded or coded[-1], one.time if one.coded is not None else last.time)
+            for one in self.waiting
+        )
+        return Written(segments, encodings, became)
+
+    def _entry(self, coded: EncodedStep, moment: float) -> CheckpointEntry:
+        return CheckpointEntry(self._term, coded.step, coded.state, moment, coded.tensors, coded.nbytes)
+
+    def _encode(self, snapshot: Snapshot, updates: Sequence[Update], step: int, *, lossy: bool = False) -> EncodedStep:
+        assert self._previous is not None
+        return encode_step(
+            snapshot.flat,
+            updates,
+            self._previous,
+            step,
+            choices=self._choices,
+            step_choices=self._step_choices,
+            encoders=self._encoders,
+            threads=self._threads,
+            lossy=lossy,
+        )
+
+    def _summed_up(self) -> EncodedStep:
+        """The one step that stands for all that wait."""
+        assert self._previous is not None
+        assert self._latest is not None
+        step, snapshot = self.waiting[-1].step, self._latest
+        coded = self._encode(snapshot, self._sums.apply(snapshot.flat, self._previous), step, lossy=True)
+        self._sums.clear()
+        self._latest = None
+        self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
+        return coded
+
+    def _keep_latest(self, snapshot: Snapshot | None) -> None:
+        before, self._latest = self._latest, snapshot
+        if before is not None:
+            before.free()
+
+    def restart(self) -> None:
+        """Let go of the step in memory: the next checkpoint is a full. What waits is forgotten."""
+        self.waiting.clear()
+        self._sums.clear()
+        self._incomplete = False
+        self._keep_latest(None)
+        self._advance(None)
+
+    def _advance(self, following: MemoryBase | None) -> None:
+        previous, self._previous = self._previous, following
+        if previous is not None:
+            previous.forget()
+
+    def _digests(self) -> dict[str, int]:
+        """State digests of the last step, which is in memory."""
+        assert self._previous is not None
+        tensors = self._previous.tensors
+        return dict(zip(tensors, self._encoders.map(_digest, tensors.values()), strict=True))
+
+
+def _digest(source: TensorSource) -> int:
+    image = source.view()
+    assert image is not None  # snapshots are host memory
+    return digest.digest(image)

@@ -1,0 +1,427 @@
+"""Coding one step against the step before it: what an optimizer moved as steps, everything else as deltas.
+
+Small parameters of one group of settings are laid end to end, so that a thousand biases cost what one tensor does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.formats import hashing, jsontext, optim
+from ckptstore.formats.layout import CHUNK, TensorSpec, chunk_extents
+from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.steps import STEP, Group, follower_params
+from ckptstore.host.buffers import Bytes
+from ckptstore.write.encoding import Base, Choices, Coded, TensorPlan, choose_all, code_all, host_bytes, let_go
+from ckptstore.write.steps.updates import Update
+
+__all__ = ["Base", "EncodedStep", "EncodedTensor", "StepChoices", "encode_step", "fitting_updates", "numbers_of"]
+
+_SMALL: Final = 1 << 18
+"""Bytes of a tensor up to which its parameter is laid end to end with others."""
+_POOL: Final = 4 << 20
+"""Bytes of each slot that are laid end to end: a unit of work for one thread."""
+_TOGETHER: Final = 1 << 14
+"""Parameters that are laid end to end at most: a group is never cut, and a segment has so many entries only."""
+_REUSE: Final = 32
+"""Steps after which the choice of an encoding is made again."""
+
+_Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """A coded tensor; its payloads are nobody else's memory."""
+
+    spec: TensorSpec
+    codec: str
+    params: Mapping[str, Any]
+    chunks: tuple[Coded, ...]
+
+    @property
+    def hash(self) -> str:
+        """See `TensorEntry.hash`."""
+        return hashing.tensor_hash([chunk.decoded_hash for chunk in self.chunks])
+
+    @property
+    def stored(self) -> int:
+        """Bytes of its payloads."""
+        return sum(len(chunk.payload) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedStep:
+    """A checkpoint coded against the one before it, in memory.
+
+    Attributes:
+        step: its step.
+        base: the checkpoint that it is coded against.
+        tree: typed JSON of the state.
+        units: tensors that have to be in one segment, together.
+        state: the state hash.
+        nbytes: logical bytes.
+        lossy: it is not what training had.
+    """
+
+    step: int
+    base: CheckpointId
+    tree: Any
+    units: tuple[tuple[EncodedTensor, ...], ...]
+    state: str
+    nbytes: int
+    lossy: bool = False
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors the state has."""
+        return sum(len(unit) for unit in self.units)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all payloads."""
+        return sum(tensor.stored for unit in self.units for tensor in unit)
+
+
+@dataclass(slots=True)
+class StepChoices:
+    """How groups were stored so far. Training drifts slowly, and its machine stays the same: so choices are kept."""
+
+    _known: dict[tuple[str, int, str], tuple[optim.Encoding, str, int]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def known(self, leader: str, size: int, gradient: str) -> tuple[optim.Encoding, str] | None:
+        """Encoding and variant ("" for a plain difference), unless it is time to look again."""
+        with self._lock:
+            found = self._known.get((leader, size, gradient))
+            if found is None or found[2] <= 0:
+                return None
+            self._known[leader, size, gradient] = (found[0], found[1], found[2] - 1)
+        return found[0], found[1]
+
+    def variant(self, leader: str, size: int, gradient: str) -> str | None:
+        """The variant of the last choice: that of the machine that trains."""
+        with self._lock:
+            found = self._known.get((leader, size, gradient))
+        return found[1] or None if found is not None else None
+
+    def learn(self, leader: str, size: int, gradient: str, choice: optim.Choice) -> None:
+        """Keep a choice for a while."""
+        with self._lock:
+            self._known[leader, size, gradient] = (choice.encoding, choice.variant, _REUSE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Parameters that are coded as one, and their numbers."""
+
+    updates: tuple[Update, ...]
+    flat: FlatState
+    base: Base
+
+    @property
+    def leader(self) -> str:
+        return self.updates[0].slots[0]
+
+    @property
+    def width(self) -> int:
+        return len(self.updates[0].slots)
+
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """(start, length) in bytes of each chunk of each slot; parameters laid end to end are one chunk."""
+        if len(self.updates) > 1:
+            return [(0, sum(self.flat.tensors[update.slots[0]].nbytes for update in self.updates))]
+        return list(chunk_extents(self.flat.tensors[self.leader].nbytes))
+
+    def new(self, slot: int, start: int, length: int) -> list[Bytes]:
+        """Bytes of one slot, parameter by parameter."""
+        return self._parts(slot, start, length, lambda name, at, count: host_bytes(self.flat.tensors[name], at, count))
+
+    def old(self, slot: int, start: int, length: int) -> list[Bytes]:
+        """The same in the base."""
+        return self._parts(slot, start, length, self.base.read)
+
+    def _parts(self, slot: int, start: int, length: int, read: Callable[[str, int, int], Bytes]) -> list[Bytes]:
+        if len(self.updates) == 1:
+            return [read(self.updates[0].slots[slot], start, length)]
+        return [read(name, 0, self.flat.tensors[name].nbytes) for name in (up.slots[slot] for up in self.updates)]
+
+    def gradient(self, start: int, length: int) -> optim.Gradient | None:
+        """The gradient of the numbers of a chunk (`start` and `length` in bytes of fp32)."""
+        first = self.updates[0].gradient
+        if first is None:
+            return None
+        if isinstance(first, optim.SparseGradient):
+            if len(self.updates) == 1:
+                return first.part(start // 4, (start + length) // 4)
+            return _sparse_end_to_end([update.gradient for update in self.updates])
+        parts = [_numbers(update.gradient, start, length, len(self.updates) == 1) for update in self.updates]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def encode_step(
+    flat: FlatState,
+    updates: Sequence[Update],
+    base: Base,
+    step: int,
+    *,
+    choices: Choices,
+    step_choices: StepChoices,
+    encoders: ThreadPoolExecutor,
+    threads: int,
+    lossy: bool = False,
+) -> EncodedStep:
+    """Code `flat` against the step before.
+
+    Args:
+        flat: the state, in host memory; must not change until this returns.
+        updates: what the optimizers did. Those that do not fit state and base are left out of account.
+        base: the state one step before.
+        choices: codecs chosen before for what no optimizer moved; updated. `step_choices`: the same for steps.
+        encoders: threads that code; `threads`: how many those are.
+        lossy: `flat` is not what training had.
+    """
+    joined = list(_join(fitting_updates(updates, flat, base), flat, base))
+    coded = _code_joined(joined, step_choices, encoders, threads)
+    units = [unit for unit in coded if unit is not None]
+    moved = {tensor.spec.name for unit in units for tensor in unit}
+    rest = flat.tensors.keys() - moved
+    plans = choose_all(flat, base, 1, choices, encoders, rest)
+    units += [(tensor,) for tensor in _code_rest(plans, flat, base, encoders, threads)]
+    parts = [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
+    state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
+    nbytes = sum(source.nbytes for source in flat.tensors.values())
+    return EncodedStep(step, base.id, flat.tree, tuple(units), state, nbytes, lossy)
+
+
+# -- what is coded together
+
+
+def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> Iterator[Update]:
+    """The updates whose tensors are there, before and after, fp32 and of one shape, and of no other update."""
+    taken: set[str] = set()
+    for update in updates:
+        specs = {
+            None if source is None else (source.dtype, tuple(source.shape))
+            for source in (flat.tensors.get(name) for name in update.slots)
+        }
+        first = next(iter(specs), None)
+        if len(specs) != 1 or first is None or first[0] != "F32" or 0 in first[1]:
+            continue
+        if any(base.spec(name) != first for name in update.slots) or not taken.isdisjoint(update.slots):
+            continue
+        if len(set(update.slots)) != len(update.slots) or len(update.slots) != len(_slots_of(update)):
+            continue
+        taken.update(update.slots)
+        yield update if _fits(update, flat) else Update(update.slots, update.optimizer, update.step)
+
+
+def _slots_of(update: Update) -> tuple[str, ...]:
+    return update.optimizer.rule(update.step, update.optimizer.variants[0]).slots
+
+
+def _fits(update: Update, flat: FlatState) -> bool:
+    """Whether there is a gradient, of the parameter's size."""
+    count = flat.tensors[update.slots[0]].nbytes // 4
+    if isinstance(update.gradient, optim.SparseGradient):
+        return update.gradient.size == count
+    source = update.gradient
+    return source is not None and _ITEMSIZES.get(source.dtype, 0) * count == source.nbytes
+
+
+_ITEMSIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+_WORDS: Final = {"F32": "<u4", "BF16": "<u2", "F16": "<f2"}
+
+
+def _kind(update: Update) -> str:
+    if update.gradient is None:
+        return ""
+    if isinstance(update.gradient, optim.SparseGradient):
+        return f"sparse {update.gradient.values.dtype.str}"
+    return update.gradient.dtype
+
+
+def _join(updates: Iterator[Update], flat: FlatState, base: Base) -> Iterator[_Joined]:
+    pools: dict[Any, tuple[list[Update], int]] = {}
+    for update in updates:
+        nbytes = flat.tensors[update.slots[0]].nbytes
+        if nbytes > _SMALL:
+            yield _Joined((update,), flat, base)
+            continue
+        key = (update.optimizer, update.step, len(update.slots), _kind(update))
+        members, filled = pools.get(key, ([], 0))
+        if members and (filled + nbytes > _POOL or len(members) == _TOGETHER):
+            yield _Joined(tuple(members), flat, base)
+            members, filled = [], 0
+        members.append(update)
+        pools[key] = (members, filled + nbytes)
+    for members, _ in pools.values():
+        yield _Joined(tuple(members), flat, base)
+
+
+def _numbers(gradient: TensorSource | optim.SparseGradient | None, start: int, length: int, cut: bool) -> _Array:
+    """Numbers of a dense gradient: of a chunk (`start` and `length` in bytes of fp32), or all of them."""
+    assert gradient is not None
+    assert not isinstance(gradient, optim.SparseGradient)
+    if not cut:
+        start, length = 0, gradient.nbytes * 4 // _ITEMSIZES[gradient.dtype]
+    item = _ITEMSIZES[gradient.dtype]
+    return host_bytes(gradient, start * item // 4, length * item // 4).view(_WORDS[gradient.dtype])
+
+
+def numbers_of(gradient: TensorSource | None) -> npt.NDArray[np.float32]:
+    """A dense gradient as fp32: a copy."""
+    values = _numbers(gradient, 0, 0, False)
+    out = np.empty(len(values), "<f4")
+    optim.widen(values, out)
+    return out
+
+
+def _sparse_end_to_end(gradients: Sequence[TensorSource | optim.SparseGradient | None]) -> optim.SparseGradient:
+    indices, values = [], []
+    at = 0
+    for gradient in gradients:
+        assert isinstance(gradient, optim.SparseGradient)
+        indices.append(gradient.indices.astype(np.int64) + at)
+        values.append(gradient.values)
+        at += gradient.size
+    return optim.SparseGradient(np.concatenate(indices), np.concatenate(values), at)
+
+
+# -- coding
+
+
+def _code_joined(
+    joined: Sequence[_Joined], choices: StepChoices, encoders: ThreadPoolExecutor, threads: int
+) -> Iterator[tuple[EncodedTensor, ...] | None]:
+    """One unit for each of `joined`, in order; None where a payload would be larger than what it restores."""
+    rules = _choose_rules(joined, choices, encoders)
+    jobs = [(one, rule, extent) for one, rule in zip(joined, rules, strict=True) for extent in one.extents]
+    window: deque[Future[tuple[Bytes, list[list[str]]] | None]] = deque()
+    waiting = iter(jobs)
+    try:
+        for one, (encoding, rule) in zip(joined, rules, strict=True):
+            results = []
+            for _ in one.extents:
+                while len(window) <= threads and (job := next(waiting, None)) is not None:
+                    window.append(encoders.submit(_code_chunk, *job))
+                results.append(window.popleft().result())
+            yield _unit(one, encoding, rule, results)
+    finally:
+        let_go(window)
+
+
+def _choose_rules(
+    joined: Sequence[_Joined], choices: StepChoices, encoders: ThreadPoolExecutor
+) -> list[tuple[optim.Encoding, optim.Rule]]:
+    futures = [encoders.submit(_choose_rule, one, choices) for one in joined]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        let_go(futures)
+
+
+def _choose_rule(one: _Joined, choices: StepChoices) -> tuple[optim.Encoding, optim.Rule]:
+    update = one.updates[0]
+    key = (one.leader, sum(length for _, length in one.extents), _kind(update))
+    variants = update.optimizer.variants
+    found = choices.known(*key)
+    if found is not None and found[1] in ("", *variants):  # another optimizer may have taken over
+        encoding, variant = found
+        rule = update.optimizer.rule(update.step, variant or variants[0])
+        return encoding, rule if variant else optim.Skip(rule.slots)
+    start, length = one.extents[0]
+    old = [_joined_array(one.old(slot, start, length)) for slot in range(one.width)]
+    new = [_joined_array(one.new(slot, start, length)) for slot in range(one.width)]
+    gradient = one.gradient(start, length)
+    before = choices.variant(*key)
+    choice = optim.choose(update.optimizer, update.step, old, new, gradient, before if before in variants else None)
+    if not update.step.skipped:
+        choices.learn(*key, choice)
+    return choice.encoding, choice.rule
+
+
+def _joined_array(parts: Sequence[Bytes]) -> _Array:
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view("<f4")
+
+
+_scratch = threading.local()
+
+
+def _room(size: int) -> Bytes:
+    """Memory of this thread for a payload: fresh pages for each would cost as much as the coding."""
+    room: Bytes | None = getattr(_scratch, "room", None)
+    if room is None or len(room) < size:
+        room = _scratch.room = np.empty(size, np.uint8)
+    return room
+
+
+def _code_chunk(
+    one: _Joined, rule: tuple[optim.Encoding, optim.Rule], extent: tuple[int, int]
+) -> tuple[Bytes, list[list[str]]] | None:
+    """Payload of one chunk, and for each parameter the hashes of its slots' new bytes."""
+    encoding, arithmetic = rule
+    start, length = extent
+    parts = [one.new(slot, start, length) for slot in range(one.width)]
+    old = [_joined_array(one.old(slot, start, length)) for slot in range(one.width)]
+    new = [_joined_array(slot) for slot in parts]
+    gradient = one.gradient(start, length)
+    if encoding == "predicted" or gradient is None:
+        room = _room(optim.predicted.bound(arithmetic, length // 4))
+        payload = optim.predicted.encode(arithmetic, old, new, out=room)
+    else:
+        room = _room(optim.replayed.bound(arithmetic, length // 4))
+        payload = optim.replayed.encode(arithmetic, old, new, gradient, out=room)
+    if len(payload) > CHUNK:
+        return None
+    hashes = [[hashing.chunk_hash(slot[number].data) for slot in parts] for number in range(len(one.updates))]
+    return payload.copy(), hashes
+
+
+def _unit(
+    one: _Joined,
+    encoding: optim.Encoding,
+    rule: optim.Rule,
+    results: Sequence[tuple[Bytes, list[list[str]]] | None],
+) -> tuple[EncodedTensor, ...] | None:
+    coded = [result for result in results if result is not None]
+    if len(coded) < len(results):
+        return None
+    group = Group(encoding, rule, tuple(update.slots for update in one.updates))
+    nothing = np.empty(0, np.uint8)
+    unit = []
+    for number, update in enumerate(one.updates):
+        for slot, name in enumerate(update.slots):
+            source = one.flat.tensors[name]
+            leads = name == group.leader
+            chunks = tuple(
+                Coded(payload if leads else nothing, length, hashes[number][slot])
+                for (payload, hashes), (_, length) in zip(coded, chunk_extents(source.nbytes), strict=True)
+            )
+            params = group.params if leads else follower_params(group.leader)
+            unit.append(EncodedTensor(TensorSpec(name, source.dtype, tuple(source.shape)), STEP, params, chunks))
+    return tuple(unit)
+
+
+def _code_rest(
+    plans: Sequence[TensorPlan], flat: FlatState, base: Base, encoders: ThreadPoolExecutor, threads: int
+) -> Iterator[EncodedTensor]:
+    with closing(code_all(plans, flat, base, encoders, threads)) as coded:
+        for plan in plans:
+            chunks = []
+            for _ in chunk_extents(plan.spec.nbytes):
+                piece = next(coded)
+                # A raw payload is the state's own memory, which will not keep until the batch is written; any other
+                # is the beginning of a larger region.
+                chunks.append(Coded(piece.payload.copy(), piece.logical, piece.decoded_hash))
+            yield EncodedTensor(plan.spec, plan.choice.name, plan.params, tuple(chunks))

@@ -1,0 +1,85 @@
+"""What an optimizer's step did, as the writer of gradient diffs has to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ckptstore.errors import UsageError
+from ckptstore.formats.optim import Optimizer, SparseGradient, Step
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.write.snapshot import Snapshot, SnapshotPool
+
+__all__ = ["Found", "Update", "Updates", "looked_up", "with_copies"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One step of one parameter.
+
+    None of it is believed: what the step does not explain is stored beside it, so wrong values cost bytes, never bits.
+
+    Attributes:
+        slots: names of tensors of the state, all fp32 and of one shape: the weight, then what the optimizer keeps for
+            it in the order of `formats.optim.Rule.slots` (``exp_avg``, ``exp_avg_sq``, ...).
+        optimizer: the settings of the parameter's group.
+        step: the numbers of this step.
+        gradient: what the optimizer consumed, before loss scale and clipping of `step` are applied: a tensor of the
+            parameter's size (fp32, bf16 or fp16), or its largest entries (indices into the flattened parameter), or
+            None if it is not at hand. It must not change until the save has taken it.
+    """
+
+    slots: tuple[str, ...]
+    optimizer: Optimizer
+    step: Step
+    gradient: TensorSource | SparseGradient | None = None
+
+
+class Found(list[Update]):
+    """Updates that were looked for in a state.
+
+    Attributes:
+        left_out: what was not found, and why; None: nothing.
+    """
+
+    def __init__(self, updates: Iterable[Update], left_out: str | None = None) -> None:
+        super().__init__(updates)
+        self.left_out = left_out
+
+
+Updates: TypeAlias = Sequence[Update] | Callable[[FlatState], Sequence[Update]]
+"""The updates of a step, or what finds them in the state as it was taken apart."""
+
+
+def looked_up(updates: Updates, flat: FlatState) -> Sequence[Update]:
+    """The updates of a step. Raises `UsageError` for what are none."""
+    found = updates(flat) if callable(updates) else updates
+    if not isinstance(found, Sequence) or not all(isinstance(update, Update) for update in found):
+        raise UsageError(
+            f"updates: {type(updates).__name__}; what the optimizer did is wanted, as in "
+            "updates=training.OptimizerStep(optimizer)"
+        )
+    return found
+
+
+def with_copies(
+    updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor
+) -> tuple[list[Update], Snapshot | None]:
+    """The updates with copies of their gradients, and what owns the copies' memory."""
+    dense: dict[str, TensorSource] = {}
+    taken = list(updates)
+    for number, update in enumerate(taken):
+        gradient = update.gradient
+        if isinstance(gradient, SparseGradient):
+            copy = SparseGradient(gradient.indices.copy(), gradient.values.copy(), gradient.size)
+            taken[number] = replace(update, gradient=copy)
+        elif gradient is not None:
+            dense[str(number)] = gradient
+    if not dense:
+        return taken, None
+    copied = snapshots.copy(FlatState(None, dense), pool)
+    for name, source in copied.flat.tensors.items():
+        taken[int(name)] = replace(taken[int(name)], gradient=source)
+    return taken, copied
