@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented, state
-from tests.engine.states import same
-from tests.engine.test_deltas import trajectory
-from tests.engine.trainer_folder import write_trainer_folder
+from tests.exchange.trainer_folder import write_trainer_folder
+from tests.store.states import same
+from tests.write.test_deltas import trajectory
 
 
 def write(path: Path, value: float) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import ckptstore
 from ckptstore.write.steps.batcher import DiffOptions
 from tests.cli.conftest import Run, assert_documented, documented
-from tests.engine.test_diffs import Trainer
+from tests.write.test_diffs import Trainer
 
 
 def test_text(ckpt: Run, pristine: Path) -> None:

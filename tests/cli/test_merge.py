@@ -11,8 +11,8 @@ import ckptstore
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.cli.conftest import Run, assert_documented, documented
-from tests.engine.states import same
-from tests.engine.test_deltas import trajectory
+from tests.store.states import same
+from tests.write.test_deltas import trajectory
 
 STATES = trajectory(6)
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))

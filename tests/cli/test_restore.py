@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.cli.conftest import Run, assert_documented, documented, state
-from tests.engine.test_deltas import fill, trajectory
+from tests.write.test_deltas import fill, trajectory
 
 
 def test_safetensors(ckpt: Run, pristine: Path, tmp_path: Path) -> None:

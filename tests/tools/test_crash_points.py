@@ -36,7 +36,7 @@ class _Calls(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if ast.unparse(node.func).endswith("crash_point"):
             (name,) = (argument.value for argument in node.args if isinstance(argument, ast.Constant))
-            self.found.append((name, self.path.name, self.scopes[-1]))
+            self.found.append((name, self.path.relative_to(ENGINE).as_posix(), self.scopes[-1]))
         self.generic_visit(node)
 
 
@@ -50,7 +50,7 @@ def documented() -> list[Place]:
     """The rows of docs/crash-points.md, one for each place."""
     text = (repository() / "docs/crash-points.md").read_text()
     rows = re.findall(r"^\| `([a-z.-]+)` \| (.+?) \|", text, re.MULTILINE)
-    return [(name, *place) for name, where in rows for place in re.findall(r"`([a-z_]+\.py)` `(\w+)`", where)]
+    return [(name, *place) for name, where in rows for place in re.findall(r"`([a-z_/]+\.py)` `(\w+)`", where)]
 
 
 def test_the_calls_are_the_documented_ones(called: list[Place]) -> None:

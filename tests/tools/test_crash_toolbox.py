@@ -17,7 +17,7 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.posix import SYSTEM, Posix
 from ckptstore.errors import KeyNotFoundError, StorageError
 from ckptstore.host.pages import BLOCK
-from tests.engine.backend_conformance import aligned, filled
+from tests.backends.backend_conformance import aligned, filled
 from tools.crash import enumerate as enumeration
 from tools.crash.disk import Allocate, Blob, Image, Name, Rename, Sync, SyncFailed, Truncate, Unname, Write
 from tools.crash.enumerate import CrashState, crash_states

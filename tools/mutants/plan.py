@@ -12,7 +12,7 @@ from tools.mutants.sites import Site
 __all__ = ["tests_of"]
 
 _FORMATS: Final = "tests/formats/test_"
-_ENGINE: Final = "tests/engine/test_"
+_ENGINE: Final = "tests/*/test_"
 _REGRESSIONS: Final = (f"{_FORMATS}limits.py", f"{_FORMATS}regressions.py")
 _CRASHES: Final = tuple(f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "powercut", "crash_store"))
 _LOG: Final = tuple(
@@ -95,7 +95,9 @@ def tests_of(site: Site, root: Path) -> list[str]:
     """Test files that may notice that this check is missing, relative to `root`, in the order to run them."""
     rules = next((tests for pattern, tests in CONCERNED.items() if fnmatch.fnmatch(site.path, pattern)), ())
     stem = Path(site.path).stem
-    room = "formats" if site.path.startswith("formats/") else "engine"  # first: the command has a `log`, too
+    room = (
+        "formats" if site.path.startswith("formats/") else Path(site.path).parts[1]
+    )  # first: the command has a `log`, too
     own = [f"tests/{place}/test_{stem}{more}.py" for place in (room, "*") for more in ("_hostile", "", "_*")]
     crashes = _CRASHES if site.kind == "durability" else ()
     found: dict[str, None] = {}

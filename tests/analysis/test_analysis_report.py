@@ -1,0 +1,79 @@
+"""The report: one page that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from ckptstore.analysis import Analysis, Options, analyze, write_report
+from ckptstore.analysis.wording import amount, percent, ratio
+from ckptstore.errors import MissingDependencyError, StorageError
+from tests.analysis.analysis_data import trajectory, write
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
+    states = trajectory(3, 128)
+    hostile = [state | {"<script>alert(1)</script>": np.ones(2 + n)} for n, state in enumerate(states)]
+    return analyze(write(tmp_path_factory.mktemp("series"), hostile), Options(sample=None))
+
+
+def test_the_page_is_complete_and_loads_nothing(found: Analysis, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = write_report(found, tmp_path / "new" / "report")
+    assert [path.name for path in page.parent.iterdir()] == ["index.html"]
+    text = page.read_text()
+    assert not re.findall(r'(?:src|href)\s*=\s*"?(?!data:)[^"\s>]+', text)
+    assert "<script" not in text  # a tensor's name is text
+    assert "&lt;script&gt;" in text
+    assert f"interval T = {found.advice.best.interval}" in text or "Store fulls" in text
+    pictures = [base64.b64decode(data) for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", text)]
+    assert len(pictures) == 7
+    for picture in pictures:
+        assert ElementTree.fromstring(picture).tag.endswith("svg")
+        assert b"<image" not in picture
+    for number in found.major:
+        assert f"<h3>{found.label(number)}</h3>" in text
+
+
+def test_the_same_analysis_gives_the_same_page(found: Analysis, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pages = [write_report(found, tmp_path / name).read_bytes() for name in ("a", "b")]
+    assert pages[0] == pages[1]
+
+
+def test_two_checkpoints_of_one_tensor_are_enough(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    weight = np.random.default_rng(0).normal(0, 1, 5000).astype(np.float32)
+    paths = write(tmp_path, [{"w.weight": weight}, {"w.weight": weight}])
+    found = analyze(paths, Options(methods=("diff",)))
+    assert write_report(found, tmp_path / "report").stat().st_size > 10_000
+
+
+def test_without_matplotlib_the_extra_is_named(
+    found: Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"ckptstore\[plot\]"):
+        write_report(found, tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_place_that_cannot_be_written(found: Analysis, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError):
+        write_report(found, tmp_path / "file" / "report")
+
+
+def test_wording(found: Analysis) -> None:
+    assert [amount(n) for n in (0, 999, 1000, 67_854_336, 1.5e12)] == ["0 B", "999 B", "1.00 kB", "67.9 MB", "1.50 TB"]
+    estimate = found.measurements[0].estimate
+    assert percent(estimate) == ""
+    assert ratio(estimate).endswith("×")

@@ -1,7 +1,0 @@
-"""Let failures in the shared suite explain themselves."""
-
-from __future__ import annotations
-
-import pytest
-
-pytest.register_assert_rewrite("tests.engine.backend_conformance")

@@ -1,0 +1,292 @@
+"""Stores that no writer of ours makes, every hash of them right: `verify` says so, or everything loads.
+
+Every member of every record, header, document and index of valid stores is changed, a seeded sample of them at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import DiffOptions
+from ckptstore.formats import hashing, jsontext
+from ckptstore.maintenance.merge import merge
+from ckptstore.restore.chain import iterate_chain
+from ckptstore.restore.load import opened
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
+from tests.maintenance.crafted import Crafted, mutate
+from tests.write.test_diffs import Trainer
+
+CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100), compress_fulls=True)
+
+
+def _fulls(store: ckptstore.Store) -> None:
+    with store.writer(poll_seconds=None) as writer:
+        for step in (1, 2):
+            writer.save({"w": np.arange(300.0) * step, "c": np.ones(3, "c8"), "n": [step, {"b": np.zeros(0)}]}, step)
+
+
+def _deltas(store: ckptstore.Store) -> None:
+    weight = np.random.default_rng(0).standard_normal(3000).astype("<f4")
+    with store.writer(deltas=CHAIN, poll_seconds=None) as writer:
+        for step in (1, 2, 3):
+            weight = weight * np.float32(1.001)
+            counts = np.arange(2000, dtype="<u2") + (np.arange(2000) < step).astype("<u2")
+            state = {"copy": weight.astype(ml_dtypes.bfloat16), "w": weight, "counts": counts, "step": step}
+            writer.save(state, step)
+
+
+def _steps(store: ckptstore.Store) -> None:
+    trainer = Trainer(sizes={"wide": (30, 20), "bias0": (5,), "bias1": (7,)})
+    with store.writer(diffs=DiffOptions(full_every=9, batch=2, seconds=None), poll_seconds=None) as writer:
+        for step in range(1, 6):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+
+
+def _merged(store: ckptstore.Store) -> None:
+    _steps(store)
+    merge(store.journal, "1..5", keep_steps=True, take_over=True)
+
+
+KINDS: dict[str, Callable[[ckptstore.Store], None]] = {
+    "fulls": _fulls,
+    "deltas": _deltas,
+    "steps": _steps,
+    "merged": _merged,
+}
+TRIALS = int(os.environ.get("CRAFTED_TRIALS", "20"))
+"""Changes of each kind for each store; a campaign sets more, and CRAFTED_SEED."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def valid(request: pytest.FixtureRequest) -> tuple[str, Crafted]:
+    """A store of each kind, in parts."""
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
+    KINDS[request.param](store)
+    crafted = Crafted.read(store)
+    again = crafted.clone().write()
+    report = ckptstore.verify(again, deep=True)
+    assert report.ok, report.damage
+    assert loadable(again) == (list(report.restorable), {})
+    return request.param, crafted
+
+
+def loadable(store: ckptstore.Store) -> tuple[list[str], dict[str, ckptstore.CkptError]]:
+    """REFs of the checkpoints that load with the state hash of the log, and why the others do not."""
+    right, wrong = [], {}
+    for node, entry in sorted(store.view().catalog.checkpoints.items()):
+        ref = f"{node[1]}@{node[0]}"
+        try:
+            store.load(ref, framework="numpy")
+            with opened(store.journal, ref) as found:
+                parts = []
+                for name, chain in found.chains.items():
+                    hashes = [hashing.chunk_hash(data.data) for _, data in iterate_chain(chain)]
+                    parts.append((name, chain.tensor.dtype, chain.tensor.shape, hashing.tensor_hash(hashes)))
+                assert hashing.state_hash(jsontext.dumps(found.tree), parts) == entry.state
+            right.append(ref)
+        except ckptstore.CkptError as error:
+            wrong[ref] = error
+    return right, wrong
+
+
+DECODED = re.compile(r"chunk \d+|state digest|gives other bytes|stored bytes for a chunk")
+
+
+def check(store: ckptstore.Store, where: Any) -> bool:
+    """The promise; whether `verify` reported something."""
+    try:
+        shallow, deep = ckptstore.verify(store), ckptstore.verify(store, deep=True)
+    except ckptstore.CkptError:
+        return True  # reported, and more loudly
+    right, wrong = loadable(store)
+    assert not deep.ok or not wrong, (where, wrong)
+    assert deep.ok <= shallow.ok, where
+    # What cannot be known without decoding is all that may be left to ``deep``.
+    assert not shallow.ok or all(DECODED.search(str(error)) for error in wrong.values()), (where, wrong)
+    # Where a checkpoint has two encodings, `verify` counts on either, and a load takes the cheaper one.
+    double = {f"{node[1]}@{node[0]}" for node, edges in store.view().catalog.encodings.items() if len(edges) > 1}
+    assert set(deep.restorable) - double == set(right) - double, (where, wrong, deep.damage)
+    return not deep.ok
+
+
+@pytest.mark.filterwarnings("ignore::ckptstore.LossyWarning")  # a log may say so of anything
+@pytest.mark.parametrize("kind", ["record", "header", "document", "index", "restated"])
+def test_what_verifies_loads(valid: tuple[str, Crafted], kind: str) -> None:
+    name, crafted = valid
+    chance = random.Random(f"{name} {kind}" + os.environ.get("CRAFTED_SEED", ""))
+    kinds = ("document", "index") if kind == "restated" else (kind,)
+    places = [place for place in crafted.places() if place[0] in kinds]
+    if not places:
+        pytest.skip("packed segments have no tensors in their header, and plain ones no index")
+    reported = tried = 0
+    while tried < TRIALS:
+        what, key, place = chance.choice(places)
+        changed = crafted.clone()
+        if not mutate(chance, changed.text(what, key), place):
+            continue
+        tried += 1
+        try:
+            store = changed.write(restate=kind == "restated")
+        except ckptstore.CkptError:
+            continue  # nothing that could be described
+        reported += check(store, (name, what, key, place))
+    # Most changes of what the log's state hash covers are none, once that says the same.
+    assert kind == "restated" or reported > TRIALS // 3
+
+
+def test_payloads_that_fit_and_lead_elsewhere(valid: tuple[str, Crafted]) -> None:
+    """Every stored byte is what was stored, and a load gives other bytes than were saved, or none: ``deep`` knows."""
+    name, crafted = valid
+    chance = random.Random(name)
+    packed = [key for key, segment in crafted.segments.items() if segment.index is not None and segment.payload]
+    for _ in range(TRIALS if packed else 0):
+        changed = crafted.clone()
+        segment = changed.segments[chance.choice(packed)]
+        at = chance.randrange(len(segment.payload))
+        segment.spoil(at)
+        store = changed.write()
+        assert check(store, (name, at))
+        assert ckptstore.verify(store, deep=True).lost
+
+
+def _row(crafted: Crafted, step: int, name: str) -> tuple[dict[str, Any], int]:
+    """The index that holds a tensor of a step, and the place of its entry there."""
+    for segment in crafted.segments.values():
+        if segment.document["steps"] == [step]:
+            assert segment.index is not None
+            names = [segment.index["tensors"][row][0] for row in segment.index["tensor"]]
+            return segment.index, names.index(name)
+    raise AssertionError(step)
+
+
+def _document(crafted: Crafted, step: int) -> dict[str, Any]:
+    return next(one.document for one in crafted.segments.values() if one.document["steps"] == [step])
+
+
+def _codec(crafted: Crafted, step: int, name: str, codec: str | None, **params: Any) -> None:
+    """Another codec, or other parameters, for one tensor; of what it is decoded to nothing is said otherwise."""
+    index, place = _row(crafted, step, name)
+    found, before = index["codecs"][index["codec"][place]]
+    index["codecs"].append([codec or found, {**({} if codec else before), **params}])
+    index["codec"][place] = len(index["codecs"]) - 1
+
+
+def _spec(crafted: Crafted, step: int, name: str, place: int, value: Any) -> None:
+    """Another name, dtype or shape of a tensor."""
+    index, entry = _row(crafted, step, name)
+    index["tensors"][index["tensor"][entry]][place] = value
+
+
+def _tree(crafted: Crafted, step: int, name: str, value: Any) -> None:
+    index, _ = _row(crafted, step, "w")
+    index["trees"][str(step)][name] = value
+
+
+def _renamed(crafted: Crafted) -> None:
+    """The base has a tensor of another name; its state says so, too."""
+    _spec(crafted, 1, "counts", 0, "other")
+    _tree(crafted, 1, "counts", {"$a": "other"})
+
+
+def _decoded(crafted: Crafted) -> None:
+    index, _ = _row(crafted, 2, "w")
+    index["decoded"] = ("0" if index["decoded"][0] != "0" else "1") + index["decoded"][1:]
+
+
+def _unknown(crafted: Crafted) -> None:
+    index, _ = _row(crafted, 2, "w")
+    index["decoded"] = "-" * 16 + index["decoded"][16:]
+
+
+def _encoding(crafted: Crafted, step: int) -> dict[str, Any]:
+    return next(
+        edge for slot in crafted.slots.values() for edge in slot.get("encodings", ()) if edge["checkpoint"][1] == step
+    )
+
+
+def _twice(crafted: Crafted) -> None:
+    _encoding(crafted, 2)["segments"] *= 2
+
+
+def _second_tree(crafted: Crafted) -> None:
+    """A second segment of the same step that holds no tensor, but a tree."""
+    (key,) = [key for key, one in crafted.segments.items() if one.document["steps"] == [2]]
+    (slot,) = [slot for slot in crafted.slots.values() if slot.get("segments", [{}])[0].get("id", "?") in key]
+    more = crafted.clone().segments[key]
+    assert more.index is not None
+    more.document["segment"], more.payload = OTHER, b""
+    more.index |= {"tensor": [], "codec": [], "length": [], "counts": [0], "stored": "", "decoded": ""}
+    more.index.pop("digests", None)
+    crafted.segments[key.rpartition("/")[0] + f"/{OTHER}.safetensors"] = more
+    slot["segments"].append({**slot["segments"][0], "id": OTHER})
+    _encoding(crafted, 2)["segments"].append(OTHER)
+
+
+OTHER = "0" * 32
+ALL = ("1@1", "2@1", "3@1")
+BASE = "does not build 2@1 on 1@1, as the log says"
+WRONG: dict[str, tuple[Callable[[Crafted], Any], bool, str, tuple[str, ...]]] = {
+    "run": (lambda one: _document(one, 2).update(run=OTHER), False, "holds segment", ALL[1:]),
+    "term": (lambda one: _document(one, 2).update(term=7), False, "holds segment", ALL[1:]),
+    "segment": (lambda one: _document(one, 2).update(segment=OTHER), False, "holds segment", ALL[1:]),
+    "base": (lambda one: _document(one, 2)["bases"][0].__setitem__(2, OTHER), False, BASE, ALL[1:]),
+    "no base": (lambda one: _document(one, 2).update(bases=[None]), False, BASE, ALL[1:]),
+    "no row of bases": (lambda one: _document(one, 2).update(bases=[]), False, "one for each step", ALL[1:]),
+    "another term's step": (lambda one: _document(one, 2).update(terms=[2]), False, BASE, ALL[1:]),
+    "no tree": (lambda one: _row(one, 2, "w")[0]["trees"].clear(), False, "0 trees", ("2@1",)),
+    "two trees": (_second_tree, False, "2 trees", ("2@1",)),
+    "twice": (_twice, False, "is in two segments", ALL[1:]),
+    "no state": (lambda one: _tree(one, 2, "step", {"$no": 1}), True, "unknown tag", ("2@1",)),
+    "another value": (lambda one: _tree(one, 2, "step", 7), False, "another state", ("2@1",)),
+    "another hash": (_decoded, False, "another state", ("2@1",)),
+    "no hash": (_unknown, False, "hashes of its decoded chunks", ("2@1",)),
+    "a tensor too many": (lambda one: _tree(one, 2, "more", {"$a": "more"}), False, "lack tensor 'more'", ("2@1",)),
+    "unknown codec": (lambda one: _codec(one, 2, "w", "nope"), False, "unknown codec", ALL[1:]),
+    "unknown word": (lambda one: _codec(one, 2, "w", None, word=3), False, "'w'", ALL[1:]),
+    "no master": (lambda one: _codec(one, 3, "copy", None, of="no"), False, "derived from 'no'", ("3@1",)),
+    "wrong master": (lambda one: _codec(one, 3, "copy", None, of="counts"), False, "another dtype or shape", ("3@1",)),
+    "from nothing": (lambda one: _codec(one, 1, "counts", "diff", word=2), False, "builds on nothing", ALL),
+    "base without it": (_renamed, True, "'counts' of 2@1 builds on 1@1, which has no U16", ALL[1:]),
+    "another shape": (lambda one: _spec(one, 1, "counts", 2, [2, 1000]), True, "has no U16", ALL[1:]),
+    "another dtype": (lambda one: _spec(one, 1, "counts", 1, "I16"), True, "has no U16", ALL[1:]),
+}
+
+
+@pytest.fixture(scope="module")
+def deltas() -> Crafted:
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
+    _deltas(store)
+    crafted = Crafted.read(store)
+    index, place = _row(crafted, 3, "copy")
+    assert index["codecs"][index["codec"][place]][0] == "derive"
+    return crafted
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_a_load_refuses_is_reported_without_decoding(deltas: Crafted, how: str) -> None:
+    change, restate, reason, lost = WRONG[how]
+    crafted = deltas.clone()
+    change(crafted)
+    store = crafted.write(restate=restate)
+    report = ckptstore.verify(store)
+    assert len(report.damage) == 1, report.damage
+    assert reason in report.damage[0].what
+    assert report.lost == report.damage[0].checkpoints == lost
+    right, wrong = loadable(store)
+    assert tuple(right) == report.restorable
+    assert tuple(wrong) == lost
+    assert any(
+        reason in str(error) or "base has" in str(error) or "begins with" in str(error) for error in wrong.values()
+    )

@@ -1,0 +1,682 @@
+"""The public interface on real files: what was saved is what is loaded, and history is never overwritten."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import ckptstore
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.errors import StepOrderError, TensorNotFoundError, UnsupportedStateError, UsageError
+from ckptstore.segments.plain import write_full
+from tests.store.states import every_dtype, same, tensor_bytes, training_state
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+
+
+def fill(url: str | Path, *steps: int, parent: Any = "latest") -> ckptstore.Store:
+    store = ckptstore.open(url)
+    with store.writer(parent=parent) as writer:
+        for step in steps:
+            writer.save({"value": torch.full((5,), float(step)), "step": step}, step=step)
+    return store
+
+
+class TestRoundTrip:
+    def test_training_state(self, url: str) -> None:
+        state = training_state()
+        with ckptstore.open(url).writer() as writer:
+            info = writer.save(state, step=3)
+        assert (info.step, info.term, info.ref, info.kind, info.lossy) == (3, 1, "3@1", "full", False)
+        loaded = ckptstore.open(url).load("latest")
+        same(state, loaded)
+        assert loaded["model"]["tied"] is loaded["model"]["0.weight"]
+        assert isinstance(loaded["rng"]["numpy"][1], np.ndarray)
+        torch.set_rng_state(loaded["rng"]["torch"])
+
+    def test_every_dtype(self, url: str) -> None:
+        state = every_dtype()
+        with ckptstore.open(url).writer() as writer:
+            writer.save(state, step=1)
+        same(state, ckptstore.open(url).load(1))
+
+    def test_numpy_framework_gives_the_same_bits(self, url: str) -> None:
+        state = every_dtype()
+        with ckptstore.open(url).writer() as writer:
+            writer.save(state, step=1)
+        loaded = ckptstore.open(url).load(1, framework="numpy")
+        for name, tensor in state.items():
+            if isinstance(tensor, torch.Tensor):
+                assert isinstance(loaded[name], np.ndarray), name
+                assert loaded[name].tobytes() == tensor_bytes(tensor), name
+                assert loaded[name].shape == tuple(tensor.shape), name
+
+    def test_a_state_with_too_long_a_text_is_refused_by_its_key(self, url: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            for save in (writer.save, writer.save_async):
+                with pytest.raises(UnsupportedStateError, match=r"^state\['run'\]\['notes'\]: takes 20\.0 MB"):
+                    save({"w": np.ones(3), "run": {"notes": "x" * 20_000_000}}, 1)
+            assert not any(key.startswith("seg/") for key in store.backend.list(""))
+            same(writer.save({"notes": "x" * 16_000_000}, 1).step, 1)
+        assert len(store.load(1)["notes"]) == 16_000_000
+
+    def test_state_without_tensors(self, url: str) -> None:
+        with ckptstore.open(url).writer() as writer:
+            writer.save({"epoch": 3}, step=0)
+        assert ckptstore.open(url).load() == {"epoch": 3}
+
+    def test_loaded_tensors_can_be_written_and_outlive_the_store(self, url: str) -> None:
+        store = fill(url, 1)
+        value = store.load(1)["value"]
+        del store
+        gc.collect()
+        value += 1
+        assert value.tolist() == [2.0] * 5
+
+    def test_several_segments(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        state = {f"layer{index}": torch.randn(1000) for index in range(7)}
+
+        def small(*args: Any, **keywords: Any) -> Any:
+            return write_full(*args, **keywords, limit=9000)
+
+        monkeypatch.setattr("ckptstore.write.deltas.write_full", small)
+        store = ckptstore.open(tmp_path / "store")
+        with store.writer() as writer:
+            info = writer.save(state, step=1)
+        assert len(info.segments) == 4
+        same(state, store.load(1))
+        assert ckptstore.verify(store).ok
+
+
+class TestSafetensors:
+    def test_a_full_is_a_normal_safetensors_file(self, tmp_path: Path) -> None:
+        state = training_state()
+        store = ckptstore.open(tmp_path / "store")
+        with store.writer() as writer:
+            writer.save(state, step=3)
+        (file,) = (tmp_path / "store" / "seg").rglob("*.safetensors")
+        loaded = safetensors.torch.load_file(file)
+        assert tensor_bytes(loaded["model.0.bias"]) == tensor_bytes(state["model"]["0.bias"])
+        assert tensor_bytes(loaded["optimizer.state.0.exp_avg"]) == tensor_bytes(
+            state["optimizer"]["state"][0]["exp_avg"]
+        )
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            assert "model.2.bias" in opened.keys()  # noqa: SIM118  # not a dict
+            assert opened.metadata()["format"] == "pt"
+
+
+class TestSelection:
+    def test_globs_and_names(self, url: str) -> None:
+        state = training_state()
+        with ckptstore.open(url).writer() as writer:
+            writer.save(state, step=3)
+        store = ckptstore.open(url)
+        only = store.load(3, select="model.*")
+        assert "0.weight" in only["model"]
+        assert only["optimizer"]["state"][0] == {}
+        assert only["note"] == state["note"]
+        both = store.load(3, select=["model.2.bias", "optimizer.state.*.exp_avg"])
+        assert list(both["model"]) == ["2.bias"]
+        same(both["optimizer"]["state"][1]["exp_avg"], state["optimizer"]["state"][1]["exp_avg"])
+
+    def test_no_match_suggests(self, url: str) -> None:
+        store = fill(url, 1)
+        with pytest.raises(ckptstore.TensorNotFoundError, match=r"'valeu'.*close: value"):
+            store.load(1, select="valeu")
+
+    def test_one_tensor_reads_only_its_bytes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ckptstore.backends import directio
+
+        with ckptstore.open(tmp_path / "store").writer() as writer:
+            writer.save({f"t{index}": torch.randn(1 << 18) for index in range(16)}, step=1)
+        asked: list[int] = []
+        original = directio.FileSource.read_into
+
+        def counting(self: Any, offset: int, out: memoryview) -> None:
+            asked.append(out.nbytes)
+            original(self, offset, out)
+
+        monkeypatch.setattr(directio.FileSource, "read_into", counting)
+        ckptstore.open(tmp_path / "store").load(1, select="t7")
+        assert (1 << 20) <= sum(asked) < (1 << 20) + 65536  # the tensor, the header and small records
+
+    @pytest.mark.parametrize(
+        ("name", "hint"),
+        [
+            ("w.*", "this takes one name, and 2 match: w.a, w.b"),
+            ("w.c", "close: w.b, w.a"),
+            ("nothing", "it has 3 tensors"),
+        ],
+    )
+    def test_one_tensor_has_one_name(self, url: str, name: str, hint: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            writer.save({"w": {"a": np.ones(1), "b": np.zeros(1)}, "v[0]": np.ones(2)}, 1)
+        for read in (store.read_tensor, lambda *which: list(store.chunks(*which))):
+            with pytest.raises(TensorNotFoundError, match=f"no tensor is named '{re.escape(name)}'; {re.escape(hint)}"):
+                read(1, name)
+        assert store.read_tensor(1, "v[0]").nbytes == 16
+
+    @pytest.mark.parametrize("step", [np.int64(7), np.uint8(7), np.array(7), torch.tensor(7)], ids=repr)
+    def test_whole_numbers_of_any_type_are_steps(self, url: str, step: Any) -> None:
+        store = ckptstore.open(url)
+        with store.writer(max_in_flight=2) as writer:
+            assert type(writer.save({"n": 1}, step).step) is int
+            assert type(writer.save_async({"n": 2}, step + 1).result().step) is int
+            writer.tag("best", step)
+        assert store.load(step) == {"n": 1}
+        assert store.load("tag:best") == {"n": 1}
+        assert store.load(step + 1) == {"n": 2}
+        with store.writer(parent=step) as writer:
+            assert writer.parent is not None
+            assert writer.parent.ref == "7@1"
+
+    @pytest.mark.parametrize("step", [True, np.True_, torch.tensor(True), 7.0, np.float32(7), "7", None], ids=repr)
+    def test_nothing_else_is_a_step(self, url: str, step: Any) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            writer.save({"n": 1}, 1)
+            for refuse in (writer.save, writer.save_async):
+                with pytest.raises(StepOrderError, match="a whole number from 0"):
+                    refuse({"n": 1}, step)
+            with pytest.raises(StepOrderError, match="a whole number from 0"):
+                writer.tag("best", step)
+        if step != "7":
+            with pytest.raises(UsageError, match="is no REF; use latest"):
+                store.load(step)
+
+
+class TestInPlace:
+    def test_restores_into_existing_tensors(self, url: str) -> None:
+        state = training_state(seed=1)
+        with ckptstore.open(url).writer() as writer:
+            writer.save(state, step=3)
+        target = training_state(seed=2)
+        pointers = [tensor.data_ptr() for tensor in target["model"].values()]
+        restored = ckptstore.open(url).load(3, into=target)
+        same(state, restored)
+        same(state["model"], target["model"])
+        assert [tensor.data_ptr() for tensor in target["model"].values()] == pointers
+
+    def test_strided_targets(self, url: str) -> None:
+        weight = torch.randn(300, 200)
+        with ckptstore.open(url).writer() as writer:
+            writer.save({"w": weight, "n": np.arange(6.0)}, step=1)
+        target = {"w": torch.zeros(200, 300).t(), "n": np.zeros(12)[::2]}
+        ckptstore.open(url).load(1, into=target)
+        assert torch.equal(target["w"], weight)
+        assert target["n"].tolist() == [0, 1, 2, 3, 4, 5]
+
+    @pytest.mark.parametrize(
+        ("into", "complaint"),
+        [
+            ({"value": torch.zeros(4), "step": 0}, r"F32 \[4\], the checkpoint's is F32 \[5\]"),
+            ({"value": torch.zeros(5, dtype=torch.float64), "step": 0}, "F64"),
+            ({"other": torch.zeros(5)}, "no tensor 'value'"),
+            ({"value": torch.zeros(5), "more": torch.zeros(1)}, "'more' that the checkpoint has not"),
+            (
+                {"value": torch.zeros(1).expand(5), "step": 0},
+                "'value' is read-only, or several of its elements are one",
+            ),
+            ({"value": torch.zeros(9).as_strided((5,), (0,)), "step": 0}, "'value' is read-only"),
+            ({"value": np.broadcast_to(np.float32(0), 5), "step": 0}, "'value' is read-only"),
+        ],
+    )
+    def test_refuses_before_overwriting(self, url: str, into: dict[str, Any], complaint: str) -> None:
+        store = fill(url, 7)
+        with pytest.raises(ckptstore.UsageError, match=complaint):
+            store.load(7, into=into)
+        assert all(float(t.sum()) == 0 for t in into.values() if isinstance(t, torch.Tensor))
+
+    def test_threads_do_not_undo_each_others_parts(self, tmp_path: Path) -> None:
+        """A conjugate view is rewritten as a whole for every chunk."""
+        saved = torch.randn(6 << 20, dtype=torch.complex64)  # 48 MiB, 3 chunks
+        store = ckptstore.open(tmp_path / "store")
+        with store.writer() as writer:
+            writer.save({"w": saved}, step=1)
+        for _ in range(3):
+            target = torch.zeros(6 << 20, dtype=torch.complex64).conj()
+            store.load(1, into={"w": target}, threads=3)
+            assert torch.equal(target, saved)
+
+    def test_a_fresh_optimizer_has_no_place_for_its_state_and_the_error_says_what_to_do(self, url: str) -> None:
+        state, store = training_state(), ckptstore.open(url)
+        with store.writer() as writer:
+            writer.save(state, 1)
+        model = {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}
+        model["0.weight"] = model["tied"]
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(model["tied"])])
+        into = {"model": model, "optimizer": optimizer.state_dict()}
+        with pytest.raises(UsageError, match="an optimizer has no state before its first step") as raised:
+            store.load(1, into=into)
+        assert "load('optimizer' left out of into=, select=['model.*'])" in str(raised.value)
+        assert "load(select='optimizer.*')['optimizer'] to its load_state_dict()" in str(raised.value)
+        assert not model["0.weight"].any()
+        untied = model | {"0.weight": torch.zeros(64, 64)}
+        with pytest.raises(UsageError, match=r"into= has a tensor 'model\.0\.weight' that the checkpoint has not"):
+            store.load(1, into={"model": untied}, select=["model.*"])
+        store.load(1, into={"model": model}, select=["model.*"])
+        same(model["0.weight"], state["model"]["0.weight"])
+        same(store.load(1, select="optimizer.*")["optimizer"], state["optimizer"])
+
+    def test_other_tensors_that_are_missing(self, url: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            writer.save({"a": np.ones(2), "o": {"state": {"x": np.ones(1), "y": np.ones(1)}}}, 1)
+        with pytest.raises(
+            UsageError, match=r"no tensor 'o\.state\.x' \(1 of 3 are missing\): load what it has with sel"
+        ):
+            store.load(1, into={"a": np.ones(2), "o": {"state": {"y": np.ones(1)}}})
+
+
+class TestMapping:
+    def test_mapped_tensors_are_private_views(self, tmp_path: Path) -> None:
+        state = training_state()
+        with ckptstore.open(tmp_path / "store").writer() as writer:
+            writer.save(state, step=3)
+        store = ckptstore.open(tmp_path / "store")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mapped = store.load(3, mmap=True)
+        same(state, mapped)
+        mapped["model"]["0.weight"].zero_()  # copy on write: the file stays
+        same(state, store.load(3))
+        assert ckptstore.verify(store).ok
+
+    def test_a_backend_without_mappings_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = fill(tmp_path / "store", 1)
+        monkeypatch.setattr("ckptstore.backends.directio.FileSource.map", lambda self: None)
+        with pytest.raises(ckptstore.UsageError, match="local store"):
+            store.load(1, mmap=True)
+
+
+class TestHistory:
+    def test_latest_and_refs(self, url: str) -> None:
+        store = fill(url, 1, 2, 10)
+        assert store.checkpoint().ref == "10@1"
+        assert store.load(2)["step"] == 2
+        assert store.load("2@1")["step"] == 2
+        assert [c.ref for c in store.checkpoints()] == ["1@1", "2@1", "10@1"]
+        with pytest.raises(ckptstore.CheckpointNotFoundError):
+            store.load(3)
+        with pytest.raises(ckptstore.UsageError):
+            store.load("yesterday")
+
+    def test_resume_continues_from_the_parent(self, url: str) -> None:
+        fill(url, 1, 2)
+        with ckptstore.open(url).writer() as writer:
+            assert writer.parent is not None
+            assert writer.parent.ref == "2@1"
+            assert writer.term == 2
+            writer.save({"step": 3}, step=3)
+        assert ckptstore.open(url).checkpoint().ref == "3@2"
+
+    def test_rollback_forks(self, url: str) -> None:
+        fill(url, 1, 2, 3)
+        store = fill(url, 2, parent="1")
+        assert [c.ref for c in store.checkpoints()] == ["1@1", "2@1", "3@1", "2@2"]
+        assert store.checkpoint().ref == "2@2"
+        assert store.load("3@1")["step"] == 3
+        assert [(t.term, t.parent) for t in store.terms()] == [(1, None), (2, "1@1")]
+
+    def test_empty_term_means_its_parent(self, url: str) -> None:
+        fill(url, 1, 2, 3)
+        with ckptstore.open(url).writer(parent="2"):
+            pass
+        assert ckptstore.open(url).checkpoint().ref == "2@1"
+
+    def test_steps_must_go_up(self, url: str) -> None:
+        store = fill(url, 5)
+        with store.writer() as writer:
+            for step in (5, 4, 0):
+                with pytest.raises(ckptstore.StepOrderError, match="not above step 5"):
+                    writer.save({}, step=step)
+            writer.save({}, step=9)
+            with pytest.raises(ckptstore.StepOrderError, match="step 7 is not above step 9, which was saved in term 2"):
+                writer.save({}, step=7)
+            with pytest.raises(ckptstore.StepOrderError, match="exists already"):
+                writer.save({}, step=9)
+            for bad in (-1, 1.5, True, "6", 2**60):
+                with pytest.raises(ckptstore.StepOrderError):
+                    writer.save({}, step=bad)  # type: ignore[arg-type]
+        assert store.checkpoint().ref == "9@2"
+
+    def test_an_older_writer_is_fenced(self, url: str) -> None:
+        store = ckptstore.open(url)
+        old = store.writer()
+        old.save({"who": "old"}, step=1)
+        new = store.writer()
+        with pytest.raises(ckptstore.FencedError):
+            old.save({"who": "old"}, step=2)
+        new.save({"who": "new"}, step=2)
+        with pytest.raises(ckptstore.FencedError):
+            old.save({"who": "old"}, step=3)
+        old.close()
+        new.close()
+        assert store.load(2) == {"who": "new"}
+        assert ckptstore.verify(store).ok
+
+    def test_a_parent_that_does_not_exist(self, url: str) -> None:
+        store = fill(url, 1)
+        with pytest.raises(ckptstore.CheckpointNotFoundError):
+            store.writer(parent="99")
+        assert len(store.terms()) == 1
+
+
+class TestOpening:
+    def test_reading_what_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(ckptstore.StoreNotFoundError, match="nowhere"):
+            ckptstore.open(tmp_path / "nowhere").load()
+        with pytest.raises(ckptstore.StoreNotFoundError):
+            ckptstore.open(tmp_path / "nowhere", create=False)
+        assert not (tmp_path / "nowhere").exists()
+
+    def test_a_folder_with_other_things_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "thesis.tex").write_text("important")
+        with pytest.raises(ckptstore.UsageError, match=r"thesis\.tex"):
+            ckptstore.open(tmp_path).writer()
+        assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+    def test_unknown_scheme(self) -> None:
+        with pytest.raises(ckptstore.UsageError, match="gopher"):
+            ckptstore.open("gopher://x")
+
+
+class TestAsync:
+    def test_the_state_may_change_at_once(self, url: str) -> None:
+        weight = torch.zeros(1 << 18)
+        with ckptstore.open(url).writer(max_in_flight=3) as writer:
+            pending = []
+            for step in range(1, 9):
+                weight += 1
+                pending.append(writer.save_async({"w": weight}, step=step))
+            weight.fill_(-1)
+            assert [p.result().step for p in pending] == list(range(1, 9))
+        store = ckptstore.open(url)
+        for step in range(1, 9):
+            assert store.load(step)["w"].unique().tolist() == [step]
+
+    def test_leaving_waits(self, url: str) -> None:
+        with ckptstore.open(url).writer() as writer:
+            writer.save_async({"w": torch.zeros(1 << 20)}, step=1)
+        assert ckptstore.open(url).checkpoint().step == 1
+
+    def test_an_error_nobody_asked_for_surfaces(self, url: str) -> None:
+        store = ckptstore.open(url)
+        writer = store.writer()
+        with store.writer():
+            writer.save_async({"a": 1}, step=1)
+            with pytest.raises(ckptstore.FencedError):
+                writer.close()
+
+    def test_snapshots_in_flight_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate = threading.Event()
+        original = MemoryBackend.open_sink
+
+        def slow(self: MemoryBackend, key: str, size_hint: int) -> Any:
+            gate.wait(20)
+            return original(self, key, size_hint)
+
+        monkeypatch.setattr(MemoryBackend, "open_sink", slow)
+        with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(max_in_flight=2) as writer:
+            writer.save_async({"w": torch.zeros(4)}, step=1)
+            writer.save_async({"w": torch.zeros(4)}, step=2)
+            third = threading.Thread(target=writer.save_async, args=({"w": torch.zeros(4)}, 3))
+            third.start()
+            time.sleep(0.2)
+            assert third.is_alive()  # two snapshots are in memory: the third save waits
+            gate.set()
+            third.join(20)
+            assert not third.is_alive()
+
+
+class TestRefusals:
+    def test_unsupported_state_names_its_place_and_writes_nothing(self, tmp_path: Path) -> None:
+        store = ckptstore.open(tmp_path / "store")
+        with store.writer() as writer:
+            before = sorted(tmp_path.rglob("*"))
+            with pytest.raises(ckptstore.UnsupportedStateError, match=r"\['model'\]\['f'\]"):
+                writer.save({"model": {"f": lambda: 1}}, step=1)
+            assert sorted(tmp_path.rglob("*")) == before
+            writer.save({"model": {}}, step=1)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"framework": "jax"},
+            {"into": {}, "mmap": True},
+            {"framework": "numpy", "device": "cpu"},
+            {"threads": 0},
+            {"threads": -1},
+            {"device": "nowhere", "framework": "torch"},
+            {"device": "cuda:99", "framework": "torch"},
+        ],
+    )
+    def test_bad_options(self, url: str, options: dict[str, Any]) -> None:
+        store = fill(url, 1)
+        with pytest.raises(ckptstore.UsageError):
+            store.load(1, **options)
+
+    def test_closed_writer(self, url: str) -> None:
+        with ckptstore.open(url).writer() as writer:
+            pass
+        with pytest.raises(ckptstore.WriterError, match="closed"):
+            writer.save({}, step=1)
+
+
+def test_resuming_elsewhere_warns(url: str) -> None:
+    fill(url, 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.warns(ckptstore.DeterminismWarning, match=f"threads: {threads} -> {threads + 1}"):
+            ckptstore.open(url).writer().close()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_describing_many_tagged_checkpoints_is_not_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.formats.catalog import Catalog
+    from ckptstore.formats.records import CheckpointEntry
+    from ckptstore.log.checkpoints import describe_all
+
+    nodes = [(1, step) for step in range(20_000)]
+    catalog = Catalog(
+        checkpoints={node: CheckpointEntry(*node, "0" * 32, 0.0, 0, 0) for node in nodes},
+        tags={f"step-{step}": (1, step) for step in range(20_000)},
+    )
+    began = time.monotonic()
+    infos = describe_all(catalog)
+    assert time.monotonic() - began < 5  # 400 million comparisons take longer
+    assert infos[7].tags == ("step-7",)
+
+
+def test_tags(url: str) -> None:
+    store = ckptstore.open(url)
+    with store.writer() as writer:
+        writer.save({"n": 1}, step=1)
+        writer.save({"n": 2}, step=2)
+        writer.tag("best", 1)
+    assert store.load("tag:best") == {"n": 1}
+    assert store.checkpoint("tag:best").tags == ("best",)
+
+
+class TestFailures:
+    """What a failed or interrupted save leaves behind, and who hears of it."""
+
+    @staticmethod
+    def fail(monkeypatch: pytest.MonkeyPatch, *steps: int) -> threading.Event:
+        """Let the segments of these numbers fail, the first one once the event is set."""
+        original = MemoryBackend.open_sink
+        count = iter(range(1, 100))
+        gate = threading.Event()
+
+        def failing(self: MemoryBackend, key: str, size_hint: int) -> Any:
+            assert gate.wait(20)
+            if (step := next(count)) in steps:
+                raise ckptstore.StorageError(28, f"no space for the {step}. segment")
+            return original(self, key, size_hint)
+
+        monkeypatch.setattr(MemoryBackend, "open_sink", failing)
+        return gate
+
+    def test_each_failure_is_heard_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate = self.fail(monkeypatch, 1, 2, 3)
+        with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(max_in_flight=4) as writer:
+            pending = [writer.save_async({"w": torch.zeros(4)}, step=step) for step in (1, 2, 3)]
+            gate.set()
+            with pytest.raises(ckptstore.StorageError, match=r"the 2\. segment"):
+                pending[1].result()
+            with pytest.raises(ckptstore.StorageError, match=r"the 1\. segment") as caught:
+                writer.drain()  # seeing one of them hides no other
+            assert caught.value.__notes__ == ["step 3 was not saved, either: [Errno 28] no space for the 3. segment"]
+            writer.drain()
+            writer.save({"w": torch.zeros(4)}, step=2)
+
+    def test_a_failure_that_was_seen_does_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fail(monkeypatch, *range(1, 100, 2)).set()
+        with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(poll_seconds=None) as writer:
+            for step in range(1, 60, 2):
+                with pytest.raises(ckptstore.StorageError):
+                    writer.save_async({"w": torch.zeros(4)}, step=step).result()
+                writer.save({}, step=step + 1)
+
+    def test_a_timeout_leaves_the_failure_unseen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate = threading.Event()
+
+        def failing(self: MemoryBackend, key: str, size_hint: int) -> Any:
+            gate.wait(20)
+            raise ckptstore.StorageError(28, "no space")
+
+        monkeypatch.setattr(MemoryBackend, "open_sink", failing)
+        writer = ckptstore.open(f"memory://{uuid.uuid4().hex}").writer()
+        pending = writer.save_async({"w": torch.zeros(4)}, step=1)
+        with pytest.raises(TimeoutError, match="step 1"):
+            pending.result(0.01)
+        gate.set()
+        with pytest.raises(ckptstore.StorageError):
+            writer.close()
+
+    def test_an_interrupted_save_async_does_not_block_the_next(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        with ckptstore.open(url).writer(poll_seconds=None) as writer:
+
+            def interrupted(work: Any) -> Any:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(writer, "_submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.save_async({"w": torch.zeros(4)}, step=1)
+            monkeypatch.undo()
+            writer.save_async({"w": torch.ones(4)}, step=1).result(20)
+        assert ckptstore.open(url).load(1)["w"].tolist() == [1] * 4
+
+    def test_an_interrupted_close_can_be_repeated(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        writer = ckptstore.open(url).writer()
+        writer.save_async({"w": torch.zeros(1 << 20)}, step=1)
+        original = writer._thread.shutdown
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(writer._thread, "shutdown", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close()
+        monkeypatch.setattr(writer._thread, "shutdown", original)
+        writer.close()
+        assert ckptstore.open(url).checkpoint().step == 1
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            ({"staging_bytes": 1 << 20}, "staging budget"),
+            ({"staging_bytes": 0}, "staging budget"),
+            ({"threads": 0}, "threads"),
+            ({"max_in_flight": 0}, "max_in_flight"),
+            ({"poll_seconds": 0}, "poll_seconds"),
+            ({"deltas": 0}, "interval 0"),
+            ({"deltas": "always"}, "interval 'always'"),
+            ({"diffs": "auto"}, "diffs: 'auto'.*DiffOptions"),
+        ],
+    )
+    def test_bad_options_fence_nobody(self, url: str, options: dict[str, Any], complaint: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            with pytest.raises(ckptstore.UsageError, match=complaint):
+                store.writer(**options)
+            writer.save({}, step=1)
+        assert len(store.terms()) == 1
+
+    def test_segments_of_a_commit_that_was_not_sent_are_dropped(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = ckptstore.open(url)
+        with store.writer(poll_seconds=None) as writer:
+            commit = writer._committer.log.commit
+
+            def failing(record: Any) -> int:
+                raise ckptstore.StorageError(28, "no space for the manifest")
+
+            monkeypatch.setattr(writer._committer.log, "commit", failing)
+            with pytest.raises(ckptstore.StorageError):
+                writer.save({"w": torch.zeros(4)}, step=1)
+            monkeypatch.setattr(writer._committer.log, "commit", commit)
+            info = writer.save({"w": torch.zeros(4)}, step=1)
+        catalog = store.view().catalog
+        written = {key.rpartition("/")[2].partition(".")[0] for key in store.backend.list("seg/")}
+        assert written - set(info.segments) <= catalog.dropped
+        assert len(catalog.dropped) == 1
+
+    def test_a_fork_cannot_use_its_parents_writer(self, tmp_path: Path) -> None:
+        import multiprocessing
+
+        with ckptstore.open(tmp_path / "store").writer(deltas=1, poll_seconds=None) as writer:
+            writer.save({"w": torch.zeros(4)}, step=1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
+                child = multiprocessing.get_context("fork").Process(target=_misuse, args=(writer,))
+                child.start()
+            child.join(60)
+            assert child.exitcode == 0
+            writer.save({"w": torch.ones(4)}, step=2)
+        assert ckptstore.open(tmp_path / "store").load(2)["w"].tolist() == [1] * 4
+
+
+def _misuse(writer: Any) -> None:
+    for call in (lambda: writer.save({}, 9), lambda: writer.save_async({}, 9), writer.drain):
+        with pytest.raises(ckptstore.WriterClosedError, match="fork"):
+            call()
+    writer.close()
+
+
+def test_upkeep_that_fails_fails_no_save_and_keeps_polling(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def broken(term: Any, prepare: Any) -> None:
+        calls.append(1)
+        raise ckptstore.CorruptLogError("a request cannot be read")
+
+    monkeypatch.setattr("ckptstore.write.committer.requests.handle", broken)
+    with ckptstore.open(url).writer(poll_seconds=0.01) as writer:
+        writer.save({"n": 1}, step=1)  # pytest makes errors of warnings, in the writer's thread, too
+        deadline = time.monotonic() + 20
+        while len(calls) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(calls) >= 4
+        writer.save({"n": 2}, step=2)
+    assert ckptstore.open(url).load() == {"n": 2}

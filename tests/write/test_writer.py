@@ -1,0 +1,299 @@
+"""A writer that is over says so at once: closed, fenced, forked or interrupted, it writes nothing any more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import uuid
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import DiffOptions
+from ckptstore.formats.sources import NumpySource
+from ckptstore.formats.state import FlatState
+from ckptstore.store import Store
+from tests.write.test_diffs import Trainer
+
+LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
+"""Too large to be copied in one piece, without the pool."""
+
+
+@pytest.fixture
+def store() -> ckptstore.Store:
+    return ckptstore.open(f"memory://{uuid.uuid4().hex}")
+
+
+def begin_a_term(store: ckptstore.Store) -> None:
+    Store(store.backend).writer(poll_seconds=None).close()
+
+
+def fence(store: ckptstore.Store, writer: ckptstore.Writer) -> None:
+    """A newer term begins, and `writer` hears of it. Nothing that waits is touched by that."""
+    begin_a_term(store)
+    with pytest.raises(ckptstore.FencedError):
+        writer.tag("late", 1)
+
+
+def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
+    writer = store.writer(poll_seconds=None)
+    writer.save({"w": np.zeros(5)}, step=1)
+    writer.close()
+    for call in (
+        lambda: writer.save({"w": np.ones(5)}, 2),
+        lambda: writer.save_async({"w": np.ones(5)}, 2),
+        lambda: writer.save({"w": object()}, 2),  # that it could not be stored either is not what is wrong
+        lambda: writer.tag("late", 1),
+        writer.flush,
+        writer.drain,
+    ):
+        with pytest.raises(ckptstore.WriterClosedError, match="closed"):
+            call()
+    writer.close()
+
+
+def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
+    """The pool that copies goes with the writer; its own error would say nothing to anybody."""
+    writer = store.writer(poll_seconds=None)
+
+    class Closing(NumpySource):
+        def view(self) -> Any:
+            writer.close()
+            return super().view()
+
+    with pytest.raises(ckptstore.WriterClosedError, match="closed"):
+        writer.save_async(FlatState(None, {name: Closing(array) for name, array in LARGE.items()}), 1)
+    assert not store.backend.list("seg/")
+
+
+def test_a_fenced_writer_refuses_at_once(store: ckptstore.Store) -> None:
+    writer = store.writer(poll_seconds=None)
+    writer.save({"w": np.zeros(5)}, step=1)
+    fence(store, writer)
+    for call in (
+        lambda: writer.save({"w": np.ones(5)}, 2),
+        lambda: writer.save_async({"w": np.ones(5)}, 2),  # not only its result
+        lambda: writer.tag("late", 1),
+    ):
+        with pytest.raises(ckptstore.FencedError):
+            call()
+    writer.close()
+
+
+def test_what_was_on_its_way_when_the_term_ended_is_not_written(store: ckptstore.Store) -> None:
+    """Nobody may drop segments of a term that is over: so none is written any more."""
+    with store.writer(poll_seconds=None, max_in_flight=2) as writer, ThreadPoolExecutor(1) as other:
+        reached, goes_on = threading.Event(), threading.Event()
+
+        def waits(_nbytes: int) -> None:
+            reached.set()
+            assert goes_on.wait(60)
+
+        first = other.submit(writer.save, {"w": np.zeros(5)}, 1, progress=waits)
+        assert reached.wait(60)
+        second = writer.save_async({"w": np.ones(5)}, 2)
+        begin_a_term(store)
+        goes_on.set()
+        for one in (first, second):
+            with pytest.raises(ckptstore.FencedError):
+                one.result(60)
+    assert len(store.backend.list("seg/")) == 1
+
+
+LOST = pytest.mark.filterwarnings("ignore:term 1 ended without closing:ckptstore.LostStepsWarning")
+
+
+@pytest.fixture
+def trainer(store: ckptstore.Store) -> Any:
+    """A writer of diffs, and what it is given: step 1 is a full, step 2 waits for its batch."""
+    trainer = Trainer()
+    writer = store.writer(diffs=DiffOptions(batch=9, seconds=None), poll_seconds=None)
+    pending = []
+    for step in (1, 2):
+        trainer.train()
+        pending.append(writer.save_async(trainer.state(), step, updates=trainer.updates()))
+    pending[0].result(60)
+    return trainer, writer, pending[1]
+
+
+@LOST
+def test_steps_that_wait_are_not_written_once_the_term_is_over(store: ckptstore.Store, trainer: Any) -> None:
+    _, writer, waiting = trainer
+    before = store.backend.list("seg/")
+    fence(store, writer)
+    with pytest.raises(ckptstore.FencedError):
+        writer.flush()
+    with pytest.raises(ckptstore.FencedError):
+        waiting.result(60)
+    writer.close()
+    assert store.backend.list("seg/") == before
+
+
+@LOST
+def test_no_step_waits_for_a_batch_that_cannot_be_written(store: ckptstore.Store, trainer: Any) -> None:
+    """The term ends after the step was taken: its error comes with it, not with the end of the batch."""
+    training, writer, waiting = trainer
+    training.train()
+
+    def updates(_flat: FlatState) -> Any:
+        fence(store, writer)
+        return training.updates()
+
+    late = writer.save_async(training.state(), 3, updates=updates)
+    with pytest.raises(ckptstore.FencedError):
+        late.result(60)
+    assert not waiting.done()
+    with pytest.raises(ckptstore.FencedError):
+        writer.close()
+    with pytest.raises(ckptstore.FencedError):
+        waiting.result(60)
+
+
+class Interrupted:
+    """What a caller waits for who presses Ctrl-C; `known` is set once the writer knows that he does not wait."""
+
+    def __init__(self, future: Future[Any], known: threading.Event) -> None:
+        self._future = future
+        self._known = known
+
+    def result(self) -> Any:
+        raise KeyboardInterrupt
+
+    def exception(self) -> BaseException | None:
+        self._known.set()
+        return self._future.exception(60)
+
+
+@pytest.mark.parametrize("diffs", [None, DiffOptions(batch=1)], ids=["full", "diffs"])
+def test_an_interrupted_save_is_not_committed(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, diffs: DiffOptions | None
+) -> None:
+    """The caller may change the state as soon as he was interrupted: what is written by then is not what he saved."""
+    with store.writer(diffs=diffs, poll_seconds=None) as writer:
+        known = threading.Event()
+        submit, copy, write = writer._submit, writer._snapshots.copy, writer._deltas.write
+
+        def late(what: Any) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                assert known.wait(60)
+                return what(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_submit", lambda work: Interrupted(submit(work), known))
+            patched.setattr(writer._snapshots, "copy", late(copy))
+            patched.setattr(writer._deltas, "write", late(write))
+            with pytest.raises(KeyboardInterrupt):
+                writer.save({"w": np.zeros(5)}, 1)
+        assert store.checkpoints() == []
+        writer.save({"w": np.ones(5)}, 1)
+    assert store.load(1, framework="numpy")["w"].tolist() == [1] * 5
+
+
+def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store").writer(poll_seconds=None, threads=1) as writer:
+        writer.save_async(LARGE, step=1).result(60)  # its pool has a thread
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
+            child = multiprocessing.get_context("fork").Process(target=_misuse, args=(writer,), daemon=True)
+            child.start()
+        child.join(30)
+        if child.exitcode is None:
+            child.kill()
+        assert child.exitcode == 0
+
+
+def test_a_fork_does_not_wait_for_what_its_parent_saves(tmp_path: Path) -> None:
+    """It would never hear of it. What it knows already it may ask for."""
+    with ckptstore.open(tmp_path / "store").writer(poll_seconds=None, max_in_flight=2) as writer:
+        done = writer.save_async({"w": np.zeros(5)}, 1)
+        done.result(60)
+        gate = threading.Event()
+        writer._submit(gate.wait)
+        pending = writer.save_async({"w": np.ones(5)}, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
+            child = multiprocessing.get_context("fork").Process(target=_ask, args=(done, pending), daemon=True)
+            child.start()
+        child.join(30)
+        if child.exitcode is None:
+            child.kill()
+        gate.set()
+        assert child.exitcode == 0
+        assert pending.result(60).step == 2
+
+
+def _ask(done: ckptstore.PendingSave, pending: ckptstore.PendingSave) -> None:
+    assert done.result().step == 1
+    for timeout in (None, 60):
+        with pytest.raises(ckptstore.WriterClosedError, match=r"step 2 is saved by process \d+, not by its fork"):
+            pending.result(timeout)
+
+
+def test_an_interrupted_save_async_commits_nothing_of_another_step(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job is queued when Ctrl-C comes, and finds in its memory what the next save has copied there."""
+    with store.writer(poll_seconds=None) as writer:
+        gate = threading.Event()
+        writer._submit(gate.wait)
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(writer, "_tend", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.save_async({"w": np.full(5, 1.0)}, 1)
+        second = writer.save_async({"w": np.full(5, 2.0)}, 2)
+        gate.set()
+        assert second.result(60).step == 2
+    assert [info.step for info in store.checkpoints()] == [2]
+    assert store.load(2, framework="numpy")["w"].tolist() == [2] * 5
+
+
+def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every thread that codes has a chunk of 16 MiB in memory, and one chunk waits to be written."""
+    from ckptstore.write import encoding, writer
+
+    lock, ready, under_way, most = threading.Lock(), threading.Event(), [0], [0]
+    code = encoding._code
+
+    def counted(*arguments: Any) -> Any:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        ready.wait(0.2)  # so that as many as can come come
+        try:
+            return code(*arguments)
+        finally:
+            with lock:
+                under_way[0] -= 1
+
+    monkeypatch.setattr(encoding, "_code", counted)
+    monkeypatch.setattr(writer.os, "cpu_count", lambda: 64)
+    state = {str(number): np.zeros(1 << 20, np.uint8) for number in range(12)}
+    options = ckptstore.DeltaOptions(interval=1, compress_fulls=True)
+    with store.writer(staging_bytes=3 * (16 << 20), deltas=options, poll_seconds=None) as saving:
+        saving.save(state, 1)
+    assert most == [2]
+
+
+def _misuse(writer: ckptstore.Writer) -> None:
+    for call in (
+        lambda: writer.save({"w": np.ones(4)}, 2),
+        lambda: writer.save_async(LARGE, 2),
+        lambda: writer.tag("late", 1),
+        writer.flush,
+        writer.drain,
+    ):
+        with pytest.raises(ckptstore.WriterClosedError, match="fork"):
+            call()
