@@ -72,7 +72,8 @@ def test_a_life_of_the_crash_tests_comes_to_every_call(
 
     def reach(name: str) -> None:
         caller = sys._getframe(1).f_code
-        reached.add((name, Path(caller.co_filename).name, caller.co_name))
+        place = Path(caller.co_filename).resolve().relative_to(ENGINE).as_posix()
+        reached.add((name, place, caller.co_name))
 
     for name, module in list(sys.modules.items()):
         if name.startswith("ckptstore.") and hasattr(module, "crash_point") and name != "ckptstore.host.crash_points":
