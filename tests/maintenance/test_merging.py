@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import ckptstore
+from ckptstore.backends.directio import FileSink
 from ckptstore.errors import (
     CheckpointNotFoundError,
     CorruptSegmentError,
@@ -669,6 +670,32 @@ def test_a_term_that_ends_meanwhile_takes_along_what_was_written_in_it(
         check_copies(*arguments)
 
     monkeypatch.setattr(preparing_module, "check_copies", meanwhile)
+    if ends > 1:
+        with pytest.raises(FencedError, match="began while the merge was prepared"):
+            merge(store.journal, "2..6", keep_steps=True, timeout=0)
+    else:
+        assert merge(store.journal, "2..6", keep_steps=True, timeout=0).answer == "waiting"
+    check(store, states, *range(1, 9))
+
+
+@pytest.mark.parametrize("ends", [1, 9])
+def test_a_term_that_ends_takes_along_what_is_still_being_written_in_it(
+    store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, ends: int
+) -> None:
+    """Between the last block of the new segment and its seal a newer term begins, and gc deletes the file."""
+    seal = FileSink.seal
+    left = ends
+
+    def late(sink: FileSink, size: int) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            with Store(store.backend).writer(poll_seconds=None):
+                pass
+            assert len(collect(store.journal).segments) == 1
+        seal(sink, size)
+
+    monkeypatch.setattr(FileSink, "seal", late)
     if ends > 1:
         with pytest.raises(FencedError, match="began while the merge was prepared"):
             merge(store.journal, "2..6", keep_steps=True, timeout=0)

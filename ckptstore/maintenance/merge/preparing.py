@@ -139,10 +139,10 @@ class Work:
 
     @contextlib.contextmanager
     def _term_goes_on(self) -> Iterator[None]:
-        """Once the term is over gc may take what nobody committed in it: what is missing then is not lost."""
+        """Once the term is over gc may take what nobody committed in it, written or half-written: it is not lost."""
         try:
             yield
-        except CorruptSegmentError as error:
+        except (CorruptSegmentError, StorageError) as error:
             newest = read(self._journal).catalog.term
             if newest > self._term:
                 raise FencedError(
