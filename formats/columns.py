@@ -190,9 +190,9 @@ class NodeRows(Rows[Node, V]):
 
     def sorted_strictly(self) -> bool:
         """Whether every row's (term, step) is above the one before it."""
-        if ascending(self.columns[1]) and self.columns[0][:1] == self.columns[0][-1:]:  # one term: the usual case
-            return self.columns[0].count(self.columns[0][0]) == len(self) if len(self) else True
-        return ascending(list(self.keys()))
+        terms, steps = self.columns[0], self.columns[1]
+        one_term = terms.count(terms[0]) == len(terms) if len(terms) else True  # the usual case: no pairs are made
+        return ascending(steps) if one_term else ascending(list(self.keys()))
 
     def _node_columns(self, nodes: Sequence[Node]) -> list[Column]:
         return [_numbers("q", [term for term, _ in nodes]), _numbers("q", [step for _, step in nodes])]

@@ -10,8 +10,9 @@ import zstandard
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import folds
-from ckptstore.formats.catalog import Catalog
-from tests.formats.fold_data import LAYOUT, Columns, body, parted, sealed_frame
+from ckptstore.formats.catalog import Catalog, TermEntry
+from ckptstore.formats.records import CheckpointEntry
+from tests.formats.fold_data import LAYOUT, Columns, body, body_of, parted, sealed_frame
 from tools.fuzz import seeds
 
 DOCUMENT, COLUMNS = parted(folds.encode_fold(seeds.catalog(), run=seeds.RUN)[0])
@@ -19,13 +20,13 @@ HEX = "a" * 32
 BEYOND = 2**53 + 1
 
 
-def decode(document: Any, columns: Columns = COLUMNS) -> Catalog:
-    return decode_frame(zstandard.compress(body(document, columns)))
+def decode(document: Any, columns: Columns = COLUMNS, seq: int = 7) -> Catalog:
+    return decode_frame(zstandard.compress(body(document, columns)), seq)
 
 
-def decode_frame(frame: bytes) -> Catalog:
+def decode_frame(frame: bytes, seq: int = 7) -> Catalog:
     data, digest16 = sealed_frame(frame)
-    return folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
+    return folds.decode_fold(data, seq=seq, run=seeds.RUN, digest16=digest16, what="fold/x")
 
 
 def changed(path: str, value: Any) -> Any:
@@ -223,9 +224,49 @@ def test_a_frame_that_claims_more_than_a_fold_may_hold() -> None:
         decode_frame(frame)
 
 
+@pytest.mark.parametrize("nodes", [[(1, 1), (2, 2), (1, 3)], [(1, 2), (1, 1)], [(1, 1), (1, 1)], [(2, 1), (1, 2)]])
+def test_rows_out_of_order(nodes: list[tuple[int, int]]) -> None:
+    """Also where the steps alone ascend, and the first row and the last are of one term."""
+    catalog = Catalog(term=2, next_seq=1)
+    catalog.terms[2] = TermEntry(2, None, 0.0, {}, 0, nonce="0" * 32)
+    for step in range(1, len(nodes) + 1):
+        catalog.checkpoints[1, step] = CheckpointEntry(1, step, "0" * 32, 0.0, 1, 1)
+        catalog.slots[1, step] = 0
+    document, columns = parted(folds.encode_fold(catalog, run=seeds.RUN)[0])
+    assert decode(document, columns, seq=0).checkpoints
+    columns["checkpoints.term"] = [term for term, _ in nodes]
+    columns["checkpoints.step"] = [step for _, step in nodes]
+    with pytest.raises(FormatError, match="checkpoints"):
+        decode(document, columns, seq=0)
+
+
+def test_a_body_without_a_line() -> None:
+    with pytest.raises(FormatError, match="no line of JSON"):
+        decode_frame(zstandard.compress(b"{}"))
+
+
+def test_a_frame_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where compression makes it longer than what it holds: the frame has its own limit."""
+    catalog = Catalog(term=0, next_seq=1)
+    size = len(body_of(folds.encode_fold(catalog, run=seeds.RUN)[0]))
+    real = zstandard.ZstdCompressor
+    monkeypatch.setattr(zstandard, "ZstdCompressor", lambda **options: real(**(options | {"level": -100_000})))
+    folds.encode_fold(catalog, run=seeds.RUN)
+    monkeypatch.setattr(folds, "FOLD_LIMIT", size)
+    with pytest.raises(FormatError, match="the fold through slot"):
+        folds.encode_fold(catalog, run=seeds.RUN)
+
+
 def test_a_frame_with_something_behind_it() -> None:
     frame = zstandard.compress(body(DOCUMENT, COLUMNS))
     with pytest.raises(FormatError, match="fold/x"):
         decode_frame(frame + b"\0")
     with pytest.raises(FormatError, match="fold/x"):
         decode_frame(b"")
+
+
+def test_a_fold_without_terms_has_no_newest_one() -> None:
+    document, columns = parted(folds.encode_fold(Catalog(term=0, next_seq=1), run=seeds.RUN)[0])
+    document["term"] = 5
+    with pytest.raises(FormatError, match="newest term is 5"):
+        decode(document, columns, seq=0)
