@@ -90,6 +90,8 @@ LIES = [
     ("terms.writers.0", "[]"),
     ("terms.writers.0", "{"),
     ("terms.writers.0", "\ud800"),
+    ("terms.writers.0", 5),
+    ("terms.writers.0", None),
     ("terms.extra", {"0": 1}),
     ("terms.extra", {"0": {}, "1": []}),
     ("terms.extra", []),
