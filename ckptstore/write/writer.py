@@ -66,7 +66,8 @@ class WriterOptions:
 
     def __post_init__(self) -> None:
         exiting.check()
-        Staging(self.staging_bytes)  # says what is wrong with it, before a term is opened and another one fenced
+        # Says what is wrong with it, before a term is opened and another one fenced.
+        Staging.for_chunks(budget=self.staging_bytes)
         if self.threads < 1:
             raise UsageError(f"threads: {self.threads}, at least 1 is needed")
         if self.max_in_flight < 1:
@@ -102,7 +103,7 @@ class Writer:
         self._options = options
         self._begin = begin
         self._failures = Failures()
-        self._staging = Staging(options.staging_bytes)
+        self._staging = Staging.for_chunks(budget=options.staging_bytes)
         self._snapshots = SnapshotPool(options.max_in_flight)
         # Payloads under way take no more memory than the staging blocks do.
         encoders = min(os.cpu_count() or 1, self._staging.blocks - 1)
