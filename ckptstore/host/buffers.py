@@ -72,11 +72,14 @@ class Staging:
         self._condition = threading.Condition()
 
     @classmethod
-    def for_chunks(cls, blocks: int, budget: int = 0) -> Staging:
+    def for_chunks(cls, blocks: int = 0, budget: int = 0) -> Staging:
         """At least so many blocks, each for any chunk or payload, and for what the disk is asked for at once.
 
         Args:
             budget: bytes to use if that is more.
+
+        Raises:
+            UsageError: both are below two blocks.
         """
         block_bytes = max(BLOCK_BYTES, CHUNK)
         return cls(max(budget, blocks * block_bytes), block_bytes)

@@ -1,4 +1,4 @@
-"""A sequential stream of bytes into a segment, cut into aligned blocks that several threads write.
+"""Aligned blocks on their way into a segment, and a sequential stream of bytes that is cut into such blocks.
 
 The producer fills a block while the disk takes the one before: with two blocks in flight the copy, the hash and the
 write overlap, and the memory in use is the staging budget, whatever the state's size.
@@ -6,33 +6,113 @@ write overlap, and the memory in use is the staging budget, whatever the state's
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
 
 from ckptstore.backends.base import SegmentSink
-from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.buffers import BLOCK_BYTES, Bytes, Staging
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.pages import BLOCK
 
-__all__ = ["BlockStream"]
+__all__ = ["BlockStream", "BlockWrites"]
+
+
+class BlockWrites:
+    """Blocks that the threads of a pool write into a sink. Any thread may send them, in any order.
+
+    Call `wait`, which leaving a ``with`` does, before the sink is sealed or aborted: no thread may still write into it.
+    """
+
+    def __init__(self, sink: SegmentSink, pool: ThreadPoolExecutor, most: int) -> None:
+        """
+        Args:
+            most: blocks that may be under way: other jobs of the pool shall not wait behind a whole state.
+        """
+        self._sink = sink
+        self._pool = pool
+        self._room = threading.Semaphore(most)
+        self._under_way: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wait()
+
+    def send(self, offset: int, data: Bytes, written: Callable[[], None] = lambda: None) -> None:
+        """Have `data` written at `offset`; waits while there are as many blocks under way as may be.
+
+        Args:
+            offset: in the file, a multiple of 4096, as are the length and the address of `data`.
+            written: called when `data` may change, also if this raises.
+
+        Raises:
+            whatever an earlier write raised.
+        """
+        self._room.acquire()
+        try:
+            self.check()
+            future = self._pool.submit(self._write, offset, data, written)
+        except BaseException:
+            self._room.release()
+            written()
+            raise
+        with self._lock:
+            self._under_way.append(future)
+
+    def check(self) -> None:
+        """Raise what a finished write raised, and forget the others: a segment may have many thousands."""
+        with self._lock:
+            while self._under_way and self._under_way[0].done():
+                self._under_way[0].result()
+                self._under_way.popleft()
+
+    def wait(self) -> None:
+        """Wait until none is under way. Raises nothing: `check` does."""
+        with self._lock:
+            under_way = list(self._under_way)
+        for write in under_way:
+            write.exception()
+
+    def _write(self, offset: int, data: Bytes, written: Callable[[], None]) -> None:
+        try:
+            for start in range(0, len(data), BLOCK_BYTES):
+                self._sink.write(offset + start, data[start : start + BLOCK_BYTES].data)
+            crash_point("save.first-block")
+        finally:
+            written()
+            self._room.release()
 
 
 class BlockStream:
     """Bytes appended one after the other from file offset `start` (a multiple of 4096).
 
-    Use: fill `space(n)`, then `advance(k)`; at the end `finish()`. After an error call `drain()` before the sink is
-    aborted, so that no thread still writes into it.
+    Use: fill `space(n)`, then `advance(k)`; at the end `finish()`. After an error call `drain()`, which leaving a
+    ``with`` does, before the sink is aborted, so that no thread still writes into it.
     """
 
     def __init__(self, sink: SegmentSink, staging: Staging, pool: ThreadPoolExecutor, start: int) -> None:
         assert start % BLOCK == 0, start
-        self._sink = sink
         self._staging = staging
-        self._pool = pool
         self._block: Bytes | None = None
         self._used = 0
         self._offset = start
-        self._writes: deque[Future[None]] = deque()
+        self._writes = BlockWrites(sink, pool, staging.blocks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.drain()
 
     @property
     def position(self) -> int:
@@ -42,7 +122,7 @@ class BlockStream:
     def space(self, wanted: int) -> Bytes:
         """Memory for the next bytes: at least 1, at most `wanted` of them."""
         if self._block is None:
-            self._raise_failed()
+            self._writes.check()
             self._block = self._staging.take()
         return self._block[self._used : min(self._used + wanted, self._staging.block_bytes)]
 
@@ -70,7 +150,7 @@ class BlockStream:
             self._block[self._used : padded] = 0
             self._send(padded)
         self.drain()
-        self._raise_failed()
+        self._writes.check()
         return end
 
     def drain(self) -> None:
@@ -78,25 +158,12 @@ class BlockStream:
         if self._block is not None:
             self._staging.give(self._block)
             self._block = None
-        for write in self._writes:
-            write.exception()
+        self._writes.wait()
 
     def _send(self, count: int) -> None:
-        assert self._block is not None
-        self._writes.append(self._pool.submit(self._write, self._offset, self._block, count))
-        self._offset += count
+        block, offset = self._block, self._offset
+        assert block is not None
         self._block = None
+        self._offset += count
         self._used = 0
-
-    def _write(self, offset: int, block: Bytes, count: int) -> None:
-        try:
-            self._sink.write(offset, block[:count].data)
-            crash_point("save.first-block")
-        finally:
-            self._staging.give(block)
-
-    def _raise_failed(self) -> None:
-        """Raise what a finished write raised, and forget the others: a stream may have many thousands."""
-        while self._writes and self._writes[0].done():
-            self._writes[0].result()
-            self._writes.popleft()
+        self._writes.send(offset, block[:count], lambda: self._staging.give(block))

@@ -1,4 +1,7 @@
-"""A copy of state in memory, so that training may go on while the copy is made durable."""
+"""A copy of state in memory, so that training may go on while the copy is made durable.
+
+It is laid out as its segments will be: what is written as it is needs no second copy.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Final, Literal
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.threads import run_all
+from ckptstore.segments.regions import LaidOutState, plan_regions
 
 __all__ = ["HostTensor", "Snapshot", "SnapshotPool"]
 
 _PIECE: Final = 8 << 20
-_ALIGN: Final = 64
 _PASSED: Final = 4
 _OVERHEAD: Final = 16 << 10
 """What looking at a tensor costs, as bytes that could be copied meanwhile."""
@@ -45,7 +48,7 @@ class HostTensor:
 class Snapshot:
     """A copied state. `land` it when it is durable or lost, `free` its memory when nobody needs it; each works once."""
 
-    def __init__(self, flat: FlatState, landed: Callable[[], None], free: Callable[[], None]) -> None:
+    def __init__(self, flat: LaidOutState, landed: Callable[[], None], free: Callable[[], None]) -> None:
         self.flat = flat
         self._landed: Callable[[], None] | None = landed
         self._free: Callable[[], None] | None = free
@@ -85,18 +88,18 @@ class SnapshotPool:
 
     def copy(self, flat: FlatState, pool: ThreadPoolExecutor, landed: Callable[[], None] = lambda: None) -> Snapshot:
         """Copy every tensor of `flat` at once, whatever is in flight. `landed` is called by `Snapshot.land`."""
-        offsets: dict[str, int] = {}
-        total = 0
+        plan = plan_regions(tuple((name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()))
+        memory = self._memory(plan.size)
+        copies: list[tuple[TensorSource, Bytes]] = []
+        tensors: dict[str, TensorSource] = {}
         for name, source in flat.tensors.items():
-            offsets[name] = total
-            total += -(-source.nbytes // _ALIGN) * _ALIGN
-        memory = self._memory(total)
-        regions = {name: memory[offsets[name] : offsets[name] + source.nbytes] for name, source in flat.tensors.items()}
-        run_all(pool, _jobs([(source, regions[name]) for name, source in flat.tensors.items()]))
-        tensors: dict[str, TensorSource] = {
-            name: HostTensor(source, regions[name]) for name, source in flat.tensors.items()
-        }
-        return Snapshot(FlatState(flat.tree, tensors), landed, lambda: self._give(memory))
+            start = plan.offsets[name]
+            place = memory[start : start + source.nbytes]
+            copies.append((source, place))
+            tensors[name] = HostTensor(source, place)
+        run_all(pool, _jobs(copies))
+        laid_out = LaidOutState(flat.tree, tensors, plan.regions(memory))
+        return Snapshot(laid_out, landed, lambda: self._give(memory))
 
     def _give(self, memory: Bytes) -> None:
         with self._lock:

@@ -7,8 +7,7 @@ the chunks change. Memory is one chunk and the stream's blocks, besides the desc
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -21,10 +20,12 @@ from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT, SEGMENT_LIMIT
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
+from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.pages import BLOCK
+from ckptstore.host.progress import Advance
 from ckptstore.segments.packed import shares, write_stream
-from ckptstore.segments.reading import Progress, SegmentReader
+from ckptstore.segments.reading import SegmentReader
+from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 
 __all__ = ["copied_bytes", "copy_encodings", "merged_draft"]
@@ -59,28 +60,22 @@ def copied_bytes(backend: Backend, catalog: Catalog, edges: Sequence[Encoding]) 
 
 
 def copy_encodings(
+    session: SegmentSession,
     backend: Backend,
-    target: Backend,
     catalog: Catalog,
     edges: Sequence[Encoding],
     *,
     run: str,
     term: int,
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-    begun: Callable[[str], None],
-    progress: Progress,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> tuple[list[SegmentEntry], list[Encoding]]:
     """Copy encodings into one segment (several, where one would exceed `limit`), and make it durable.
 
     Args:
-        backend: where they are; `target`: where to.
+        session: what they are written with; told the stored bytes of every chunk copied.
+        backend: where they are.
         edges: ascending by step, of one term.
         run, term: what the new segments belong to.
-        staging, pool: memory of the stream, and threads that write its blocks.
-        begun: called with the id of every segment before it exists.
-        progress: called with the stored bytes of every chunk copied.
 
     Returns:
         The segments, and the encodings that they are read by: those of `edges`, each in its new place.
@@ -99,12 +94,13 @@ def copy_encodings(
             trees={piece.edge.checkpoint[1]: piece.tree for piece in group},
             extra=_common(group),
         )
-        begun(draft.segment)
 
         def fill(stream: BlockStream, group: Sequence[_Piece] = group) -> dict[int, dict[str, TensorEntry]]:
-            return {piece.edge.checkpoint[1]: _copied(backend, catalog, piece, stream, progress) for piece in group}
+            return {
+                piece.edge.checkpoint[1]: _copied(backend, catalog, piece, stream, session.advance) for piece in group
+            }
 
-        entry = write_stream(target, draft, sum(piece.stored for piece in group), fill, staging, pool)
+        entry = write_stream(session, draft, sum(piece.stored for piece in group), fill)
         written.append(entry)
         costs = shares(entry.size, [piece.stored for piece in group])
         encodings += [
@@ -189,7 +185,7 @@ def _groups(pieces: Sequence[_Piece], limit: int) -> Iterator[list[_Piece]]:
 
 
 def _copied(
-    backend: Backend, catalog: Catalog, piece: _Piece, stream: BlockStream, progress: Progress
+    backend: Backend, catalog: Catalog, piece: _Piece, stream: BlockStream, advance: Advance
 ) -> dict[str, TensorEntry]:
     """Append the chunks of one step -> its entries in their new place."""
     made: dict[str, TensorEntry] = {}
@@ -198,13 +194,13 @@ def _copied(
         with closing(SegmentReader(backend, catalog.segments[segment])) as reader:
             for owner, entry in piece.entries:
                 if owner == segment:
-                    chunks = tuple(_append(reader, entry, chunk, stream, scratch, progress) for chunk in entry.chunks)
+                    chunks = tuple(_append(reader, entry, chunk, stream, scratch, advance) for chunk in entry.chunks)
                     made[entry.name] = replace(entry, chunks=chunks)
     return made
 
 
 def _append(
-    reader: SegmentReader, entry: TensorEntry, chunk: Chunk, stream: BlockStream, scratch: Bytes, progress: Progress
+    reader: SegmentReader, entry: TensorEntry, chunk: Chunk, stream: BlockStream, scratch: Bytes, advance: Advance
 ) -> Chunk:
     where = f"{reader.entry.key}: tensor {entry.name!r}"
     # Memory that agrees with the file modulo the page size lets the backend read past the cache.
@@ -217,7 +213,7 @@ def _append(
         raise CorruptSegmentError(f"{where}: checksum mismatch in {chunk.length} bytes at {chunk.offset} of the file")
     at = stream.position
     stream.append(payload)
-    progress(chunk.length)
+    advance(chunk.length)
     return replace(chunk, offset=at)
 
 
