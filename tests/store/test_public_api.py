@@ -125,3 +125,32 @@ def test_the_packages_list_is_the_tree() -> None:
         for init in (root / folder).rglob("__init__.py")
     }
     assert set(config["packages"]) == found
+
+
+def imported_modules() -> set[str]:
+    """What the installed package imports of others, at the top of a module or on demand."""
+    root = Path(__file__).parents[2]
+    found: set[str] = set()
+    for folder in ("ckptstore", "cli", "formats"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+                    found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"ckptstore", "_typeshed"}
+
+
+def test_what_is_declared_is_what_is_imported() -> None:
+    import re
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[<>=\[]", one)[0] for one in requirements}
+
+    extras = project["optional-dependencies"]
+    optional = names([*extras["torch"], *extras["plot"], *extras["fast"]])
+    assert imported_modules() - optional == names(project["dependencies"])
+    assert optional <= imported_modules()
