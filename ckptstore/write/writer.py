@@ -266,21 +266,24 @@ class Writer:
             step, done, lambda: committer.saves.seen(step), lambda: self._hurry(lambda: committer.flush_step(step))
         )
 
-    def flush(self) -> None:
-        """Write the steps that wait for their batch, after every `save_async` so far was coded; they are then durable.
+    def wait(self) -> None:
+        """Return when everything given so far is durable: what is in flight, and what waits for its batch, which is
+        written now.
 
         Raises:
-            StorageError, FencedError, CommitUnknownError: what stopped them; every step that waited has failed with it,
-                and no later call raises it again.
+            StorageError, FencedError, CommitUnknownError: what stopped a `save_async` of which nobody has been told
+                yet, with a note of every other one; no later call raises it again.
+            WriterClosedError: the writer is closed; `close` has waited, and raised.
         """
         try:
-            self._submit(self._committer.flush).result()
+            self._submit(self._committer.flush_in_time).result()
         except BaseException as error:
             self._failures.seen_error(error)
             raise
+        self._failures.raise_unseen()
 
-    def settle(self) -> None:
-        """`flush`, and note in the log that nothing is missing if the process ends now. What SIGTERM calls.
+    def _settle(self) -> None:
+        """Write what waits, and note in the log that nothing is missing if the process ends now (`host.sigterm`).
 
         Raises nothing that concerns the steps: their saves do.
         """
@@ -332,17 +335,12 @@ class Writer:
         self._deltas.begin(self._draft(term))
         self._committer = self._serve(term, parent)
 
-    def drain(self) -> None:
-        """Wait until every `save_async` so far is durable; raises what one of them raised and nobody has seen."""
-        self._submit(self._committer.flush_in_time).result()
-        self._failures.raise_unseen()
-
     def close(self) -> None:
         """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins are the parent's
         sigterm.forget(self)
-        self.end()
+        self._end()
         self._stop_polling.set()
         # Each of these may be repeated: after Ctrl-C in one of them a second close waits again.
         self._thread.shutdown()
@@ -351,19 +349,19 @@ class Writer:
         exiting.forget(self)
         self._failures.raise_unseen()
 
-    def end(self) -> Future[None]:
-        """Take no save any more -> done when every earlier one is, and the term is closed."""
+    def _end(self) -> Future[None]:
+        """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""
         with self._lock:
             if self._ended is None:
                 # Under one lock: a step submitted after that would wait for its batch for ever.
                 self._ended = self._thread.submit(self._committer.finish)
             return self._ended
 
-    def unfinished(self) -> list[int]:
-        """The steps of `save_async` that are on their way, ascending."""
+    def _unfinished(self) -> list[int]:
+        """The steps of `save_async` that are on their way, ascending (`host.exiting`)."""
         return self._committer.saves.pending()
 
-    def failures(self) -> list[tuple[int, BaseException]]:
+    def _unseen(self) -> list[tuple[int, BaseException]]:
         """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
         return self._failures.take()
 
