@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 from ckptstore.errors import CkptError, CommitUnknownError, FencedError, WriterClosedError, WriterError
 from ckptstore.formats.catalog import CLOSED
@@ -20,12 +20,14 @@ from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.segments.reading import Progress
 from ckptstore.write.deltas import Deltas
-from ckptstore.write.ledger import Saves
+from ckptstore.write.ledger import Labels, Saves
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import Diffs
 from ckptstore.write.steps.updates import Update, with_copies
 
 __all__ = ["Committer"]
+
+_UNLABELLED: Final = Labels()
 
 
 class Committer:
@@ -76,6 +78,7 @@ class Committer:
         step: int,
         progress: Progress | None,
         interrupted: threading.Event,
+        labels: Labels = _UNLABELLED,
     ) -> CheckpointInfo:
         """Store a step with everything that waits, from a copy: the next step is coded against it."""
         done: Future[CheckpointInfo] = Future()
@@ -89,7 +92,7 @@ class Committer:
                 progress(sum(source.nbytes for source in flat.tensors.values()))
             if interrupted.is_set():
                 raise WriterClosedError(f"step {step} was not saved: interrupted")
-            kept = self.diff(snapshot, taken, step, done)
+            kept = self.diff(snapshot, taken, step, done, labels)
             self.flush()
         finally:
             if gradients is not None:
@@ -98,7 +101,14 @@ class Committer:
                 snapshot.free()
         return done.result()
 
-    def diff(self, snapshot: Snapshot, updates: Sequence[Update], step: int, done: Future[CheckpointInfo]) -> bool:
+    def diff(
+        self,
+        snapshot: Snapshot,
+        updates: Sequence[Update],
+        step: int,
+        done: Future[CheckpointInfo],
+        labels: Labels = _UNLABELLED,
+    ) -> bool:
         """Code a step, or store a full if one is due -> whether `snapshot` stays in memory."""
         assert self._diffs is not None
         if self.ended is not None:
@@ -106,13 +116,13 @@ class Committer:
         if self._diffs.waiting and step < self._diffs.waiting[-1].step:
             self.flush_in_time()  # the steps of a segment ascend
         if not self._diffs.due(self.log.catalog.restorable):
-            full = self._diffs.add(snapshot, updates, step, done)
+            full = self._diffs.add(snapshot, updates, step, done, labels)
             if full or not self._wait_at_most(self._diffs.options.seconds):
                 self.flush_in_time()
             return True
         self.flush_in_time()
         began = time.monotonic()
-        info, kept = self.persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot)
+        info, kept = self.persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot, labels=labels)
         seconds = time.monotonic() - began
         done.set_result(info)  # it is durable: nothing that follows may say otherwise
         try:
@@ -159,7 +169,12 @@ class Committer:
             if self.ended is not None:
                 raise self.ended
             written = self._diffs.write(self._staging, self._blocks, begun.append)
-            self.commit(segments=written.segments, checkpoints=written.checkpoints, encodings=written.encodings)
+            self.commit(
+                segments=written.segments,
+                checkpoints=written.checkpoints,
+                encodings=written.encodings,
+                tags=written.tags,
+            )
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
                 self._abandoned += begun
@@ -220,11 +235,13 @@ class Committer:
         progress: Progress | None = None,
         interrupted: threading.Event,
         snapshot: Snapshot | None = None,
+        labels: Labels = _UNLABELLED,
     ) -> tuple[CheckpointInfo, bool]:
         """Write, commit -> what was committed, and whether `snapshot` stays in memory as a base of deltas.
 
         Args:
             interrupted: set when the caller has stopped waiting and may change the state.
+            labels: what is said of the checkpoint.
         """
         if self.ended is not None:
             raise self.ended
@@ -246,9 +263,11 @@ class Committer:
             used = {segment.id for segment in written.segments}
             self._abandoned += [segment for segment in begun if segment not in used]
             begun = list(used)
-            entry = CheckpointEntry(self.log.number, step, written.state, moment, written.tensors, written.nbytes)
+            tensors, nbytes = written.tensors, written.nbytes
+            entry = CheckpointEntry(self.log.number, step, written.state, moment, tensors, nbytes, labels.extra)
             encoding = self._deltas.encoding(written, entry.node, base)
-            self.commit(segments=written.segments, checkpoints=(entry,), encodings=(encoding,))
+            tags = dict.fromkeys(labels.tags, entry.node)
+            self.commit(segments=written.segments, checkpoints=(entry,), encodings=(encoding,), tags=tags)
         except (FencedError, CommitUnknownError):
             raise  # this term drops nothing any more
         except BaseException:

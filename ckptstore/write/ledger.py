@@ -5,16 +5,42 @@ from __future__ import annotations
 import bisect
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
 
-from ckptstore.errors import CommitUnknownError, StepOrderError, WriterClosedError
+from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
+from ckptstore.formats import metadata as metadata_format
+from ckptstore.formats.records import valid_tag
 from ckptstore.log.checkpoints import CheckpointInfo
 
-__all__ = ["Failures", "PendingSave", "Saves"]
+__all__ = ["Failures", "Labels", "PendingSave", "Saves"]
 
 _MAX_STEP: Final = 2**53 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What is said of a checkpoint beside its state, in the record that commits it.
+
+    Attributes:
+        extra: members of its entry in the log.
+        tags: names that it gets; who had them loses them.
+    """
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any] | None, tags: str | Sequence[str]) -> Self:
+        """As given to `Writer.save`. Raises `UsageError`."""
+        names = (tags,) if isinstance(tags, str) else tuple(tags)
+        for name in names:
+            if not valid_tag(name):
+                raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
+        said = {} if metadata is None else metadata_format.checked(metadata)
+        return cls({metadata_format.MEMBER: said} if said else {}, names)
 
 
 class PendingSave:

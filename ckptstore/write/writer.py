@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,7 +31,7 @@ from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.reading import Progress
 from ckptstore.write.committer import Committer
 from ckptstore.write.deltas import DeltaOptions, Deltas
-from ckptstore.write.ledger import Failures, PendingSave, Saves
+from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import DiffOptions, Diffs
 from ckptstore.write.steps.updates import Found, Update, Updates, looked_up, with_copies
@@ -149,7 +149,14 @@ class Writer:
         )
 
     def save(
-        self, state: Any, step: int, *, updates: Updates | None = None, progress: Progress | None = None
+        self,
+        state: Any,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Updates | None = None,
+        progress: Progress | None = None,
     ) -> CheckpointInfo:
         """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
 
@@ -157,6 +164,10 @@ class Writer:
             state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (one that was taken
                 apart already); must not change meanwhile.
             step: optimizer steps done, above every step that this term continues from; numpy's integers, too.
+            metadata: what is to be known of the checkpoint wherever the store is listed (a loss, a commit, a note): a
+                mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is in
+                `CheckpointInfo.metadata`.
+            tags: a name or names for it, given in the same commit; a tag that exists moves.
             updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs. With
                 a `DiffOptions.batch` above 1, everything that waits is written.
             progress: called with the number of bytes just copied, from another thread.
@@ -164,11 +175,13 @@ class Writer:
         Raises:
             UnsupportedStateError: something in `state` cannot be stored; names its key path. Nothing was written.
             StepOrderError: the step exists, or is not above the parent's. Nothing was written.
+            UsageError: `metadata` or `tags` cannot be stored. Nothing was written.
             StorageError: the medium failed. The checkpoint does not exist; the writer may go on.
             FencedError: a newer term exists. This writer is finished.
             CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
         """
         step = step_number(step)
+        labels = Labels.of(metadata, tags)
         committer, flat = self._admit(state, step)
         interrupted = threading.Event()
         future: Future[CheckpointInfo] | None = None
@@ -178,8 +191,8 @@ class Writer:
 
             def work() -> CheckpointInfo:
                 if not self._with_diffs:
-                    return committer.persist(flat, step, progress=progress, interrupted=interrupted)[0]
-                return committer.diff_now(flat, found, step, progress, interrupted)
+                    return committer.persist(flat, step, progress=progress, interrupted=interrupted, labels=labels)[0]
+                return committer.diff_now(flat, found, step, progress, interrupted, labels)
 
             future = self._submit(work)
             self._tend()
@@ -194,11 +207,19 @@ class Writer:
                 committer.saves.seen(step)
             raise
 
-    def save_async(self, state: Any, step: int, *, updates: Updates | None = None) -> PendingSave:
+    def save_async(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Updates | None = None,
+    ) -> PendingSave:
         """Copy `state` to host memory and make it durable in the background; the state may change when this returns.
 
         Args:
-            state, step: as for `save`.
+            state, step, metadata, tags: as for `save`.
             updates: as for `save`; gradients are copied, too.
 
         Waits while `max_in_flight` earlier snapshots are not durable yet. An error that nobody asked for with `result`
@@ -208,6 +229,7 @@ class Writer:
             as `save`; what concerns the medium comes from `PendingSave.result`.
         """
         step = step_number(step)
+        labels = Labels.of(metadata, tags)
         committer, flat = self._admit(state, step)
         gradients: Snapshot | None = None
         try:
@@ -233,10 +255,10 @@ class Writer:
             kept = False
             try:
                 if self._with_diffs:
-                    kept = committer.diff(snapshot, moved, step, done)
+                    kept = committer.diff(snapshot, moved, step, done, labels)
                 else:
                     info, kept = committer.persist(
-                        snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot
+                        snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot, labels=labels
                     )
                     done.set_result(info)
             except BaseException as error:

@@ -73,6 +73,7 @@ def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[
         "bytes": info.nbytes,
         "stored_bytes": info.stored,
         "tags": list(info.tags),
+        "metadata": dict(info.metadata),
         "chain": [
             {
                 "ref": link.ref,
@@ -114,6 +115,8 @@ def _text(found: CheckpointDescription, plan: Explanation) -> Iterator[str]:
     yield f"saved {moment(info.time)}   state {info.state}" + ("   LOSSY" if info.lossy else "")
     smaller = ratio(info.nbytes, info.stored)
     yield f"{info.tensors:,} tensors, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
+    for name, value in info.metadata.items():
+        yield f"{name}: {value if isinstance(value, str) else repr(value)}"
     yield ""
     yield plan_table(plan)
     steps = "1 step" if len(plan.steps) == 1 else f"{len(plan.steps)} steps"

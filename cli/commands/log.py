@@ -65,6 +65,7 @@ def _checkpoint(info: CheckpointInfo, found: Lineage) -> dict[str, Any]:
         "stored_bytes": info.stored,
         "tensors": info.tensors,
         "tags": list(info.tags),
+        "metadata": dict(info.metadata),
         "state": info.state,
     }
 
