@@ -26,7 +26,10 @@
     │   ├── KeyExistsError (FileExistsError)   create-if-absent found the key present
     │   ├── UnsupportedBackendError            the medium cannot keep a promise the store needs
     │   └── ReadOnlyError
-    └── MissingDependencyError (ImportError) 9 an optional package is needed
+    ├── MissingDependencyError (ImportError) 9 an optional package is needed
+    └── RequestError                       10  the live writer was asked for a change, which was not made
+        ├── RequestRefusedError                it said no, and why
+        └── RequestTimeoutError (TimeoutError) it did not answer in time
 
 Handlers catch by category (``CorruptionError``, ``StorageError`` …); the message always names the file,
 tensor or option.
@@ -151,3 +154,17 @@ class MissingDependencyError(CkptError, ImportError):
     """An optional package is needed; the message says which extra installs it."""
 
     exit_code = 9
+
+
+class RequestError(CkptError):
+    """The live writer was asked for a change of the store (a tag, a retirement), and it was not made."""
+
+    exit_code = 10
+
+
+class RequestRefusedError(RequestError):
+    """The writer refused: the change breaks a rule in the store as it is by now. The message says which."""
+
+
+class RequestTimeoutError(RequestError, TimeoutError):
+    """The writer did not answer in time. The request stays, and may still be accepted."""

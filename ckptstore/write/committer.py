@@ -15,14 +15,14 @@ from ckptstore.formats.catalog import CLOSED
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Staging
-from ckptstore.log import folding, requests
+from ckptstore.log import folding, refs, requests
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.segments.reading import Progress
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.ledger import Labels, Saves
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.steps.batcher import Diffs
+from ckptstore.write.steps.batcher import Diffs, Waiting
 from ckptstore.write.steps.updates import Update, with_copies
 
 __all__ = ["Committer"]
@@ -193,11 +193,20 @@ class Committer:
         if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):
             self.flush_in_time()
 
-    def tag(self, name: str, step: int) -> None:
-        """Name the checkpoint of a step of this term. If it waits, it is written first."""
-        if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):
+    def tag(self, name: str, ref: str) -> CheckpointInfo:
+        """Name a checkpoint. What waits is written first, if it may be meant."""
+        if self._diffs is not None and any(_may_mean(ref, one) for one in self._diffs.waiting):
             self.flush()
-        self.commit(tags={name: (self.log.number, step)})
+        entry = refs.resolve(self.log.catalog, ref)
+        self.commit(tags={name: entry.node})
+        return describe_checkpoint(self.log.catalog, entry)
+
+    def untag(self, name: str) -> None:
+        """Remove a tag, also one that a step brings with it that waits."""
+        if self._diffs is not None and any(name in one.labels.tags for one in self._diffs.waiting):
+            self.flush()
+        refs.resolve(self.log.catalog, f"tag:{name}")
+        self.commit(tags={name: None})
 
     def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
         """A step was not saved. Does nothing to one whose saver knows already, or that is durable."""
@@ -309,3 +318,11 @@ class Committer:
             with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
                 text = f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}"
                 warnings.warn(text, stacklevel=1)
+
+
+def _may_mean(ref: str, waiting: Waiting) -> bool:
+    """Whether a REF may name a step that is not in the catalog yet."""
+    text = ref.strip()
+    if text.startswith("tag:"):
+        return text.removeprefix("tag:") in waiting.labels.tags
+    return text == "latest" or text.partition("@")[0].lstrip("0") == str(waiting.step).lstrip("0")

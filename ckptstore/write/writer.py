@@ -297,11 +297,7 @@ class Writer:
                 yet, with a note of every other one; no later call raises it again.
             WriterClosedError: the writer is closed; `close` has waited, and raised.
         """
-        try:
-            self._submit(self._committer.flush_in_time).result()
-        except BaseException as error:
-            self._failures.seen_error(error)
-            raise
+        self._told(self._committer.flush_in_time)
         self._failures.raise_unseen()
 
     def _settle(self) -> None:
@@ -311,16 +307,42 @@ class Writer:
         """
         self._submit(self._committer.flush_and_close).result()
 
-    def tag(self, name: str, ref_step: int) -> None:
-        """Name the checkpoint of `ref_step` of this term; an existing tag moves. If it waits for its batch, that is
-        written first.
+    def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
+        """Name a checkpoint, of this term or an earlier one; a tag that exists moves.
+
+        If the checkpoint waits for its batch, that is written first.
+
+        Args:
+            name: 1-128 letters, digits and ``_.+/-``, beginning with a letter, digit or ``_``.
+            ref: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``, or a checkpoint.
+
+        Returns:
+            the checkpoint, with its tags.
 
         Raises:
-            as `save`.
+            UsageError: no tag name.
+            CheckpointNotFoundError: nothing answers to `ref`.
+            StorageError, FencedError, CommitUnknownError: as `save`.
         """
-        committer, step = self._committer, step_number(ref_step)
+        if isinstance(ref, CheckpointInfo):
+            ref = ref.ref
+        committer, text = self._committer, ref if isinstance(ref, str) else str(step_number(ref))
+        return self._told(lambda: committer.tag(name, text))
+
+    def untag(self, name: str) -> None:
+        """Remove a tag; the checkpoint stays.
+
+        Raises:
+            CheckpointNotFoundError: there is no such tag.
+            StorageError, FencedError, CommitUnknownError: as `save`.
+        """
+        committer = self._committer
+        self._told(lambda: committer.untag(name))
+
+    def _told(self, work: Callable[[], _T]) -> _T:
+        """What the committer's thread makes of `work`; whoever is told here hears of no failure a second time."""
         try:
-            self._submit(lambda: committer.tag(name, step)).result()
+            return self._submit(work).result()
         except BaseException as error:
             self._failures.seen_error(error)
             raise

@@ -305,7 +305,7 @@ def test_a_tag_of_a_step_whose_batch_fails(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(ckptstore.StorageError, match="the disk is gone"):
             writer.tag("two", 2)
         writer.wait()  # who tagged was told
-        with pytest.raises(ckptstore.UsageError, match="not promised"):
+        with pytest.raises(ckptstore.CheckpointNotFoundError, match="no checkpoint of step 2"):
             writer.tag("two", 2)
 
 

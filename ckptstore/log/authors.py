@@ -1,4 +1,4 @@
-"""Who puts a merge into the log: the live writer, who is asked, or this process, which takes the store over."""
+"""Who commits a change that no writer made: the live writer, who is asked, or this process, which takes over."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Requester:
         """Post a request -> its outcome, ``waiting`` if no answer came in time. Raises `StorageError`."""
         about = f"{what} ({platform.node()}, pid {os.getpid()})"
         request = requests.post(self._journal, term, about, **changes)
-        crash_point("merge.posted")
+        crash_point("request.posted")
         return requests.wait(self._journal, request, timeout=self._timeout)
 
     def catalog(self) -> Catalog:
@@ -68,8 +68,11 @@ class Requester:
 class Successor:
     """Opens a term that continues from the latest checkpoint, which fences whoever wrote before."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, purpose: str) -> None:
         """Take the store over.
+
+        Args:
+            purpose: what for, in a word that the log keeps.
 
         Raises:
             FencedError: others opened terms first, every time.
@@ -77,7 +80,7 @@ class Successor:
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
         journal.backend.probe()
-        info = {"version": __version__, "host": platform.node(), "pid": os.getpid(), "for": "merge"}
+        info = {"version": __version__, "host": platform.node(), "pid": os.getpid(), "for": purpose}
         self._term = open_term(journal, _latest, info)
         self.owned: int | None = self._term.number
 
