@@ -76,6 +76,7 @@ def open(url: str | os.PathLike[str], *, create: bool | None = None) -> Store:
 
 def verify(
     store: Store | str | os.PathLike[str],
+    ref: str | int | None = None,
     *,
     deep: bool = False,
     progress: BytesDone | None = None,
@@ -83,7 +84,7 @@ def verify(
 ) -> VerificationReport:
     """`Store.verify` of a store, or of the store at a path or URL."""
     opened = store if isinstance(store, Store) else open(store)
-    return opened.verify(deep=deep, progress=progress, threads=threads)
+    return opened.verify(ref, deep=deep, progress=progress, threads=threads)
 
 
 class Store:
@@ -275,23 +276,29 @@ class Store:
         return load(self.journal, ref, options)
 
     def verify(
-        self, *, deep: bool = False, progress: BytesDone | None = None, threads: int | None = None
+        self,
+        ref: str | int | None = None,
+        *,
+        deep: bool = False,
+        progress: BytesDone | None = None,
+        threads: int | None = None,
     ) -> VerificationReport:
         """Check every byte of the store, and what its segments say.
 
         Args:
+            ref: of the segments check only those that this checkpoint can be restored from; the log is checked whole.
             deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on
                 one full, and for each thread a payload and a few chunks.
             progress: called as bytes are done.
             threads: threads that read and decode; None: up to four.
 
         Raises:
-            StoreNotFoundError: there is none.
+            StoreNotFoundError, CheckpointNotFoundError: there is none.
             StorageError: the medium failed where nothing else can be said (a listing, the log).
         """
         from ckptstore.maintenance.verify.verification import verify
 
-        return verify(self.journal, deep=deep, progress=progress, threads=threads)
+        return verify(self.journal, ref, deep=deep, progress=progress, threads=threads)
 
     def export(
         self,
