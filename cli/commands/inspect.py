@@ -35,25 +35,22 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
 def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, state: bool, as_json: bool) -> None:
     """Show the tensors, the chain and the state of a checkpoint."""
-    from ckptstore.reports.inspection import inspect, statistics
-
     if tensor is not None:
         if select or state:
             raise click.UsageError("--tensor shows one tensor; it goes with neither --select nor --state")
         with progress("reading") as advance:
-            numbers = statistics(opened(store).journal, ref, tensor, advance)
+            numbers = opened(store).statistics(ref, tensor, progress=advance)
         if as_json:
             emit(_statistics_json(numbers))
         else:
             click.echo("\n".join(_statistics_text(numbers)))
         return
-    from ckptstore.reports.explaining import explain
-
-    found = inspect(opened(store).journal, ref, select)
+    target = opened(store)
+    found = target.inspect(ref, select)
     if state and not as_json:
         click.echo("\n".join(["state", *_tree(found.tree)]))
         return
-    plan = explain(opened(store).journal, found.info.ref, select or None)
+    plan = target.explain(found.info.ref, select or None)
     if as_json:
         emit(_json(found, plan, state))
     else:

@@ -24,10 +24,8 @@ def command(store: str, limit: int | None, term: int | None, as_json: bool) -> N
 
     A branch begins where a writer went back and continued from an earlier checkpoint.
     """
-    from ckptstore.reports.lineage import lineage
-
     target = opened(store)
-    found = lineage(target.journal, limit, term)
+    found = target.lineage(limit, term)
     shown = found.checkpoints
     for damage in found.damage:
         note(damage)
