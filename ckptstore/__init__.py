@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ckptstore._version import __version__
 
 if TYPE_CHECKING:
+    from ckptstore.backends.base import Backend as Backend
     from ckptstore.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from ckptstore.errors import CkptError as CkptError
     from ckptstore.errors import CommitUnknownError as CommitUnknownError
@@ -25,11 +26,17 @@ if TYPE_CHECKING:
     from ckptstore.errors import CorruptLogError as CorruptLogError
     from ckptstore.errors import CorruptSegmentError as CorruptSegmentError
     from ckptstore.errors import FencedError as FencedError
+    from ckptstore.errors import ForeignObjectError as ForeignObjectError
     from ckptstore.errors import FormatError as FormatError
     from ckptstore.errors import IncompatibleFormatError as IncompatibleFormatError
+    from ckptstore.errors import KeyExistsError as KeyExistsError
+    from ckptstore.errors import KeyNotFoundError as KeyNotFoundError
     from ckptstore.errors import MissingDependencyError as MissingDependencyError
     from ckptstore.errors import NotFoundError as NotFoundError
     from ckptstore.errors import ReadOnlyError as ReadOnlyError
+    from ckptstore.errors import RequestError as RequestError
+    from ckptstore.errors import RequestRefusedError as RequestRefusedError
+    from ckptstore.errors import RequestTimeoutError as RequestTimeoutError
     from ckptstore.errors import StepOrderError as StepOrderError
     from ckptstore.errors import StorageError as StorageError
     from ckptstore.errors import StoreNotFoundError as StoreNotFoundError
@@ -40,16 +47,40 @@ if TYPE_CHECKING:
     from ckptstore.errors import UsageError as UsageError
     from ckptstore.errors import WriterClosedError as WriterClosedError
     from ckptstore.errors import WriterError as WriterError
+    from ckptstore.exchange.exporting import ExportResult as ExportResult
+    from ckptstore.exchange.importing import ImportedFile as ImportedFile
+    from ckptstore.formats.records import FormatFile as FormatFile
+    from ckptstore.formats.records import SegmentEntry as SegmentEntry
+    from ckptstore.formats.segment import SegmentDoc as SegmentDoc
+    from ckptstore.formats.segment import TensorEntry as TensorEntry
+    from ckptstore.formats.state import FlatState as FlatState
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
     from ckptstore.host.caller_warnings import LossyWarning as LossyWarning
     from ckptstore.host.caller_warnings import LostStepsWarning as LostStepsWarning
     from ckptstore.host.caller_warnings import UnexplainedStepWarning as UnexplainedStepWarning
     from ckptstore.host.caller_warnings import UnpinnedWarning as UnpinnedWarning
+    from ckptstore.host.progress import Progress as Progress
     from ckptstore.log.checkpoints import CheckpointInfo as CheckpointInfo
     from ckptstore.log.checkpoints import TermInfo as TermInfo
+    from ckptstore.log.reading import View as View
+    from ckptstore.maintenance.gc import Collected as Collected
+    from ckptstore.maintenance.gc import Holder as Holder
+    from ckptstore.maintenance.merge import Merged as Merged
+    from ckptstore.maintenance.merge import RestoreCost as RestoreCost
+    from ckptstore.maintenance.retiring import Retired as Retired
     from ckptstore.maintenance.verify.findings import Damage as Damage
     from ckptstore.maintenance.verify.findings import Unread as Unread
     from ckptstore.maintenance.verify.verification import VerificationReport as VerificationReport
+    from ckptstore.reports.comparison import StateDifference as StateDifference
+    from ckptstore.reports.comparison import TensorDifference as TensorDifference
+    from ckptstore.reports.explaining import Explanation as Explanation
+    from ckptstore.reports.explaining import PlanStep as PlanStep
+    from ckptstore.reports.inspection import ChainLink as ChainLink
+    from ckptstore.reports.inspection import CheckpointDescription as CheckpointDescription
+    from ckptstore.reports.inspection import TensorDescription as TensorDescription
+    from ckptstore.reports.inspection import TensorStatistics as TensorStatistics
+    from ckptstore.reports.lineage import Lineage as Lineage
+    from ckptstore.restore.plan import Plan as Plan
     from ckptstore.store import Store as Store
     from ckptstore.store import open as open
     from ckptstore.store import verify as verify
@@ -61,16 +92,34 @@ if TYPE_CHECKING:
     from ckptstore.write.writer import Writer as Writer
 
 _HOMES = {
+    "backends.base": "Backend",
     "errors": (
-        "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError CorruptSegmentError"
-        " FencedError FormatError IncompatibleFormatError MissingDependencyError NotFoundError ReadOnlyError"
-        " StepOrderError StorageError StoreNotFoundError StoreReplacedError TensorNotFoundError"
-        " UnsupportedBackendError UnsupportedStateError UsageError WriterClosedError WriterError"
+        "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError"
+        " CorruptSegmentError FencedError ForeignObjectError FormatError IncompatibleFormatError"
+        " KeyExistsError KeyNotFoundError MissingDependencyError NotFoundError ReadOnlyError RequestError"
+        " RequestRefusedError RequestTimeoutError StepOrderError StorageError StoreNotFoundError"
+        " StoreReplacedError TensorNotFoundError UnsupportedBackendError UnsupportedStateError UsageError"
+        " WriterClosedError WriterError"
     ),
+    "exchange.exporting": "ExportResult",
+    "exchange.importing": "ImportedFile",
+    "formats.records": "FormatFile SegmentEntry",
+    "formats.segment": "SegmentDoc TensorEntry",
+    "formats.state": "FlatState",
     "host.caller_warnings": "DeterminismWarning LossyWarning LostStepsWarning UnexplainedStepWarning UnpinnedWarning",
+    "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",
+    "log.reading": "View",
+    "maintenance.gc": "Collected Holder",
+    "maintenance.merge": "Merged RestoreCost",
+    "maintenance.retiring": "Retired",
     "maintenance.verify.findings": "Damage Unread",
     "maintenance.verify.verification": "VerificationReport",
+    "reports.comparison": "StateDifference TensorDifference",
+    "reports.explaining": "Explanation PlanStep",
+    "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",
+    "reports.lineage": "Lineage",
+    "restore.plan": "Plan",
     "store": "Store open verify",
     "write.deltas": "DeltaOptions",
     "write.interval": "RestoreBound",

@@ -26,13 +26,38 @@
     │   ├── KeyExistsError (FileExistsError)   create-if-absent found the key present
     │   ├── UnsupportedBackendError            the medium cannot keep a promise the store needs
     │   └── ReadOnlyError
-    └── MissingDependencyError (ImportError) 9 an optional package is needed
+    ├── MissingDependencyError (ImportError) 9 an optional package is needed
+    └── RequestError                       10  the live writer was asked for a change, which was not made
+        ├── RequestRefusedError                it said no, and why
+        └── RequestTimeoutError (TimeoutError) it did not answer in time
 
 Handlers catch by category (``CorruptionError``, ``StorageError`` …); the message always names the file,
-tensor or option.
+tensor or option. What a command finds exits with the code of its kind, whether it is raised or reported: damage that
+``ckpt verify`` lists exits with 4, as damage that a load meets does. `EXIT_CODES` is the whole table.
 """
 
 from __future__ import annotations
+
+from typing import Final
+
+EXIT_CODES: Final = {
+    0: "success",
+    1: "an error without a code of its own",
+    2: "usage: an option, REF, name or file that cannot be meant",
+    3: "not found: store, checkpoint, tensor, tag",
+    4: "damage: bytes differ from what was written",
+    5: "not our format, or a newer one",
+    6: "a state that cannot be stored",
+    7: "this writer must stop: fenced, its commit unknown, the store replaced",
+    8: "the medium failed, or something could not be read",
+    9: "an optional package is missing",
+    10: "a live writer was asked for a change, which was not made",
+    70: "a bug in ckpt: run again with --debug",
+    130: "interrupted (Ctrl-C)",
+    141: "whoever read stdout went away (| head)",
+    143: "told to end (SIGTERM)",
+}
+"""What ``ckpt`` exits with, and why: one code for each kind of finding."""
 
 
 class CkptError(Exception):
@@ -151,3 +176,17 @@ class MissingDependencyError(CkptError, ImportError):
     """An optional package is needed; the message says which extra installs it."""
 
     exit_code = 9
+
+
+class RequestError(CkptError):
+    """The live writer was asked for a change of the store (a tag, a retirement), and it was not made."""
+
+    exit_code = 10
+
+
+class RequestRefusedError(RequestError):
+    """The writer refused: the change breaks a rule in the store as it is by now. The message says which."""
+
+
+class RequestTimeoutError(RequestError, TimeoutError):
+    """The writer did not answer in time. The request stays, and may still be accepted."""

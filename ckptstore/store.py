@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
-from ckptstore.errors import (
-    UsageError,
-)
+from ckptstore.errors import StoreNotFoundError, UsageError
 from ckptstore.formats.records import FormatFile
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
@@ -20,12 +18,24 @@ from ckptstore.log.reading import View, read
 from ckptstore.restore.plan import Plan, plan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy.typing as npt
 
+    from ckptstore.exchange.exporting import ExportResult
+    from ckptstore.exchange.importing import ImportedFile
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
+    from ckptstore.host.progress import Progress as BytesOf
+    from ckptstore.maintenance.gc import Collected
+    from ckptstore.maintenance.merge import Merged
+    from ckptstore.maintenance.retiring import Retired
     from ckptstore.maintenance.verify.findings import BytesDone
     from ckptstore.maintenance.verify.verification import VerificationReport
+    from ckptstore.reports.comparison import StateDifference, TensorDifference
+    from ckptstore.reports.explaining import Explanation
+    from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
+    from ckptstore.reports.lineage import Lineage
     from ckptstore.segments.reading import Progress
     from ckptstore.write.deltas import DeltaOptions
     from ckptstore.write.steps.batcher import DiffOptions
@@ -66,6 +76,7 @@ def open(url: str | os.PathLike[str], *, create: bool | None = None) -> Store:
 
 def verify(
     store: Store | str | os.PathLike[str],
+    ref: str | int | None = None,
     *,
     deep: bool = False,
     progress: BytesDone | None = None,
@@ -73,7 +84,7 @@ def verify(
 ) -> VerificationReport:
     """`Store.verify` of a store, or of the store at a path or URL."""
     opened = store if isinstance(store, Store) else open(store)
-    return opened.verify(deep=deep, progress=progress, threads=threads)
+    return opened.verify(ref, deep=deep, progress=progress, threads=threads)
 
 
 class Store:
@@ -154,6 +165,18 @@ class Store:
             CorruptLogError: the log is damaged where ``latest`` would be decided; names the last intact checkpoint.
         """
         return look_up(self.journal, ref)
+
+    def latest_step(self) -> int | None:
+        """The step of ``latest``; None in a store without checkpoints, or where there is no store yet.
+
+        Raises:
+            CorruptLogError: the log is damaged where ``latest`` would be decided; names the last intact checkpoint.
+        """
+        try:
+            latest = self.view().catalog.latest()
+        except StoreNotFoundError:
+            return None
+        return None if latest is None else latest.step
 
     def terms(self) -> list[TermInfo]:
         """Every term, oldest first."""
@@ -253,23 +276,351 @@ class Store:
         return load(self.journal, ref, options)
 
     def verify(
-        self, *, deep: bool = False, progress: BytesDone | None = None, threads: int | None = None
+        self,
+        ref: str | int | None = None,
+        *,
+        deep: bool = False,
+        progress: BytesDone | None = None,
+        threads: int | None = None,
     ) -> VerificationReport:
         """Check every byte of the store, and what its segments say.
 
         Args:
+            ref: of the segments check only those that this checkpoint can be restored from; the log is checked whole.
             deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on
                 one full, and for each thread a payload and a few chunks.
             progress: called as bytes are done.
             threads: threads that read and decode; None: up to four.
 
         Raises:
-            StoreNotFoundError: there is none.
+            StoreNotFoundError, CheckpointNotFoundError: there is none.
             StorageError: the medium failed where nothing else can be said (a listing, the log).
         """
         from ckptstore.maintenance.verify.verification import verify
 
-        return verify(self.journal, deep=deep, progress=progress, threads=threads)
+        return verify(self.journal, ref, deep=deep, progress=progress, threads=threads)
+
+    def export(
+        self,
+        ref: str | int,
+        out: str | os.PathLike[str],
+        *,
+        format: Literal["safetensors", "pt"] | None = None,
+        select: str | Sequence[str] | None = None,
+        overwrite: bool = False,
+        max_shard_bytes: int | None = None,
+        progress: BytesOf | None = None,
+    ) -> ExportResult:
+        """Write a checkpoint to a file for other tools, verifying every byte that is read.
+
+        A ``.safetensors`` file carries the rest of the state in its metadata. A ``.pt`` file loads with
+        ``torch.load(weights_only=True)`` as the nested state that was saved; torch is not needed to write it. The file
+        appears under its name complete and durable, or not at all.
+
+        Args:
+            ref: the checkpoint.
+            out: the file; with shards, the name they and the index are derived from.
+            format: ``safetensors`` or ``pt``; None: what the name of `out` says, else safetensors.
+            select: only tensors at places that match one of these patterns, as in `load`.
+            overwrite: replace files that exist.
+            max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
+            progress: told (bytes done, bytes in all).
+
+        Returns:
+            which files there are, and what could not be written as it was.
+
+        Raises:
+            UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, or shards of a
+                ``.pt`` file are asked for.
+            CheckpointNotFoundError, TensorNotFoundError, CorruptionError: as `load`.
+            UnsupportedStateError: a state that has no place in such a file.
+            StorageError: the output cannot be written. Nothing is left behind then.
+        """
+        from ckptstore.exchange.exporting import export
+
+        chosen = _format_of(out) if format is None else format
+        return export(self.journal, ref, os.fspath(out), chosen, select, overwrite, max_shard_bytes, progress)
+
+    def import_files(
+        self,
+        files: Sequence[str | Path],
+        step: int | Literal["auto"] = "auto",
+        *,
+        parent: str | None = "latest",
+        leave_out: Sequence[str] = (),
+        deltas: DeltaOptions | None = None,
+        progress: BytesOf | None = None,
+    ) -> list[ImportedFile]:
+        """Store files of other tools as checkpoints, in one new term, ascending by step. Creates the store.
+
+        Every file is opened and checked before the store is touched. Pickled code is never run.
+
+        Args:
+            files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that hold one of these, of which
+                everything becomes one state (model, optimizer, scheduler, rng, ...).
+            step: of a single file; ``auto`` takes it from each name, and gives a single file without one the step after
+                the parent's.
+            parent: REF that the new term continues from; None for none.
+            leave_out: globs of names in a folder that are not to be taken.
+            deltas: store a series as deltas; None: every file becomes a full.
+            progress: told (bytes done, bytes in all).
+
+        Returns:
+            each file and its checkpoint, ascending by step.
+
+        Raises:
+            UsageError: no step can be told, or two files have the same.
+            StepOrderError: a step is not above the parent's.
+            FormatError, UnsupportedStateError: a file, or something in a folder, cannot be imported; nothing was.
+            StorageError: the medium failed; files before that one are checkpoints by then, as a note on the error says.
+        """
+        from ckptstore.exchange.importing import import_files
+
+        return import_files(
+            self.journal, files, step, parent=parent, leave_out=leave_out, deltas=deltas, progress=progress
+        )
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        wait: float = 0.0,
+        pin_ttl: float | None = None,
+        progress: BytesOf | None = None,
+    ) -> Collected:
+        """Delete the segments that nothing needs. May run at any time, beside writers and readers.
+
+        Args:
+            dry_run: delete nothing, and say what would go.
+            wait: seconds to look again while readers pin what nothing else needs.
+            pin_ttl: seconds without renewal after which a reader is dead (at least 60; needs a `wait` as long).
+                None: 600.
+            progress: told (bytes deleted, bytes to delete).
+
+        Returns:
+            what was deleted, and what stays because of whom.
+
+        Raises:
+            UsageError: `wait` is no time, or `pin_ttl` is so short that living readers would be taken for dead.
+            ReadOnlyError: the store cannot be written (except with `dry_run`).
+            CorruptLogError: the log cannot be read.
+            StorageError: the medium failed. What was deleted is gone, the rest goes another time.
+        """
+        from ckptstore.log.pins import DEAD_AFTER
+        from ckptstore.maintenance.gc import collect_patiently
+
+        dead_after = DEAD_AFTER if pin_ttl is None else pin_ttl
+        return collect_patiently(self.journal, wait=wait, dead_after=dead_after, dry_run=dry_run, progress=progress)
+
+    def merge(
+        self,
+        steps: str,
+        *,
+        keep_steps: bool = False,
+        dry_run: bool = False,
+        take_over: bool = False,
+        timeout: float | None = 60.0,
+        progress: BytesOf | None = None,
+    ) -> Merged:
+        """Fold the diffs of a range of checkpoints into one segment, beside a live writer or instead of one.
+
+        Args:
+            steps: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B.
+            keep_steps: every checkpoint of the range stays. Without it B alone of its diffs does.
+            dry_run: write nothing; do the work, and say what would become of it.
+            take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
+            timeout: seconds to wait for the live writer's answer; None: as long as it takes.
+            progress: told (bytes done, bytes in all).
+
+        Returns:
+            what became of the range; `Merged.answer` says whether it was committed.
+
+        Raises:
+            UsageError: not a range, or there is nothing to merge.
+            CheckpointNotFoundError: A or B is not there.
+            CorruptionError: what is stored is not what was saved. Nothing was changed.
+            ReadOnlyError, StorageError: the medium cannot be written, or failed.
+            FencedError, CommitUnknownError: another writer took the store over; whether it was committed is not known.
+        """
+        from ckptstore.maintenance.merge import merge
+
+        return merge(
+            self.journal,
+            steps,
+            keep_steps=keep_steps,
+            take_over=take_over,
+            dry_run=dry_run,
+            timeout=timeout,
+            progress=progress,
+        )
+
+    def retire(
+        self, *refs: str | int, dry_run: bool = False, take_over: bool = False, timeout: float | None = 60.0
+    ) -> Retired:
+        """Promise checkpoints no longer. What others build on stays stored; `gc` deletes what nothing needs.
+
+        A live writer is asked, which looks for requests every 5 s (`Store.writer`'s `poll_seconds`) and after each
+        save; it is never fenced by this.
+
+        Args:
+            refs: the checkpoints, of any term. Not the latest one, and none that a tag names.
+            dry_run: change nothing, and say what would become of them.
+            take_over: no writer is alive: open a term and commit there, which fences a writer that is.
+            timeout: seconds to wait for the live writer's answer; None: as long as it takes.
+
+        Returns:
+            what was retired, what of it stays stored, and what is dropped.
+
+        Raises:
+            UsageError: no REF, the latest checkpoint, or one that a tag names.
+            CheckpointNotFoundError: nothing answers to a REF.
+            RequestRefusedError: the writer refused. Nothing was changed.
+            RequestTimeoutError: no answer came in time. The request stays, and may still be accepted.
+            ReadOnlyError, StorageError: the medium cannot be written, or failed.
+            FencedError, CommitUnknownError: only with `take_over`: another writer took the store over meanwhile.
+        """
+        from ckptstore.maintenance.retiring import retire
+
+        return retire(self.journal, refs, dry_run=dry_run, take_over=take_over, timeout=timeout)
+
+    def tag(
+        self, name: str, ref: str | int = "latest", *, take_over: bool = False, timeout: float | None = 60.0
+    ) -> CheckpointInfo:
+        """Name a checkpoint of any term, ``tag:NAME`` from then on; a tag that exists moves.
+
+        A live writer is asked, as in `retire`; in the process that has the writer use `Writer.tag`.
+
+        Args:
+            name: 1-128 letters, digits and ``_.+/-``, beginning with a letter, digit or ``_``.
+            ref: the checkpoint, as it is now.
+            take_over, timeout: as for `retire`.
+
+        Returns:
+            the checkpoint, with its tags.
+
+        Raises:
+            UsageError: no tag name.
+            CheckpointNotFoundError: nothing answers to `ref`.
+            RequestRefusedError, RequestTimeoutError and the others: as `retire`.
+        """
+        from ckptstore.maintenance.tagging import tag
+
+        return tag(self.journal, name, ref, take_over=take_over, timeout=timeout)
+
+    def untag(self, name: str, *, take_over: bool = False, timeout: float | None = 60.0) -> None:
+        """Remove a tag; the checkpoint stays.
+
+        Args:
+            take_over, timeout: as for `retire`.
+
+        Raises:
+            CheckpointNotFoundError: there is no such tag.
+            RequestRefusedError, RequestTimeoutError and the others: as `retire`.
+        """
+        from ckptstore.maintenance.tagging import untag
+
+        untag(self.journal, name, take_over=take_over, timeout=timeout)
+
+    def tags(self) -> dict[str, CheckpointInfo]:
+        """Every tag, by name, and the checkpoint that it names."""
+        from ckptstore.maintenance.tagging import tags
+
+        return tags(self.journal)
+
+    def lineage(self, limit: int | None = None, term: int | None = None) -> Lineage:
+        """The checkpoints as a forest, newest first: who continues from whom, and what is wrong with the log.
+
+        Args:
+            limit: at most so many checkpoints, the newest; None: all.
+            term: only the checkpoints of this term.
+
+        Raises:
+            CorruptLogError: nothing of the log can be read.
+            StorageError: the medium failed.
+        """
+        from ckptstore.reports.lineage import lineage
+
+        return lineage(self.journal, limit, term)
+
+    def inspect(self, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> CheckpointDescription:
+        """Take a checkpoint apart: its tensors and how each is stored, its chain, the rest of its state.
+
+        Reads and verifies the headers of its chain, no tensor.
+
+        Args:
+            select: describe only tensors that match one of these globs.
+
+        Raises:
+            CheckpointNotFoundError, TensorNotFoundError: nothing answers to `ref`, or matches `select`.
+            CorruptionError: a segment of the chain is missing or its header is damaged.
+        """
+        from ckptstore.reports.inspection import inspect
+
+        return inspect(self.journal, ref, select)
+
+    def statistics(self, ref: str | int, tensor: str, *, progress: BytesOf | None = None) -> TensorStatistics:
+        """Count, range, mean, norm and magnitudes of one tensor's values, in one pass. Bytes are verified.
+
+        Args:
+            tensor: its name.
+            progress: told (bytes done, bytes in all).
+
+        Raises:
+            CheckpointNotFoundError, TensorNotFoundError: there is none.
+            CorruptionError: its bytes are damaged.
+        """
+        from ckptstore.reports.inspection import statistics
+
+        return statistics(self.journal, ref, tensor, progress)
+
+    def explain(self, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> Explanation:
+        """What restoring a checkpoint (or the tensors of it that `select` names) will read and decode, and how long
+        that should take here.
+
+        Reads headers, and at most 16 MiB to measure the medium; no tensor is restored.
+
+        Raises:
+            as `load`.
+        """
+        from ckptstore.reports.explaining import explain
+
+        return explain(self.journal, ref, select)
+
+    def compare(
+        self,
+        ref_a: str | int,
+        ref_b: str | int,
+        select: str | Sequence[str] | None = None,
+        *,
+        progress: BytesOf | None = None,
+    ) -> list[TensorDifference]:
+        """How two checkpoints differ, tensor by tensor: bits, elements, norms.
+
+        Tensors of equal hash are the same and are not read; the others are read chunk by chunk and verified.
+
+        Args:
+            select: only tensors at places that match one of these patterns, in either checkpoint.
+            progress: told (bytes done, bytes in all).
+
+        Returns:
+            a difference for each tensor, the same ones included, in the order of B's state; what only A has comes last.
+
+        Raises:
+            CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
+        """
+        from ckptstore.reports.comparison import compare
+
+        return compare(self.journal, ref_a, ref_b, select, progress)
+
+    def compare_state(self, ref_a: str | int, ref_b: str | int) -> list[StateDifference]:
+        """How two checkpoints differ in what is not a tensor: numbers, strings, RNG states.
+
+        Raises:
+            CheckpointNotFoundError, CorruptionError, FormatError.
+        """
+        from ckptstore.reports.comparison import compare_state
+
+        return compare_state(self.journal, ref_a, ref_b)
 
     def describe(self, ref: str | int = "latest") -> list[tuple[SegmentEntry, SegmentDoc]]:
         """The segments that restoring `ref` reads, base first, each with its verified description."""
@@ -308,3 +659,10 @@ class Store:
         from ckptstore.restore.load import read_tensor
 
         return read_tensor(self.journal, ref, name, verify)
+
+
+_PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:
+    return "pt" if os.fspath(path).lower().endswith(_PICKLES) else "safetensors"

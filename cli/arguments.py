@@ -1,7 +1,15 @@
-"""Arguments and options that several commands share, and the class that gives each command ``--json`` and examples."""
+"""Arguments and options that several commands share, and what gives each command ``--json`` and examples.
+
+**Where STORE comes from.** It is the first argument. If ``CKPT_STORE`` is set, it may be left out where nothing else is
+given, and where the first argument is *written* like a REF (or, for a merge, a range) and the command takes one next:
+then it is that. This depends on nothing but the text, never on what exists: a folder named ``100`` is ``./100``.
+``-`` is ``CKPT_STORE`` anywhere.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -12,7 +20,56 @@ if TYPE_CHECKING:
 
     from ckptstore import Store
 
-__all__ = ["REF", "SIZE", "STEP", "STORE", "TENSOR", "command", "opened", "select_option"]
+__all__ = [
+    "DEFAULT_STORE",
+    "RANGE",
+    "REF",
+    "SIZE",
+    "STEP",
+    "STORE",
+    "TAG",
+    "TENSOR",
+    "answer_options",
+    "command",
+    "opened",
+    "select_option",
+]
+
+DEFAULT_STORE: Final = "CKPT_STORE"
+"""The environment variable."""
+_A_REF: Final = r"(?:latest|[0-9]{1,16}(?:@[0-9]{1,10})?|tag:.+)"
+_LIKE_A_REF: Final = re.compile(rf"{_A_REF}\Z")
+_LIKE_A_RANGE: Final = re.compile(rf"{_A_REF}\.\.{_A_REF}\Z")
+
+
+class _Command(click.Command):
+    """A command whose STORE may come from the environment."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, with STORE put where it was left out."""
+        store = os.environ.get(DEFAULT_STORE)
+        arguments = [param for param in self.params if isinstance(param, click.Argument)]
+        if store and arguments and isinstance(arguments[0].type, _Store) and self._left_out(ctx, args, arguments[1:]):
+            args = [store, *args]
+        return super().parse_args(ctx, args)
+
+    def _left_out(self, ctx: click.Context, args: Sequence[str], rest: Sequence[click.Argument]) -> bool:
+        words = self._words(ctx, args)
+        like = {_Ref: _LIKE_A_REF, _Range: _LIKE_A_RANGE}.get(type(rest[0].type)) if rest else None
+        if not words:  # a shell that completes the first word gets folders where that cannot be a REF
+            return words is not None and (like is not None or not ctx.resilient_parsing)
+        return like is not None and like.match(words[0]) is not None
+
+    def _words(self, ctx: click.Context, args: Sequence[str]) -> list[str] | None:
+        """The arguments among `args`, which are no options; None if that cannot be said, and click will say why."""
+        options = click.Command(
+            self.name, params=[one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        )
+        options.add_help_option = False
+        try:
+            return options.make_parser(ctx).parse_args(list(args))[1]
+        except click.UsageError:
+            return None
 
 
 def command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Command]:
@@ -28,7 +85,7 @@ def command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., An
         params: list[Any] = function.__click_params__  # type: ignore[attr-defined]
         params[:] = params[-2:] + params[:-2]
         epilog = "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)
-        return click.command(name, epilog=epilog, no_args_is_help=True)(function)
+        return click.command(name, cls=_Command, epilog=epilog, no_args_is_help=True)(function)
 
     return decorate
 
@@ -45,6 +102,26 @@ def select_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[...
     return click.option("--select", multiple=True, metavar="GLOB", help=help_text)
 
 
+def answer_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--take-over`` and ``--timeout``, of commands that change the log beside a run that may be writing."""
+    for option in (
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0),
+            default=60.0,
+            metavar="SECONDS",
+            help="How long to wait for the writing run's answer. Default: 60.",
+        ),
+        click.option(
+            "--take-over",
+            is_flag=True,
+            help="No run is writing: commit it here. Opens a new term; a run that does write is stopped by that.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
 else:
@@ -53,6 +130,14 @@ else:
 
 class _Store(ParamType):
     name = "store"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value != "-":
+            return str(value)
+        store = os.environ.get(DEFAULT_STORE)
+        if not store:
+            self.fail(f"'-' stands for {DEFAULT_STORE}, which is not set", param, ctx)
+        return store
 
     def shell_complete(
         self,
@@ -68,7 +153,8 @@ class _Store(ParamType):
 def _typed(ctx: click.Context, position: int) -> str | None:
     """STORE (0) or REF (1) as typed so far. After an option without its value click has not assigned them yet."""
     words = [ctx.params.get("store"), ctx.params.get("ref")] if ctx.params.get("store") else ctx.args
-    return words[position] if position < len(words) else None
+    word = words[position] if position < len(words) else None
+    return os.environ.get(DEFAULT_STORE) if word == "-" and not position else word
 
 
 def _of_store(ctx: click.Context, names: Callable[[Store], list[str]], incomplete: str) -> list[CompletionItem]:
@@ -96,9 +182,30 @@ class _Ref(ParamType):
         incomplete: str,
     ) -> list[CompletionItem]:
         def refs(store: Store) -> list[str]:
-            return ["latest", *(info.ref for info in reversed(store.checkpoints()))]
+            tags = [f"tag:{name}" for name in store.tags()]
+            return ["latest", *tags, *(info.ref for info in reversed(store.checkpoints()))]
 
+        if "/" in incomplete:  # with CKPT_STORE set, this may be a STORE as well
+            from click.shell_completion import CompletionItem
+
+            return [CompletionItem(incomplete, type="dir")]
         return _of_store(ctx, refs, incomplete)
+
+
+class _Range(ParamType):
+    name = "A..B"
+
+
+class _Tag(ParamType):
+    name = "NAME"
+
+    def shell_complete(
+        self,
+        ctx: click.Context,
+        param: click.Parameter,  # noqa: ARG002  # click's signature
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        return _of_store(ctx, lambda store: list(store.tags()), incomplete)
 
 
 class _Tensor(ParamType):
@@ -147,6 +254,8 @@ class _Step(ParamType):
 
 STORE = click.argument("store", metavar="STORE", type=_Store())
 REF = _Ref()
+RANGE = _Range()
+TAG = _Tag()
 TENSOR = _Tensor()
 SIZE = _Size()
 STEP = _Step()

@@ -15,6 +15,8 @@ INTERNAL = 70
 """Exit code of an error that is not one of ours: a bug (``EX_SOFTWARE`` of sysexits.h)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
+TERMINATED = 143
+"""Exit code after SIGTERM: 128 + SIGTERM."""
 CLOSED_PIPE = 141
 """Exit code when the reader of stdout went away (``| head``): 128 + SIGPIPE."""
 
@@ -27,6 +29,8 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.IncompatibleFormatError, "a newer version of ckptstore wrote this; upgrade"),
     (errors.CommitUnknownError, "`ckpt log STORE` shows whether the checkpoint is there"),
     (errors.StoreReplacedError, "the store may have been moved: look for it where it was moved to"),
+    (errors.RequestRefusedError, "nothing was changed; the same command asks anew"),
+    (errors.RequestTimeoutError, "`ckpt log STORE` shows whether it was accepted; if no run is writing: --take-over"),
     (errors.FencedError, "another writer took the store over; `ckpt log STORE` shows its term"),
 )
 

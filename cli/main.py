@@ -15,14 +15,17 @@ from typing import Any, NoReturn
 import click
 
 from ckptstore.cli.closed_pipe import ClosedPipeError
+from ckptstore.errors import EXIT_CODES
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "log": ("log", "List checkpoints, newest first, with forks as a graph."),
     "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
-    "verify": ("verify", "Check every byte and hash of a store."),
+    "verify": ("verify", "Check every byte and hash of a store, or of one checkpoint."),
     "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
     "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
     "diff": ("diff", "Compare two checkpoints tensor by tensor."),
+    "tag": ("tag", "Name a checkpoint, or list the tags."),
+    "retire": ("retire", "Promise checkpoints no longer."),
     "merge": ("merge", "Fold the diffs of a range into one segment."),
     "gc": ("gc", "Delete the segments that nothing needs."),
     "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
@@ -36,13 +39,12 @@ The line stands here too because the listing must not import the modules; a test
 
 EPILOG = """\b
 REF names a checkpoint: latest | STEP | STEP@TERM | tag:NAME
-STORE is a path or a URL.
+STORE is a path or a URL. With CKPT_STORE set it may be left out before a REF
+or at the end, and `-` stands for it anywhere.
 
 \b
-Exit codes: 0 success, 1 damage found or another error, 2 usage, 3 not found,
-4 corrupt data, 5 not our format, 6 state that cannot be stored, 7 writer
-fenced, 8 storage failed, 9 missing package, 70 a bug, 130 interrupted.
-"""
+Exit codes:
+""" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())
 
 
 class LazyGroup(click.Group):
@@ -153,7 +155,7 @@ def cli() -> None:
 
 
 def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
-    # SystemExit unwinds the stack, so that temporary files are removed; 128 + 15 is what a shell reports.
+    # SystemExit unwinds the stack, so that temporary files are removed; 143 is what a shell reports.
     sys.exit(128 + signal.SIGTERM)
 
 

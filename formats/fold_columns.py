@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from ckptstore.errors import FormatError
+from ckptstore.formats import metadata
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.columns import (
     DIGEST,
@@ -180,6 +181,9 @@ class _Table:
         if not rows.sorted_strictly():
             raise FormatError(f"{self._what}: not in the order of term and step, or one of them twice")
         rows.extras = self._extras(rows, rows.keys)
+        for members in rows.extras.values():
+            if type(members[0].get(metadata.MEMBER, {})) is not dict:
+                self._members.refuse("extra", "metadata that is an object")
         return rows
 
     def segments(self) -> tuple[SegmentRows, list[bytes]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import jsontext
+from ckptstore.formats import jsontext, metadata
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import Members, hexadecimal
 from ckptstore.formats.records import (
@@ -282,7 +282,7 @@ def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
 
 def _read_checkpoint(value: Any, term: int, what: str) -> CheckpointEntry:
     found = Members(value, what)
-    return CheckpointEntry(
+    entry = CheckpointEntry(
         term=term,  # and promises only checkpoints of its own term
         step=found.number("step"),
         state=found.digest("state"),
@@ -291,6 +291,9 @@ def _read_checkpoint(value: Any, term: int, what: str) -> CheckpointEntry:
         nbytes=found.number("bytes"),
         extra=found.rest(),
     )
+    if type(entry.extra.get(metadata.MEMBER, {})) is not dict:
+        found.refuse(metadata.MEMBER, "an object")
+    return entry
 
 
 def _encoding(entry: Encoding) -> dict[str, Any]:

@@ -33,7 +33,7 @@ CRASH_POINTS: Final = (
     "fold.deleted",
     "pin.created",
     "merge.verified",
-    "merge.posted",
+    "request.posted",
     "gc.before-delete",
     "gc.deleted",
 )

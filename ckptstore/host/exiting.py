@@ -30,22 +30,22 @@ _SILENT_SECONDS: Final = 5.0
 
 
 class _Ends(Protocol):
-    """What this module needs of a writer."""
+    """What this module needs of a writer; what begins with an underscore is not for its users."""
 
     @property
     def url(self) -> str:
         """Its store."""
 
-    def end(self) -> Future[None]:
+    def _end(self) -> Future[None]:
         """Take nothing more, and finish what was taken in the background."""
 
     def close(self) -> None:
         """Wait for that."""
 
-    def unfinished(self) -> Sequence[int]:
+    def _unfinished(self) -> Sequence[int]:
         """Steps on their way."""
 
-    def failures(self) -> Sequence[tuple[int, BaseException]]:
+    def _unseen(self) -> Sequence[tuple[int, BaseException]]:
         """Steps that failed without anybody being told, each once."""
 
 
@@ -86,22 +86,22 @@ def _finish_all() -> None:
     if not writers:
         return
     try:
-        ends = [writer.end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
+        ends = [writer._end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
         if wait(ends, _SILENT_SECONDS).not_done:
             for writer in writers:
-                _say(writer, f"the interpreter ends once {_named(writer.unfinished())} written; Ctrl-C gives up")
+                _say(writer, f"the interpreter ends once {_named(writer._unfinished())} written; Ctrl-C gives up")
         wait(ends)
         for writer in writers:
             _close(writer)
     except BaseException:
         for writer in writers:
-            if steps := writer.unfinished():
+            if steps := writer._unfinished():
                 _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
         raise
 
 
 def _close(writer: _Ends) -> None:
-    for step, error in writer.failures():
+    for step, error in writer._unseen():
         _say(writer, f"step {step} was not saved: {error}")
     try:
         writer.close()

@@ -21,7 +21,10 @@ __all__ = ["forget", "watch"]
 
 
 class _Settles(Protocol):
-    def settle(self) -> None: ...
+    """What this module needs of a writer; none of it is for its users."""
+
+    def _settle(self) -> None:
+        """Write what waits, and note that nothing is missing if the process ends now."""
 
 
 _writers: weakref.WeakSet[_Settles] = weakref.WeakSet()
@@ -88,7 +91,7 @@ def _flush_all(again: bool) -> None:
         for writer in list(_writers):
             # Its saves say so; and what goes wrong with one writer is no reason to lose what others wait with.
             with contextlib.suppress(Exception):
-                writer.settle()
+                writer._settle()
     finally:
         if again:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptstore.formats import metadata
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Node
 from ckptstore.log import refs
@@ -32,6 +33,7 @@ class CheckpointInfo:
         base: REF of the checkpoint that the cheapest form builds on, or None.
         lossy: the stored form does not give the saved bits back.
         tags: names given to it.
+        metadata: what was given to `Writer.save` with it.
         extra: what else the writer recorded.
     """
 
@@ -47,6 +49,7 @@ class CheckpointInfo:
     base: str | None = None
     lossy: bool = False
     tags: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -142,5 +145,6 @@ def _described(catalog: Catalog, entry: CheckpointEntry, tags: Iterable[str]) ->
         base=base,
         lossy=all(encoding.lossy for encoding in encodings) if encodings else False,
         tags=tuple(sorted(tags)),
-        extra=entry.extra,
+        metadata=metadata.read(entry.extra.get(metadata.MEMBER)),
+        extra={name: value for name, value in entry.extra.items() if name != metadata.MEMBER},
     )

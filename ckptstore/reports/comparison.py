@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.dtypes import DType
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.state import select
+from ckptstore.formats.state import places, select
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import run_all
 from ckptstore.log.checkpoints import look_up
@@ -102,7 +102,8 @@ def compare(
     """Compare two checkpoints tensor by tensor, in the order of B's state, what only A has at the end.
 
     Tensors of equal hash are the same and are not read. The others are read chunk by chunk and verified; memory does
-    not grow with the checkpoint. A `select` pattern has to match a tensor of either.
+    not grow with the checkpoint. A `select` pattern has to match a place of either at which there is a tensor. What is
+    tied in both is compared once, under the first of its places that match.
 
     Raises:
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
@@ -110,10 +111,11 @@ def compare(
     ref_a, ref_b = look_up(journal, ref_a).ref, look_up(journal, ref_b).ref
     in_a, in_b = tensors(journal, ref_a), tensors(journal, ref_b)
     with opened(journal, ref_a) as found_a, opened(journal, ref_b) as found_b:
-        names = choose(list(dict.fromkeys([*in_b, *in_a])), select or None, f"{ref_a} or {ref_b}")
-        found = {name: _by_metadata(in_a.get(name), in_b.get(name)) for name in names}
-        changed = [name for name in names if found[name].status == "changed"]
-        total = sum(2 * in_b[name].nbytes for name in changed)
+        pairs = _pairs(found_a.tree, found_b.tree, select or None, f"{ref_a} or {ref_b}")
+        sides = {name: (in_a.get(a or ""), in_b.get(b or "")) for name, (a, b) in pairs.items()}
+        found = {name: _by_metadata(name, *both) for name, both in sides.items()}
+        changed = {name: both for name, both in sides.items() if found[name].status == "changed"}
+        total = sum(2 * b.nbytes for _, b in changed.values() if b is not None)
         chunks_a, chunks_b = streams(found_a), streams(found_b)
         done, lock = 0, threading.Lock()
 
@@ -126,8 +128,11 @@ def compare(
 
         def job(name: str) -> Callable[[], None]:
             def work() -> None:
-                sums = _Sums(dtypes.get(in_b[name].dtype))
-                for a, b in zip(chunks_a(name), chunks_b(name), strict=True):
+                in_one, in_other = changed[name]
+                assert in_one is not None  # what is in one alone has not changed
+                assert in_other is not None
+                sums = _Sums(dtypes.get(in_other.dtype))
+                for a, b in zip(chunks_a(in_one.name), chunks_b(in_other.name), strict=True):
                     sums.add(a, b)
                     advance(len(a) + len(b))
                 found[name] = sums.result(found[name])
@@ -139,7 +144,19 @@ def compare(
         return list(found.values())
 
 
-def _by_metadata(a: TensorEntry | None, b: TensorEntry | None) -> TensorDifference:
+def _pairs(
+    tree_a: Any, tree_b: Any, chosen: str | Sequence[str] | None, where: str
+) -> dict[str, tuple[str | None, str | None]]:
+    """What is compared under which name: a tensor of A and one of B, or None where there is none."""
+    there_a, there_b = ({place.name: place.tensor for place in places(tree)} for tree in (tree_a, tree_b))
+    names = choose(list(dict.fromkeys([*there_b, *there_a])), chosen, where)
+    pairs: dict[tuple[str | None, str | None], str] = {}
+    for name in names:
+        pairs.setdefault((there_a.get(name), there_b.get(name)), name)
+    return {name: pair for pair, name in pairs.items()}
+
+
+def _by_metadata(name: str, a: TensorEntry | None, b: TensorEntry | None) -> TensorDifference:
     one = b or a
     assert one is not None
     status: Literal["same", "changed", "added", "removed", "replaced"]
@@ -152,7 +169,7 @@ def _by_metadata(a: TensorEntry | None, b: TensorEntry | None) -> TensorDifferen
         status = "same" if _hash(a) is not None and _hash(a) == _hash(b) else "changed"
     same = 0 if status == "same" else None
     return TensorDifference(
-        name=one.name,
+        name=name,
         dtype=one.dtype,
         shape=tuple(one.shape),
         status=status,

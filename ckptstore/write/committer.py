@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Final
 
 from ckptstore.errors import CkptError, CommitUnknownError, FencedError, WriterClosedError, WriterError
 from ckptstore.formats.catalog import CLOSED
@@ -16,18 +17,20 @@ from ckptstore.formats.records import CheckpointEntry, CheckpointId
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.log import folding, requests
+from ckptstore.log import folding, refs, requests
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.deltas import Deltas
-from ckptstore.write.ledger import Saves
+from ckptstore.write.ledger import Labels, Saves
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.steps.batcher import Diffs
+from ckptstore.write.steps.batcher import Diffs, Waiting
 from ckptstore.write.steps.updates import Update, with_copies
 
 __all__ = ["Committer"]
+
+_UNLABELLED: Final = Labels()
 
 
 class Committer:
@@ -78,6 +81,7 @@ class Committer:
         step: int,
         progress: Progress | None,
         interrupted: threading.Event,
+        labels: Labels = _UNLABELLED,
     ) -> CheckpointInfo:
         """Store a step with everything that waits, from a copy: the next step is coded against it."""
         done: Future[CheckpointInfo] = Future()
@@ -92,7 +96,7 @@ class Committer:
             Tally(progress, nbytes).advance(nbytes)
             if interrupted.is_set():
                 raise WriterClosedError(f"step {step} was not saved: interrupted")
-            kept = self.diff(snapshot, taken, step, done)
+            kept = self.diff(snapshot, taken, step, done, labels)
             self.flush()
         finally:
             if gradients is not None:
@@ -101,7 +105,14 @@ class Committer:
                 snapshot.free()
         return done.result()
 
-    def diff(self, snapshot: Snapshot, updates: Sequence[Update], step: int, done: Future[CheckpointInfo]) -> bool:
+    def diff(
+        self,
+        snapshot: Snapshot,
+        updates: Sequence[Update],
+        step: int,
+        done: Future[CheckpointInfo],
+        labels: Labels = _UNLABELLED,
+    ) -> bool:
         """Code a step, or store a full if one is due -> whether `snapshot` stays in memory."""
         assert self._diffs is not None
         if self.ended is not None:
@@ -109,13 +120,13 @@ class Committer:
         if self._diffs.waiting and step < self._diffs.waiting[-1].step:
             self.flush_in_time()  # the steps of a segment ascend
         if not self._diffs.due(self.log.catalog.restorable):
-            full = self._diffs.add(snapshot, updates, step, done)
+            full = self._diffs.add(snapshot, updates, step, done, labels)
             if full or not self._wait_at_most(self._diffs.options.seconds):
                 self.flush_in_time()
             return True
         self.flush_in_time()
         began = time.monotonic()
-        info, kept = self.persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot)
+        info, kept = self.persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot, labels=labels)
         seconds = time.monotonic() - began
         done.set_result(info)  # it is durable: nothing that follows may say otherwise
         try:
@@ -162,7 +173,7 @@ class Committer:
             if self.ended is not None:
                 raise self.ended
             written = self._diffs.write(self._session(begun, None))
-            self.commit(Change(written.segments, written.checkpoints, written.encodings))
+            self.commit(Change(written.segments, written.checkpoints, written.encodings, tags=written.tags))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
                 self._abandoned += begun
@@ -181,11 +192,20 @@ class Committer:
         if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):
             self.flush_in_time()
 
-    def tag(self, name: str, step: int) -> None:
-        """Name the checkpoint of a step of this term. If it waits, it is written first."""
-        if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):
+    def tag(self, name: str, ref: str) -> CheckpointInfo:
+        """Name a checkpoint. What waits is written first, if it may be meant."""
+        if self._diffs is not None and any(_may_mean(ref, one) for one in self._diffs.waiting):
             self.flush()
-        self.commit(Change(tags={name: (self.log.number, step)}))
+        entry = refs.resolve(self.log.catalog, ref)
+        self.commit(Change(tags={name: entry.node}))
+        return describe_checkpoint(self.log.catalog, entry)
+
+    def untag(self, name: str) -> None:
+        """Remove a tag, also one that a step brings with it that waits."""
+        if self._diffs is not None and any(name in one.labels.tags for one in self._diffs.waiting):
+            self.flush()
+        refs.resolve(self.log.catalog, f"tag:{name}")
+        self.commit(Change(tags={name: None}))
 
     def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
         """A step was not saved. Does nothing to one whose saver knows already, or that is durable."""
@@ -223,12 +243,14 @@ class Committer:
         progress: Progress | None = None,
         interrupted: threading.Event,
         snapshot: Snapshot | None = None,
+        labels: Labels = _UNLABELLED,
     ) -> tuple[CheckpointInfo, bool]:
         """Write, commit -> what was committed, and whether `snapshot` stays in memory as a base of deltas.
 
         Args:
             progress: told how many of the state's bytes are done.
             interrupted: set when the caller has stopped waiting and may change the state.
+            labels: what is said of the checkpoint.
         """
         if self.ended is not None:
             raise self.ended
@@ -242,9 +264,11 @@ class Committer:
             used = {segment.id for segment in written.segments}
             self._abandoned += [segment for segment in begun if segment not in used]
             begun = list(used)
-            entry = CheckpointEntry(self.log.number, step, written.state, moment, written.tensors, written.nbytes)
+            tensors, nbytes = written.tensors, written.nbytes
+            entry = CheckpointEntry(self.log.number, step, written.state, moment, tensors, nbytes, labels.extra)
             encoding = self._deltas.encoding(written, entry.node, base)
-            self.commit(Change(written.segments, (entry,), (encoding,)))
+            tags = dict.fromkeys(labels.tags, entry.node)
+            self.commit(Change(written.segments, (entry,), (encoding,), tags=tags))
         except (FencedError, CommitUnknownError):
             raise  # this term drops nothing any more
         except BaseException:
@@ -292,3 +316,11 @@ class Committer:
             with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
                 text = f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}"
                 warnings.warn(text, stacklevel=1)
+
+
+def _may_mean(ref: str, waiting: Waiting) -> bool:
+    """Whether a REF may name a step that is not in the catalog yet."""
+    text = ref.strip()
+    if text.startswith("tag:"):
+        return text.removeprefix("tag:") in waiting.labels.tags
+    return text == "latest" or text.partition("@")[0].lstrip("0") == str(waiting.step).lstrip("0")

@@ -5,20 +5,50 @@ from __future__ import annotations
 import bisect
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
 
-from ckptstore.errors import CommitUnknownError, StepOrderError, WriterClosedError
+from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
+from ckptstore.formats import metadata as metadata_format
+from ckptstore.formats.records import valid_tag
 from ckptstore.log.checkpoints import CheckpointInfo
 
-__all__ = ["Failures", "PendingSave", "Saves"]
+__all__ = ["Failures", "Labels", "PendingSave", "Saves"]
 
 _MAX_STEP: Final = 2**53 - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What is said of a checkpoint beside its state, in the record that commits it.
+
+    Attributes:
+        extra: members of its entry in the log.
+        tags: names that it gets; who had them loses them.
+    """
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any] | None, tags: str | Sequence[str]) -> Self:
+        """As given to `Writer.save`. Raises `UsageError`."""
+        names = (tags,) if isinstance(tags, str) else tuple(tags)
+        for name in names:
+            if not valid_tag(name):
+                raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
+        said = {} if metadata is None else metadata_format.checked(metadata)
+        return cls({metadata_format.MEMBER: said} if said else {}, names)
+
+
 class PendingSave:
-    """A checkpoint on its way to the medium, as `Writer.save_async` returns it."""
+    """A checkpoint on its way to the medium, as `Writer.save_async` returns it. It answers as a `Future` does.
+
+    Attributes:
+        step: the one that was given.
+    """
 
     def __init__(
         self, step: int, future: Future[CheckpointInfo], seen: Callable[[], None], hurry: Callable[[], None]
@@ -39,12 +69,22 @@ class PendingSave:
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
-        """Wait until it is durable. If it waits for its batch, that is written now, as `Writer.flush` would.
+        """Wait until it is durable. If it waits for its batch, that is written now, as `Writer.wait` would.
 
         Raises:
             TimeoutError: not within `timeout` seconds; the save goes on.
             StorageError, FencedError, CommitUnknownError: what stopped it.
             WriterClosedError: this is a fork of the process that saves, and will never hear of it.
+        """
+        if (error := self.exception(timeout)) is not None:
+            raise error
+        return self._future.result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What stopped it, or None when it is durable; waits as `result` does. Then no later call raises it again.
+
+        Raises:
+            TimeoutError, WriterClosedError: as `result`.
         """
         if not self._future.done():
             if self._process != os.getpid():
@@ -55,9 +95,10 @@ class PendingSave:
         wait([self._future], timeout)
         if not self._future.done():
             raise TimeoutError(f"step {self.step} is not durable after {timeout} s")
-        if self._future.exception() is not None:
+        error = self._future.exception()
+        if error is not None:
             self._seen()
-        return self._future.result()
+        return error
 
 
 class Failures:
@@ -95,7 +136,8 @@ class Failures:
             return
         _, first = failures[0]
         for step, other in failures[1:]:
-            first.add_note(f"step {step} was not saved, either: {other}")
+            if other is not first:  # a batch fails as one, and says of which steps it was
+                first.add_note(f"step {step} was not saved, either: {other}")
         raise first
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,7 +31,7 @@ from ckptstore.log.term import Term
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.committer import Committer
 from ckptstore.write.deltas import DeltaOptions, Deltas
-from ckptstore.write.ledger import Failures, PendingSave, Saves
+from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import DiffOptions, Diffs
 from ckptstore.write.steps.updates import Found, Update, Updates, looked_up, with_copies
@@ -149,7 +149,14 @@ class Writer:
         )
 
     def save(
-        self, state: Any, step: int, *, updates: Updates | None = None, progress: Progress | None = None
+        self,
+        state: Any,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Updates | None = None,
+        progress: Progress | None = None,
     ) -> CheckpointInfo:
         """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
 
@@ -157,6 +164,10 @@ class Writer:
             state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (one that was taken
                 apart already); must not change meanwhile.
             step: optimizer steps done, above every step that this term continues from; numpy's integers, too.
+            metadata: what is to be known of the checkpoint wherever the store is listed (a loss, a commit, a note): a
+                mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is in
+                `CheckpointInfo.metadata`.
+            tags: a name or names for it, given in the same commit; a tag that exists moves.
             updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs. With
                 a `DiffOptions.batch` above 1, everything that waits is written.
             progress: called as bytes are copied, from other threads; the total is the state's bytes.
@@ -164,11 +175,13 @@ class Writer:
         Raises:
             UnsupportedStateError: something in `state` cannot be stored; names its key path. Nothing was written.
             StepOrderError: the step exists, or is not above the parent's. Nothing was written.
+            UsageError: `metadata` or `tags` cannot be stored. Nothing was written.
             StorageError: the medium failed. The checkpoint does not exist; the writer may go on.
             FencedError: a newer term exists. This writer is finished.
             CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
         """
         step = step_number(step)
+        labels = Labels.of(metadata, tags)
         committer, flat = self._admit(state, step)
         interrupted = threading.Event()
         future: Future[CheckpointInfo] | None = None
@@ -178,8 +191,8 @@ class Writer:
 
             def work() -> CheckpointInfo:
                 if not self._with_diffs:
-                    return committer.persist(flat, step, progress=progress, interrupted=interrupted)[0]
-                return committer.diff_now(flat, found, step, progress, interrupted)
+                    return committer.persist(flat, step, progress=progress, interrupted=interrupted, labels=labels)[0]
+                return committer.diff_now(flat, found, step, progress, interrupted, labels)
 
             future = self._submit(work)
             self._tend()
@@ -194,11 +207,19 @@ class Writer:
                 committer.saves.seen(step)
             raise
 
-    def save_async(self, state: Any, step: int, *, updates: Updates | None = None) -> PendingSave:
+    def save_async(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Updates | None = None,
+    ) -> PendingSave:
         """Copy `state` to host memory and make it durable in the background; the state may change when this returns.
 
         Args:
-            state, step: as for `save`.
+            state, step, metadata, tags: as for `save`.
             updates: as for `save`; gradients are copied, too.
 
         Waits while `max_in_flight` earlier snapshots are not durable yet. An error that nobody asked for with `result`
@@ -208,6 +229,7 @@ class Writer:
             as `save`; what concerns the medium comes from `PendingSave.result`.
         """
         step = step_number(step)
+        labels = Labels.of(metadata, tags)
         committer, flat = self._admit(state, step)
         snapshot, moved, gradients = self._copied(committer, flat, step, updates)
         unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
@@ -220,10 +242,10 @@ class Writer:
             kept = False
             try:
                 if self._with_diffs:
-                    kept = committer.diff(snapshot, moved, step, done)
+                    kept = committer.diff(snapshot, moved, step, done, labels)
                 else:
                     info, kept = committer.persist(
-                        snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot
+                        snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot, labels=labels
                     )
                     done.set_result(info)
             except BaseException as error:
@@ -271,36 +293,61 @@ class Writer:
                 self._check_open()  # closed by another thread, and its pool with it
             raise
 
-    def flush(self) -> None:
-        """Write the steps that wait for their batch, after every `save_async` so far was coded; they are then durable.
+    def wait(self) -> None:
+        """Return when everything given so far is durable: what is in flight, and what waits for its batch, which is
+        written now.
 
         Raises:
-            StorageError, FencedError, CommitUnknownError: what stopped them; every step that waited has failed with it,
-                and no later call raises it again.
+            StorageError, FencedError, CommitUnknownError: what stopped a `save_async` of which nobody has been told
+                yet, with a note of every other one; no later call raises it again.
+            WriterClosedError: the writer is closed; `close` has waited, and raised.
         """
-        try:
-            self._submit(self._committer.flush).result()
-        except BaseException as error:
-            self._failures.seen_error(error)
-            raise
+        self._told(self._committer.flush_in_time)
+        self._failures.raise_unseen()
 
-    def settle(self) -> None:
-        """`flush`, and note in the log that nothing is missing if the process ends now. What SIGTERM calls.
+    def _settle(self) -> None:
+        """Write what waits, and note in the log that nothing is missing if the process ends now (`host.sigterm`).
 
         Raises nothing that concerns the steps: their saves do.
         """
         self._submit(self._committer.flush_and_close).result()
 
-    def tag(self, name: str, ref_step: int) -> None:
-        """Name the checkpoint of `ref_step` of this term; an existing tag moves. If it waits for its batch, that is
-        written first.
+    def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
+        """Name a checkpoint, of this term or an earlier one; a tag that exists moves.
+
+        If the checkpoint waits for its batch, that is written first.
+
+        Args:
+            name: 1-128 letters, digits and ``_.+/-``, beginning with a letter, digit or ``_``.
+            ref: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``, or a checkpoint.
+
+        Returns:
+            the checkpoint, with its tags.
 
         Raises:
-            as `save`.
+            UsageError: no tag name.
+            CheckpointNotFoundError: nothing answers to `ref`.
+            StorageError, FencedError, CommitUnknownError: as `save`.
         """
-        committer, step = self._committer, step_number(ref_step)
+        if isinstance(ref, CheckpointInfo):
+            ref = ref.ref
+        committer, text = self._committer, ref if isinstance(ref, str) else str(step_number(ref))
+        return self._told(lambda: committer.tag(name, text))
+
+    def untag(self, name: str) -> None:
+        """Remove a tag; the checkpoint stays.
+
+        Raises:
+            CheckpointNotFoundError: there is no such tag.
+            StorageError, FencedError, CommitUnknownError: as `save`.
+        """
+        committer = self._committer
+        self._told(lambda: committer.untag(name))
+
+    def _told(self, work: Callable[[], _T]) -> _T:
+        """What the committer's thread makes of `work`; whoever is told here hears of no failure a second time."""
         try:
-            self._submit(lambda: committer.tag(name, step)).result()
+            return self._submit(work).result()
         except BaseException as error:
             self._failures.seen_error(error)
             raise
@@ -337,17 +384,12 @@ class Writer:
         self._deltas.begin(self._draft(term))
         self._committer = self._serve(term, parent)
 
-    def drain(self) -> None:
-        """Wait until every `save_async` so far is durable; raises what one of them raised and nobody has seen."""
-        self._submit(self._committer.flush_in_time).result()
-        self._failures.raise_unseen()
-
     def close(self) -> None:
         """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins are the parent's
         sigterm.forget(self)
-        self.end()
+        self._end()
         self._stop_polling.set()
         # Each of these may be repeated: after Ctrl-C in one of them a second close waits again.
         self._thread.shutdown()
@@ -356,19 +398,19 @@ class Writer:
         exiting.forget(self)
         self._failures.raise_unseen()
 
-    def end(self) -> Future[None]:
-        """Take no save any more -> done when every earlier one is, and the term is closed."""
+    def _end(self) -> Future[None]:
+        """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""
         with self._lock:
             if self._ended is None:
                 # Under one lock: a step submitted after that would wait for its batch for ever.
                 self._ended = self._thread.submit(self._committer.finish)
             return self._ended
 
-    def unfinished(self) -> list[int]:
-        """The steps of `save_async` that are on their way, ascending."""
+    def _unfinished(self) -> list[int]:
+        """The steps of `save_async` that are on their way, ascending (`host.exiting`)."""
         return self._committer.saves.pending()
 
-    def failures(self) -> list[tuple[int, BaseException]]:
+    def _unseen(self) -> list[tuple[int, BaseException]]:
         """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
         return self._failures.take()
 

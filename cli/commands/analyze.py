@@ -92,13 +92,14 @@ def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_js
     """
     from ckptstore.analysis import analyze, document, write_csv, write_report
     from ckptstore.analysis.plots import need_matplotlib
-    from ckptstore.exchange.atomic_files import refuse_store
+    from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
 
     if report is not None:  # before minutes of measuring, not after
         need_matplotlib()
         refuse_store(report / "index.html")
     if csv is not None:
         refuse_store(csv)
+        refuse_missing_folder(csv)
     options = _options(**{name: value for name, value in asked.items() if name != "refs"})
     with progress("measuring") as advance:
         found = analyze(paths, options, refs=asked["refs"], progress=advance)

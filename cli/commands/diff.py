@@ -45,13 +45,11 @@ def command(
     Bits are compared, so -0.0 and 0.0 differ and equal NaNs do not. Norms and the largest difference are over finite
     values.
     """
-    from ckptstore.reports.comparison import compare, compare_state
-
     target = opened(store)
     infos = target.checkpoint(ref_a), target.checkpoint(ref_b)
     with progress("comparing") as advance:
-        tensors = compare(target.journal, infos[0].ref, infos[1].ref, select or None, advance)
-    state = [] if select else compare_state(target.journal, infos[0].ref, infos[1].ref)
+        tensors = target.compare(infos[0].ref, infos[1].ref, select or None, progress=advance)
+    state = [] if select else target.compare_state(infos[0].ref, infos[1].ref)
     counts = Counter(tensor.status for tensor in tensors)
     shown = [tensor for tensor in tensors if everything or tensor.status != "same"]
     if sort == "name":

@@ -9,12 +9,13 @@ import click
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size, some
+from ckptstore.errors import CorruptionError
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.gc import Collected, Holder
 
-UNREADABLE = 1
-"""Exit code when a damaged pin kept everything from being deleted."""
+UNREADABLE = CorruptionError.exit_code
+"""When a damaged pin kept everything from being deleted."""
 
 
 @make_command(
@@ -48,18 +49,8 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
     Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
     What a reader has pinned stays, and what has no name of the format. May run at any time, beside writers and readers.
     """
-    from ckptstore.log.pins import DEAD_AFTER
-    from ckptstore.maintenance.gc import collect_patiently
-
-    target = opened(store)
     with progress("deleting") as advance:
-        done = collect_patiently(
-            target.journal,
-            wait=wait,
-            dead_after=DEAD_AFTER if pin_ttl is None else pin_ttl,
-            dry_run=dry_run,
-            progress=advance,
-        )
+        done = opened(store).gc(wait=wait, pin_ttl=pin_ttl, dry_run=dry_run, progress=advance)
     if as_json:
         emit(_json(store, done, dry_run))
     else:

@@ -75,7 +75,6 @@ def command(
     """
     import ckptstore
     from ckptstore.exchange.atomic_files import refuse_inside_store
-    from ckptstore.exchange.importing import import_files
 
     if not delta and (interval, max_restore_cost) != (None, None):
         raise click.UsageError("--interval and --max-restore-cost say how deltas are stored: they need --delta")
@@ -83,8 +82,7 @@ def command(
         refuse_inside_store(Path(store))
     target = ckptstore.open(store)
     with progress("importing") as advance:
-        imported = import_files(
-            target.journal,
+        imported = target.import_files(
             files,
             step,
             parent=None if parent == "none" else parent,

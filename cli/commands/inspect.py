@@ -35,25 +35,22 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
 def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, state: bool, as_json: bool) -> None:
     """Show the tensors, the chain and the state of a checkpoint."""
-    from ckptstore.reports.inspection import inspect, statistics
-
     if tensor is not None:
         if select or state:
             raise click.UsageError("--tensor shows one tensor; it goes with neither --select nor --state")
         with progress("reading") as advance:
-            numbers = statistics(opened(store).journal, ref, tensor, advance)
+            numbers = opened(store).statistics(ref, tensor, progress=advance)
         if as_json:
             emit(_statistics_json(numbers))
         else:
             click.echo("\n".join(_statistics_text(numbers)))
         return
-    from ckptstore.reports.explaining import explain
-
-    found = inspect(opened(store).journal, ref, select)
+    target = opened(store)
+    found = target.inspect(ref, select)
     if state and not as_json:
         click.echo("\n".join(["state", *_tree(found.tree)]))
         return
-    plan = explain(opened(store).journal, found.info.ref, select or None)
+    plan = target.explain(found.info.ref, select or None)
     if as_json:
         emit(_json(found, plan, state))
     else:
@@ -73,6 +70,7 @@ def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[
         "bytes": info.nbytes,
         "stored_bytes": info.stored,
         "tags": list(info.tags),
+        "metadata": dict(info.metadata),
         "chain": [
             {
                 "ref": link.ref,
@@ -114,6 +112,8 @@ def _text(found: CheckpointDescription, plan: Explanation) -> Iterator[str]:
     yield f"saved {moment(info.time)}   state {info.state}" + ("   LOSSY" if info.lossy else "")
     smaller = ratio(info.nbytes, info.stored)
     yield f"{info.tensors:,} tensors, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
+    for name, value in info.metadata.items():
+        yield f"{name}: {value if isinstance(value, str) else repr(value)}"
     yield ""
     yield plan_table(plan)
     steps = "1 step" if len(plan.steps) == 1 else f"{len(plan.steps)} steps"

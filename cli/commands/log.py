@@ -24,10 +24,8 @@ def command(store: str, limit: int | None, term: int | None, as_json: bool) -> N
 
     A branch begins where a writer went back and continued from an earlier checkpoint.
     """
-    from ckptstore.reports.lineage import lineage
-
     target = opened(store)
-    found = lineage(target.journal, limit, term)
+    found = target.lineage(limit, term)
     shown = found.checkpoints
     for damage in found.damage:
         note(damage)
@@ -65,6 +63,7 @@ def _checkpoint(info: CheckpointInfo, found: Lineage) -> dict[str, Any]:
         "stored_bytes": info.stored,
         "tensors": info.tensors,
         "tags": list(info.tags),
+        "metadata": dict(info.metadata),
         "state": info.state,
     }
 

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptstore.cli.arguments import STORE, opened
+from ckptstore.cli.arguments import RANGE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, some, table
+from ckptstore.errors import RequestError
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.merge import Merged, RestoreCost
 
-NOT_MERGED = 1
-"""Exit code when the change was refused or void, or nobody answered in time."""
+NOT_MERGED = RequestError.exit_code
+"""When the change was refused or void, or nobody answered in time."""
 
 
 @make_command(
@@ -26,21 +27,10 @@ NOT_MERGED = 1
     ],
 )
 @STORE
-@click.argument("steps", metavar="A..B")
+@click.argument("steps", type=RANGE, metavar="A..B")
 @click.option("--keep-steps", is_flag=True, help="Keep every step of the range, all of them in one segment.")
 @click.option("--dry-run", is_flag=True, help="Write nothing: do the work, and show what would become of it.")
-@click.option(
-    "--take-over",
-    is_flag=True,
-    help="No run is writing: commit it here. Opens a new term; a run that does write is stopped by that.",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0),
-    default=60.0,
-    metavar="SECONDS",
-    help="How long to wait for the writing run's answer. Default: 60.",
-)
+@answer_options
 def command(
     store: str, steps: str, keep_steps: bool, dry_run: bool, take_over: bool, timeout: float, as_json: bool
 ) -> int:
@@ -50,12 +40,9 @@ def command(
     unless with --keep-steps. Fulls stay, and so does what a tag names or another term continues from. What was
     written is read back and compared before anything else is given up. Then `ckpt gc` frees the space.
     """
-    from ckptstore.maintenance.merge import merge
-
     target = opened(store)
     with progress("merging") as advance:
-        done = merge(
-            target.journal,
+        done = target.merge(
             steps,
             keep_steps=keep_steps,
             take_over=take_over,

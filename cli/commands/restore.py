@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -12,21 +13,19 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size
 from ckptstore.cli.plans import plan_step, plan_table
 
-_FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt"}
-
 
 @make_command(
     "restore",
     examples=[
         "ckpt restore runs/gpt --out model.safetensors",
-        "ckpt restore runs/gpt --step 1000@2 --out step1000.pt",
-        "ckpt restore runs/gpt --step tag:best --select 'model.*' --out best.safetensors --force",
+        "ckpt restore runs/gpt 1000@2 --out step1000.pt",
+        "ckpt restore runs/gpt tag:best --select 'model.*' --out best.safetensors --force",
         "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
-        "ckpt restore runs/gpt --step 1000 --explain",
+        "ckpt restore runs/gpt 1000 --explain",
     ],
 )
 @STORE
-@click.option("--step", "ref", type=REF, default="latest", metavar="S[@TERM]", help="The checkpoint, or any REF.")
+@click.argument("ref", type=REF, default="latest", metavar="[REF]")
 @click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="The file to write.")
 @click.option(
     "--format",
@@ -42,7 +41,7 @@ def command(
     store: str,
     ref: str,
     out: Path | None,
-    file_format: str | None,
+    file_format: Literal["safetensors", "pt"] | None,
     select: tuple[str, ...],
     max_shard_size: int | None,
     force: bool,
@@ -60,16 +59,12 @@ def command(
         return
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
-    from ckptstore.exchange.exporting import export
-
-    chosen = file_format or _FORMATS.get(out.suffix.lower(), "safetensors")
     began = time.perf_counter()
     with progress("restoring") as advance:
-        result = export(
-            opened(store).journal,
+        result = opened(store).export(
             ref,
             out,
-            format="pt" if chosen == "pt" else "safetensors",
+            format=file_format,
             select=select or None,
             overwrite=force,
             max_shard_bytes=max_shard_size,
@@ -96,6 +91,7 @@ def command(
                 "tensors": result.tensors,
                 "bytes": result.nbytes,
                 "converted": list(result.converted),
+                "tied": [{"name": name, "as": there} for name, there in result.tied],
                 "seconds": round(seconds, 3),
             }
         )
@@ -106,9 +102,7 @@ def command(
 
 
 def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool) -> None:
-    from ckptstore.reports.explaining import explain
-
-    found = explain(opened(store).journal, ref, select or None)
+    found = opened(store).explain(ref, select or None)
     if as_json:
         emit(
             {

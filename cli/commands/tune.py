@@ -106,6 +106,11 @@ def _wasted_time(
     """
     if store is not None and paper:
         raise click.UsageError("--from and --paper both say where numbers come from; give one")
+    if plot is not None:  # before anything is measured, not after
+        from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
+
+        refuse_store(plot.resolve())
+        refuse_missing_folder(plot)
     measured = None
     if store is not None:
         from ckptstore.tuning.measuring import measure  # the engine; a model alone needs none of it

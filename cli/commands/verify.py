@@ -6,31 +6,37 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptstore.cli.arguments import STORE
+from ckptstore.cli.arguments import REF, STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, progress, size, some
+from ckptstore.errors import CorruptionError, StorageError
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.verify.verification import VerificationReport
 
-DAMAGED = 1
-"""Exit code when damage was found (an unreadable store exits with its error's own code)."""
-UNREAD = 8
-"""Exit code when nothing is damaged, but something could not be read: that of a medium that failed."""
+DAMAGED = CorruptionError.exit_code
+UNREAD = StorageError.exit_code
+"""When nothing is damaged, but something could not be read."""
 
 
 @make_command(
     "verify",
-    examples=["ckpt verify runs/gpt", "ckpt verify runs/gpt --deep", "ckpt verify runs/gpt --json && echo intact"],
+    examples=[
+        "ckpt verify runs/gpt",
+        "ckpt verify runs/gpt --deep",
+        "ckpt verify runs/gpt latest --deep           # before resuming: decodes that checkpoint, and no other",
+        "ckpt verify runs/gpt --json && echo intact",
+    ],
 )
 @STORE
-@click.option("--deep", is_flag=True, help="Decode and replay every checkpoint, too, and compare what comes out.")
-def command(store: str, deep: bool, as_json: bool) -> int:
-    """Check every byte and hash of a store.
+@click.argument("ref", type=REF, required=False, metavar="[REF]")
+@click.option("--deep", is_flag=True, help="Decode and replay, too, and compare the states that come out.")
+def command(store: str, ref: str | None, deep: bool, as_json: bool) -> int:
+    """Check every byte and hash of a store, or of one checkpoint.
 
     Reads everything, and compares what is stored with what the log promised. Names what is damaged, which checkpoints
-    that costs, and which can still be restored. Exits 1 if there is damage, 8 if there is none but something could not
-    be read.
+    that costs, and which can still be restored. With a REF, of the segments only those that it can be restored from
+    are read. Exits 4 if there is damage, 8 if there is none but something could not be read.
     """
     from ckptstore.backends import open_backend
     from ckptstore.store import Store
@@ -38,7 +44,7 @@ def command(store: str, deep: bool, as_json: bool) -> int:
     # Not `opened`: a damaged FORMAT file is a finding here, no reason to stop.
     target = Store(open_backend(store, create=False))
     with progress("verifying") as advance:
-        report = target.verify(deep=deep, progress=advance)
+        report = target.verify(ref, deep=deep, progress=advance)
     if as_json:
         emit(_json(report))
     else:
@@ -50,6 +56,7 @@ def _json(report: VerificationReport) -> dict[str, Any]:
     return {
         "ok": report.ok,
         "deep": report.deep,
+        "ref": report.ref,
         "objects": report.objects,
         "bytes": report.nbytes,
         "damage": [
@@ -72,7 +79,10 @@ def _json(report: VerificationReport) -> dict[str, Any]:
 def _print(report: VerificationReport) -> None:
     total = len(report.restorable) + len(report.lost) + len(report.unknown)
     decoded = ", each of them decoded" if report.deep else ""
-    click.echo(f"checked {size(report.nbytes)} in {report.objects:,} objects, {total:,} checkpoints{decoded}")
+    what = f"{total:,} checkpoints{decoded}" if report.ref is None else f"checkpoint {report.ref}"
+    if report.ref is not None and report.deep:
+        what += ", decoded"
+    click.echo(f"checked {size(report.nbytes)} in {report.objects:,} objects, {what}")
     for damage in report.damage:
         needed = f"  (needed by {some(damage.checkpoints)})" if damage.checkpoints else ""
         click.echo(f"{click.style('damaged', fg='red', bold=True)}  {damage.key}: {damage.what}{needed}")

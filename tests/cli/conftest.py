@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore.cli.main import cli
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
-FREE_FORM = {"exponents", "tree", "before", "after", "was"}  # members whose shape depends on the data
+FREE_FORM = {"exponents", "tree", "before", "after", "was", "metadata"}  # members whose shape depends on the data
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,11 @@ def test_commands_and_options() -> None:
 
 
 def test_refs_and_tensors_come_from_the_store(pristine: Path) -> None:
-    assert completions("inspect", pristine) == ["latest", "5@3", "4@2", "3@2", "4@1", "3@1", "2@1", "1@1"]
-    assert completions("restore", pristine, "--step", incomplete="4") == ["4@2", "4@1"]
+    assert completions("inspect", pristine) == ["latest", "tag:best", "5@3", "4@2", "3@2", "4@1", "3@1", "2@1", "1@1"]
+    assert completions("tag", pristine, incomplete="b") == ["best"]
+    assert completions("tag", pristine, "best", incomplete="5") == ["5@3"]
+    assert completions("retire", pristine, "1@1", incomplete="5") == ["5@3"]
+    assert completions("restore", pristine, incomplete="4") == ["4@2", "4@1"]
     assert completions("diff", pristine, "1", incomplete="5") == ["5@3"]
     assert completions("inspect", pristine, "--tensor", incomplete="odd") == ["odd.half", "odd.empty", "odd.z"]
     assert completions("inspect", pristine, "1@1", "--tensor", incomplete="ex") == ["extra"]
@@ -58,8 +61,8 @@ def test_a_broken_store_completes_nothing(tmp_path: Path) -> None:
 def test_the_command_answers_the_shell(pristine: Path) -> None:
     environment = os.environ | {
         "_CKPT_COMPLETE": "bash_complete",
-        "COMP_WORDS": f"ckpt restore {pristine} --step 3",
-        "COMP_CWORD": "4",
+        "COMP_WORDS": f"ckpt restore {pristine} 3",
+        "COMP_CWORD": "3",
     }
     done = subprocess.run(
         [sys.executable, "-c", "from ckptstore.cli.main import main; main()"],

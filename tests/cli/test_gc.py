@@ -78,11 +78,11 @@ def test_a_damaged_pin_keeps_everything(ckpt: Run, run: Path, litter: Path) -> N
     key = pin_key("0" * 32)
     ckptstore.open(run).backend.replace(key, b"damaged")
     outcome = ckpt("gc", run)
-    assert outcome.code == 1
+    assert outcome.code == 4
     assert f"damaged  {key}" in outcome.out
     assert (run / litter).exists()
     found = ckpt("gc", run, "--json")
-    assert found.code == 1
+    assert found.code == 4
     assert_documented(found.json, documented("ckpt gc")[0])
     assert found.json["unreadable_pins"] == [key]
 

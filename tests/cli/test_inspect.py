@@ -90,7 +90,7 @@ def test_lossy_is_said_of_what_is_lossy_and_of_nothing_else(ckpt: Run, tmp_path:
         found = ckpt("inspect", store.url, ref, "--json").json
         assert found["lossy"] == lossy
         assert [link["lossy"] for link in found["chain"]] == [False, True][: 1 + lossy]
-        restored = ckpt("restore", store.url, "--step", ref, "--out", tmp_path / f"{ref}.pt")
+        restored = ckpt("restore", store.url, ref, "--out", tmp_path / f"{ref}.pt")
         assert (f"note: {ref}@1 is lossy" in restored.err) == lossy
     assert [line.split()[1:3] for line in ckpt("log", store.url).out.splitlines()[1:]] == [
         *[["5@1", "gradient"], ["1@1", "full"]]

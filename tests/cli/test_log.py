@@ -128,3 +128,13 @@ def test_only_what_is_shown_is_described(ckpt: Run, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(checkpoints, "_described", counted)
     assert "... and 27 more" in ckpt("log", tmp_path / "many", "-n", 3).out
     assert described == [30, 29, 28]
+
+
+def test_metadata_is_shown(ckpt: Run, tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "said")
+    with store.writer() as writer:
+        writer.save({"lr": 0.5}, 1, metadata={"loss": float("nan"), "run": "a"})
+    shown = {"loss": None, "run": "a"}  # JSON has no NaN
+    assert ckpt("log", store.url, "--json").json["checkpoints"][0]["metadata"] == shown
+    assert ckpt("inspect", store.url, "--json").json["metadata"] == shown
+    assert "\nloss: nan\nrun: a\n" in ckpt("inspect", store.url).out

@@ -116,11 +116,30 @@ def test_the_error_document_is_the_documented_one(ckpt: Run, pristine: Path) -> 
     assert outcome.json["error"]["exit_code"] == outcome.code == 3
 
 
-def test_documented_exit_codes_are_the_real_ones() -> None:
-    table = DOCS.read_text().split("**Exit codes** are stable:")[1].split("\n## ")[0]
-    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)}
+def test_there_is_one_table_of_exit_codes(ckpt: Run) -> None:
     known = {kind.exit_code for kind in error_classes()}
-    assert codes == known | {0, failures.INTERNAL, failures.INTERRUPTED, failures.CLOSED_PIPE}
+    known |= {0, failures.INTERNAL, failures.INTERRUPTED, failures.CLOSED_PIPE, failures.TERMINATED}
+    assert set(errors.EXIT_CODES) == known
+    table = DOCS.read_text().split("**Exit codes** are stable:")[1].split("\n## ")[0]
+    assert [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)] == list(errors.EXIT_CODES)
+    shown = (DOCS.parents[1] / "README.md").read_text()
+    assert {int(code): text for code, text in re.findall(r"^\| (\d+) \| (.*) \|$", shown, re.M)} == {
+        code: text.replace("|", "\\|") for code, text in errors.EXIT_CODES.items()
+    }
+    listed = ckpt("--help").out.split("Exit codes:")[1]
+    assert {int(code): text for code, text in re.findall(r"^ +(\d+)  (.*)$", listed, re.M)} == errors.EXIT_CODES
+
+
+def test_the_tree_of_errors_is_the_documented_one() -> None:
+    told = re.findall(r"^[ │├└─]*(\w+Error)(?: \((\w+)\))? *(\d+)?", errors.__doc__ or "", re.M)
+    assert sorted(name for name, _, _ in told) == sorted(kind.__name__ for kind in error_classes())
+    for name, other, code in told:
+        kind = getattr(errors, name)
+        assert not other or other in [base.__name__ for base in kind.__bases__], name
+        if code:
+            assert kind.exit_code == int(code), name
+        else:
+            assert kind.exit_code == kind.__bases__[0].exit_code, name
 
 
 def test_a_note_on_an_error_is_its_hint(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:

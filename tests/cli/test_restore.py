@@ -11,13 +11,14 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented, state
 from tests.write.test_deltas import fill, trajectory
 
 
 def test_safetensors(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
-    outcome = ckpt("restore", pristine, "--step", "3@1", "--out", out)
+    outcome = ckpt("restore", pristine, "3@1", "--out", out)
     assert outcome.code == 0
     assert outcome.out.startswith(f"wrote {out}: checkpoint 3@1, 5 tensors, 11.8 KiB in ")
     assert list(tmp_path.iterdir()) == [out]
@@ -82,7 +83,7 @@ def test_damage_leaves_nothing_behind(ckpt: Run, run: Path, tmp_path: Path) -> N
         assert segment.name in outcome.err
         assert "checksum" in outcome.err
     assert list(tmp_path.iterdir()) == [run]
-    assert ckpt("restore", run, "--step", "4@2", "--out", tmp_path / "x.pt").code == 0
+    assert ckpt("restore", run, "4@2", "--out", tmp_path / "x.pt").code == 0
 
 
 def test_bad_places(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
@@ -140,3 +141,16 @@ def test_never_into_a_store(ckpt: Run, run: Path) -> None:
     assert outcome.code == 2
     assert f"is inside the checkpoint store {run}" in outcome.err
     assert (run / "FORMAT").read_bytes() == before
+
+
+def test_tied_places_are_in_the_document(ckpt: Run, tmp_path: Path) -> None:
+    weight = np.arange(4.0)
+    store = ckptstore.open(tmp_path / "tied")
+    with store.writer() as writer:
+        writer.save({"wte": weight, "head": weight}, 1)
+    found = ckpt("restore", store.url, "--out", tmp_path / "tied.safetensors", "--json").json
+    assert_documented(found, documented("ckpt restore")[0])
+    assert found["tied"] == [{"name": "head", "as": "wte"}]
+    assert ckpt("restore", store.url, "--out", tmp_path / "tied.pt", "--json").json["tied"] == []
+    (one,) = ckpt("diff", store.url, "1", "1", "--select", "head", "--all", "--json").json["tensors"]
+    assert (one["name"], one["status"]) == ("head", "same")

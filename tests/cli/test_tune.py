@@ -126,7 +126,9 @@ def test_a_plot(ckpt: Run, tmp_path: Path) -> None:
     assert outcome.json["plot"] == str(picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert ckpt("tune", "wasted-time", "--paper", "--plot", tmp_path / "wasted.xyz").code == 2
-    assert ckpt("tune", "wasted-time", "--paper", "--plot", tmp_path / "no" / "wasted.png").code == 8
+    assert ckpt("tune", "wasted-time", "--paper", "--plot", tmp_path / "no" / "wasted.png").code == 2
+    measured = ("--from", tmp_path / "nothing", "--plot", tmp_path / "no" / "wasted.png")
+    assert "/no does not exist" in ckpt("tune", "wasted-time", *measured).err, "before anything is measured"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`ckpt verify`: exit 1 on damage, and what remains."""
+"""`ckpt verify`: exit 4 on damage, and what remains."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_a_damaged_segment_is_named_with_what_it_costs(ckpt: Run, run: Path) -> 
     segment = next((run / "seg" / "0000000003").iterdir())
     flip(segment, segment.stat().st_size - 1)
     outcome = ckpt("verify", run)
-    assert outcome.code == 1
+    assert outcome.code == 4
     assert f"damaged  seg/0000000003/{segment.name}: tensor " in outcome.out
     assert "lost     5@3" in outcome.out
     assert "intact   1@1, 2@1, 3@1, 4@1, 3@2, 4@2" in outcome.out
     assert "newest checkpoint that can be restored: 4@2" in outcome.out
     found = ckpt("verify", run, "--json")
-    assert found.code == 1
+    assert found.code == 4
     assert_documented(found.json, documented("ckpt verify")[0])
     assert found.json["lost"] == ["5@3"]
     assert found.json["latest"] == "4@2"
@@ -48,9 +48,23 @@ def test_damage_of_format_and_log_is_a_finding_not_an_error(ckpt: Run, run: Path
     flip(run / "FORMAT", 20)
     flip(sorted((run / "log").iterdir())[2], 30)
     outcome = ckpt("verify", run)
-    assert outcome.code == 1
+    assert outcome.code == 4
     assert "damaged  FORMAT" in outcome.out
     assert "damaged  log/00000000000000000002" in outcome.out
+
+
+@pytest.mark.parametrize("deep", [(), ("--deep",)])
+def test_one_checkpoint(ckpt: Run, run: Path, deep: tuple[str, ...]) -> None:
+    segment = next((run / "seg" / "0000000003").iterdir())
+    flip(segment, segment.stat().st_size - 1)
+    outcome = ckpt("verify", run, "4@2", *deep)
+    assert outcome.code == 0
+    assert "checkpoint 4@2" + (", decoded" if deep else "") in outcome.out
+    found = ckpt("verify", run, "tag:best", "--json", *deep)
+    assert found.code == 4
+    assert_documented(found.json, documented("ckpt verify")[0])
+    assert (found.json["ref"], found.json["lost"], found.json["restorable"]) == ("5@3", ["5@3"], [])
+    assert ckpt("verify", run, "99").code == 3
 
 
 def test_strangers_and_orphans_are_no_damage(ckpt: Run, run: Path) -> None:
@@ -71,7 +85,7 @@ def test_segments_that_a_damaged_slot_hides_are_not_called_harmless(ckpt: Run, r
     (slot,) = [file for file in (run / "log").iterdir() if int(file.name) == 2]
     flip(slot, slot.stat().st_size // 2)
     outcome = ckpt("verify", run)
-    assert outcome.code == 1
+    assert outcome.code == 4
     assert "1 segments belong to no checkpoint (or to one that a damaged log slot hides: keep them)" in outcome.out
 
 

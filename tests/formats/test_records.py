@@ -340,5 +340,6 @@ class TestKeys:
         assert request_of(key) is None
 
     def test_tag_names(self) -> None:
+        assert not valid_tag(5)  # type: ignore[arg-type]
         assert all(map(valid_tag, ["a", "v1.0", "best/loss", "_x", "a" * 128]))
         assert not any(map(valid_tag, ["", "a b", "-a", "a:b", "a\n", "é", "a" * 129, "@"]))

@@ -204,7 +204,7 @@ import ckptstore.host.exiting as exiting
 exiting._SILENT_SECONDS = 0.2
 gate = threading.Event()
 store, writer = fill(path, [1], max_in_flight=4)
-writer.drain()
+writer.wait()
 writer._submit(lambda: gate.wait(float(sys.argv[2])))
 for step in (2, 3):
     writer.save_async(state(step), step)
@@ -258,7 +258,7 @@ def train():
         writer.save(state(2), 2)
     except ckptstore.WriterClosedError as error:
         print(error, flush=True)
-writer.drain()
+writer.wait()
 threading.Thread(target=train).start()
 """
     done = run(code, tmp_path / "store")

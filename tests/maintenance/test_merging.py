@@ -27,11 +27,11 @@ from ckptstore.errors import (
 )
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.log import requests
+from ckptstore.log.authors import Successor
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.merge import Merged, merge
 from ckptstore.maintenance.merge import preparing as preparing_module
-from ckptstore.maintenance.merge.authors import Successor
 from ckptstore.segments import packed
 from ckptstore.store import Store
 from ckptstore.write.deltas import DeltaOptions
@@ -641,8 +641,8 @@ def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.
     before = segments(store)
 
     class Late(Successor):
-        def __init__(self, store: Store) -> None:
-            super().__init__(store)
+        def __init__(self, store: Store, purpose: str) -> None:
+            super().__init__(store, purpose)
             with Store(store.backend).writer(poll_seconds=None):
                 pass
 

@@ -125,10 +125,10 @@ def test_beside_a_trainer(tmp_path: Path) -> None:
             truth[step] = trainer.frozen()
             writer.save_async(trainer.state(), step, updates=trainer.updates())
             if step == 12:  # 1, 2-4, 5-7, 8-10; two steps wait
-                writer.flush()
+                writer.wait()
                 assert merge(Journal(store.backend), "2..9", keep_steps=True, timeout=60).answer == "accepted"
             if step == 18:
-                writer.flush()
+                writer.wait()
                 done = merge(Journal(store.backend), "13..latest", timeout=60)
                 assert done.answer == "accepted"
                 assert done.last == "18@1"

@@ -184,3 +184,39 @@ def test_the_rest_of_the_state() -> None:
 def test_order_and_type_of_containers_are_state(a: Any, b: Any) -> None:
     assert compare_state(both(a, b).journal, 1, 2) == [StateDifference("", "changed", None, None)]
     assert compare_state(both(a, a).journal, 1, 2) == []
+
+
+class TestTied:
+    """A tied tensor answers to each of its places, as in `Store.load`."""
+
+    @pytest.fixture
+    def store(self) -> ckptstore.Store:
+        one, other = np.arange(4.0), np.arange(4.0) + 1
+        tied = {"wte": one, "head": one, "norm": np.ones(2)}
+        untied = {"wte": one.copy(), "head": other, "norm": np.ones(2)}
+        store = both(tied, {"wte": other, "head": other, "norm": np.ones(2)})
+        with store.writer(poll_seconds=None) as writer:
+            writer.save(untied, step=3)
+        return store
+
+    def found(self, store: ckptstore.Store, *arguments: Any) -> list[tuple[str, str]]:
+        return [(one.name, one.status) for one in store.compare(*arguments)]
+
+    def test_by_any_of_its_places(self, store: ckptstore.Store) -> None:
+        assert self.found(store, 1, 2, "head") == [("head", "changed")]
+        assert self.found(store, 1, 2, "wte") == [("wte", "changed")]
+        assert self.found(store, 1, 2, ["head", "n*"]) == [("head", "changed"), ("norm", "same")]
+
+    def test_once(self, store: ckptstore.Store) -> None:
+        assert self.found(store, 1, 2) == self.found(store, 1, 2, "*") == [("wte", "changed"), ("norm", "same")]
+
+    def test_tied_in_one_alone(self, store: ckptstore.Store) -> None:
+        for select in ("*", None):
+            assert self.found(store, 1, 3, select) == [("wte", "same"), ("head", "changed"), ("norm", "same")]
+        assert self.found(store, 3, 1, "head") == [("head", "changed")]
+        (head,) = store.compare(1, 3, "head")
+        assert (head.norm_diff, head.elements_changed) == (2.0, 4)
+
+    def test_nowhere(self, store: ckptstore.Store) -> None:
+        with pytest.raises(TensorNotFoundError, match=r"1@.* or 2@.*: no tensor matches 'tail'"):
+            store.compare(1, 2, "tail")

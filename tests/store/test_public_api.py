@@ -6,14 +6,19 @@ import ast
 import importlib
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import ckptstore
 
 EXPECTED = [
+    "Backend",
+    "ChainLink",
+    "CheckpointDescription",
     "CheckpointInfo",
     "CheckpointNotFoundError",
     "CkptError",
+    "Collected",
     "CommitUnknownError",
     "CorruptLogError",
     "CorruptSegmentError",
@@ -22,22 +27,48 @@ EXPECTED = [
     "DeltaOptions",
     "DeterminismWarning",
     "DiffOptions",
+    "Explanation",
+    "ExportResult",
     "FencedError",
+    "FlatState",
+    "ForeignObjectError",
     "FormatError",
+    "FormatFile",
+    "Holder",
+    "ImportedFile",
     "IncompatibleFormatError",
+    "KeyExistsError",
+    "KeyNotFoundError",
+    "Lineage",
     "LossyWarning",
     "LostStepsWarning",
+    "Merged",
     "MissingDependencyError",
     "NotFoundError",
     "PendingSave",
+    "Plan",
+    "PlanStep",
+    "Progress",
     "ReadOnlyError",
+    "RequestError",
+    "RequestRefusedError",
+    "RequestTimeoutError",
     "RestoreBound",
+    "RestoreCost",
+    "Retired",
+    "SegmentDoc",
+    "SegmentEntry",
+    "StateDifference",
     "StepOrderError",
     "StorageError",
     "Store",
     "StoreNotFoundError",
     "StoreReplacedError",
+    "TensorDescription",
+    "TensorDifference",
+    "TensorEntry",
     "TensorNotFoundError",
+    "TensorStatistics",
     "TermInfo",
     "UnexplainedStepWarning",
     "UnpinnedWarning",
@@ -47,6 +78,7 @@ EXPECTED = [
     "Update",
     "UsageError",
     "VerificationReport",
+    "View",
     "Writer",
     "WriterClosedError",
     "WriterError",
@@ -125,3 +157,106 @@ def test_the_packages_list_is_the_tree() -> None:
         for init in (root / folder).rglob("__init__.py")
     }
     assert set(config["packages"]) == found
+
+
+def imported_modules() -> set[str]:
+    """What the installed package imports of others, at the top of a module or on demand."""
+    root = Path(__file__).parents[2]
+    found: set[str] = set()
+    for folder in ("ckptstore", "cli", "formats"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+                    found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"ckptstore", "_typeshed"}
+
+
+def test_what_is_declared_is_what_is_imported() -> None:
+    import re
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[<>=\[]", one)[0] for one in requirements}
+
+    extras = project["optional-dependencies"]
+    optional = names([*extras["torch"], *extras["plot"], *extras["fast"]])
+    assert imported_modules() - optional == names(project["dependencies"])
+    assert optional <= imported_modules()
+
+
+def public_methods() -> list[tuple[str, types.FunctionType]]:
+    """Every function that a user of a `Store`, a `Writer` or a `PendingSave` may call, properties among them."""
+    found: list[tuple[str, types.FunctionType]] = [("open", ckptstore.open), ("verify", ckptstore.verify)]
+    for kind in (ckptstore.Store, ckptstore.Writer, ckptstore.PendingSave):
+        for name, member in vars(kind).items():
+            function = member.fget if isinstance(member, property) else member
+            if not name.startswith("_") and isinstance(function, types.FunctionType):
+                found.append((f"{kind.__name__}.{name}", function))
+    return found
+
+
+def ours(annotation: object) -> set[type]:
+    """The types of this project in an annotation."""
+    import typing
+
+    found = {one for argument in typing.get_args(annotation) for one in ours(argument)}
+    if isinstance(annotation, list | tuple):  # the arguments of a Callable
+        found |= {one for argument in annotation for one in ours(argument)}
+    if isinstance(annotation, type) and annotation.__module__.startswith("ckptstore."):
+        found.add(annotation)
+    return found
+
+
+def test_every_type_that_a_public_method_takes_or_returns_is_public() -> None:
+    """A user can write it down: annotate with it, test for it, read its attributes' documentation."""
+    import typing
+
+    names = everything_named()
+    seen: set[type] = set()
+    for where, function in public_methods():
+        hints = typing.get_type_hints(function, names | function.__globals__)
+        assert "return" in hints, where
+        for kind in (one for hint in hints.values() for one in ours(hint)):
+            assert getattr(ckptstore, kind.__name__, None) is kind, f"{where}: {kind} is not in ckptstore"
+            seen.add(kind)
+    assert {ckptstore.Store, ckptstore.Writer, ckptstore.CheckpointInfo, ckptstore.Merged, ckptstore.Update} <= seen
+    assert len(public_methods()) > 30
+
+
+def test_every_public_function_is_documented() -> None:
+    for where, function in public_methods():
+        assert function.__doc__, where
+
+
+def everything_named() -> dict[str, object]:
+    """Names of annotations that are imported for type checkers only."""
+    import numpy.typing as npt
+
+    names: dict[str, object] = {"npt": npt, "Path": Path}
+    for file in ("store.py", "write/writer.py"):
+        for node in ast.walk(ast.parse((Path(ckptstore.__file__).parent / file).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckptstore"):
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    names[alias.asname or alias.name] = getattr(module, alias.name, None)
+    return names
+
+
+def test_errors_say_where_they_live() -> None:
+    """A traceback reads ckptstore.errors.X, which is what can be imported."""
+    from ckptstore import errors
+
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type):
+            assert (kind.__module__, kind.__qualname__) == ("ckptstore.errors", name)
+            assert getattr(ckptstore, name) is kind
+    out = run(
+        "import ckptstore, traceback\n"
+        "try: ckptstore.open('memory://none', create=False)\n"
+        "except ckptstore.StoreNotFoundError as error: print(traceback.format_exception_only(error)[0])"
+    )
+    assert out.startswith("ckptstore.errors.StoreNotFoundError: ")

@@ -195,8 +195,9 @@ class TestSelection:
             for refuse in (writer.save, writer.save_async):
                 with pytest.raises(StepOrderError, match="a whole number from 0"):
                     refuse({"n": 1}, step)
-            with pytest.raises(StepOrderError, match="a whole number from 0"):
-                writer.tag("best", step)
+            if step != "7":  # that is a REF
+                with pytest.raises(StepOrderError, match="a whole number from 0"):
+                    writer.tag("best", step)
         if step != "7":
             with pytest.raises(UsageError, match="is no REF; use latest"):
                 store.load(step)
@@ -544,9 +545,9 @@ class TestFailures:
             with pytest.raises(ckptstore.StorageError, match=r"the 2\. segment"):
                 pending[1].result()
             with pytest.raises(ckptstore.StorageError, match=r"the 1\. segment") as caught:
-                writer.drain()  # seeing one of them hides no other
+                writer.wait()  # seeing one of them hides no other
             assert caught.value.__notes__ == ["step 3 was not saved, either: [Errno 28] no space for the 3. segment"]
-            writer.drain()
+            writer.wait()
             writer.save({"w": torch.zeros(4)}, step=2)
 
     def test_a_failure_that_was_seen_does_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,7 +659,7 @@ class TestFailures:
 
 
 def _misuse(writer: Any) -> None:
-    for call in (lambda: writer.save({}, 9), lambda: writer.save_async({}, 9), writer.drain):
+    for call in (lambda: writer.save({}, 9), lambda: writer.save_async({}, 9), writer.wait):
         with pytest.raises(ckptstore.WriterClosedError, match="fork"):
             call()
     writer.close()

@@ -288,12 +288,12 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
     with store.writer(deltas=3, poll_seconds=None) as writer:
         first = writer.save(states[0], step=1)
         asked = requests.post(store.journal, writer.term, "retire", retires=[(first.term, 1)], drops=first.segments)
-        writer.drain()
+        writer.wait()
         writer.tag("nothing", 1)
         # Answered by the upkeep that follows the next save, which is still a delta of the base and keeps it needed.
         second = writer.save(states[1], step=2)
         assert second.kind == "delta"
-        writer.drain()
+        writer.wait()
         assert requests.outcome(store.view().catalog, asked).answer == "refused"
         drops = [*first.segments, *second.segments]
         nodes = [(first.term, 1), (first.term, 2)]
@@ -432,7 +432,7 @@ def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
         before = state["w"].clone()
         state["w"].add_(1)  # training goes on
         changed.set()
-        writer.drain()
+        writer.wait()
         info = writer.save({"w": before + 1e-4}, step=2)
     assert info.kind == "full"
     same({"w": before}, store.load(1))

@@ -251,7 +251,7 @@ def test_save_writes_what_waits(tmp_path: Path) -> None:
         assert [info.step for info in store.checkpoints()] == [1, 2, 3, 4, 5]
         trainer.train()
         last = writer.save_async(trainer.state(), 6)
-        writer.flush()
+        writer.wait()
         assert last.done()
         trainer.train()
         writer.save_async(trainer.state(), 7, updates=trainer.updates())
@@ -304,8 +304,8 @@ def test_a_tag_of_a_step_whose_batch_fails(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(batcher, "write_batch", broken)
         with pytest.raises(ckptstore.StorageError, match="the disk is gone"):
             writer.tag("two", 2)
-        writer.drain()  # who tagged was told
-        with pytest.raises(ckptstore.UsageError, match="not promised"):
+        writer.wait()  # who tagged was told
+        with pytest.raises(ckptstore.CheckpointNotFoundError, match="no checkpoint of step 2"):
             writer.tag("two", 2)
 
 
@@ -342,9 +342,9 @@ def test_a_failed_batch_fails_each_of_its_steps(tmp_path: Path, monkeypatch: pyt
         with monkeypatch.context() as patched:
             patched.setattr(batcher, "write_batch", broken)
             with pytest.raises(ckptstore.StorageError, match="the disk is gone") as caught:
-                writer.flush()
-        assert "steps 2 to 4, which waited for their batch, were not saved" in caught.value.__notes__
-        writer.drain()  # does not say again what flush said
+                writer.wait()
+        assert caught.value.__notes__ == ["steps 2 to 4, which waited for their batch, were not saved"]
+        writer.wait()  # does not say it again
         for one in pending[1:]:
             with pytest.raises(ckptstore.StorageError):
                 one.result()
@@ -365,7 +365,7 @@ def test_a_term_that_was_not_closed_says_what_may_be_missing(tmp_path: Path) -> 
     for step in range(1, 6):
         trainer.train()
         first.save_async(trainer.state(), step, updates=trainer.updates())
-    first.drain()
+    first.wait()
     trainer.train()
     lost = first.save_async(trainer.state(), 6, updates=trainer.updates())
     with pytest.warns(ckptstore.LostStepsWarning, match=r"term 1 ended without closing: up to 50 steps after 5 .* 5@1"):
@@ -389,7 +389,7 @@ def test_going_back_on_purpose_loses_nothing(tmp_path: Path) -> None:
         for step in range(1, 6):
             trainer.train()
             first.save_async(trainer.state(), step, updates=trainer.updates())
-        first.flush()
+        first.wait()
         assert not store.view().catalog.terms[1].extra, "it was not closed"
         store.writer(parent=2).close()  # warnings are errors
         store.writer(parent="4@1").close()
@@ -409,15 +409,15 @@ def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path) -> None:
     first = store.writer(diffs=options)
     save(first)
     save(first)
-    first.settle()
+    first._settle()
     second = store.writer(diffs=options)  # no warning: everything is there
     save(second)
     save(second)
-    second.settle()
+    second._settle()
     save(second)
     save(second)
     save(second)
-    second.drain()
+    second.wait()
     save(second)
     with pytest.warns(ckptstore.LostStepsWarning, match="up to 3 steps after 7"):
         third = store.writer(diffs=options)

@@ -47,7 +47,7 @@ def test_steps_that_overtake_each_other(tmp_path: Path, accumulate: Any) -> None
         truth[5] = trainer.frozen()
         pending.append(writer.save_async(trainer.state(), 5, updates=slow))
         save(7)
-        writer.flush()
+        writer.wait()
         for one in pending:
             one.result()
     assert verify(store).ok
@@ -242,7 +242,7 @@ def test_a_writer_that_cannot_settle_leaves_the_others_their_signal(tmp_path: Pa
         def broken() -> None:
             raise RuntimeError("no thread to be had")
 
-        writers[1].settle = broken  # type: ignore[method-assign]
+        writers[1]._settle = broken  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGTERM)
         assert handed_on.wait(30)
         for number in (0, 2):

@@ -86,7 +86,7 @@ def test_commits_may_finish_out_of_order(store: ckptstore.Store) -> None:
 def test_a_step_that_failed_may_be_tried_again(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1)
-        writer.drain()
+        writer.wait()
         with monkeypatch.context() as patched:
             patched.setattr(store.backend, "open_sink", lambda *_: (_ for _ in ()).throw(ckptstore.StorageError("no")))
             with pytest.raises(ckptstore.StorageError):
@@ -156,7 +156,7 @@ def test_rollback_to_what_is_not_there_changes_nothing(store: ckptstore.Store) -
 def test_a_writer_that_is_over_fences_nobody_by_rolling_back(store: ckptstore.Store) -> None:
     with store.writer(poll_seconds=None) as old:
         save(old, 1, 2)
-        old.drain()
+        old.wait()
         with Store(store.backend).writer(poll_seconds=None) as new:
             with pytest.raises(ckptstore.FencedError, match="term 1 is over: term 2 was opened after it"):
                 old.rollback(1)
@@ -168,7 +168,7 @@ def test_a_writer_that_is_over_fences_nobody_by_rolling_back(store: ckptstore.St
 def test_rollback_says_first_what_was_not_saved(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1)
-        writer.drain()
+        writer.wait()
         with monkeypatch.context() as patched:
             patched.setattr(store.backend, "open_sink", lambda *_: (_ for _ in ()).throw(ckptstore.StorageError("no")))
             save(writer, 2)
@@ -210,7 +210,7 @@ def test_an_interrupted_rollback_saves_nothing_as_what_it_is_not(
     """Whoever goes on after Ctrl-C is in one term or in the other, or is told that there is neither."""
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1, 2)
-        writer.drain()
+        writer.wait()
         gate = threading.Event()
 
         def interrupted(term: Any, parent: Any) -> None:
@@ -233,7 +233,7 @@ def test_a_writer_that_does_not_know_what_it_committed_begins_no_term(
     """Only opening the store anew finds out."""
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1)
-        writer.drain()
+        writer.wait()
 
         def unknown(_: Any) -> int:
             raise ckptstore.CommitUnknownError("slot 2 may or may not be committed")

@@ -49,8 +49,7 @@ def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
         lambda: writer.save_async({"w": np.ones(5)}, 2),
         lambda: writer.save({"w": object()}, 2),  # that it could not be stored either is not what is wrong
         lambda: writer.tag("late", 1),
-        writer.flush,
-        writer.drain,
+        writer.wait,
     ):
         with pytest.raises(ckptstore.WriterClosedError, match="closed"):
             call()
@@ -127,7 +126,7 @@ def test_steps_that_wait_are_not_written_once_the_term_is_over(store: ckptstore.
     before = store.backend.list("seg/")
     fence(store, writer)
     with pytest.raises(ckptstore.FencedError):
-        writer.flush()
+        writer.wait()
     with pytest.raises(ckptstore.FencedError):
         waiting.result(60)
     writer.close()
@@ -306,8 +305,56 @@ def _misuse(writer: ckptstore.Writer) -> None:
         lambda: writer.save({"w": np.ones(4)}, 2),
         lambda: writer.save_async(LARGE, 2),
         lambda: writer.tag("late", 1),
-        writer.flush,
-        writer.drain,
+        writer.wait,
     ):
         with pytest.raises(ckptstore.WriterClosedError, match="fork"):
             call()
+
+
+class TestWaiting:
+    def test_everything_given_is_durable(self, store: ckptstore.Store) -> None:
+        with store.writer(poll_seconds=None, max_in_flight=3) as writer:
+            pending = [writer.save_async({"w": np.full(5, float(step))}, step) for step in (1, 2, 3)]
+            writer.wait()
+            assert all(one.done() for one in pending)
+            assert [info.step for info in store.checkpoints()] == [1, 2, 3]
+
+    def test_the_exception_is_there_to_be_asked_for(
+        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any) -> Any:
+            raise ckptstore.StorageError("the disk is full")
+
+        with store.writer(poll_seconds=None) as writer:
+            assert writer.save_async({"w": np.ones(5)}, 1).exception() is None
+            gate = threading.Event()
+            writer._submit(gate.wait)
+            with monkeypatch.context() as patched:
+                patched.setattr(type(store.backend), "open_sink", full)
+                failed = writer.save_async({"w": np.ones(5)}, 2)
+                for ask in (failed.result, failed.exception):
+                    with pytest.raises(TimeoutError, match="step 2 is not durable after 0"):
+                        ask(0.01)
+                gate.set()
+                error = failed.exception(60)
+            assert isinstance(error, ckptstore.StorageError)
+            assert failed.exception() is error
+            with pytest.raises(ckptstore.StorageError, match="the disk is full"):
+                failed.result()
+            writer.wait()  # whoever asked was told
+
+
+def test_steps_and_refs_may_be_numpy_integers(store: ckptstore.Store) -> None:
+    with store.writer() as writer:
+        assert writer.save({"w": np.ones(5)}, np.int64(1)).step == 1
+        pending = writer.save_async({"w": np.ones(5)}, np.uint8(2))
+        assert (pending.step, type(pending.step)) == (2, int)
+        writer.wait()
+        writer.tag("two", np.int32(2))
+        assert writer.rollback(np.int64(1)).ref == "1@1"
+        with pytest.raises(ckptstore.StepOrderError, match="a whole number"):
+            writer.save({"w": np.ones(5)}, np.float64(2))
+    assert store.checkpoint("tag:two").step == store.checkpoint(np.int64(2)).step == 2
+    with store.writer(parent=np.int64(2)) as writer:
+        assert writer.parent is not None
+        assert writer.parent.ref == "2@1"

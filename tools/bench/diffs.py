@@ -159,7 +159,7 @@ def through_the_store(series: Series, batch: int, folder: Path) -> Measured:
             began = time.process_time()
             for number, (state, updates) in enumerate(zip(series.states[1:], series.updates, strict=True), 2):
                 writer.save_async(state | {"step": number}, number, updates=updates)  # type: ignore[operator]
-            writer.flush()
+            writer.wait()
             encoded = time.process_time() - began
         diffs = {entry.key for entry, doc in store.describe(number) if doc.kind == "gradient"}
         stored = sum((Path(place) / key).stat().st_size for key in diffs)

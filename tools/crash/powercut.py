@@ -149,7 +149,7 @@ def _term(store: Store, parent: str, kind: str, chance: random.Random, tell: Cal
             if chance.random() < 0.3:  # else the next save's fsync follows at once, and hides much
                 time.sleep(chance.random() * SLOWEST / 5)
         if diffs is not None:
-            writer.flush()
+            writer.wait()
             told(everything=True)
         writer.tag("newest", step)
     return written

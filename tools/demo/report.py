@@ -49,7 +49,7 @@ def conclude(console: Console, outcome: Outcome, out: OutputFolder) -> None:
         f"ckpt log {out.store}",
         f"ckpt inspect {out.store} {middle} --tensor model.tokens.weight",
         f"ckpt diff {out.store} {middle} latest",
-        f"ckpt restore {out.store} --step {step} --out {out.root / f'step-{step}.safetensors'}",
+        f"ckpt restore {out.store} {step} --out {out.root / f'step-{step}.safetensors'}",
     ):
         console.print(f"  {command}", highlight=False, soft_wrap=True)
 

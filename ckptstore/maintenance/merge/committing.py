@@ -18,10 +18,10 @@ from typing import Final, Literal
 
 from ckptstore.errors import FencedError, ReadOnlyError
 from ckptstore.formats.records import Node
+from ckptstore.log.authors import Author, Requester, Successor
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
-from ckptstore.maintenance.merge.authors import Author, Requester, Successor
 from ckptstore.maintenance.merge.costs import RestoreCost
 from ckptstore.maintenance.merge.prepared import Method, Prepared
 from ckptstore.maintenance.merge.preparing import Work
@@ -107,7 +107,7 @@ def merge(
     select_range(read(journal).catalog, text, keep_steps=keep_steps)  # says what is wrong before anybody is fenced
     author: Author | None = None
     if not dry_run:
-        author = Successor(journal) if take_over else Requester(journal, timeout)
+        author = Successor(journal, "merge") if take_over else Requester(journal, timeout)
     owned = None if author is None else author.owned
     with Work(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, text, keep_steps=keep_steps, tries=1 if owned is not None else _TRIES)

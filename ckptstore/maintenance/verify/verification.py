@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Final
 
@@ -30,6 +30,7 @@ from ckptstore.formats.records import (
 )
 from ckptstore.host.buffers import Staging
 from ckptstore.host.task_pool import sweep
+from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import exists, read
@@ -39,6 +40,7 @@ from ckptstore.maintenance.verify.descriptions import Descriptions, reading_orde
 from ckptstore.maintenance.verify.findings import BytesDone, Damage, Findings, Unread
 from ckptstore.maintenance.verify.log_check import Link, check_log
 from ckptstore.maintenance.verify.lost_checkpoints import casualties
+from ckptstore.maintenance.verify.one_checkpoint import restricted
 from ckptstore.maintenance.verify.stored_bytes import scrubbing
 from ckptstore.restore.plan import Plan, plan_all
 
@@ -69,6 +71,7 @@ class VerificationReport:
         objects: how many objects were checked.
         nbytes: how many bytes were checked.
         deep: whether everything was decoded.
+        ref: REF of the one checkpoint that was asked for, and of whose segments alone all this is; None: all.
     """
 
     damage: tuple[Damage, ...]
@@ -82,6 +85,7 @@ class VerificationReport:
     objects: int
     nbytes: int
     deep: bool
+    ref: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -91,6 +95,7 @@ class VerificationReport:
 
 def verify(
     journal: Journal,
+    ref: str | int | None = None,
     *,
     deep: bool = False,
     progress: BytesDone | None = None,
@@ -100,6 +105,7 @@ def verify(
 
     Args:
         journal: the store's.
+        ref: check the log, and of the segments only those that this checkpoint can be restored from.
         deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on one
             full, and for each thread a payload and a few chunks.
         progress: called as bytes are done.
@@ -107,6 +113,7 @@ def verify(
 
     Raises:
         StoreNotFoundError: there is none.
+        CheckpointNotFoundError: nothing answers to `ref`.
         StorageError: the medium failed where nothing else can be said (a listing, the log).
     """
     threads = min(4, os.cpu_count() or 1) if threads is None else threads
@@ -116,7 +123,10 @@ def verify(
     found = Findings(0, progress)
     format_file = _format(journal, keys, found)
     journal = Journal(journal.backend, format_file)
-    catalog = _history(journal, keys, found)
+    everything = catalog = _history(journal, keys, found)
+    if ref is not None:
+        target = refs.resolve(everything, ref)
+        ref, catalog = target.ref, restricted(everything, target.node)
     planned = plan_all(catalog)
     plans = {node: plan for node, plan in planned.items() if isinstance(plan, Plan)}
     chosen = chosen_encodings(plans)
@@ -132,7 +142,11 @@ def verify(
     sweep(tasks, threads, "ckptstore-verify")
     descriptions.compare_bases(chosen)
     prove(journal.backend, catalog, roots, found, threads)
-    return _report(journal, catalog, plans, keys, found, deep)
+    report = _report(journal, catalog, plans, keys, found, deep)
+    if ref is None:
+        return report
+    committed = {segment.key for segment in everything.segments.values()}
+    return replace(report, ref=ref, orphans=tuple(key for key in report.orphans if key not in committed))
 
 
 def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:

@@ -6,15 +6,15 @@ The committer's thread alone uses it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import FAST_POLICY, Policy
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.threads import Workers
@@ -22,6 +22,7 @@ from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.deltas import MemoryBase
 from ckptstore.write.encoding import Choices
+from ckptstore.write.ledger import Labels
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.batch_segments import write_batch
 from ckptstore.write.steps.encoding import EncodedStep, StepChoices, encode_step
@@ -29,6 +30,8 @@ from ckptstore.write.steps.gradient_sum import Sums
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Adapting", "DiffOptions", "Diffs", "Waiting", "Written"]
+
+_UNLABELLED: Final = Labels()
 
 
 class Pair(Protocol):
@@ -76,7 +79,8 @@ class DiffOptions:
         policy: which codecs tensors get that no optimizer moves.
         accumulate: ``concatenate``: every step of a batch is a checkpoint, exact. ``sum``: their gradients are added
             up and applied as one step; the batch's last step is its only checkpoint, *lossy* under every optimizer,
-            and is marked so wherever it appears. Saves of the other steps answer with that one.
+            and is marked so wherever it appears. Saves of the other steps answer with that one, their tags name it, and
+            its metadata are the last step's.
         controller: chooses `full_every` and `batch` instead, and changes them when a full is due: a
             `tuning.Controller` is told how long fulls take and how long training has run.
     """
@@ -113,21 +117,24 @@ class Waiting:
 
     Attributes:
         coded: how it will be stored; None where gradients are summed up.
+        labels: what is said of it.
     """
 
     step: int
     time: float
     done: Future[CheckpointInfo]
     coded: EncodedStep | None
+    labels: Labels
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the COMMIT of a batch adds, and for each step that waited the checkpoint that it became."""
+    """What the COMMIT of a batch adds, and for each step that waited the checkpoint that it became; tags name those."""
 
     segments: tuple[SegmentEntry, ...]
     encodings: tuple[Encoding, ...]
     became: tuple[CheckpointEntry, ...]
+    tags: Mapping[str, Node]
 
     @property
     def checkpoints(self) -> tuple[CheckpointEntry, ...]:
@@ -196,7 +203,14 @@ class Diffs:
         self._depth = 0
         self._incomplete = False
 
-    def add(self, snapshot: Snapshot, updates: Sequence[Update], step: int, done: Future[CheckpointInfo]) -> bool:
+    def add(
+        self,
+        snapshot: Snapshot,
+        updates: Sequence[Update],
+        step: int,
+        done: Future[CheckpointInfo],
+        labels: Labels = _UNLABELLED,
+    ) -> bool:
         """Code a step; it waits for its batch -> whether the batch is full. Takes `snapshot` over.
 
         Raises:
@@ -212,11 +226,11 @@ class Diffs:
                 raise
             self._depth += 1
             self._keep_latest(snapshot)
-            self.waiting.append(Waiting(step, time.time(), done, None))
+            self.waiting.append(Waiting(step, time.time(), done, None, labels))
             return len(self.waiting) >= self.batch
         coded = self._encode(snapshot, updates, step)
         self._depth += 1
-        self.waiting.append(Waiting(step, time.time(), done, coded))
+        self.waiting.append(Waiting(step, time.time(), done, coded, labels))
         self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
         return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
@@ -240,13 +254,14 @@ class Diffs:
         )
         last = self.waiting[-1]
         became = tuple(
-            self._entry(one.coded or coded[-1], one.time if one.coded is not None else last.time)
-            for one in self.waiting
+            self._entry(coded[-1], last) if one.coded is None else self._entry(one.coded, one) for one in self.waiting
         )
-        return Written(segments, encodings, became)
+        tags = {name: entry.node for one, entry in zip(self.waiting, became, strict=True) for name in one.labels.tags}
+        return Written(segments, encodings, became, tags)
 
-    def _entry(self, coded: EncodedStep, moment: float) -> CheckpointEntry:
-        return CheckpointEntry(self._term, coded.step, coded.state, moment, coded.tensors, coded.nbytes)
+    def _entry(self, coded: EncodedStep, one: Waiting) -> CheckpointEntry:
+        tensors, nbytes, extra = coded.tensors, coded.nbytes, one.labels.extra
+        return CheckpointEntry(self._term, coded.step, coded.state, one.time, tensors, nbytes, extra)
 
     def _encode(self, snapshot: Snapshot, updates: Sequence[Update], step: int, *, lossy: bool = False) -> EncodedStep:
         assert self._previous is not None

@@ -1,4 +1,4 @@
-"""Who puts a merge into the log: the live writer, who is asked, or this process, which takes the store over."""
+"""Who commits a change that no writer made: the live writer, who is asked, or this process, which takes over."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Requester:
             retires=change.retires,
             tags=change.tags,
         )
-        crash_point("merge.posted")
+        crash_point("request.posted")
         return requests.wait(self._journal, request, timeout=self._timeout)
 
     def catalog(self) -> Catalog:
@@ -77,8 +77,11 @@ class Requester:
 class Successor:
     """Opens a term that continues from the latest checkpoint, which fences whoever wrote before."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, purpose: str) -> None:
         """Take the store over.
+
+        Args:
+            purpose: what for, in a word that the log keeps.
 
         Raises:
             FencedError: others opened terms first, every time.
@@ -86,7 +89,7 @@ class Successor:
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
         journal.backend.probe()
-        info = {"version": __version__, "host": platform.node(), "pid": os.getpid(), "for": "merge"}
+        info = {"version": __version__, "host": platform.node(), "pid": os.getpid(), "for": purpose}
         self._term = open_term(journal, _latest, info)
         self.owned: int | None = self._term.number
 

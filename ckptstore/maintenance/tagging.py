@@ -1,0 +1,72 @@
+"""Tags: names for checkpoints, of any term, beside a live writer or without one."""
+
+from __future__ import annotations
+
+from ckptstore.errors import CheckpointNotFoundError, UsageError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import Node, valid_tag
+from ckptstore.log import refs
+from ckptstore.log.change import Change
+from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
+from ckptstore.maintenance.changing import change
+
+__all__ = ["tag", "tags", "untag"]
+
+
+def tag(
+    journal: Journal, name: str, ref: str | int, *, take_over: bool = False, timeout: float | None = 60.0
+) -> CheckpointInfo:
+    """Name the checkpoint that `ref` names now; a tag that exists moves -> the checkpoint.
+
+    Raises:
+        UsageError: no tag name.
+        CheckpointNotFoundError: nothing answers to `ref`.
+        as `changing.change`.
+    """
+    _check_name(name)
+    # Once: what is latest when somebody answers is not what was meant.
+    node = refs.resolve(read(journal).catalog, ref).node
+
+    def plan(catalog: Catalog) -> Change | None:
+        _entry(catalog, node)
+        return None if catalog.tags.get(name) == node else Change(tags={name: node})
+
+    what = f"tag {node[1]}@{node[0]} as {name!r}"
+    catalog = change(journal, what, plan, take_over=take_over, timeout=timeout)
+    return describe_checkpoint(catalog, catalog.checkpoints[_entry(catalog, node)])
+
+
+def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: float | None = 60.0) -> None:
+    """Remove a tag; the checkpoint stays.
+
+    Raises:
+        CheckpointNotFoundError: there is no such tag.
+        as `changing.change`.
+    """
+    _check_name(name)
+    refs.resolve(read(journal).catalog, f"tag:{name}")  # says which there are
+
+    def plan(catalog: Catalog) -> Change | None:
+        return Change(tags={name: None}) if name in catalog.tags else None
+
+    change(journal, f"remove tag {name!r}", plan, take_over=take_over, timeout=timeout)
+
+
+def tags(journal: Journal) -> dict[str, CheckpointInfo]:
+    """Every tag, by name, and what it names."""
+    catalog = read(journal).catalog
+    live = {name: catalog.checkpoints.get(node) for name, node in sorted(catalog.tags.items())}
+    return {name: describe_checkpoint(catalog, entry) for name, entry in live.items() if entry is not None}
+
+
+def _check_name(name: str) -> None:
+    if not valid_tag(name):
+        raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
+
+
+def _entry(catalog: Catalog, node: Node) -> Node:
+    if node not in catalog.checkpoints:
+        raise CheckpointNotFoundError(f"{node[1]}@{node[0]} was retired meanwhile")
+    return node

@@ -1,0 +1,47 @@
+"""``ckpt retire``: checkpoints that are promised no longer."""
+
+from __future__ import annotations
+
+import click
+
+from ckptstore.cli.arguments import REF, STORE, answer_options, opened
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import emit, note, size, some
+
+
+@make_command(
+    "retire",
+    examples=[
+        "ckpt retire runs/gpt 1000 2000@1 --dry-run",
+        "ckpt retire runs/gpt 1000 2000@1            # a training run is writing: it is asked",
+        "ckpt retire runs/gpt 1000 --take-over && ckpt gc runs/gpt",
+    ],
+)
+@STORE
+@click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
+@click.option("--dry-run", is_flag=True, help="Change nothing: show what would become of them.")
+@answer_options
+def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, timeout: float, as_json: bool) -> None:
+    """Promise checkpoints no longer.
+
+    Not the latest, and none that has a tag. What others build on stays stored; the rest `ckpt gc` deletes.
+    """
+    done = opened(store).retire(*refs, dry_run=dry_run, take_over=take_over, timeout=timeout)
+    if as_json:
+        emit(
+            {
+                "store": store,
+                "dry_run": dry_run,
+                "retired": list(done.retired),
+                "kept": list(done.kept),
+                "dropped": list(done.dropped),
+                "bytes_dropped": done.dropped_nbytes,
+            }
+        )
+        return
+    click.echo(f"{'would retire' if dry_run else 'retired'} {some(done.retired)}")
+    if done.kept:
+        click.echo(f"stored still, because others build on it or share its segment: {some(done.kept)}")
+    if done.dropped:
+        what = "would not be needed" if dry_run else "are not needed"
+        note(f"{len(done.dropped):,} segments ({size(done.dropped_nbytes)}) {what} any more: `ckpt gc` deletes them")

@@ -1,0 +1,61 @@
+"""`ckpt tag`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ckptstore
+from tests.cli.conftest import Run, assert_documented, documented
+
+
+def test_listing(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    outcome = ckpt("tag", pristine)
+    assert (outcome.code, [line.split()[:2] for line in outcome.out.splitlines()[1:]]) == (0, [["best", "5@3"]])
+    found = ckpt("tag", pristine, "--json").json
+    assert_documented(found, documented("ckpt tag")[0])
+    assert found["tags"] == [{"name": "best", "ref": "5@3"}]
+    ckptstore.open(tmp_path / "new", create=True)
+    assert ckpt("tag", tmp_path / "new").err == "note: no tag yet\n"
+    assert ckpt("tag", tmp_path / "new", "--json").json["tags"] == []
+
+
+def test_naming_moving_removing(ckpt: Run, run: Path) -> None:
+    store = ckptstore.open(run)
+    assert ckpt("tag", run, "old", "3@1", "--take-over").out == "tag:old is 3@1\n"
+    assert ckpt("tag", run, "best", "tag:old", "--take-over", "--json").json["tags"] == [{"name": "best", "ref": "3@1"}]
+    assert ckpt("tag", run, "new", "--take-over").out == "tag:new is 5@3\n"
+    assert {name: info.ref for name, info in store.tags().items()} == {"best": "3@1", "new": "5@3", "old": "3@1"}
+    assert ckpt("tag", run, "best", "--delete", "--take-over").out == "tag:best is removed\n"
+    removed = ckpt("tag", run, "new", "--delete", "--take-over", "--json").json
+    assert_documented(removed, documented("ckpt tag")[0])
+    assert removed["tags"] == [{"name": "new", "ref": None}]
+    assert list(store.tags()) == ["old"]
+
+
+def test_beside_a_run(ckpt: Run, run: Path) -> None:
+    with ckptstore.open(run).writer(poll_seconds=0.02) as writer:
+        assert ckpt("tag", run, "old", "3@1").code == 0
+        assert writer.save({"lr": 0.5}, 6).term == 4
+
+
+def test_nobody_answers(ckpt: Run, run: Path) -> None:
+    outcome = ckpt("tag", run, "old", "3@1", "--timeout", "0.01")
+    assert outcome.code == 10
+    assert "did not answer" in outcome.err
+    assert "--take-over" in outcome.err.splitlines()[-1]
+    found = ckpt("retire", run, "3@1", "--timeout", "0", "--json")
+    assert (found.code, found.json["error"]["type"]) == (10, "RequestTimeoutError")
+
+
+def test_mistakes(ckpt: Run, run: Path) -> None:
+    for arguments, code, why in (
+        (("no tag", "1"), 2, "is no tag name"),
+        (("x", "99"), 3, "no checkpoint of step 99"),
+        (("nothing", "--delete"), 3, "no tag 'nothing'"),
+        (("--delete",), 2, "which tag?"),
+        (("best", "1", "--delete"), 2, "leave REF out"),
+        (("best", "soon"), 2, "is no REF"),
+    ):
+        outcome = ckpt("tag", run, *arguments, "--take-over")
+        assert (outcome.code, why in outcome.err) == (code, True), arguments
+    assert len(ckptstore.open(run).terms()) == 3, "nobody was fenced for it"
