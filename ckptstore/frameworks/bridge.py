@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from ckptstore.formats.state import FlatState
+    from collections.abc import Mapping
 
-__all__ = ["environment", "flattened", "tensors", "torch_in_use"]
+    from ckptstore.formats.state import FlatState, TensorSource
+
+__all__ = ["device_digests", "environment", "flattened", "tensors", "torch_in_use"]
 
 
 def torch_in_use() -> bool:
@@ -38,6 +40,15 @@ def flattened(state: Any) -> FlatState:
     from ckptstore.formats.state import flatten  # numpy: not for those who only read the log
 
     return flatten(state, tensors().recognise if torch_in_use() else None)
+
+
+def device_digests(sources: Mapping[str, TensorSource]) -> dict[str, int]:
+    """State digests of tensors on devices that compute them, by name: `torch_digest.device_digests`."""
+    if not torch_in_use():
+        return {}
+    from ckptstore.frameworks import torch_digest  # see above
+
+    return torch_digest.device_digests(sources)
 
 
 def environment() -> dict[str, Any]:

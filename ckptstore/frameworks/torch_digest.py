@@ -5,7 +5,8 @@ torch has no unsigned 64-bit arithmetic, and needs none: modulo 2^64, products a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -13,11 +14,13 @@ import numpy.typing as npt
 import torch
 
 from ckptstore.formats import digest as reference
+from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks import torch_tensors as adapter
 
-__all__ = ["digest", "digests", "partial_on_device"]
+__all__ = ["device_digests", "digest", "digests", "partial_on_device"]
 
 _BATCH = 64  # blocks of 256 KiB at once: 32 MiB of int64 scratch, enough to fill a GPU
+_WORTH = 1 << 20  # bytes from which a device is asked: a dozen kernels are launched for each tensor
 _KEPT = 65536  # multipliers kept on each device: 512 KiB, for tensors up to 16 GiB
 
 
@@ -48,6 +51,35 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
             tensor = tensors[index]
             found[index] = reference.combine(total, nbytes=tensor.numel() * tensor.element_size())
     return found
+
+
+def device_digests(sources: Mapping[str, TensorSource]) -> dict[str, int]:
+    """Digests of the larger ones of those tensors that are on CUDA devices, by name; the host computes all others'.
+
+    Each is computed on the stream on which its tensor is read. Returns when they are there. A device that has no room
+    for the scratch (some 100 MiB, and a copy of a strided tensor) is not asked on: what it has computed is used.
+    """
+    by_stream: dict[torch.cuda.Stream | None, dict[str, adapter.TorchSource]] = {}
+    for name, source in sources.items():
+        if isinstance(source, adapter.TorchSource) and source.nbytes >= _WORTH and _computes(source.tensor):
+            by_stream.setdefault(source.stream, {})[name] = source
+    found: dict[str, int] = {}
+    for stream, members in by_stream.items():
+        with adapter.on_stream(stream):
+            partials: dict[str, torch.Tensor] = {}
+            with contextlib.suppress(torch.OutOfMemoryError):
+                for name, source in members.items():
+                    image = adapter.flat_bytes(source.resolved.contiguous())
+                    partials[name] = partial_on_device(image, 0)
+            sums = torch.stack(list(partials.values())).tolist() if partials else []
+        for (name, _), total in zip(partials.items(), sums, strict=True):
+            found[name] = reference.combine(total, nbytes=members[name].nbytes)
+    return found
+
+
+def _computes(tensor: torch.Tensor) -> bool:
+    """Whether the device that a tensor is on computes its digest."""
+    return tensor.is_cuda
 
 
 def partial_on_device(image: torch.Tensor, first_word: int) -> torch.Tensor:

@@ -26,7 +26,17 @@ from ckptstore.formats.state import Tagged
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12 names it
 
-__all__ = ["TorchSource", "copy_into", "flat_bytes", "from_buffer", "on_host", "recognise", "revive", "torch_dtype"]
+__all__ = [
+    "TorchSource",
+    "copy_into",
+    "flat_bytes",
+    "from_buffer",
+    "on_host",
+    "on_stream",
+    "recognise",
+    "revive",
+    "torch_dtype",
+]
 
 _TORCH_NAMES: Final = {
     "BOOL": "bool",
@@ -147,6 +157,11 @@ class TorchSource:
         """The tensor whose bytes are the image's: a copy of a lazy conjugate or negation, else a detached alias."""
         return self.tensor.detach() if self._copy is None else self._copy  # detach costs more than all of __init__
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where its bytes are read, so that work queued before it was wrapped is seen; None: not on a CUDA device."""
+        return self._stream
+
     def view(self) -> Bytes | None:
         """The image without a copy, or None if the tensor is strided or not in host memory."""
         host = self.resolved
@@ -163,11 +178,16 @@ class TorchSource:
             return
         if offset < 0 or offset + out.size > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + out.size} of a tensor of {self.nbytes} bytes")
-        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+        with on_stream(self._stream):
             if data.is_contiguous():
                 torch.from_numpy(out).copy_(flat_bytes(data)[offset : offset + out.size])
             elif out.size:
                 torch.from_numpy(out).copy_(_gather(data, offset, out.size))
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Work inside goes to this stream; None: to the current one."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _gather(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor:

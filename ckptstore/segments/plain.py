@@ -36,6 +36,7 @@ from ckptstore.formats.layout import (
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 from ckptstore.segments.packed import drafts
@@ -92,8 +93,9 @@ def write_full(
     hashes: list[tuple[str, str, Sequence[int], str]] = []
     divided = split(specs, limit)
     memories = _memories(flat, divided)
+    digests = flat.digests if isinstance(flat, LaidOutState) else bridge.device_digests(flat.tensors)
     for doc, members, memory in zip(drafts(draft, flat.tree, len(divided)), divided, memories, strict=True):
-        entry, tensors = _write_plain(session, doc, members, flat.tensors, memory)
+        entry, tensors = _write_plain(session, doc, members, flat.tensors, memory, digests)
         written.append(entry)
         hashes += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
     state = hashing.state_hash(jsontext.dumps(flat.tree), hashes)
@@ -113,6 +115,7 @@ def _write_plain(
     specs: Sequence[TensorSpec],
     sources: Mapping[str, TensorSource],
     memory: Bytes | None,
+    digests: Mapping[str, int],
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     layout = plan_plain(specs, doc, digests=True)
     tensors: dict[str, TensorEntry] = {}
@@ -120,9 +123,9 @@ def _write_plain(
     def data(sink: SegmentSink) -> tuple[bytes, int]:
         with BlockWrites(sink, session.blocks, session.staging.blocks) as writes:
             if memory is None:
-                passage: _Passage = _Copying(session, layout, writes, sources)
+                passage: _Passage = _Copying(session, layout, writes, digests, sources)
             else:
-                passage = _InPlace(session, layout, writes, memory)
+                passage = _InPlace(session, layout, writes, digests, memory)
             tensors.update(passage.run())
             writes.wait()
             writes.check()
@@ -162,10 +165,17 @@ def _units(layout: Layout) -> Iterator[_Unit]:
 class _Passage(ABC):
     """The data of one segment on its way into the file."""
 
-    def __init__(self, session: SegmentSession, layout: Layout, writes: BlockWrites) -> None:
+    def __init__(
+        self, session: SegmentSession, layout: Layout, writes: BlockWrites, digests: Mapping[str, int]
+    ) -> None:
+        """
+        Args:
+            digests: state digests that are known already, by name.
+        """
         self.session = session
         self.layout = layout
         self.writes = writes
+        self.digests = digests
 
     def run(self) -> dict[str, TensorEntry]:
         """Send everything -> the entries of the tensors. No job runs any more when this returns or raises."""
@@ -178,6 +188,7 @@ class _Passage(ABC):
                 hashes[spec.name].append(text)
                 shares[spec.name].append(share)
         numbers = {spec.name: digest.combine(*shares[spec.name], nbytes=spec.nbytes) for spec in specs}
+        numbers.update((spec.name, self.digests[spec.name]) for spec in specs if spec.name in self.digests)
         return {spec.name: raw_entry(self.layout, spec, hashes[spec.name], numbers[spec.name]) for spec in specs}
 
     def _all(self, units: Sequence[_Unit]) -> list[list[_Sums]]:
@@ -190,8 +201,9 @@ class _Passage(ABC):
     def send(self, unit: _Unit) -> list[_Sums]:
         """Send the pages of a unit -> the sums of its chunks."""
 
-    def sums(self, place: Bytes, start: int, fill: _Fill | None = None) -> _Sums:
+    def sums(self, spec: TensorSpec, place: Bytes, start: int, fill: _Fill | None = None) -> _Sums:
         """The sums of the chunk at `place`, which begins at byte `start` of its tensor, filled piece by piece."""
+        known = spec.name in self.digests
         hasher = xxhash.xxh3_64()
         share = 0
         for at in range(start, start + len(place), _PIECE):
@@ -199,7 +211,8 @@ class _Passage(ABC):
             if fill is not None:
                 fill(at, piece)
             hasher.update(piece.data)
-            share += digest.partial(piece, at // 4)
+            if not known:
+                share += digest.partial(piece, at // 4)
             self.session.advance(len(piece))
         return hasher.hexdigest(), share
 
@@ -207,16 +220,26 @@ class _Passage(ABC):
 class _InPlace(_Passage):
     """From memory that is laid out as the file is: it is written while it is hashed."""
 
-    def __init__(self, session: SegmentSession, layout: Layout, writes: BlockWrites, memory: Bytes) -> None:
-        super().__init__(session, layout, writes)
+    def __init__(
+        self,
+        session: SegmentSession,
+        layout: Layout,
+        writes: BlockWrites,
+        digests: Mapping[str, int],
+        memory: Bytes,
+    ) -> None:
+        super().__init__(session, layout, writes, digests)
         self._memory = memory
 
     def send(self, unit: _Unit) -> list[_Sums]:
         start, end = unit.pages
         if start < end:
             self.writes.send(start, self._range(start, end))
-        places = ((self.layout.offsets[spec.name] + first, first, length) for spec, first, length in unit.chunks)
-        return [self.sums(self._range(at, at + length), first) for at, first, length in places]
+        sums = []
+        for spec, begin, length in unit.chunks:
+            at = self.layout.offsets[spec.name] + begin
+            sums.append(self.sums(spec, self._range(at, at + length), begin))
+        return sums
 
     def _range(self, begin: int, end: int) -> Bytes:
         """Bytes of the file."""
@@ -227,9 +250,14 @@ class _Copying(_Passage):
     """From tensors anywhere, through staging blocks."""
 
     def __init__(
-        self, session: SegmentSession, layout: Layout, writes: BlockWrites, sources: Mapping[str, TensorSource]
+        self,
+        session: SegmentSession,
+        layout: Layout,
+        writes: BlockWrites,
+        digests: Mapping[str, int],
+        sources: Mapping[str, TensorSource],
     ) -> None:
-        super().__init__(session, layout, writes)
+        super().__init__(session, layout, writes, digests)
         self._sources = sources
         self._ends = [layout.offsets[spec.name] + spec.nbytes for spec in layout.specs]
 
@@ -243,7 +271,7 @@ class _Copying(_Passage):
             sums = []
             for spec, begin, length in unit.chunks:
                 at = self.layout.offsets[spec.name] + begin - first
-                sums.append(self.sums(block[at : at + length], begin, _filler(self._sources[spec.name])))
+                sums.append(self.sums(spec, block[at : at + length], begin, _filler(self._sources[spec.name])))
             self._copy(unit.end, block[unit.end - first : end - first])
         except BaseException:
             staging.give(block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, order, padded, split
@@ -33,9 +33,11 @@ class LaidOutState(FlatState):
 
     Attributes:
         regions: one for each segment, in order.
+        digests: state digests of those tensors that a device has computed, by name.
     """
 
     regions: tuple[Region, ...]
+    digests: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

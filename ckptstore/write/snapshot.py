@@ -8,9 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final, Literal
 
 from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.threads import run_all
 from ckptstore.segments.regions import LaidOutState, plan_regions
@@ -72,7 +74,14 @@ class SnapshotPool:
     `take` waits while `limit` snapshots are in flight, which bounds host memory to `limit` times the state.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, digests: bool = False) -> None:
+        """
+        Args:
+            limit: snapshots in flight.
+            digests: have devices compute the state digests of what `take` copies from them. That pays where it will be
+                written as it is: coding computes them anew.
+        """
+        self._digests = digests
         self._slots = threading.BoundedSemaphore(limit)
         self._free: list[tuple[Bytes, int]] = []  # memory, and how often it was not what was wanted
         self._lock = threading.Lock()
@@ -81,7 +90,10 @@ class SnapshotPool:
         """Copy every tensor of `flat`, once fewer than `limit` snapshots are in flight."""
         self._slots.acquire()
         try:
-            return self.copy(flat, pool, self._slots.release)
+            digests = bridge.device_digests(flat.tensors) if self._digests else {}
+            snapshot = self.copy(flat, pool, self._slots.release)
+            snapshot.flat = replace(snapshot.flat, digests=digests)
+            return snapshot
         except BaseException:
             self._slots.release()
             raise

@@ -104,7 +104,8 @@ class Writer:
         self._begin = begin
         self._failures = Failures()
         self._staging = Staging.for_chunks(budget=options.staging_bytes)
-        self._snapshots = SnapshotPool(options.max_in_flight)
+        plain = options.deltas is None and options.diffs is None
+        self._snapshots = SnapshotPool(options.max_in_flight, digests=plain)
         # Payloads under way take no more memory than the staging blocks do.
         encoders = min(os.cpu_count() or 1, self._staging.blocks - 1)
         self._deltas = Deltas(options.deltas, self._backend, self._draft(term), self._snapshots, reopen, encoders)

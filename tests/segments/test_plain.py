@@ -273,6 +273,19 @@ def test_a_write_that_fails(store: ckptstore.Store, media: Media, how: str, fail
     ]
 
 
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_after_a_write_that_failed_little_more_is_sent(store: ckptstore.Store, media: Media, how: str) -> None:
+    """Not a whole state into a disk that is gone. Two blocks are under way at most."""
+    media.fails = lambda number: number == 1
+    state = {f"w{number}": noise(9_000_000, number) for number in range(9)}
+    with (
+        store.writer(poll_seconds=None, staging_bytes=2 * CHUNK) as writer,
+        pytest.raises(ckptstore.StorageError, match="the disk is gone"),
+    ):
+        writer.save(state, 1) if how == "save" else writer.save_async(state, 1).result(60)
+    assert len(media.opened[0].ranges) < 6
+
+
 def test_progress_that_raises_stops_the_save(store: ckptstore.Store, media: Media) -> None:
     def stop(done: int, _total: int) -> None:
         if done > 20_000_000:
@@ -348,6 +361,62 @@ def test_staging_is_the_bound(store: ckptstore.Store, media: Media, monkeypatch:
         writer.save({f"w{number}": noise(CHUNK - 1, number) for number in range(6)}, 1)
     assert most == [2]
     assert out == [0]
+
+
+@pytest.fixture
+def device_tensors() -> dict[str, Any]:
+    return {
+        "w": torch.arange(900_000.0),
+        "strided": torch.arange(900_000, dtype=torch.int32).reshape(1000, 900).t(),
+        "conj": torch.ones(200_000, dtype=torch.complex64).mul(1j).conj(),
+        "odd": torch.from_numpy(noise(CHUNK + 5)),
+        "small": torch.arange(9.0),
+        "array": noise(2 << 20),
+    }
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+@pytest.mark.parametrize("room", [0, 1, 2, 9])
+def test_devices_compute_the_digests_of_their_tensors(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, device_tensors: dict[str, Any], how: str, room: int
+) -> None:
+    """Host tensors take the path of a device's here. It has memory for so many of them; the host computes the rest."""
+    from ckptstore.frameworks import torch_digest
+
+    asked: list[int] = []
+    compute = torch_digest.partial_on_device
+
+    def there(image: torch.Tensor, first: int) -> torch.Tensor:
+        if len(asked) == room:
+            raise torch.OutOfMemoryError
+        asked.append(len(image))
+        return compute(image, first) + 1  # a number that only the device would give
+
+    monkeypatch.setattr(torch_digest, "_computes", lambda _: True)
+    monkeypatch.setattr(torch_digest, "partial_on_device", there)
+    with store.writer(poll_seconds=None) as writer:
+        writer.save(device_tensors, 1) if how == "save" else writer.save_async(device_tensors, 1).result()
+    expected = images(bridge.flattened(device_tensors))
+    assert images(bridge.flattened(store.load(1))) == expected
+    found = {name: entry.digest for name, entry in store.tensors(1).items()}
+    told = ["w", "strided", "conj", "odd"][:room]
+    assert asked == [len(expected[name]) for name in told]
+    assert found == {name: (digest.digest(image) + (name in told)) % (1 << 64) for name, image in expected.items()}
+
+
+@pytest.mark.parametrize("options", [{"deltas": 1}, {"diffs": ckptstore.DiffOptions(batch=1)}], ids=["deltas", "diffs"])
+def test_what_is_coded_is_summed_up_by_the_host(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, device_tensors: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """A device would compute what nobody reads."""
+    from ckptstore.frameworks import torch_digest
+
+    monkeypatch.setattr(torch_digest, "_computes", lambda _: True)
+    monkeypatch.setattr(torch_digest, "partial_on_device", lambda *_: pytest.fail("asked a device"))
+    with store.writer(poll_seconds=None, **options) as writer:
+        for step in (1, 2):
+            writer.save_async(device_tensors, step).result()
+    assert store.tensors(2)["w"].digest == digest.digest(device_tensors["w"].numpy())
 
 
 def test_memory_of_snapshots_is_reused(store: ckptstore.Store, media: Media, monkeypatch: pytest.MonkeyPatch) -> None:
