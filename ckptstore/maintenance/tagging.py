@@ -7,7 +7,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, valid_tag
 from ckptstore.log import refs
 from ckptstore.log.change import Change
-from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.checkpoints import CheckpointInfo, describe, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.maintenance.changing import change
@@ -57,8 +57,9 @@ def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: floa
 def tags(journal: Journal) -> dict[str, CheckpointInfo]:
     """Every tag, by name, and what it names."""
     catalog = read(journal).catalog
-    live = {name: catalog.checkpoints.get(node) for name, node in sorted(catalog.tags.items())}
-    return {name: describe_checkpoint(catalog, entry) for name, entry in live.items() if entry is not None}
+    live = {node: entry for node in sorted(set(catalog.tags.values())) if (entry := catalog.checkpoints.get(node))}
+    infos = dict(zip(live, describe(catalog, live.values()), strict=True))
+    return {name: infos[node] for name, node in sorted(catalog.tags.items()) if node in infos}
 
 
 def _check_name(name: str) -> None:

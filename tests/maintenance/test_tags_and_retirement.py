@@ -137,6 +137,36 @@ class TestBesideALiveWriter:
         assert store.checkpoint("tag:best").ref == "3@1"
 
 
+WRITES = """
+import os, sys, ckptstore
+writer = ckptstore.open(sys.argv[1]).writer(poll_seconds=0.02)
+writer.save({"lr": 0.5}, 6)
+print("saved", flush=True)
+sys.stdin.readline()
+os._exit(9)
+"""
+
+
+def test_a_writer_in_another_process_and_its_death(store: ckptstore.Store) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", WRITES, store.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    with other, other.stdin, other.stdout:
+        assert other.stdout.readline() == "saved\n"
+        assert store.tag("best", "3@1").ref == "3@1"
+        assert store.retire("4@1").retired == ("4@1",)
+        other.stdin.write("end\n")
+        other.stdin.flush()
+        assert other.wait() == 9
+    with pytest.raises(ckptstore.RequestTimeoutError, match=rf"term 3 \(host .*, pid {other.pid}\) did not answer"):
+        store.untag("best", timeout=0.3)
+    store.untag("best", take_over=True)
+    assert store.tags() == {}
+    assert refs(store) == ["1@1", "2@1", "3@1", "3@2", "4@2", "5@2", "6@3"]
+
+
 class TestRules:
     def test_what_stays(self, store: ckptstore.Store) -> None:
         fill_tag(store, "best", "4@1")
