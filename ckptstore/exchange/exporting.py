@@ -24,7 +24,8 @@ from ckptstore.formats.layout import TensorSpec, order
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import check_size, places, unflatten
 from ckptstore.log.checkpoints import look_up
-from ckptstore.restore.load import Opened, opened, select_from
+from ckptstore.restore.opened import Opened, opened
+from ckptstore.restore.selection import select_from
 from ckptstore.restore.streams import Progress, streams
 
 if TYPE_CHECKING:

@@ -22,7 +22,9 @@ from ckptstore.host.threads import run_all
 from ckptstore.log.checkpoints import look_up
 from ckptstore.reports.state_tree import leaves
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
-from ckptstore.restore.load import choose, opened, tensors, tree
+from ckptstore.restore.load import tensors, tree
+from ckptstore.restore.opened import opened
+from ckptstore.restore.selection import choose
 from ckptstore.restore.streams import Progress, streams
 
 if TYPE_CHECKING:

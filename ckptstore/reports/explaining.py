@@ -9,9 +9,10 @@ from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.formats.steps import STEP
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.load import opened, select_from
+from ckptstore.restore.opened import opened
 from ckptstore.restore.plan import Rates
 from ckptstore.restore.rates import measure_rates
+from ckptstore.restore.selection import select_from
 
 __all__ = ["Explanation", "PlanStep", "explain"]
 

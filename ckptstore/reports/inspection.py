@@ -16,7 +16,9 @@ from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.log.checkpoints import look_up
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
-from ckptstore.restore.load import one_of, opened, select_from, tensors
+from ckptstore.restore.load import tensors
+from ckptstore.restore.opened import opened
+from ckptstore.restore.selection import one_of, select_from
 from ckptstore.restore.streams import Progress, streams
 from ckptstore.segments.reading import SegmentReader
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptstore.formats import codecs, optim
 from ckptstore.host.buffers import aligned
-from ckptstore.restore.load import Opened
+from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import Rates
 
 __all__ = ["measure_rates"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.chain import iterate_chain
-from ckptstore.restore.load import Opened
+from ckptstore.restore.opened import Opened
 
 __all__ = ["Progress", "streams"]
 

@@ -15,10 +15,10 @@ import numpy as np
 from ckptstore.backends.base import Backend, SegmentSource
 from ckptstore.errors import CorruptSegmentError, KeyNotFoundError, UsageError
 from ckptstore.formats import hashing
-from ckptstore.formats.layout import CHUNK, HEADER_LIMIT
+from ckptstore.formats.layout import HEADER_LIMIT
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, check_header, parse
-from ckptstore.host.buffers import BLOCK_BYTES, SLACK, Bytes, Staging, aligned
+from ckptstore.host.buffers import BLOCK_BYTES, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.threads import run_all
 
@@ -28,7 +28,6 @@ __all__ = [
     "SegmentReader",
     "copy_tensors",
     "extents",
-    "iterate_tensor",
     "load_tensors",
     "map_tensors",
 ]
@@ -204,16 +203,6 @@ def copy_tensors(
         return work
 
     run_all(pool, [job(extent) for extent in extents(tensors)])
-
-
-def iterate_tensor(reader: SegmentReader, tensor: TensorEntry, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
-    """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
-    memory = aligned(min(tensor.nbytes, CHUNK) + SLACK)
-    for piece in _pieces(tensor):
-        first = piece.chunk.offset // BLOCK * BLOCK
-        _read_job(reader, [piece], memory, first, verify, None)()
-        at = piece.chunk.offset - first
-        yield piece.start, memory[at : at + piece.chunk.length]
 
 
 def check_chunk(where: str, piece: Piece, data: Bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
@@ -90,6 +90,7 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
     assert len(seen) == 2
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([codecs.Xor(1), codecs.Xor(4), codecs.Diff(1), codecs.Diff(2), codecs.Diff(8)]),
     st.lists(st.binary(min_size=83, max_size=83), min_size=3, max_size=6),

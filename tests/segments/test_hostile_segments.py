@@ -18,7 +18,7 @@ from ckptstore.formats import hashing
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.maintenance.merge import merge
-from ckptstore.restore.load import open_base
+from ckptstore.restore.stored_base import open_base
 from ckptstore.segments import packed
 from ckptstore.segments.reading import Piece, SegmentReader, check_chunk
 from ckptstore.write import encoding

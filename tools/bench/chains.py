@@ -31,7 +31,7 @@ from ckptstore.formats import codecs, hashing, jsontext
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
 from ckptstore.reports.explaining import explain
-from ckptstore.restore.load import opened
+from ckptstore.restore.opened import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tools.bench.pagecache import drop

@@ -14,7 +14,7 @@ from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
 from ckptstore.formats.state import tensor_names
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.restore.chain import fold_tensors
-from ckptstore.restore.load import Opened
+from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import Plan
 from ckptstore.segments.reading import Progress, SegmentReader, copy_tensors
 
