@@ -42,6 +42,7 @@ from ckptstore.formats.records import (
     OpenRecord,
     Record,
     manifest_key,
+    ref_of,
     slot_key,
 )
 from ckptstore.formats.retention import check_commit
@@ -223,7 +224,7 @@ def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> Ckpt
     slots = ", ".join(str(seq) for seq in sorted(catalog.damage)[:3])
     why = f" with log slot {slots}, which is damaged" if slots else ""
     newest = max((entry.node for entry in catalog.checkpoints.values() if catalog.restorable(entry.id)), default=None)
-    way = "none can" if newest is None else f"the newest that can is {newest[1]}@{newest[0]}: name it as parent"
+    way = "none can" if newest is None else f"the newest that can is {ref_of(newest)}: name it as parent"
     return CorruptLogError(
         f"{backend.url}: parent {chosen.ref} cannot be restored, what it builds on is lost{why}; {way}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptstore.formats.records import ref_of
 from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.formats.steps import STEP
 from ckptstore.log.journal import Journal
@@ -94,7 +95,7 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
                         count += 1
             steps.append(
                 PlanStep(
-                    ref=f"{encoding.checkpoint[1]}@{encoding.checkpoint[0]}",
+                    ref=ref_of(encoding.checkpoint),
                     kind=encoding.kind,
                     base=None if encoding.base is None else encoding.base.ref,
                     segments=tuple(found.readers[segment].entry.key for segment in encoding.segments),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.formats import dtypes
-from ckptstore.formats.records import Encoding, SegmentEntry
+from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.log.checkpoints import look_up
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
@@ -177,9 +177,8 @@ def _describe(tensor: TensorEntry, reader: SegmentReader, kind: str) -> TensorDe
 
 
 def _link(encoding: Encoding, segments: Sequence[SegmentEntry]) -> ChainLink:
-    term, step = encoding.checkpoint
     return ChainLink(
-        ref=f"{step}@{term}",
+        ref=ref_of(encoding.checkpoint),
         kind=encoding.kind,
         base=None if encoding.base is None else encoding.base.ref,
         segments=tuple(entry.key for entry in segments),

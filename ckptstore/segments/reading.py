@@ -30,6 +30,7 @@ __all__ = [
     "extents",
     "load_tensors",
     "map_tensors",
+    "read_chunk",
 ]
 
 Progress = Callable[[int], None]
@@ -162,7 +163,7 @@ def map_tensors(
     def job(extent: list[Piece]) -> Callable[[], None]:
         def work() -> None:
             for piece in extent:
-                check_chunk(reader.entry.key, piece, memory[piece.chunk.offset : _end(piece)])
+                check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[piece.chunk.offset : _end(piece)])
                 if progress is not None:
                     progress(piece.chunk.length)
 
@@ -205,13 +206,38 @@ def copy_tensors(
     run_all(pool, [job(extent) for extent in extents(tensors)])
 
 
-def check_chunk(where: str, piece: Piece, data: Bytes) -> None:
+def read_chunk(
+    reader: SegmentReader, tensor: TensorEntry, chunk: Chunk, scratch: Bytes, *, verify: bool = True
+) -> Bytes:
+    """The stored bytes of one chunk of a tensor, however it is coded: a part of `scratch`.
+
+    Args:
+        scratch: at least as long as the chunk and `SLACK`.
+
+    Raises:
+        CorruptSegmentError: its checksum differs, or it is longer than `scratch`; names segment and tensor.
+        StorageError: the medium failed.
+    """
+    # Memory that agrees with the file modulo the page size lets the backend read past the cache.
+    phase = chunk.offset % BLOCK
+    payload = scratch[phase : phase + chunk.length]
+    if len(payload) != chunk.length:
+        raise CorruptSegmentError(
+            f"{reader.entry.key}: tensor {tensor.name!r}: {chunk.length} stored bytes for a chunk of {chunk.logical}"
+        )
+    reader.source.read_into(chunk.offset, payload.data)
+    if verify:
+        check_chunk(reader.entry.key, tensor, chunk, payload)
+    return payload
+
+
+def check_chunk(where: str, tensor: TensorEntry, chunk: Chunk, data: Bytes) -> None:
     """Compare stored bytes with their hash. Raises `CorruptSegmentError` naming tensor and offset."""
     # A chunk longer than any block is cut by whoever reads into one: that is no chunk, whatever its hash.
-    if len(data) != piece.chunk.length or hashing.chunk_hash(data.data) != piece.chunk.stored_hash:
+    if len(data) != chunk.length or hashing.chunk_hash(data.data) != chunk.stored_hash:
         raise CorruptSegmentError(
-            f"{where}: tensor {piece.tensor.name!r}: checksum mismatch in bytes "
-            f"{piece.chunk.offset}..{_end(piece)} of the file"
+            f"{where}: tensor {tensor.name!r}: checksum mismatch in bytes "
+            f"{chunk.offset}..{chunk.offset + chunk.length} of the file"
         )
 
 
@@ -230,7 +256,7 @@ def _read_job(
         for piece in extent:
             at = piece.chunk.offset - first
             if verify:
-                check_chunk(reader.entry.key, piece, memory[at : at + piece.chunk.length])
+                check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[at : at + piece.chunk.length])
             if progress is not None:
                 progress(piece.chunk.length)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ckptstore.errors import FencedError, ReadOnlyError
-from ckptstore.formats.records import Node
+from ckptstore.formats.records import ref_of
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.maintenance.merge.authors import Author, Requester, Successor
@@ -148,8 +148,8 @@ def _merged(prepared: Prepared, answer: Answer, reason: str) -> Merged:
         method=made.method,
         answer=answer,
         reason=reason,
-        folded=tuple(_ref(edge.checkpoint) for edge in chosen.folded) if made.segments else (),
-        retired=tuple(map(_ref, chosen.retired)),
+        folded=tuple(ref_of(edge.checkpoint) for edge in chosen.folded) if made.segments else (),
+        retired=tuple(map(ref_of, chosen.retired)),
         held=chosen.held,
         fulls=chosen.fulls,
         written=tuple(segment.key for segment in made.segments),
@@ -160,7 +160,3 @@ def _merged(prepared: Prepared, answer: Answer, reason: str) -> Merged:
         after=prepared.after,
         logical=chosen.target.nbytes,
     )
-
-
-def _ref(node: Node) -> str:
-    return f"{node[1]}@{node[0]}"

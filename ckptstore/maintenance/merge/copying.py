@@ -15,16 +15,16 @@ from typing import Any, Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptSegmentError, UsageError
-from ckptstore.formats import hashing, jsontext
+from ckptstore.formats import jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT, SEGMENT_LIMIT
-from ckptstore.formats.records import Encoding, SegmentEntry
+from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
-from ckptstore.host.pages import BLOCK
+from ckptstore.host.progress import Advance
 from ckptstore.segments.packed import shares, write_stream
-from ckptstore.segments.reading import Progress, SegmentReader
+from ckptstore.segments.reading import SegmentReader, read_chunk
 from ckptstore.segments.stream import BlockStream
 
 __all__ = ["copied_bytes", "copy_encodings", "merged_draft"]
@@ -69,7 +69,7 @@ def copy_encodings(
     staging: Staging,
     pool: ThreadPoolExecutor,
     begun: Callable[[str], None],
-    progress: Progress,
+    advance: Advance,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> tuple[list[SegmentEntry], list[Encoding]]:
     """Copy encodings into one segment (several, where one would exceed `limit`), and make it durable.
@@ -80,7 +80,7 @@ def copy_encodings(
         run, term: what the new segments belong to.
         staging, pool: memory of the stream, and threads that write its blocks.
         begun: called with the id of every segment before it exists.
-        progress: called with the stored bytes of every chunk copied.
+        advance: called with the stored bytes of every chunk copied.
 
     Returns:
         The segments, and the encodings that they are read by: those of `edges`, each in its new place.
@@ -102,7 +102,7 @@ def copy_encodings(
         begun(draft.segment)
 
         def fill(stream: BlockStream, group: Sequence[_Piece] = group) -> dict[int, dict[str, TensorEntry]]:
-            return {piece.edge.checkpoint[1]: _copied(backend, catalog, piece, stream, progress) for piece in group}
+            return {piece.edge.checkpoint[1]: _copied(backend, catalog, piece, stream, advance) for piece in group}
 
         entry = write_stream(target, draft, sum(piece.stored for piece in group), fill, staging, pool)
         written.append(entry)
@@ -168,7 +168,7 @@ def _common(group: Sequence[_Piece]) -> dict[str, Any]:
         for name, value in piece.extra.items():
             if found.setdefault(name, value) != value:
                 raise UsageError(
-                    f"the segments of {piece.edge.checkpoint[1]}@{piece.edge.checkpoint[0]} say {name!r}, which this "
+                    f"the segments of {ref_of(piece.edge.checkpoint)} say {name!r}, which this "
                     "version does not know and must not lose: merge them with a newer one"
                 )
     return found
@@ -189,7 +189,7 @@ def _groups(pieces: Sequence[_Piece], limit: int) -> Iterator[list[_Piece]]:
 
 
 def _copied(
-    backend: Backend, catalog: Catalog, piece: _Piece, stream: BlockStream, progress: Progress
+    backend: Backend, catalog: Catalog, piece: _Piece, stream: BlockStream, advance: Advance
 ) -> dict[str, TensorEntry]:
     """Append the chunks of one step -> its entries in their new place."""
     made: dict[str, TensorEntry] = {}
@@ -198,26 +198,18 @@ def _copied(
         with closing(SegmentReader(backend, catalog.segments[segment])) as reader:
             for owner, entry in piece.entries:
                 if owner == segment:
-                    chunks = tuple(_append(reader, entry, chunk, stream, scratch, progress) for chunk in entry.chunks)
+                    chunks = tuple(_append(reader, entry, chunk, stream, scratch, advance) for chunk in entry.chunks)
                     made[entry.name] = replace(entry, chunks=chunks)
     return made
 
 
 def _append(
-    reader: SegmentReader, entry: TensorEntry, chunk: Chunk, stream: BlockStream, scratch: Bytes, progress: Progress
+    reader: SegmentReader, entry: TensorEntry, chunk: Chunk, stream: BlockStream, scratch: Bytes, advance: Advance
 ) -> Chunk:
-    where = f"{reader.entry.key}: tensor {entry.name!r}"
-    # Memory that agrees with the file modulo the page size lets the backend read past the cache.
-    phase = chunk.offset % BLOCK
-    payload = scratch[phase : phase + chunk.length]
-    if len(payload) != chunk.length:
-        raise CorruptSegmentError(f"{where}: a chunk of {chunk.length} stored bytes")
-    reader.source.read_into(chunk.offset, payload.data)
-    if hashing.chunk_hash(payload.data) != chunk.stored_hash:
-        raise CorruptSegmentError(f"{where}: checksum mismatch in {chunk.length} bytes at {chunk.offset} of the file")
+    payload = read_chunk(reader, entry, chunk, scratch)
     at = stream.position
     stream.append(payload)
-    progress(chunk.length)
+    advance(chunk.length)
     return replace(chunk, offset=at)
 
 

@@ -186,7 +186,7 @@ class Work:
             staging=self._staging,
             pool=self._pool,
             begun=self._begun.append,
-            progress=self._tally.advance,
+            advance=self._tally.advance,
         )
         moved = {edge.checkpoint: edge for edge in encodings}
         chain = tuple(moved.get(edge.checkpoint, edge) for edge in chosen.chain.encodings)
