@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,14 +17,14 @@ from ckptstore.formats.dtypes import DType
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import select
 from ckptstore.host.buffers import Bytes
+from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import run_all
-from ckptstore.log.checkpoints import look_up
 from ckptstore.reports.state_tree import leaves
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
-from ckptstore.restore.load import tensors, tree
+from ckptstore.restore.load import tree
 from ckptstore.restore.opened import opened
 from ckptstore.restore.selection import choose
-from ckptstore.restore.streams import Progress, streams
+from ckptstore.restore.streams import streams
 
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
@@ -106,32 +105,26 @@ def compare(
     Tensors of equal hash are the same and are not read. The others are read chunk by chunk and verified; memory does
     not grow with the checkpoint. A `select` pattern has to match a tensor of either.
 
+    Args:
+        progress: told how many bytes of both are compared.
+
     Raises:
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
     """
-    ref_a, ref_b = look_up(journal, ref_a).ref, look_up(journal, ref_b).ref
-    in_a, in_b = tensors(journal, ref_a), tensors(journal, ref_b)
     with opened(journal, ref_a) as found_a, opened(journal, ref_b) as found_b:
-        names = choose(list(dict.fromkeys([*in_b, *in_a])), select or None, f"{ref_a} or {ref_b}")
+        in_a, in_b = ({name: one.tensor for name, one in found.chains.items()} for found in (found_a, found_b))
+        names = choose(list(dict.fromkeys([*in_b, *in_a])), select or None, f"{found_a.ref} or {found_b.ref}")
         found = {name: _by_metadata(in_a.get(name), in_b.get(name)) for name in names}
         changed = [name for name in names if found[name].status == "changed"]
-        total = sum(2 * in_b[name].nbytes for name in changed)
+        tally = Tally(progress, sum(2 * in_b[name].nbytes for name in changed))
         chunks_a, chunks_b = streams(found_a), streams(found_b)
-        done, lock = 0, threading.Lock()
-
-        def advance(count: int) -> None:
-            nonlocal done
-            with lock:
-                done += count
-                if progress is not None:
-                    progress(done, total)
 
         def job(name: str) -> Callable[[], None]:
             def work() -> None:
                 sums = _Sums(dtypes.get(in_b[name].dtype))
                 for a, b in zip(chunks_a(name), chunks_b(name), strict=True):
                     sums.add(a, b)
-                    advance(len(a) + len(b))
+                    tally.advance(len(a) + len(b))
                 found[name] = sums.result(found[name])
 
             return work

@@ -78,7 +78,7 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
     """
     with opened(journal, ref) as found:
         chains = found.chains
-        chosen = [chains[name] for name in select_from(found.tree, select, found.entry.ref).tensors]
+        chosen = [chains[name] for name in select_from(found.tree, select, found.ref).tensors]
         rates = measure_rates(found)
         layers = _all_layers(chosen)
         steps = []
@@ -105,7 +105,7 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
                     seconds=seconds,
                 )
             )
-        return Explanation(found.entry.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
+        return Explanation(found.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
 
 
 def _seconds(tensor: TensorEntry, rates: Rates) -> float:

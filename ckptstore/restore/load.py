@@ -63,9 +63,9 @@ class LoadOptions:
 def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
     """See `Store.load`."""
     with opened(journal, ref) as found:
-        picked = select_from(found.tree, options.select, found.entry.ref)
+        picked = select_from(found.tree, options.select, found.ref)
         if found.lossy:
-            warn(f"{found.entry.ref} is lossy: not the bits that training had", LossyWarning)
+            warn(f"{found.ref} is lossy: not the bits that training had", LossyWarning)
         wanted = {tensor: found.chains[tensor] for tensor in picked.tensors}
         targets = None
         if options.into is not None:
@@ -204,4 +204,4 @@ def _chain_of(found: Opened, name: str) -> Chain:
     if name in found.chains:
         return found.chains[name]
     named = {place.name: place.tensor for place in places(found.tree)}
-    return found.chains[named[one_of(named, name, found.entry.ref)]]
+    return found.chains[named[one_of(named, name, found.ref)]]

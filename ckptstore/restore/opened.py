@@ -18,6 +18,7 @@ from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import tensor_names
 from ckptstore.log import refs
+from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
@@ -30,11 +31,29 @@ __all__ = ["Opened", "opened"]
 
 @dataclass(frozen=True)  # no slots: what costs a walk over all tensors is computed once
 class Opened:
-    """A checkpoint with every segment of its plan open and described."""
+    """A checkpoint with every segment of its plan open and described.
 
+    Attributes:
+        catalog: the log as it was read to open this.
+        entry: the checkpoint in it.
+        plan: how it is restored.
+        readers: the plan's segments, by id.
+    """
+
+    catalog: Catalog
     entry: CheckpointEntry
     plan: Plan
     readers: dict[str, SegmentReader]
+
+    @property
+    def ref(self) -> str:
+        """The REF ``STEP@TERM``, which names this checkpoint for ever."""
+        return self.entry.ref
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """What the store tells about it."""
+        return describe_checkpoint(self.catalog, self.entry)
 
     @property
     def lossy(self) -> bool:
@@ -57,7 +76,7 @@ class Opened:
         held = [self._held(encoding) for encoding in self.plan.encodings]
         names = tensor_names(self.tree)
         if missing := [name for name in names if name not in held[-1]]:
-            raise CorruptSegmentError(f"checkpoint {self.entry.ref}: its segments lack tensor {missing[0]!r}")
+            raise CorruptSegmentError(f"checkpoint {self.ref}: its segments lack tensor {missing[0]!r}")
         return assemble(held, names)
 
     @property
@@ -76,9 +95,9 @@ class Opened:
         except IncompatibleFormatError:
             raise  # nothing is damaged: a newer version reads it
         except FormatError as error:  # a chunk whose decoded bytes have no hash
-            raise CorruptSegmentError(f"checkpoint {self.entry.ref}: {error}") from error
+            raise CorruptSegmentError(f"checkpoint {self.ref}: {error}") from error
         if hashing.state_hash(jsontext.dumps(self.tree), parts) != self.entry.state:
-            raise CorruptSegmentError(f"checkpoint {self.entry.ref}: its segments describe another state than the log")
+            raise CorruptSegmentError(f"checkpoint {self.ref}: its segments describe another state than the log")
 
 
 @contextmanager
@@ -97,7 +116,7 @@ def opened(journal: Journal, ref: str | int) -> Iterator[Opened]:
         for segment in chosen.segments:
             readers[segment] = _open(journal, view.catalog.segments[segment])
             stack.callback(readers[segment].close)
-        found = Opened(entry, chosen, readers)
+        found = Opened(view.catalog, entry, chosen, readers)
         found.check_identity()
         yield found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
@@ -23,19 +23,27 @@ __all__ = ["check_copies", "check_state", "opened_plan"]
 
 @contextmanager
 def opened_plan(
-    backend: Backend, segments: Mapping[str, SegmentEntry], entry: CheckpointEntry, encodings: Sequence[Encoding]
+    backend: Backend,
+    catalog: Catalog,
+    entry: CheckpointEntry,
+    encodings: Sequence[Encoding],
+    written: Sequence[SegmentEntry] = (),
 ) -> Iterator[Opened]:
-    """Open what restores `entry` by `encodings`, the full first, whether or not a catalog says so.
+    """Open what restores `entry` by `encodings`, the full first, whether or not the catalog says so.
 
-    The caller has pinned the segments. Raises `CorruptSegmentError`, `StorageError`.
+    The caller has pinned the segments; `written` are those that no catalog names yet.
+
+    Raises:
+        CorruptSegmentError, StorageError.
     """
     chosen = Plan(entry.id, tuple(encodings), float(sum(edge.bytes for edge in encodings)))
+    new = {segment.id: segment for segment in written}
     with ExitStack() as stack:
         readers: dict[str, SegmentReader] = {}
         for segment in chosen.segments:
-            readers[segment] = SegmentReader(backend, segments[segment])
+            readers[segment] = SegmentReader(backend, new.get(segment) or catalog.segments[segment])
             stack.callback(readers[segment].close)
-        yield Opened(entry, chosen, readers)
+        yield Opened(catalog, entry, chosen, readers)
 
 
 def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, progress: Progress) -> None:

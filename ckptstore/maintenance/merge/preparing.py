@@ -114,7 +114,7 @@ class Work:
         dropped = set(record.drops)
         if later:
             dropped |= set(unneeded(catalog.apply(record, catalog.next_seq), later, (), ()))
-        with opened_plan(self._backend, catalog.segments, chosen.target, chosen.chain.encodings) as found:
+        with opened_plan(self._backend, catalog, chosen.target, chosen.chain.encodings) as found:
             rates = measure_rates(found)
         return Prepared(
             self._term,
@@ -197,7 +197,7 @@ class Work:
         below = chosen.prefix
         with contextlib.ExitStack() as stack:
             opened = [
-                stack.enter_context(opened_plan(self._backend, catalog.segments, entry, encodings))
+                stack.enter_context(opened_plan(self._backend, catalog, entry, encodings))
                 for entry, encodings in (
                     (chosen.target, chosen.chain.encodings),
                     *([(_entry(catalog, below[-1].checkpoint), below)] if below else []),
@@ -223,12 +223,11 @@ class Work:
         return Made("materialized", chain, tuple(segments), (edge,))
 
     def _check(self, catalog: Catalog, chosen: Selection, made: Made) -> None:
-        known = {**catalog.segments, **{segment.id: segment for segment in made.segments}}
         if made.method == "concatenated":
             check_copies(
                 self._backend, catalog, made.segments, made.encodings, self._workers, self._staging, self._tally.advance
             )
-        with opened_plan(self._backend, known, chosen.target, made.chain) as found:
+        with opened_plan(self._backend, catalog, chosen.target, made.chain, made.segments) as found:
             check_state(found, self._workers, self._staging, self._tally.advance)
 
     def _changes(self, catalog: Catalog, chosen: Selection, made: Made) -> tuple[dict[str, Any], tuple[Node, ...]]:
