@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -76,8 +77,31 @@ def test_every_room_says_in_three_lines_what_is_in_it_and_what_it_imports() -> N
     said = {name: [line for line in tree().modules[name].docstring.splitlines() if line.strip()] for name in rooms}
     found = {name: len(lines) for name, lines in said.items() if not 1 <= len(lines) <= 3}
     assert not found, _listed(found)
-    silent = sorted(name for name, lines in said.items() if not re.search(r"\b[Ii]mports?\b", " ".join(lines)))
+    silent = sorted(name for name, lines in said.items() if not re.search(_IMPORTS, " ".join(lines)))
     assert silent == []
+
+
+_IMPORTS = r"\bImports? .*"
+
+
+def test_what_a_room_says_that_it_imports_is_all_that_it_does() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer.split(" | ") for layer in next(one for one in contracts if one["id"] == "rooms")["layers"]]
+    floor = {room: number for number, rooms in enumerate(layers) for room in rooms}
+    for room in floor:
+        if (home := tree().modules[f"ckptstore.{room}"]).room == "ckptstore":
+            continue  # a module by itself
+        said = re.findall(_IMPORTS, home.docstring)[-1]
+        allowed = {"", "_version", "errors", room} | floor.keys() & set(re.findall(r"`(?:ckptstore\.)?(\w+)`", said))
+        if "below" in said:
+            top = min(floor[name] for name in allowed & floor.keys() - {room})
+            allowed |= {name for name in floor if floor[name] > top}
+        used = {
+            (other.name.split(".")[1:] or [""])[0]
+            for one, other in tree().edges()
+            if one.room == home.name or one.room.startswith(f"{home.name}.")
+        }
+        assert used <= allowed, f"{home.name} says {said!r} and imports {sorted(used - allowed)}"
 
 
 # -- the report

@@ -111,10 +111,7 @@ def import_files(
     paths = [Path(file) for file in files]
     base = _parent(journal, parent)
     steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
-    total = 0
-    for _, path in steps:
-        with open_checkpoint(path, leave_out) as opened:
-            total += opened.nbytes
+    total = _checked_nbytes([path for _, path in steps], leave_out)
     done = 0
 
     def advance(count: int) -> None:
@@ -135,6 +132,15 @@ def import_files(
             error.add_note(f"imported before the error: {', '.join(one.info.ref for one in imported)}")
         raise
     return imported
+
+
+def _checked_nbytes(paths: Sequence[Path], leave_out: Sequence[str]) -> int:
+    """Open each once, which checks it -> bytes of tensors of all of them."""
+    total = 0
+    for path in paths:
+        with open_checkpoint(path, leave_out) as opened:
+            total += opened.nbytes
+    return total
 
 
 def _named(path: Path, leave_out: Sequence[str]) -> Path:

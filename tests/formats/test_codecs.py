@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,8 @@ from ckptstore.errors import FormatError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs.blocks import OVERHEAD, block_count
 from tests.formats.codec_data import ALL_DTYPES, CHANGES, CLASSES, base_of, codecs_of, image, pair
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(41, 700), st.sampled_from([4096, 9999, 70_001]))
 
@@ -229,8 +232,8 @@ def test_parameters_are_not_trusted(name: str, params: dict[str, object]) -> Non
         codecs.codec(name, params)
 
 
-def test_the_example_in_the_package_runs() -> None:
-    result = doctest.testmod(codecs)
+def test_the_examples_in_the_docs_run() -> None:
+    result = doctest.testfile(str(DOCS / "codecs.md"), module_relative=False)
     assert result.attempted >= 10
     assert result.failed == 0
 
