@@ -112,13 +112,11 @@ def import_files(
     base = _parent(journal, parent)
     steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
     total = _checked_nbytes([path for _, path in steps], leave_out)
-    done = 0
+    before = 0  # bytes of the files that are checkpoints
 
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
+    def advance(done: int, _: int) -> None:
         if progress is not None:
-            progress(done, total)
+            progress(before + done, total)
 
     imported: list[ImportedFile] = []
     try:
@@ -126,6 +124,7 @@ def import_files(
             for number, path in steps:
                 with open_checkpoint(path, leave_out) as opened:
                     info = writer.save(opened.flat, number, progress=advance)
+                    before += opened.nbytes
                     imported.append(ImportedFile(opened.path, opened.file_bytes, info, opened.left_out))
     except CkptError as error:
         if imported:

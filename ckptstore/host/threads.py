@@ -1,12 +1,53 @@
-"""Pools of threads: jobs that are done together, and pools whose threads run from the beginning."""
+"""Pools of threads: jobs that are done together or in order, and pools whose threads run from the beginning."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-__all__ = ["run_all", "started_pool"]
+__all__ = ["Workers", "let_go", "run_all", "started_pool"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """A pool, and how many threads it has: so much may be under way at once, and one job more to take next."""
+
+    pool: ThreadPoolExecutor
+    threads: int
+
+    @classmethod
+    def started(cls, threads: int, name: str) -> Workers:
+        """See `started_pool`."""
+        return cls(started_pool(threads, name), threads)
+
+    def in_order(self, jobs: Iterable[Callable[[], _T]]) -> Generator[_T]:
+        """What each job returns, in the order of the jobs, which are taken as results are; `threads` + 1 of them are
+        under way at most. None runs any more once this is exhausted, closed, or has raised what a job raised.
+        """
+        window: deque[Future[_T]] = deque()
+        try:
+            for job in jobs:
+                window.append(self.pool.submit(job))
+                if len(window) > self.threads:
+                    yield window.popleft().result()
+            while window:
+                yield window.popleft().result()
+        finally:  # closed early: nobody may go on reading the state once the save has failed
+            let_go(window)
+
+
+def let_go(futures: Iterable[Future[Any]]) -> None:
+    """Wait until none of them runs any more; those that have not begun never do."""
+    futures = list(futures)
+    for future in futures:
+        future.cancel()
+    wait(futures)
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ckptstore.backends.base import Backend, SegmentSink
-from ckptstore.formats import hashing
+from ckptstore.backends.base import SegmentSink
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_packed, plan_packed
 from ckptstore.formats.segment_steps import Part
-from ckptstore.host.buffers import Staging, aligned
-from ckptstore.host.crash_points import crash_point
+from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 
 __all__ = ["drafts", "shares", "write_stream"]
@@ -57,12 +54,10 @@ def shares(size: int, stored: Sequence[int]) -> list[int]:
 
 
 def write_stream(
-    backend: Backend,
+    session: SegmentSession,
     draft: SegmentDoc,
     payload: int,
     fill: Callable[[BlockStream], Mapping[int, Mapping[str, TensorEntry]]],
-    staging: Staging,
-    pool: ThreadPoolExecutor,
 ) -> SegmentEntry:
     """Write one packed segment and make it durable (COMMIT step 1).
 
@@ -70,25 +65,17 @@ def write_stream(
         draft: its document without tensors.
         payload: about how many bytes `fill` will append.
         fill: appends the payload, and tells which tensors it made of it.
+
+    Raises:
+        as `SegmentSession.write_segment`.
     """
     header_size = plan_packed(draft)
-    crash_point("save.begin")
-    sink: SegmentSink = backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, header_size + payload)
-    stream = BlockStream(sink, staging, pool, header_size)
-    try:
-        tensors = fill(stream)
-        header, index = encode_packed(replace(draft, tensors=tensors), stream.position - header_size, header_size)
-        stream.append(np.frombuffer(index, np.uint8))
-        size = stream.finish()
-        crash_point("save.before-header")
-        memory = aligned(len(header))
-        memory[:] = np.frombuffer(header, np.uint8)
-        sink.write(0, memory.data)
-        crash_point("save.before-seal")
-        sink.seal(size)
-        crash_point("save.sealed")
-    except BaseException:
-        stream.drain()
-        sink.abort()
-        raise
-    return SegmentEntry(draft.segment, draft.term, size, len(header), hashing.header_hash(header))
+
+    def data(sink: SegmentSink) -> tuple[bytes, int]:
+        with BlockStream(sink, session.staging, session.blocks, header_size) as stream:
+            tensors = fill(stream)
+            header, index = encode_packed(replace(draft, tensors=tensors), stream.position - header_size, header_size)
+            stream.append(np.frombuffer(index, np.uint8))
+            return header, stream.finish()
+
+    return session.write_segment(draft, header_size + payload, data)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
 import xxhash
 
-from ckptstore.backends.base import Backend
+from ckptstore.backends.base import SegmentSink
 from ckptstore.formats import digest, hashing, jsontext
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, Layout, TensorSpec, chunk_extents, split
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.host.buffers import Bytes, Staging, aligned
-from ckptstore.host.crash_points import crash_point
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.progress import Advance
 from ckptstore.segments.packed import drafts
+from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 
 __all__ = ["WrittenState", "write_full"]
@@ -43,26 +42,17 @@ class WrittenState:
 
 
 def write_full(
-    backend: Backend,
+    session: SegmentSession,
     flat: FlatState,
     draft: SegmentDoc,
     *,
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-    begun: Callable[[str], None],
-    progress: Callable[[int], None] | None = None,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> WrittenState:
     """Write `flat` as one or more uncompressed full segments and make them durable (COMMIT step 1).
 
     Args:
-        backend: where to.
         flat: the state; its tensors must not change until this returns.
-        draft: what its segments say of themselves; see `packing.drafts`.
-        staging: memory to pass through.
-        pool: threads that write blocks.
-        begun: called with the id of every segment before it exists, so that a failed one can be named in a drop.
-        progress: called with the bytes of every piece that was copied.
+        draft: what its segments say of themselves; see `packed.drafts`.
         limit: bytes of tensors per segment.
 
     Raises:
@@ -73,8 +63,7 @@ def write_full(
     hashes: list[tuple[str, str, Sequence[int], str]] = []
     divided = split(specs, limit)
     for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
-        begun(doc.segment)
-        entry, tensors = _write_plain(backend, doc, members, flat.tensors, staging, pool, progress)
+        entry, tensors = _write_plain(session, doc, members, flat.tensors)
         written.append(entry)
         hashes += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
     state = hashing.state_hash(jsontext.dumps(flat.tree), hashes)
@@ -82,46 +71,23 @@ def write_full(
 
 
 def _write_plain(
-    backend: Backend,
-    doc: SegmentDoc,
-    specs: Sequence[TensorSpec],
-    sources: Mapping[str, TensorSource],
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-    progress: Callable[[int], None] | None,
+    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], sources: Mapping[str, TensorSource]
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     layout = plan_plain(specs, doc, digests=True)
-    key = SegmentEntry(doc.segment, doc.term, layout.size, layout.header_size, "").key
-    crash_point("save.begin")
-    sink = backend.open_sink(key, layout.size)
-    stream = BlockStream(sink, staging, pool, layout.header_size)
-    try:
-        tensors = {
-            spec.name: _stream_tensor(stream, layout, spec, sources[spec.name], progress) for spec in layout.specs
-        }
-        assert stream.finish() == layout.size
-        header = encode_plain(layout, replace(doc, tensors={doc.steps[0]: tensors}))
-        crash_point("save.before-header")
-        # The header goes out last: a file without one is recognisably unfinished.
-        memory = aligned(len(header))
-        memory[:] = np.frombuffer(header, np.uint8)
-        sink.write(0, memory.data)
-        crash_point("save.before-seal")
-        sink.seal(layout.size)
-        crash_point("save.sealed")
-    except BaseException:
-        stream.drain()
-        sink.abort()
-        raise
-    return SegmentEntry(doc.segment, doc.term, layout.size, len(header), hashing.header_hash(header)), tensors
+    tensors: dict[str, TensorEntry] = {}
+
+    def data(sink: SegmentSink) -> tuple[bytes, int]:
+        with BlockStream(sink, session.staging, session.blocks, layout.header_size) as stream:
+            for spec in layout.specs:
+                tensors[spec.name] = _stream_tensor(stream, layout, spec, sources[spec.name], session.advance)
+            assert stream.finish() == layout.size
+        return encode_plain(layout, replace(doc, tensors={doc.steps[0]: tensors})), layout.size
+
+    return session.write_segment(doc, layout.size, data), tensors
 
 
 def _stream_tensor(
-    stream: BlockStream,
-    layout: Layout,
-    spec: TensorSpec,
-    source: TensorSource,
-    progress: Callable[[int], None] | None,
+    stream: BlockStream, layout: Layout, spec: TensorSpec, source: TensorSource, advance: Advance
 ) -> TensorEntry:
     """Append one tensor, hashing every chunk, and summing up the state digest, as it passes."""
     assert stream.position == layout.offsets[spec.name], (spec.name, stream.position)
@@ -137,8 +103,7 @@ def _stream_tensor(
             hasher.update(piece.data)
             running.update(piece)
             stream.advance(len(piece))
-            if progress is not None:
-                progress(len(piece))
+            advance(len(piece))
             done += len(piece)
         hashes.append(hasher.hexdigest())
     return raw_entry(layout, spec, hashes, running.result())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
 
 from ckptstore.backends.base import SegmentSink
 from ckptstore.host.buffers import Bytes, Staging
@@ -20,8 +22,8 @@ __all__ = ["BlockStream"]
 class BlockStream:
     """Bytes appended one after the other from file offset `start` (a multiple of 4096).
 
-    Use: fill `space(n)`, then `advance(k)`; at the end `finish()`. After an error call `drain()` before the sink is
-    aborted, so that no thread still writes into it.
+    Use: fill `space(n)`, then `advance(k)`; at the end `finish()`. After an error call `drain()`, which leaving a
+    ``with`` does, before the sink is aborted, so that no thread still writes into it.
     """
 
     def __init__(self, sink: SegmentSink, staging: Staging, pool: ThreadPoolExecutor, start: int) -> None:
@@ -33,6 +35,14 @@ class BlockStream:
         self._used = 0
         self._offset = start
         self._writes: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.drain()
 
     @property
     def position(self) -> int:

@@ -8,17 +8,19 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
 
 from ckptstore.errors import CkptError, CommitUnknownError, FencedError, WriterClosedError, WriterError
 from ckptstore.formats.catalog import CLOSED
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord
+from ckptstore.formats.records import CheckpointEntry, CheckpointId
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Staging
+from ckptstore.host.progress import Progress, Tally
 from ckptstore.log import folding, requests
+from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
-from ckptstore.segments.reading import Progress
+from ckptstore.segments.session import SegmentSession
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.ledger import Saves
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
@@ -79,14 +81,15 @@ class Committer:
     ) -> CheckpointInfo:
         """Store a step with everything that waits, from a copy: the next step is coded against it."""
         done: Future[CheckpointInfo] = Future()
-        snapshot = self._snapshots.copy(flat, self._deltas.encoders)
+        snapshot = self._snapshots.copy(flat, self._deltas.workers.pool)
         gradients: Snapshot | None = None
         kept = False
         try:
             # Copies, too: gradients that change while they are coded, after a Ctrl-C, would spoil the chain.
             taken, gradients = with_copies(updates, self._snapshots, self._blocks)
-            if progress is not None:  # what it raises stops the save: so it is asked before anything is written
-                progress(sum(source.nbytes for source in flat.tensors.values()))
+            # What it raises stops the save: so it is asked before anything is written.
+            nbytes = sum(source.nbytes for source in flat.tensors.values())
+            Tally(progress, nbytes).advance(nbytes)
             if interrupted.is_set():
                 raise WriterClosedError(f"step {step} was not saved: interrupted")
             kept = self.diff(snapshot, taken, step, done)
@@ -117,7 +120,7 @@ class Committer:
         done.set_result(info)  # it is durable: nothing that follows may say otherwise
         try:
             # A base of deltas lives as long as those need it: then a copy is what the next step is coded against.
-            base = self._snapshots.copy(snapshot.flat, self._deltas.encoders) if kept else snapshot
+            base = self._snapshots.copy(snapshot.flat, self._deltas.workers.pool) if kept else snapshot
         except (MemoryError, RuntimeError):
             self._diffs.restart()  # the next checkpoint is a full
             return True
@@ -158,8 +161,8 @@ class Committer:
         try:
             if self.ended is not None:
                 raise self.ended
-            written = self._diffs.write(self._staging, self._blocks, begun.append)
-            self.commit(segments=written.segments, checkpoints=written.checkpoints, encodings=written.encodings)
+            written = self._diffs.write(self._session(begun, None))
+            self.commit(Change(written.segments, written.checkpoints, written.encodings))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
                 self._abandoned += begun
@@ -182,7 +185,7 @@ class Committer:
         """Name the checkpoint of a step of this term. If it waits, it is written first."""
         if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):
             self.flush()
-        self.commit(tags={name: (self.log.number, step)})
+        self.commit(Change(tags={name: (self.log.number, step)}))
 
     def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
         """A step was not saved. Does nothing to one whose saver knows already, or that is durable."""
@@ -210,7 +213,7 @@ class Committer:
         self.flush_in_time()
         if self._diffs is not None and self._diffs.options.waits and self.ended is None and not self._missing:
             with contextlib.suppress(CkptError):
-                self.commit(extra={CLOSED: True})
+                self.commit(Change(extra={CLOSED: True}))
 
     def persist(
         self,
@@ -224,6 +227,7 @@ class Committer:
         """Write, commit -> what was committed, and whether `snapshot` stays in memory as a base of deltas.
 
         Args:
+            progress: told how many of the state's bytes are done.
             interrupted: set when the caller has stopped waiting and may change the state.
         """
         if self.ended is not None:
@@ -231,16 +235,8 @@ class Committer:
         begun: list[str] = []
         moment = time.time()
         try:
-            written, decision, base = self._deltas.write(
-                flat,
-                step,
-                moment,
-                staging=self._staging,
-                pool=self._blocks,
-                restorable=self.log.catalog.restorable,
-                begun=begun.append,
-                progress=progress,
-            )
+            session = self._session(begun, progress, sum(source.nbytes for source in flat.tensors.values()))
+            written, decision, base = self._deltas.write(flat, step, moment, session, self.log.catalog.restorable)
             if interrupted.is_set():
                 raise WriterClosedError(f"step {step} was not saved: interrupted")
             used = {segment.id for segment in written.segments}
@@ -248,7 +244,7 @@ class Committer:
             begun = list(used)
             entry = CheckpointEntry(self.log.number, step, written.state, moment, written.tensors, written.nbytes)
             encoding = self._deltas.encoding(written, entry.node, base)
-            self.commit(segments=written.segments, checkpoints=(entry,), encodings=(encoding,))
+            self.commit(Change(written.segments, (entry,), (encoding,)))
         except (FencedError, CommitUnknownError):
             raise  # this term drops nothing any more
         except BaseException:
@@ -257,16 +253,22 @@ class Committer:
         info = describe_checkpoint(self.log.catalog, entry)
         return info, self._deltas.committed(decision, entry.id, flat, snapshot, written.stored, interrupted.is_set)
 
-    def commit(self, **changes: Any) -> None:
-        """Commit a record of this term (members of `CommitRecord`), and what was begun in vain as its drops."""
+    def _session(self, begun: list[str], progress: Progress | None, total: int = 0) -> SegmentSession:
+        """What segments are written with: the ids of those begun are put to `begun`."""
+        advance = Tally(progress, total).advance
+        backend = self.log.journal.backend
+        return SegmentSession(backend, self._staging, self._blocks, self._deltas.workers, begun.append, advance)
+
+    def commit(self, change: Change) -> None:
+        """Commit a change in this term, and what was begun in vain as its drops."""
         drops = tuple(self._abandoned)
         try:
-            self.log.commit(CommitRecord(self.log.number, drops=drops, **changes))
+            self.log.commit(replace(change, drops=(*change.drops, *drops)).record(self.log.number))
         except (FencedError, CommitUnknownError) as error:
             self.ended = error
             raise
         del self._abandoned[: len(drops)]
-        if changes.get("checkpoints"):
+        if change.checkpoints:
             self._missing = False
 
     def housekeeping(self) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,11 +20,11 @@ from ckptstore.formats.records import CheckpointId, Encoding
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.state import FlatState
-from ckptstore.host.buffers import Bytes, Staging
-from ckptstore.host.threads import started_pool
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.plain import WrittenState, write_full
-from ckptstore.segments.reading import Progress
+from ckptstore.segments.session import SegmentSession
 from ckptstore.write.encoding import Base, Choices, write_packed
 from ckptstore.write.interval import FULL, Decision, Form, RestoreBound, Schedule
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
@@ -98,7 +97,7 @@ class Deltas:
 
     Attributes:
         schedule: when a delta is made, and against what; None: never.
-        encoders: threads that code; `threads`: how many those are.
+        workers: threads that copy, hash and code.
     """
 
     def __init__(
@@ -128,31 +127,28 @@ class Deltas:
         self._reopen = reopen
         self._choices = Choices(self._options.policy)
         self._bases: dict[int, MemoryBase | StoredBase] = {}
-        self.threads = threads
-        self.encoders = started_pool(self.threads, "ckptstore-encode")
+        self.workers = Workers.started(threads, "ckptstore-encode")
 
     def write(
         self,
         flat: FlatState,
         step: int,
         moment: float,
-        *,
-        staging: Staging,
-        pool: ThreadPoolExecutor,
+        session: SegmentSession,
         restorable: Callable[[CheckpointId], bool],
-        begun: Callable[[str], None],
-        progress: Progress | None,
     ) -> tuple[WrittenState, Decision, Base | None]:
         """Store `flat` as the schedule decides, and make it durable (COMMIT step 1).
 
         Args:
             moment: when the checkpoint was made, seconds since 1970.
+            session: what it is written with; not every segment that it begins need be part of the result.
             restorable: whether the catalog to which the record will be applied can restore a checkpoint.
-            begun: called with the id of every segment before it exists; not all of them need be part of the result.
         """
 
         def store(base: Base | None, gap: int) -> WrittenState:
-            return self._store(flat, step, moment, base, gap, staging, pool, begun, progress)
+            kind, below = ("full", None) if base is None else ("delta", base.id)
+            encoding = StepEncoding(self._draft.term, kind, below, moment)
+            return self._store(session, flat, replace(self._draft, encodings={step: encoding}), base, gap)
 
         decision, base = self._decide(restorable)
         began = time.monotonic()
@@ -185,43 +181,11 @@ class Deltas:
         return self.schedule.decide(), None
 
     def _store(
-        self,
-        flat: FlatState,
-        step: int,
-        moment: float,
-        base: Base | None,
-        gap: int,
-        staging: Staging,
-        pool: ThreadPoolExecutor,
-        begun: Callable[[str], None],
-        progress: Progress | None,
+        self, session: SegmentSession, flat: FlatState, draft: SegmentDoc, base: Base | None, gap: int
     ) -> WrittenState:
-        kind, below = ("full", None) if base is None else ("delta", base.id)
-        draft = replace(self._draft, encodings={step: StepEncoding(self._draft.term, kind, below, moment)})
         if base is None and not self._options.compress_fulls:
-            return write_full(
-                self._backend,
-                flat,
-                draft,
-                staging=staging,
-                pool=pool,
-                begun=begun,
-                progress=progress,
-            )
-        return write_packed(
-            self._backend,
-            flat,
-            draft,
-            base=base,
-            gap=gap,
-            choices=self._choices,
-            staging=staging,
-            pool=pool,
-            encoders=self.encoders,
-            threads=self.threads,
-            begun=begun,
-            progress=progress,
-        )
+            return write_full(session, flat, draft)
+        return write_packed(session, flat, draft, base=base, gap=gap, choices=self._choices)
 
     @staticmethod
     def encoding(written: WrittenState, node: tuple[int, int], base: Base | None) -> Encoding:
@@ -279,7 +243,7 @@ class Deltas:
         held = sum(base.nbytes for base in self._bases.values() if isinstance(base, MemoryBase))
         if self._options.memory is not None and held + nbytes > self._options.memory:
             return self._reopen(identity)
-        return MemoryBase(identity, snapshot or self._snapshots.copy(flat, self.encoders))
+        return MemoryBase(identity, snapshot or self._snapshots.copy(flat, self.workers.pool))
 
     def begin(self, draft: SegmentDoc) -> None:
         """Another term of the same writer: without a base, as the first began."""
@@ -296,7 +260,7 @@ class Deltas:
 
     def close(self) -> None:
         """Let go of every base. A second time does nothing."""
-        self.encoders.shutdown()
+        self.workers.pool.shutdown()
         self._restart()
 
 

@@ -6,25 +6,27 @@ tried. Which codec a tensor gets is chosen from samples of it, and kept for a wh
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ckptstore.backends.base import Backend
 from ckptstore.formats import codecs, digest, hashing, jsontext
 from ckptstore.formats.codecs import CodecChoice, Policy, Sample
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, chunk_extents, split
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.progress import Advance
+from ckptstore.host.threads import Workers, let_go
 from ckptstore.segments.packed import drafts, write_stream
 from ckptstore.segments.plain import WrittenState
+from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 
 __all__ = [
@@ -35,7 +37,6 @@ __all__ = [
     "choose_all",
     "code_all",
     "host_bytes",
-    "let_go",
     "write_packed",
 ]
 
@@ -115,47 +116,36 @@ class Coded:
 
 
 def write_packed(
-    backend: Backend,
+    session: SegmentSession,
     flat: FlatState,
     draft: SegmentDoc,
     *,
     base: Base | None,
     gap: int,
     choices: Choices,
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-    encoders: ThreadPoolExecutor,
-    threads: int,
-    begun: Callable[[str], None],
-    progress: Callable[[int], None] | None = None,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> WrittenState:
     """Code `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
 
     Args:
         flat: the state; its tensors must not change until this returns.
-        draft: what its segments say of themselves; see `packing.drafts`.
+        draft: what its segments say of themselves; see `packed.drafts`.
         base: what deltas are made against; None: codecs without a base only.
         gap: checkpoints between base and state; choices are kept apart by its magnitude.
         choices: what was chosen before; updated.
-        staging: memory of the stream.
-        pool: threads that write blocks; `encoders`: threads that code; `threads`: how many those are.
-        begun: called with the id of every segment before it exists.
-        progress: called with the logical bytes of every chunk coded.
         limit: logical bytes per segment.
 
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
     """
-    plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, encoders)}
+    plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, session.workers)}
     written: list[SegmentEntry] = []
     parts: list[tuple[str, str, Sequence[int], str]] = []
     divided = split([plan.spec for plan in plans.values()], limit)
     for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
-        begun(doc.segment)
         own = [plans[spec.name] for spec in members]
-        with closing(code_all(own, flat, base, encoders, threads, digests=True)) as coded:
-            entry, tensors = _write_segment(backend, doc, own, coded, staging, pool, progress)
+        with closing(code_all(own, flat, base, session.workers, digests=True)) as coded:
+            entry, tensors = _write_segment(session, doc, own, coded)
         written.append(entry)
         parts += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
     state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
@@ -163,28 +153,20 @@ def write_packed(
 
 
 def _write_segment(
-    backend: Backend,
-    draft: SegmentDoc,
-    plans: Sequence[TensorPlan],
-    coded: Iterator[Coded],
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-    progress: Callable[[int], None] | None,
+    session: SegmentSession, draft: SegmentDoc, plans: Sequence[TensorPlan], coded: Iterator[Coded]
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     tensors: dict[str, TensorEntry] = {}
 
     def fill(stream: BlockStream) -> dict[int, dict[str, TensorEntry]]:
-        tensors.update((plan.spec.name, _append(stream, plan, coded, progress)) for plan in plans)
+        tensors.update((plan.spec.name, _append(stream, plan, coded, session.advance)) for plan in plans)
         return {draft.steps[0]: tensors}
 
     # Payloads are rarely longer than what they restore; the file is cut to its length in the end.
     nbytes = sum(plan.spec.nbytes for plan in plans)
-    return write_stream(backend, draft, nbytes, fill, staging, pool), tensors
+    return write_stream(session, draft, nbytes, fill), tensors
 
 
-def _append(
-    stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded], progress: Callable[[int], None] | None
-) -> TensorEntry:
+def _append(stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded], advance: Advance) -> TensorEntry:
     """Append the next coded chunks, which are those of one tensor."""
     chunks = []
     digests: list[int] = []
@@ -196,8 +178,7 @@ def _append(
         stream.append(piece.payload)
         stored = hashing.chunk_hash(piece.payload.data)
         chunks.append(Chunk(at, len(piece.payload), piece.logical, stored, piece.decoded_hash))
-        if progress is not None:
-            progress(piece.logical)
+        advance(piece.logical)
     spec = plan.spec
     number = digest.combine(*digests, nbytes=spec.nbytes)
     return TensorEntry(spec.name, spec.dtype, spec.shape, tuple(chunks), plan.choice.name, plan.params, digest=number)
@@ -211,7 +192,7 @@ def choose_all(
     base: Base | None,
     gap: int,
     choices: Choices,
-    encoders: ThreadPoolExecutor,
+    workers: Workers,
     names: Collection[str] | None = None,
 ) -> list[TensorPlan]:
     """How each tensor of `flat`, or each of `names`, will be coded, in the order of the state."""
@@ -222,18 +203,11 @@ def choose_all(
             continue
         spec = TensorSpec(name, source.dtype, tuple(source.shape))
         based = base is not None and base.spec(name) == (spec.dtype, spec.shape)
-        waiting.append(encoders.submit(_choose, spec, source, base if based else None, gap, choices, masters, flat))
+        waiting.append(workers.pool.submit(_choose, spec, source, base if based else None, gap, choices, masters, flat))
     try:
         return [future.result() for future in waiting]
     finally:
         let_go(waiting)
-
-
-def let_go(futures: Iterable[Future[Any]]) -> None:
-    """Wait until none of them runs any more."""
-    for future in futures:
-        future.cancel()
-    wait(futures)
 
 
 def _choose(
@@ -307,22 +281,14 @@ def code_all(
     plans: Sequence[TensorPlan],
     flat: FlatState,
     base: Base | None,
-    encoders: ThreadPoolExecutor,
-    threads: int,
+    workers: Workers,
     *,
     digests: bool = False,
 ) -> Generator[Coded]:
-    """Coded chunks in order; at most `threads` + 1 groups of chunks are under way."""
-    window: deque[Future[list[Coded]]] = deque()
-    try:
-        for group in _groups(plans):
-            window.append(encoders.submit(_code, group, flat, base, digests))
-            if len(window) > threads:
-                yield from window.popleft().result()
-        while window:
-            yield from window.popleft().result()
-    finally:  # closed early: nobody may go on reading the state once the save has failed
-        let_go(window)
+    """Coded chunks in order; at most one group of chunks more than there are threads is under way."""
+    with closing(workers.in_order(partial(_code, group, flat, base, digests) for group in _groups(plans))) as groups:
+        for group in groups:
+            yield from group
 
 
 def _groups(plans: Sequence[TensorPlan]) -> Iterator[list[tuple[TensorPlan, int, int]]]:

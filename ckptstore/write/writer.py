@@ -22,13 +22,13 @@ from ckptstore.frameworks import bridge
 from ckptstore.host import exiting, sigterm
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
+from ckptstore.host.progress import Progress
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.journal import Journal
 from ckptstore.log.refs import step_number
 from ckptstore.log.term import Term
 from ckptstore.restore.stored_base import StoredBase
-from ckptstore.segments.reading import Progress
 from ckptstore.write.committer import Committer
 from ckptstore.write.deltas import DeltaOptions, Deltas
 from ckptstore.write.ledger import Failures, PendingSave, Saves
@@ -135,8 +135,7 @@ class Writer:
         self.parent = parent
         diffs: Diffs | None = None
         if self._options.diffs is not None:
-            encoders, threads = self._deltas.encoders, self._deltas.threads
-            diffs = Diffs(self._options.diffs, self._backend, self._draft(term), encoders, threads)
+            diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers)
         return Committer(
             term,
             Saves(term.number, parent, self._failures),
@@ -159,7 +158,7 @@ class Writer:
             step: optimizer steps done, above every step that this term continues from; numpy's integers, too.
             updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs. With
                 a `DiffOptions.batch` above 1, everything that waits is written.
-            progress: called with the number of bytes just copied, from another thread.
+            progress: called as bytes are copied, from other threads; the total is the state's bytes.
 
         Raises:
             UnsupportedStateError: something in `state` cannot be stored; names its key path. Nothing was written.
@@ -209,20 +208,7 @@ class Writer:
         """
         step = step_number(step)
         committer, flat = self._admit(state, step)
-        gradients: Snapshot | None = None
-        try:
-            snapshot = self._snapshots.take(flat, self._blocks)
-            try:
-                moved, gradients = with_copies(self._updates(updates, flat), self._snapshots, self._blocks)
-            except BaseException:
-                snapshot.land()
-                snapshot.free()
-                raise
-        except BaseException as error:
-            committer.saves.release(step, error)
-            if isinstance(error, RuntimeError):
-                self._check_open()  # closed by another thread, and its pool with it
-            raise
+        snapshot, moved, gradients = self._copied(committer, flat, step, updates)
         unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
         done: Future[CheckpointInfo] = Future()
         committer.saves.watch(step, done)
@@ -265,6 +251,24 @@ class Writer:
         return PendingSave(
             step, done, lambda: committer.saves.seen(step), lambda: self._hurry(lambda: committer.flush_step(step))
         )
+
+    def _copied(
+        self, committer: Committer, flat: FlatState, step: int, updates: Updates | None
+    ) -> tuple[Snapshot, Sequence[Update], Snapshot | None]:
+        """Copies of a state and of its updates, and what owns the gradients' memory."""
+        try:
+            snapshot = self._snapshots.take(flat, self._blocks)
+            try:
+                return snapshot, *with_copies(self._updates(updates, flat), self._snapshots, self._blocks)
+            except BaseException:
+                snapshot.land()
+                snapshot.free()
+                raise
+        except BaseException as error:
+            committer.saves.release(step, error)
+            if isinstance(error, RuntimeError):
+                self._check_open()  # closed by another thread, and its pool with it
+            raise
 
     def flush(self) -> None:
         """Write the steps that wait for their batch, after every `save_async` so far was coded; they are then durable.

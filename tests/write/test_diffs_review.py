@@ -128,7 +128,7 @@ def test_no_thread_for_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_progress_that_raises_stops_a_save_before_anything_is_written(tmp_path: Path) -> None:
     trainer, store = Trainer(), ckptstore.open(tmp_path / "store", create=True)
 
-    def stop(_: int) -> None:
+    def stop(_done: int, _total: int) -> None:
         raise ZeroDivisionError
 
     with store.writer(diffs=DiffOptions(batch=4)) as writer:

@@ -90,7 +90,7 @@ def test_what_was_on_its_way_when_the_term_ended_is_not_written(store: ckptstore
     with store.writer(poll_seconds=None, max_in_flight=2) as writer, ThreadPoolExecutor(1) as other:
         reached, goes_on = threading.Event(), threading.Event()
 
-        def waits(_nbytes: int) -> None:
+        def waits(_done: int, _total: int) -> None:
             reached.set()
             assert goes_on.wait(60)
 
@@ -285,6 +285,20 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
     with store.writer(staging_bytes=3 * (16 << 20), deltas=options, poll_seconds=None) as saving:
         saving.save(state, 1)
     assert most == [2]
+
+
+@pytest.mark.parametrize("how", ["full", "packed", "diffs"])
+def test_progress_counts_up_to_the_states_bytes(store: ckptstore.Store, how: str) -> None:
+    state = {"a": np.zeros(3 << 20), "b": {"c": np.arange(5, dtype="<i2"), "none": np.zeros((0, 4))}}
+    packed = ckptstore.DeltaOptions(interval=1, compress_fulls=True) if how == "packed" else None
+    diffs = DiffOptions(batch=2) if how == "diffs" else None
+    told: list[tuple[int, int]] = []
+    with store.writer(deltas=packed, diffs=diffs, poll_seconds=None) as writer:
+        writer.save(state, 1, progress=lambda done, total: told.append((done, total)))
+    total = (24 << 20) + 10
+    assert {said for _, said in told} == {total}
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1][0] == total
 
 
 def _misuse(writer: ckptstore.Writer) -> None:

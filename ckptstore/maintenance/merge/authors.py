@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from ckptstore._version import __version__
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointId, CommitRecord
+from ckptstore.formats.records import CheckpointId
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log import requests
+from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.log.requests import Outcome
@@ -32,8 +32,8 @@ class Author(Protocol):
     @property
     def owned(self) -> int | None: ...  # noqa: D102 - described above
 
-    def commit(self, term: int, what: str, changes: Mapping[str, Any]) -> Outcome:
-        """Make one change in `term`, all or nothing; `changes` are members of a `CommitRecord`."""
+    def commit(self, term: int, what: str, change: Change) -> Outcome:
+        """Make one change in `term`, all or nothing; of its members, those that a request may have."""
 
     def catalog(self) -> Catalog:
         """The log as this author sees it now."""
@@ -53,10 +53,19 @@ class Requester:
         self._journal = journal
         self._timeout = timeout
 
-    def commit(self, term: int, what: str, changes: Mapping[str, Any]) -> Outcome:
+    def commit(self, term: int, what: str, change: Change) -> Outcome:
         """Post a request -> its outcome, ``waiting`` if no answer came in time. Raises `StorageError`."""
         about = f"{what} ({platform.node()}, pid {os.getpid()})"
-        request = requests.post(self._journal, term, about, **changes)
+        request = requests.post(
+            self._journal,
+            term,
+            about,
+            segments=change.segments,
+            encodings=change.encodings,
+            drops=change.drops,
+            retires=change.retires,
+            tags=change.tags,
+        )
         crash_point("merge.posted")
         return requests.wait(self._journal, request, timeout=self._timeout)
 
@@ -81,9 +90,9 @@ class Successor:
         self._term = open_term(journal, _latest, info)
         self.owned: int | None = self._term.number
 
-    def commit(self, term: int, what: str, changes: Mapping[str, Any]) -> Outcome:  # noqa: ARG002  # a log needs none
+    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
         """Commit. Raises as `Term.commit`."""
-        self._term.commit(CommitRecord(term, **changes))
+        self._term.commit(change.record(term))
         return _ACCEPTED
 
     def catalog(self) -> Catalog:

@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 from ckptstore.errors import FencedError, ReadOnlyError
 from ckptstore.formats.records import ref_of
+from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.maintenance.merge.authors import Author, Requester, Successor
@@ -128,13 +129,13 @@ def _prepare(work: Work, text: str, *, keep_steps: bool, tries: int) -> Prepared
 
 def _commit(author: Author, prepared: Prepared, what: str) -> tuple[Answer, str]:
     """One change; or two, where checkpoints have to be moved before they can be retired."""
-    outcome = author.commit(prepared.term, what, prepared.changes)
+    outcome = author.commit(prepared.term, what, prepared.change)
     if outcome.answer != "accepted" or not prepared.later:
         return outcome.answer, "" if outcome.answer == "accepted" else outcome.reason
     catalog = author.catalog()
     retires = tuple(node for node in prepared.later if node in catalog.checkpoints)
-    changes = {"retires": retires, "drops": unneeded(catalog, retires, (), ())}
-    outcome = author.commit(prepared.term, f"{what}: retire what was folded", changes)
+    change = Change(retires=retires, drops=unneeded(catalog, retires, (), ()))
+    outcome = author.commit(prepared.term, f"{what}: retire what was folded", change)
     if outcome.answer == "accepted":
         return "accepted", ""
     return outcome.answer, f"the range is in one segment, but nothing is retired yet: {outcome.reason or 'no answer'}"

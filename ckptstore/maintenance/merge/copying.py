@@ -7,8 +7,7 @@ the chunks change. Memory is one chunk and the stream's blocks, besides the desc
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -21,10 +20,11 @@ from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT, SEGMENT_LIMIT
 from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
+from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.progress import Advance
 from ckptstore.segments.packed import shares, write_stream
 from ckptstore.segments.reading import SegmentReader, read_chunk
+from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 
 __all__ = ["copied_bytes", "copy_encodings", "merged_draft"]
@@ -59,28 +59,22 @@ def copied_bytes(backend: Backend, catalog: Catalog, edges: Sequence[Encoding]) 
 
 
 def copy_encodings(
+    session: SegmentSession,
     backend: Backend,
-    target: Backend,
     catalog: Catalog,
     edges: Sequence[Encoding],
     *,
     run: str,
     term: int,
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-    begun: Callable[[str], None],
-    advance: Advance,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> tuple[list[SegmentEntry], list[Encoding]]:
     """Copy encodings into one segment (several, where one would exceed `limit`), and make it durable.
 
     Args:
-        backend: where they are; `target`: where to.
+        session: what they are written with; told the stored bytes of every chunk copied.
+        backend: where they are.
         edges: ascending by step, of one term.
         run, term: what the new segments belong to.
-        staging, pool: memory of the stream, and threads that write its blocks.
-        begun: called with the id of every segment before it exists.
-        advance: called with the stored bytes of every chunk copied.
 
     Returns:
         The segments, and the encodings that they are read by: those of `edges`, each in its new place.
@@ -99,12 +93,13 @@ def copy_encodings(
             trees={piece.edge.checkpoint[1]: piece.tree for piece in group},
             extra=_common(group),
         )
-        begun(draft.segment)
 
         def fill(stream: BlockStream, group: Sequence[_Piece] = group) -> dict[int, dict[str, TensorEntry]]:
-            return {piece.edge.checkpoint[1]: _copied(backend, catalog, piece, stream, advance) for piece in group}
+            return {
+                piece.edge.checkpoint[1]: _copied(backend, catalog, piece, stream, session.advance) for piece in group
+            }
 
-        entry = write_stream(target, draft, sum(piece.stored for piece in group), fill, staging, pool)
+        entry = write_stream(session, draft, sum(piece.stored for piece in group), fill)
         written.append(entry)
         costs = shares(entry.size, [piece.stored for piece in group])
         encodings += [

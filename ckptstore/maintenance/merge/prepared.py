@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ckptstore.formats.records import Encoding, Node, SegmentEntry
+from ckptstore.log.change import Change
 from ckptstore.maintenance.merge.costs import RestoreCost
 from ckptstore.maintenance.merge.ranges import Selection
 
@@ -45,7 +45,7 @@ class Prepared:
         term: the term in which it can be.
         selection: what it is about.
         made: what was written for it.
-        changes: members of its `CommitRecord`.
+        change: what is to be committed first.
         later: checkpoints that only a second change can retire: in the first they are given their new encodings.
         dropped: the segments that both together drop.
         before, after: what restoring the target costs.
@@ -54,7 +54,7 @@ class Prepared:
     term: int
     selection: Selection
     made: Made
-    changes: Mapping[str, Any]
+    change: Change
     later: tuple[Node, ...]
     dropped: tuple[SegmentEntry, ...]
     before: RestoreCost

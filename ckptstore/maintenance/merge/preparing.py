@@ -9,16 +9,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.nowhere import Nowhere
 from ckptstore.errors import CorruptSegmentError, FencedError, StorageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, segment_key
+from ckptstore.formats.records import CheckpointEntry, Encoding, Node, segment_key
 from ckptstore.formats.retention import check_commit
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.crash_points import crash_point
+from ckptstore.host.threads import Workers
+from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.log.reading import read
@@ -30,6 +32,7 @@ from ckptstore.maintenance.merge.ranges import Selection, select_range, unneeded
 from ckptstore.maintenance.merge.recoding import recode
 from ckptstore.restore.rates import measure_rates
 from ckptstore.restore.streams import Progress
+from ckptstore.segments.session import SegmentSession
 
 __all__ = ["Work"]
 
@@ -65,16 +68,23 @@ class Work:
         """
         self._journal = journal
         self._backend = journal.backend
-        self._target: Backend = Nowhere() if dry_run else journal.backend
         self._owned = owned
         self._term = 0  # of what is written: known once the log was read
         self._dry_run = dry_run
         self._tally = _Tally(progress)
-        self._threads = min(_THREADS, os.cpu_count() or 1)
-        self._staging = Staging.for_chunks(2 * self._threads, DEFAULT_BUDGET)
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="ckptstore-write")
-        self._workers = ThreadPoolExecutor(self._threads, thread_name_prefix="ckptstore-merge")
+        threads = min(_THREADS, os.cpu_count() or 1)
+        self._staging = Staging.for_chunks(2 * threads, DEFAULT_BUDGET)
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-merge")
         self._begun: list[str] = []
+        target: Backend = Nowhere() if dry_run else journal.backend
+        self._session = SegmentSession(
+            target,
+            self._staging,
+            ThreadPoolExecutor(2, thread_name_prefix="ckptstore-write"),
+            Workers(self._workers, threads),
+            self._begun.append,
+            self._tally.advance,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +93,7 @@ class Work:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._workers.shutdown()
-        self._pool.shutdown()
+        self._session.blocks.shutdown()
 
     def prepare(self, text: str, *, keep_steps: bool) -> Prepared:
         """Write what is to be committed, and prove it. Raises as `merge`."""
@@ -108,8 +118,8 @@ class Work:
                 return self._prepared(catalog, chosen, made)
 
     def _prepared(self, catalog: Catalog, chosen: Selection, made: Made) -> Prepared:
-        changes, later = self._changes(catalog, chosen, made)
-        record = CommitRecord(self._term, **changes)
+        change, later = self._change(catalog, chosen, made)
+        record = change.record(self._term)
         check_commit(catalog, record)
         dropped = set(record.drops)
         if later:
@@ -120,7 +130,7 @@ class Work:
             self._term,
             chosen,
             made,
-            changes,
+            change,
             later,
             tuple(catalog.segments[segment] for segment in sorted(dropped)),
             restore_cost(catalog, chosen.chain.encodings, rates),
@@ -177,16 +187,7 @@ class Work:
         stored = copied_bytes(self._backend, catalog, chosen.folded)
         self._tally.total += stored if self._dry_run else 2 * stored + chosen.target.nbytes
         segments, encodings = copy_encodings(
-            self._backend,
-            self._target,
-            catalog,
-            chosen.folded,
-            run=self._journal.run,
-            term=self._term,
-            staging=self._staging,
-            pool=self._pool,
-            begun=self._begun.append,
-            advance=self._tally.advance,
+            self._session, self._backend, catalog, chosen.folded, run=self._journal.run, term=self._term
         )
         moved = {edge.checkpoint: edge for edge in encodings}
         chain = tuple(moved.get(edge.checkpoint, edge) for edge in chosen.chain.encodings)
@@ -204,16 +205,10 @@ class Work:
                 )
             ]
             segments, edge, state = recode(
-                self._target,
+                self._session,
                 opened[0],
                 opened[1] if below else None,
                 lambda edge: merged_draft([edge], catalog, self._journal.run, self._term),
-                staging=self._staging,
-                pool=self._pool,
-                encoders=self._workers,
-                threads=self._threads,
-                begun=self._begun.append,
-                progress=self._tally.advance,
             )
         if state != chosen.target.state:
             raise CorruptSegmentError(
@@ -230,7 +225,7 @@ class Work:
         with opened_plan(self._backend, catalog, chosen.target, made.chain, made.segments) as found:
             check_state(found, self._workers, self._staging, self._tally.advance)
 
-    def _changes(self, catalog: Catalog, chosen: Selection, made: Made) -> tuple[dict[str, Any], tuple[Node, ...]]:
+    def _change(self, catalog: Catalog, chosen: Selection, made: Made) -> tuple[Change, tuple[Node, ...]]:
         """The change, and the checkpoints that only a second one can retire."""
         renewed = {edge.checkpoint for edge in made.encodings}
         # An encoding may only be added for a checkpoint that is promised, in the same change, too: what is copied as
@@ -238,12 +233,7 @@ class Work:
         later = chosen.retired if renewed & set(chosen.retired) else ()
         retires = () if later else chosen.retired
         drops = unneeded(catalog, retires, renewed, made.encodings)
-        return {
-            "segments": made.segments,
-            "encodings": made.encodings,
-            "drops": drops,
-            "retires": retires,
-        }, later
+        return Change(made.segments, encodings=made.encodings, drops=drops, retires=retires), later
 
 
 def _freed(catalog: Catalog, chosen: Selection, added: Sequence[Encoding]) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from ckptstore.backends.base import Backend
 from ckptstore.formats import dtypes
 from ckptstore.formats.codecs import SMALL_POLICY
 from ckptstore.formats.layout import CHUNK
@@ -14,10 +12,10 @@ from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.sources import Origin
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.buffers import Bytes
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.stored_base import StoredBase
-from ckptstore.segments.reading import Progress
+from ckptstore.segments.session import SegmentSession
 from ckptstore.write.encoding import Choices, write_packed
 
 __all__ = ["ChainSource", "recode"]
@@ -55,29 +53,19 @@ class ChainSource:
 
 
 def recode(
-    target: Backend,
+    session: SegmentSession,
     found: Opened,
     below: Opened | None,
     draft: Callable[[Encoding], SegmentDoc],
-    *,
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-    encoders: ThreadPoolExecutor,
-    threads: int,
-    begun: Callable[[str], None],
-    progress: Progress,
 ) -> tuple[list[SegmentEntry], Encoding, str]:
     """Code a checkpoint as one delta against `below`, or as a full where no tensor gains from that.
 
     Args:
-        target: where to.
+        session: what it is written with; not every segment that it begins need be part of the result. Each of its
+            workers has two chunks in memory.
         found: the checkpoint.
         below: the base, or None.
         draft: what the segments of an encoding say of themselves (`copying.merged_draft`).
-        staging, pool: memory of the stream, and threads that write its blocks.
-        encoders, threads: threads that decode and code, and how many; each has two chunks in memory.
-        begun: called with the id of every segment before it exists; not all of them need be part of the result.
-        progress: called with the logical bytes of every chunk coded.
 
     Returns:
         The segments, the encoding that they make, and the hash of the state that was read.
@@ -103,20 +91,7 @@ def recode(
             lossy=lossy,
             bytes=0,
         )
-        written = write_packed(
-            target,
-            flat,
-            draft(edge),
-            base=against,
-            gap=gap,
-            choices=choices,
-            staging=staging,
-            pool=pool,
-            encoders=encoders,
-            threads=threads,
-            begun=begun,
-            progress=progress,
-        )
+        written = write_packed(session, flat, draft(edge), base=against, gap=gap, choices=choices)
         edge = replace(edge, segments=tuple(entry.id for entry in written.segments), bytes=written.stored)
         return list(written.segments), edge, written.state
 

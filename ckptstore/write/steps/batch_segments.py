@@ -7,20 +7,18 @@ that names the step before it as base.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptstore.backends.base import Backend
 from ckptstore.formats import hashing
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_index import MAX_ENTRIES
 from ckptstore.formats.segment_steps import Part, StepEncoding
-from ckptstore.host.buffers import Staging
 from ckptstore.segments.packed import shares, write_stream
+from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
 
@@ -46,14 +44,11 @@ class _Part:
 
 
 def write_batch(
-    backend: Backend,
+    session: SegmentSession,
     steps: Sequence[EncodedStep],
     draft: SegmentDoc,
     *,
     times: Sequence[float],
-    staging: Staging,
-    pool: ThreadPoolExecutor,
-    begun: Callable[[str], None],
     digests: Mapping[str, int] | None = None,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> tuple[tuple[SegmentEntry, ...], tuple[Encoding, ...]]:
@@ -63,8 +58,6 @@ def write_batch(
         steps: ascending, each coded against the one before it.
         draft: what its segments say of themselves; their uuids and steps are filled in.
         times: when each of the steps was made.
-        staging: memory of the stream; `pool`: threads that write blocks.
-        begun: called with the id of every segment before it exists.
         digests: state digests of the last step's tensors, by name.
         limit: payload bytes of a segment.
 
@@ -89,8 +82,7 @@ def write_batch(
             },
             trees={part.step.step: part.step.tree for part in parts if part.first},
         )
-        begun(segment)
-        entry = _write_segment(backend, doc, parts, staging, pool, digests or {}, steps[-1].step)
+        entry = _write_segment(session, doc, parts, digests or {}, steps[-1].step)
         written.append(entry)
         for part, cost in zip(parts, shares(entry.size, [part.stored for part in parts]), strict=True):
             costs[part.step.step] += cost
@@ -133,11 +125,9 @@ def _split(steps: Sequence[EncodedStep], limit: int) -> Iterator[list[_Part]]:
 
 
 def _write_segment(
-    backend: Backend,
+    session: SegmentSession,
     draft: SegmentDoc,
     parts: Sequence[_Part],
-    staging: Staging,
-    pool: ThreadPoolExecutor,
     digests: Mapping[str, int],
     last: int,
 ) -> SegmentEntry:
@@ -154,7 +144,7 @@ def _write_segment(
             }
         return tensors
 
-    return write_stream(backend, draft, sum(part.stored for part in parts), fill, staging, pool)
+    return write_stream(session, draft, sum(part.stored for part in parts), fill)
 
 
 def _append(stream: BlockStream, tensor: EncodedTensor, digest: int | None) -> TensorEntry:

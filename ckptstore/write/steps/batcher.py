@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ckptstore.backends.base import Backend
 from ckptstore.errors import UsageError
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import FAST_POLICY, Policy
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import TensorSource
-from ckptstore.host.buffers import Staging
+from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.segments.session import SegmentSession
 from ckptstore.write.deltas import MemoryBase
 from ckptstore.write.encoding import Choices
 from ckptstore.write.snapshot import Snapshot
@@ -138,26 +138,17 @@ class Written:
 class Diffs:
     """The gradient diffs of one term."""
 
-    def __init__(
-        self,
-        options: DiffOptions,
-        backend: Backend,
-        draft: SegmentDoc,
-        encoders: ThreadPoolExecutor,
-        threads: int,
-    ) -> None:
+    def __init__(self, options: DiffOptions, draft: SegmentDoc, workers: Workers) -> None:
         """Begin without a step in memory: the first checkpoint is a full.
 
         Args:
             draft: what all segments of the term say of themselves.
-            encoders: threads that code; `threads`: how many those are.
+            workers: threads that code.
         """
         self.options = options
-        self._backend = backend
         self._draft = draft
         self._term = draft.term
-        self._encoders = encoders
-        self._threads = threads
+        self._workers = workers
         self._choices = Choices(options.policy)
         self._step_choices = StepChoices()
         self._previous: MemoryBase | None = None
@@ -230,7 +221,7 @@ class Diffs:
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
         return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
 
-    def write(self, staging: Staging, pool: ThreadPoolExecutor, begun: Callable[[str], None]) -> Written:
+    def write(self, session: SegmentSession) -> Written:
         """Make everything that waits durable.
 
         Raises:
@@ -241,13 +232,10 @@ class Diffs:
             coded = [self._summed_up()]
         moments = [one.time for one in self.waiting]
         segments, encodings = write_batch(
-            self._backend,
+            session,
             coded,
             self._draft,
             times=moments[-len(coded) :],  # of what was summed up: the last step's
-            staging=staging,
-            pool=pool,
-            begun=begun,
             digests=self._digests(),
         )
         last = self.waiting[-1]
@@ -269,8 +257,7 @@ class Diffs:
             step,
             choices=self._choices,
             step_choices=self._step_choices,
-            encoders=self._encoders,
-            threads=self._threads,
+            workers=self._workers,
             lossy=lossy,
         )
 
@@ -307,7 +294,7 @@ class Diffs:
         """State digests of the last step, which is in memory."""
         assert self._previous is not None
         tensors = self._previous.tensors
-        return dict(zip(tensors, self._encoders.map(_digest, tensors.values()), strict=True))
+        return dict(zip(tensors, self._workers.pool.map(_digest, tensors.values()), strict=True))
 
 
 def _digest(source: TensorSource) -> int:

@@ -6,11 +6,10 @@ Small parameters of one group of settings are laid end to end, so that a thousan
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +21,8 @@ from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.formats.steps import STEP, Group, follower_params
 from ckptstore.host.buffers import Bytes
-from ckptstore.write.encoding import Base, Choices, Coded, TensorPlan, choose_all, code_all, host_bytes, let_go
+from ckptstore.host.threads import Workers, let_go
+from ckptstore.write.encoding import Base, Choices, Coded, TensorPlan, choose_all, code_all, host_bytes
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Base", "EncodedStep", "EncodedTensor", "StepChoices", "encode_step", "fitting_updates", "numbers_of"]
@@ -177,8 +177,7 @@ def encode_step(
     *,
     choices: Choices,
     step_choices: StepChoices,
-    encoders: ThreadPoolExecutor,
-    threads: int,
+    workers: Workers,
     lossy: bool = False,
 ) -> EncodedStep:
     """Code `flat` against the step before.
@@ -188,16 +187,16 @@ def encode_step(
         updates: what the optimizers did. Those that do not fit state and base are left out of account.
         base: the state one step before.
         choices: codecs chosen before for what no optimizer moved; updated. `step_choices`: the same for steps.
-        encoders: threads that code; `threads`: how many those are.
+        workers: threads that code.
         lossy: `flat` is not what training had.
     """
     joined = list(_join(fitting_updates(updates, flat, base), flat, base))
-    coded = _code_joined(joined, step_choices, encoders, threads)
+    coded = _code_joined(joined, step_choices, workers)
     units = [unit for unit in coded if unit is not None]
     moved = {tensor.spec.name for unit in units for tensor in unit}
     rest = flat.tensors.keys() - moved
-    plans = choose_all(flat, base, 1, choices, encoders, rest)
-    units += [(tensor,) for tensor in _code_rest(plans, flat, base, encoders, threads)]
+    plans = choose_all(flat, base, 1, choices, workers, rest)
+    units += [(tensor,) for tensor in _code_rest(plans, flat, base, workers)]
     parts = [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
     state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
     nbytes = sum(source.nbytes for source in flat.tensors.values())
@@ -302,29 +301,24 @@ def _sparse_end_to_end(gradients: Sequence[TensorSource | optim.SparseGradient |
 
 
 def _code_joined(
-    joined: Sequence[_Joined], choices: StepChoices, encoders: ThreadPoolExecutor, threads: int
+    joined: Sequence[_Joined], choices: StepChoices, workers: Workers
 ) -> Iterator[tuple[EncodedTensor, ...] | None]:
     """One unit for each of `joined`, in order; None where a payload would be larger than what it restores."""
-    rules = _choose_rules(joined, choices, encoders)
-    jobs = [(one, rule, extent) for one, rule in zip(joined, rules, strict=True) for extent in one.extents]
-    window: deque[Future[tuple[Bytes, list[list[str]]] | None]] = deque()
-    waiting = iter(jobs)
-    try:
+    rules = _choose_rules(joined, choices, workers)
+    jobs = (
+        partial(_code_chunk, one, rule, extent)
+        for one, rule in zip(joined, rules, strict=True)
+        for extent in one.extents
+    )
+    with closing(workers.in_order(jobs)) as results:
         for one, (encoding, rule) in zip(joined, rules, strict=True):
-            results = []
-            for _ in one.extents:
-                while len(window) <= threads and (job := next(waiting, None)) is not None:
-                    window.append(encoders.submit(_code_chunk, *job))
-                results.append(window.popleft().result())
-            yield _unit(one, encoding, rule, results)
-    finally:
-        let_go(window)
+            yield _unit(one, encoding, rule, [next(results) for _ in one.extents])
 
 
 def _choose_rules(
-    joined: Sequence[_Joined], choices: StepChoices, encoders: ThreadPoolExecutor
+    joined: Sequence[_Joined], choices: StepChoices, workers: Workers
 ) -> list[tuple[optim.Encoding, optim.Rule]]:
-    futures = [encoders.submit(_choose_rule, one, choices) for one in joined]
+    futures = [workers.pool.submit(_choose_rule, one, choices) for one in joined]
     try:
         return [future.result() for future in futures]
     finally:
@@ -413,10 +407,8 @@ def _unit(
     return tuple(unit)
 
 
-def _code_rest(
-    plans: Sequence[TensorPlan], flat: FlatState, base: Base, encoders: ThreadPoolExecutor, threads: int
-) -> Iterator[EncodedTensor]:
-    with closing(code_all(plans, flat, base, encoders, threads)) as coded:
+def _code_rest(plans: Sequence[TensorPlan], flat: FlatState, base: Base, workers: Workers) -> Iterator[EncodedTensor]:
+    with closing(code_all(plans, flat, base, workers)) as coded:
         for plan in plans:
             chunks = []
             for _ in chunk_extents(plan.spec.nbytes):

@@ -1,0 +1,73 @@
+"""What everyone who writes segments carries along, and the order in which a segment comes to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptstore.backends.base import Backend, SegmentSink
+from ckptstore.formats import hashing
+from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.segment import SegmentDoc
+from ckptstore.host.buffers import Staging, aligned
+from ckptstore.host.crash_points import crash_point
+from ckptstore.host.progress import Advance
+from ckptstore.host.threads import Workers
+
+__all__ = ["SegmentSession"]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSession:
+    """Segments written for one purpose: where to, through which memory, by which threads, and who is told.
+
+    Attributes:
+        backend: the medium.
+        staging: memory between what is written and the medium.
+        blocks: threads that write blocks.
+        workers: threads that copy, hash and code.
+        begun: called with the id of every segment before it exists, so that a failed one can be named in a drop.
+        advance: called with the logical bytes of every piece that is done, from any thread.
+    """
+
+    backend: Backend
+    staging: Staging
+    blocks: ThreadPoolExecutor
+    workers: Workers
+    begun: Callable[[str], None]
+    advance: Advance
+
+    def write_segment(
+        self, draft: SegmentDoc, size: int, data: Callable[[SegmentSink], tuple[bytes, int]]
+    ) -> SegmentEntry:
+        """Write one segment and make it durable (COMMIT step 1): its data, then its header, then the seal.
+
+        Args:
+            draft: says which segment it is.
+            size: about how many bytes it will have.
+            data: writes everything but the header -> the header, and the length of the file. When it returns or
+                raises, no thread writes any more.
+
+        Raises:
+            StorageError: the medium failed; what was written is removed as far as possible.
+        """
+        self.begun(draft.segment)
+        crash_point("save.begin")
+        sink = self.backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, size)
+        try:
+            header, size = data(sink)
+            crash_point("save.before-header")
+            # The header goes out last: a file without one is recognisably unfinished.
+            memory = aligned(len(header))
+            memory[:] = np.frombuffer(header, np.uint8)
+            sink.write(0, memory.data)
+            crash_point("save.before-seal")
+            sink.seal(size)
+            crash_point("save.sealed")
+        except BaseException:
+            sink.abort()
+            raise
+        return SegmentEntry(draft.segment, draft.term, size, len(header), hashing.header_hash(header))
