@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
-    from ckptstore.maintenance.verify.findings import BytesDone
+    from ckptstore.host.progress import Progress
     from ckptstore.maintenance.verify.verification import VerificationReport
-    from ckptstore.segments.reading import Progress
     from ckptstore.write.deltas import DeltaOptions
     from ckptstore.write.steps.batcher import DiffOptions
     from ckptstore.write.writer import Writer
@@ -68,7 +67,7 @@ def verify(
     store: Store | str | os.PathLike[str],
     *,
     deep: bool = False,
-    progress: BytesDone | None = None,
+    progress: Progress | None = None,
     threads: int | None = None,
 ) -> VerificationReport:
     """`Store.verify` of a store, or of the store at a path or URL."""
@@ -238,7 +237,8 @@ class Store:
             mmap: map uncompressed fulls instead of reading them: tensors are private, copy-on-write views of the file.
             verify: compare every byte read with its checksum. Turning it off is on you.
             threads: reading threads; default: the number of cores, at most 4.
-            progress: called with the number of bytes just read, from several threads.
+            progress: told (bytes done, bytes in all) of the tensors that are restored, from any thread, one call at a
+                time.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
@@ -253,14 +253,14 @@ class Store:
         return load(self.journal, ref, options)
 
     def verify(
-        self, *, deep: bool = False, progress: BytesDone | None = None, threads: int | None = None
+        self, *, deep: bool = False, progress: Progress | None = None, threads: int | None = None
     ) -> VerificationReport:
         """Check every byte of the store, and what its segments say.
 
         Args:
             deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on
                 one full, and for each thread a payload and a few chunks.
-            progress: called as bytes are done.
+            progress: told (bytes done, bytes in all) of what is checked, from any thread, one call at a time.
             threads: threads that read and decode; None: up to four.
 
         Raises:

@@ -20,7 +20,7 @@ from ckptstore.analysis.series import Checkpoint, Read, TensorType
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import Codec, Sample
 from ckptstore.host.buffers import Bytes
-from ckptstore.restore.streams import Progress
+from ckptstore.host.progress import Progress, Tally
 
 __all__ = ["Measured", "Measurement", "measure"]
 
@@ -111,7 +111,7 @@ def measure(
     """
     types = series[-1].tensors
     total = sum((1 + len(target.bases)) * group.sampled for target in targets for group in groups)
-    measured, done = Measured(), 0
+    measured, tally = Measured(), Tally(progress, total)
     fitted: dict[int, Methods] = {}
     masters: dict[str, str] = {}
     count = threads or max(1, os.cpu_count() or 1)
@@ -132,9 +132,7 @@ def measure(
                         if prefixes is not None:
                             key = (number, target.index)
                             measured.prefixes[key] = measured.prefixes.get(key, 0) + prefixes
-                        done += (1 + len(target.bases)) * unit.nbytes
-                        if progress is not None:
-                            progress(done, total)
+                        tally.advance((1 + len(target.bases)) * unit.nbytes)
                     measured.results += _results(job, target, sums)
     return measured
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
 from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
+from ckptstore.host.progress import Progress
 from ckptstore.log.checkpoints import look_up
 from ckptstore.log.refs import step_number
-from ckptstore.restore.streams import Progress
 from ckptstore.write.opening import open_writer
 from ckptstore.write.writer import WriterOptions
 

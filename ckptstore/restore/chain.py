@@ -20,11 +20,11 @@ from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
+from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all
 from ckptstore.restore.link import Layer, check_decoded, fold_layer
 from ckptstore.restore.parallel_chain import fold_in_parts, parts_of
 from ckptstore.restore.replay import Program
-from ckptstore.segments.reading import Progress
 
 __all__ = ["Chain", "decode_chunk", "fold_tensors", "iterate_chain", "master_of"]
 
@@ -120,7 +120,7 @@ def fold_tensors(
     staging: Staging,
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    advance: Advance | None = None,
 ) -> None:
     """Restore tensors in parallel.
 
@@ -129,10 +129,10 @@ def fold_tensors(
             tensor, bytes), from several threads, for bytes that were verified.
         pool: threads.
         staging: at least two blocks for every thread.
-        progress: called with the number of logical bytes just restored.
+        advance: told the logical bytes of every chunk that is restored.
     """
     digests = _Digests(targets) if verify else None
-    deliver = _delivery(progress, digests)
+    deliver = _delivery(advance, digests)
     copies = {name for name, (chain, target) in targets.items() if _copied(chain, targets) and not callable(target)}
     joint = {name: found for name, found in targets.items() if found[0].program is not None}
     alone = {name: found for name, found in targets.items() if name not in joint and name not in copies}
@@ -181,12 +181,12 @@ Deliver = Callable[[str, int, Bytes], None]
 """Called with a tensor's name, an offset and the bytes there, once they are restored."""
 
 
-def _delivery(progress: Progress | None, digests: _Digests | None) -> Deliver:
+def _delivery(advance: Advance | None, digests: _Digests | None) -> Deliver:
     def deliver(name: str, start: int, data: Bytes) -> None:
         if digests is not None:
             digests.add(name, start, data)
-        if progress is not None:
-            progress(len(data))
+        if advance is not None:
+            advance(len(data))
 
     return deliver
 

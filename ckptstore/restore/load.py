@@ -19,19 +19,21 @@ from ckptstore.formats.state import Origin, places, unflatten
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.caller_warnings import LossyWarning, warn
+from ckptstore.host.progress import Advance, Progress, Tally
+from ckptstore.host.threads import Workers
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain, fold_tensors, iterate_chain
 from ckptstore.restore.opened import Opened, opened
 from ckptstore.restore.selection import one_of, select_from
 from ckptstore.restore.targets import Targets, find_targets
-from ckptstore.segments.reading import Progress, SegmentReader, copy_tensors, load_tensors, map_tensors
+from ckptstore.segments.reading import SegmentReader, copy_tensors, load_tensors, map_tensors
 
 __all__ = ["LoadOptions", "chunks", "describe", "load", "read_tensor", "tensors", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """See `Store.load`."""
+    """See `Store.load`. `progress` is told of the logical bytes of the tensors that are restored, each once."""
 
     framework: Literal["torch", "numpy"] | None = None
     into: Any = None
@@ -72,12 +74,14 @@ def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
             entries = {name: chain.tensor for name, chain in wanted.items()}
             targets = find_targets(entries, picked, options.into, options.select)
         threads = options.threads or min(4, os.cpu_count() or 1)
+        tally = Tally(options.progress, sum(chain.tensor.nbytes for chain in wanted.values()))
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-read") as pool:
+            workers = Workers(pool, threads)
             if targets is not None:
-                resolve = _into(wanted, targets, pool, threads, options)
+                resolve = _into(wanted, targets, workers, options, tally.advance)
             else:
                 fetch = _mapped if options.mmap else _fresh
-                resolve = fetch(wanted, pool, threads, options)
+                resolve = fetch(wanted, workers, options, tally.advance)
         return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
 
 
@@ -100,28 +104,28 @@ def _in_place(chain: Chain) -> bool:
 
 
 def _fresh(
-    wanted: dict[str, Chain], pool: ThreadPoolExecutor, threads: int, options: LoadOptions
+    wanted: dict[str, Chain], workers: Workers, options: LoadOptions, advance: Advance
 ) -> Callable[[str, Origin], Any]:
     """Restore into new memory: raw tensors are read straight into it, chains are folded in it."""
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(chain for chain in wanted.values() if _in_place(chain)):
-        data |= load_tensors(reader, members, pool, verify=options.verify, progress=options.progress)
+        data |= load_tensors(reader, members, workers.pool, verify=options.verify, advance=advance)
     folded = {name: chain for name, chain in wanted.items() if name not in data}
     data |= {name: aligned(chain.tensor.nbytes) for name, chain in folded.items()}
     if folded:
         targets = {name: (chain, data[name]) for name, chain in folded.items()}
-        fold_tensors(targets, pool, _staging(threads), verify=options.verify, progress=options.progress)
+        fold_tensors(targets, workers.pool, _staging(workers.threads), verify=options.verify, advance=advance)
     return _builder(wanted, data, options)
 
 
 def _mapped(
-    wanted: dict[str, Chain], pool: ThreadPoolExecutor, _threads: int, options: LoadOptions
+    wanted: dict[str, Chain], workers: Workers, options: LoadOptions, advance: Advance
 ) -> Callable[[str, Origin], Any]:
     if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
         raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(wanted.values()):
-        data |= map_tensors(reader, members, pool, verify=options.verify, progress=options.progress)
+        data |= map_tensors(reader, members, workers.pool, verify=options.verify, advance=advance)
     return _builder(wanted, data, options)
 
 
@@ -144,7 +148,7 @@ def _builder(wanted: dict[str, Chain], data: dict[str, Bytes], options: LoadOpti
 
 
 def _into(
-    wanted: dict[str, Chain], targets: Targets, pool: ThreadPoolExecutor, threads: int, options: LoadOptions
+    wanted: dict[str, Chain], targets: Targets, workers: Workers, options: LoadOptions, advance: Advance
 ) -> Callable[[str, Origin], Any]:
     """Overwrite `targets`, through staging memory, with verified bytes."""
 
@@ -154,11 +158,11 @@ def _into(
     def deliver_to(name: str) -> Callable[[int, Bytes], None]:
         return lambda offset, data: targets.write(name, offset, data)
 
-    staging = _staging(threads)
+    staging = _staging(workers.threads)
     for reader, members in _by_segment(chain for chain in wanted.values() if chain.raw):
-        copy_tensors(reader, members, pool, staging, deliver, verify=options.verify, progress=options.progress)
+        copy_tensors(reader, members, workers.pool, staging, deliver, verify=options.verify, advance=advance)
     folded = {name: (chain, deliver_to(name)) for name, chain in wanted.items() if not chain.raw}
-    fold_tensors(folded, pool, staging, verify=options.verify, progress=options.progress)
+    fold_tensors(folded, workers.pool, staging, verify=options.verify, advance=advance)
     return lambda name, _origin: targets.tensor(name)  # the target says what it is
 
 

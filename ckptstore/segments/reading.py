@@ -20,11 +20,11 @@ from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, check_header, parse
 from ckptstore.host.buffers import BLOCK_BYTES, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
+from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all
 
 __all__ = [
     "Piece",
-    "Progress",
     "SegmentReader",
     "copy_tensors",
     "extents",
@@ -32,9 +32,6 @@ __all__ = [
     "map_tensors",
     "read_chunk",
 ]
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were just done, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ def load_tensors(
     pool: ThreadPoolExecutor,
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    advance: Advance | None = None,
 ) -> dict[str, Bytes]:
     """Read uncompressed tensors of one segment straight into new memory.
 
@@ -134,7 +131,7 @@ def load_tensors(
         for tensor in run:
             at = tensor.chunks[0].offset - first
             result[tensor.name] = memory[at : at + tensor.nbytes]
-        work += [_read_job(reader, extent, memory, first, verify, progress) for extent in extents(run)]
+        work += [_read_job(reader, extent, memory, first, verify, advance) for extent in extents(run)]
     run_all(pool, work)
     return result
 
@@ -145,7 +142,7 @@ def map_tensors(
     pool: ThreadPoolExecutor,
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    advance: Advance | None = None,
 ) -> dict[str, Bytes]:
     """Views of a private mapping of the segment: no copy at all, and pages are read when touched.
 
@@ -164,13 +161,15 @@ def map_tensors(
         def work() -> None:
             for piece in extent:
                 check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[piece.chunk.offset : _end(piece)])
-                if progress is not None:
-                    progress(piece.chunk.length)
+                if advance is not None:
+                    advance(piece.chunk.length)
 
         return work
 
     if verify:
         run_all(pool, [job(extent) for extent in extents(tensors)])
+    elif advance is not None:
+        advance(sum(tensor.nbytes for tensor in tensors))
     return {
         tensor.name: memory[tensor.chunks[0].offset : _stop(tensor)] if tensor.nbytes else aligned(0)
         for tensor in tensors
@@ -185,7 +184,7 @@ def copy_tensors(
     deliver: Callable[[TensorEntry, int, Bytes], None],
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    advance: Advance | None = None,
 ) -> None:
     """Read uncompressed tensors through staging memory and deliver verified bytes: `deliver(tensor, offset, bytes)`.
 
@@ -196,7 +195,7 @@ def copy_tensors(
         def work() -> None:
             with staging.block() as block:
                 first = extent[0].chunk.offset // BLOCK * BLOCK
-                _read_job(reader, extent, block, first, verify, progress)()
+                _read_job(reader, extent, block, first, verify, advance)()
                 for piece in extent:
                     at = piece.chunk.offset - first
                     deliver(piece.tensor, piece.start, block[at : at + piece.chunk.length])
@@ -242,7 +241,7 @@ def check_chunk(where: str, tensor: TensorEntry, chunk: Chunk, data: Bytes) -> N
 
 
 def _read_job(
-    reader: SegmentReader, extent: Sequence[Piece], memory: Bytes, first: int, verify: bool, progress: Progress | None
+    reader: SegmentReader, extent: Sequence[Piece], memory: Bytes, first: int, verify: bool, advance: Advance | None
 ) -> Callable[[], None]:
     """Read an extent to where it belongs in `memory`, which begins at file offset `first`, a multiple of 4096.
 
@@ -257,8 +256,8 @@ def _read_job(
             at = piece.chunk.offset - first
             if verify:
                 check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[at : at + piece.chunk.length])
-            if progress is not None:
-                progress(piece.chunk.length)
+            if advance is not None:
+                advance(piece.chunk.length)
 
     return work
 

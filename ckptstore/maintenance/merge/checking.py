@@ -13,10 +13,11 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
 from ckptstore.formats.state import tensor_names
 from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.progress import Advance
 from ckptstore.restore.chain import fold_tensors
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import Plan
-from ckptstore.segments.reading import Progress, SegmentReader, copy_tensors
+from ckptstore.segments.reading import SegmentReader, copy_tensors
 
 __all__ = ["check_copies", "check_state", "opened_plan"]
 
@@ -46,7 +47,7 @@ def opened_plan(
         yield Opened(catalog, entry, chosen, readers)
 
 
-def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, progress: Progress) -> None:
+def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, advance: Advance) -> None:
     """Decode every tensor through its chain; compare each chunk, and the state's hash with the log's.
 
     Raises:
@@ -54,7 +55,7 @@ def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, progr
         StorageError: the medium failed.
     """
     found.check_identity()
-    fold_tensors({name: (chain, _forget) for name, chain in found.chains.items()}, pool, staging, progress=progress)
+    fold_tensors({name: (chain, _forget) for name, chain in found.chains.items()}, pool, staging, advance=advance)
 
 
 def check_copies(
@@ -64,7 +65,7 @@ def check_copies(
     encodings: Sequence[Encoding],
     pool: ThreadPoolExecutor,
     staging: Staging,
-    progress: Progress,
+    advance: Advance,
 ) -> None:
     """Read every stored chunk of copied encodings, and compare each step's description with the log's state hash.
 
@@ -77,7 +78,7 @@ def check_copies(
         try:
             tensors = [tensor for own in reader.doc.tensors.values() for tensor in own.values()]
             # Stored bytes as they are: nothing is decoded here.
-            copy_tensors(reader, tensors, pool, staging, lambda _tensor, _offset, _data: None, progress=progress)
+            copy_tensors(reader, tensors, pool, staging, lambda _tensor, _offset, _data: None, advance=advance)
             for edge in encodings:
                 if segment.id in edge.segments:
                     _check_description(reader, catalog, edge)

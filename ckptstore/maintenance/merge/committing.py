@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 from ckptstore.errors import FencedError, ReadOnlyError
 from ckptstore.formats.records import ref_of
+from ckptstore.host.progress import Progress
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -26,7 +27,6 @@ from ckptstore.maintenance.merge.costs import RestoreCost
 from ckptstore.maintenance.merge.prepared import Method, Prepared
 from ckptstore.maintenance.merge.preparing import Work
 from ckptstore.maintenance.merge.ranges import select_range, unneeded
-from ckptstore.restore.streams import Progress
 
 __all__ = ["Answer", "Merged", "merge"]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
 
@@ -19,6 +17,7 @@ from ckptstore.formats.records import CheckpointEntry, Encoding, Node, segment_k
 from ckptstore.formats.retention import check_commit
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.crash_points import crash_point
+from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import Workers
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
@@ -31,28 +30,11 @@ from ckptstore.maintenance.merge.prepared import Made, Prepared
 from ckptstore.maintenance.merge.ranges import Selection, select_range, unneeded
 from ckptstore.maintenance.merge.recoding import recode
 from ckptstore.restore.rates import measure_rates
-from ckptstore.restore.streams import Progress
 from ckptstore.segments.session import SegmentSession
 
 __all__ = ["Work"]
 
 _THREADS: Final = 4
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Progress of several threads."""
-
-    progress: Progress | None
-    total: int = 0
-    done: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def advance(self, nbytes: int) -> None:
-        with self.lock:
-            self.done += nbytes
-            if self.progress is not None:
-                self.progress(self.done, max(self.total, self.done))
 
 
 class Work:
@@ -71,7 +53,7 @@ class Work:
         self._owned = owned
         self._term = 0  # of what is written: known once the log was read
         self._dry_run = dry_run
-        self._tally = _Tally(progress)
+        self._tally = Tally(progress)
         threads = min(_THREADS, os.cpu_count() or 1)
         self._staging = Staging.for_chunks(2 * threads, DEFAULT_BUDGET)
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-merge")

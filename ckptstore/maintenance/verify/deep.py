@@ -158,7 +158,7 @@ class _Tree:
 
     def advance(self, nbytes: int) -> None:
         """So many logical bytes were decoded."""
-        self._found.advance(nbytes)
+        self._found.tally.advance(nbytes)
 
     def _check_digests(self, column: Column) -> None:
         for branch in column.steps:
