@@ -71,6 +71,12 @@ def test_torch_is_imported_in_its_rooms_alone() -> None:
     assert [name for name, room in importers.items() if room not in TORCH_ROOMS] == []
 
 
+def test_pools_of_threads_are_made_in_one_place() -> None:
+    sources = [path for room in ("ckptstore", "cli", "formats") for path in (ROOT / room).rglob("*.py")]
+    makers = [str(path.relative_to(ROOT)) for path in sources if "ThreadPoolExecutor(" in path.read_text()]
+    assert makers == ["ckptstore/host/threads.py"]
+
+
 def test_every_room_says_in_three_lines_what_is_in_it_and_what_it_imports() -> None:
     rooms = {room.name for room in tree().rooms()} - {"ckptstore"}
     assert len(rooms) > 10

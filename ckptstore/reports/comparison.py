@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -18,7 +16,7 @@ from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import select
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.host.threads import run_all
+from ckptstore.host.threads import default_threads, run_all, workers
 from ckptstore.reports.state_tree import leaves
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
 from ckptstore.restore.load import tree
@@ -129,8 +127,8 @@ def compare(
 
             return work
 
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            run_all(pool, [job(name) for name in changed])
+        with workers(default_threads(), "compare") as threads:
+            run_all(threads.pool, [job(name) for name in changed])
         return list(found.values())
 
 

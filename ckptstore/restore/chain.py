@@ -21,7 +21,7 @@ from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
-from ckptstore.host.threads import run_all
+from ckptstore.host.threads import run_all, workers
 from ckptstore.restore.link import Layer, check_decoded, fold_layer
 from ckptstore.restore.parallel_chain import fold_in_parts, parts_of
 from ckptstore.restore.replay import Program
@@ -136,8 +136,8 @@ def fold_tensors(
     copies = {name for name, (chain, target) in targets.items() if _copied(chain, targets) and not callable(target)}
     joint = {name: found for name, found in targets.items() if found[0].program is not None}
     alone = {name: found for name, found in targets.items() if name not in joint and name not in copies}
-    with ThreadPoolExecutor(1, thread_name_prefix="ckptstore-prefetch") as prefetch:
-        work = [_joint_job(part, targets, prefetch, staging, verify, deliver) for part in _programs(joint)]
+    with workers(1, "prefetch") as prefetch:
+        work = [_joint_job(part, targets, prefetch.pool, staging, verify, deliver) for part in _programs(joint)]
         groups = list(_groups(alone))
         if len(groups) + len(work) < staging.blocks // 2:
             groups = _fold_in_parts(groups, pool, staging, verify, deliver)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -20,7 +18,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.caller_warnings import LossyWarning, warn
 from ckptstore.host.progress import Advance, Progress, Tally
-from ckptstore.host.threads import Workers
+from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain, fold_tensors, iterate_chain
 from ckptstore.restore.opened import Opened, opened
@@ -73,15 +71,13 @@ def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
         if options.into is not None:
             entries = {name: chain.tensor for name, chain in wanted.items()}
             targets = find_targets(entries, picked, options.into, options.select)
-        threads = options.threads or min(4, os.cpu_count() or 1)
         tally = Tally(options.progress, sum(chain.tensor.nbytes for chain in wanted.values()))
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-read") as pool:
-            workers = Workers(pool, threads)
+        with workers(options.threads or default_threads(), "read") as readers:
             if targets is not None:
-                resolve = _into(wanted, targets, workers, options, tally.advance)
+                resolve = _into(wanted, targets, readers, options, tally.advance)
             else:
                 fetch = _mapped if options.mmap else _fresh
-                resolve = fetch(wanted, workers, options, tally.advance)
+                resolve = fetch(wanted, readers, options, tally.advance)
         return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
 
 
@@ -104,28 +100,28 @@ def _in_place(chain: Chain) -> bool:
 
 
 def _fresh(
-    wanted: dict[str, Chain], workers: Workers, options: LoadOptions, advance: Advance
+    wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance
 ) -> Callable[[str, Origin], Any]:
     """Restore into new memory: raw tensors are read straight into it, chains are folded in it."""
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(chain for chain in wanted.values() if _in_place(chain)):
-        data |= load_tensors(reader, members, workers.pool, verify=options.verify, advance=advance)
+        data |= load_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
     folded = {name: chain for name, chain in wanted.items() if name not in data}
     data |= {name: aligned(chain.tensor.nbytes) for name, chain in folded.items()}
     if folded:
         targets = {name: (chain, data[name]) for name, chain in folded.items()}
-        fold_tensors(targets, workers.pool, _staging(workers.threads), verify=options.verify, advance=advance)
+        fold_tensors(targets, readers.pool, _staging(readers.threads), verify=options.verify, advance=advance)
     return _builder(wanted, data, options)
 
 
 def _mapped(
-    wanted: dict[str, Chain], workers: Workers, options: LoadOptions, advance: Advance
+    wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance
 ) -> Callable[[str, Origin], Any]:
     if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
         raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(wanted.values()):
-        data |= map_tensors(reader, members, workers.pool, verify=options.verify, advance=advance)
+        data |= map_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
     return _builder(wanted, data, options)
 
 
@@ -148,7 +144,7 @@ def _builder(wanted: dict[str, Chain], data: dict[str, Bytes], options: LoadOpti
 
 
 def _into(
-    wanted: dict[str, Chain], targets: Targets, workers: Workers, options: LoadOptions, advance: Advance
+    wanted: dict[str, Chain], targets: Targets, readers: Workers, options: LoadOptions, advance: Advance
 ) -> Callable[[str, Origin], Any]:
     """Overwrite `targets`, through staging memory, with verified bytes."""
 
@@ -158,11 +154,11 @@ def _into(
     def deliver_to(name: str) -> Callable[[int, Bytes], None]:
         return lambda offset, data: targets.write(name, offset, data)
 
-    staging = _staging(workers.threads)
+    staging = _staging(readers.threads)
     for reader, members in _by_segment(chain for chain in wanted.values() if chain.raw):
-        copy_tensors(reader, members, workers.pool, staging, deliver, verify=options.verify, advance=advance)
+        copy_tensors(reader, members, readers.pool, staging, deliver, verify=options.verify, advance=advance)
     folded = {name: (chain, deliver_to(name)) for name, chain in wanted.items() if not chain.raw}
-    fold_tensors(folded, workers.pool, staging, verify=options.verify, advance=advance)
+    fold_tensors(folded, readers.pool, staging, verify=options.verify, advance=advance)
     return lambda name, _origin: targets.tensor(name)  # the target says what it is
 
 
@@ -192,14 +188,13 @@ def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterato
 
 def read_tensor(journal: Journal, ref: str | int, name: str, verify: bool) -> npt.NDArray[Any]:
     """See `Store.read_tensor`."""
-    threads = min(4, os.cpu_count() or 1)
-    with opened(journal, ref) as found, ThreadPoolExecutor(threads) as pool:
+    with opened(journal, ref) as found, workers(default_threads(), "read") as readers:
         chain = _chain_of(found, name)
         name = chain.tensor.name
         if _in_place(chain):
-            return load_tensors(chain.layers[-1].reader, [chain.tensor], pool, verify=verify)[name]
+            return load_tensors(chain.layers[-1].reader, [chain.tensor], readers.pool, verify=verify)[name]
         data = aligned(chain.tensor.nbytes)
-        fold_tensors({name: (chain, data)}, pool, _staging(threads), verify=verify)
+        fold_tensors({name: (chain, data)}, readers.pool, _staging(readers.threads), verify=verify)
         return data
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
 
 from ckptstore.formats import codecs, optim
 from ckptstore.host.buffers import aligned
+from ckptstore.host.threads import default_threads
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import Rates
 
@@ -25,7 +25,7 @@ def measure_rates(found: Opened) -> Rates:
     began = time.perf_counter()
     largest.source.read_into(0, memory.data)
     read = len(memory) / max(time.perf_counter() - began, 1e-6)
-    threads = min(4, os.cpu_count() or 1)
+    threads = default_threads()
     return Rates(read, _delta_rate() * threads, _replay_rate() * threads)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.nowhere import Nowhere
@@ -18,7 +16,7 @@ from ckptstore.formats.retention import check_commit
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.host.threads import Workers
+from ckptstore.host.threads import default_threads, workers
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
@@ -33,8 +31,6 @@ from ckptstore.restore.rates import measure_rates
 from ckptstore.segments.session import SegmentSession
 
 __all__ = ["Work"]
-
-_THREADS: Final = 4
 
 
 class Work:
@@ -54,16 +50,18 @@ class Work:
         self._term = 0  # of what is written: known once the log was read
         self._dry_run = dry_run
         self._tally = Tally(progress)
-        threads = min(_THREADS, os.cpu_count() or 1)
-        self._staging = Staging.for_chunks(2 * threads, DEFAULT_BUDGET)
-        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-merge")
+        self._stack = contextlib.ExitStack()
+        blocks = self._stack.enter_context(workers(2, "write"))
+        coders = self._stack.enter_context(workers(default_threads(), "merge"))
+        self._staging = Staging.for_chunks(2 * coders.threads, DEFAULT_BUDGET)
+        self._pool = coders.pool
         self._begun: list[str] = []
         target: Backend = Nowhere() if dry_run else journal.backend
         self._session = SegmentSession(
             target,
             self._staging,
-            ThreadPoolExecutor(2, thread_name_prefix="ckptstore-write"),
-            Workers(self._workers, threads),
+            blocks.pool,
+            coders,
             self._begun.append,
             self._tally.advance,
         )
@@ -74,8 +72,7 @@ class Work:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._workers.shutdown()
-        self._session.blocks.shutdown()
+        self._stack.close()
 
     def prepare(self, text: str, *, keep_steps: bool) -> Prepared:
         """Write what is to be committed, and prove it. Raises as `merge`."""
@@ -202,10 +199,10 @@ class Work:
     def _check(self, catalog: Catalog, chosen: Selection, made: Made) -> None:
         if made.method == "concatenated":
             check_copies(
-                self._backend, catalog, made.segments, made.encodings, self._workers, self._staging, self._tally.advance
+                self._backend, catalog, made.segments, made.encodings, self._pool, self._staging, self._tally.advance
             )
         with opened_plan(self._backend, catalog, chosen.target, made.chain, made.segments) as found:
-            check_state(found, self._workers, self._staging, self._tally.advance)
+            check_state(found, self._pool, self._staging, self._tally.advance)
 
     def _change(self, catalog: Catalog, chosen: Selection, made: Made) -> tuple[Change, tuple[Node, ...]]:
         """The change, and the checkpoints that only a second one can retire."""

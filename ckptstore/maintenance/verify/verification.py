@@ -8,7 +8,6 @@ then was restored. What is damaged is reported with the checkpoints that need it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -31,6 +30,7 @@ from ckptstore.formats.records import (
 from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.task_pool import sweep
+from ckptstore.host.threads import default_threads
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import exists, read
@@ -110,7 +110,7 @@ def verify(
         StoreNotFoundError: there is none.
         StorageError: the medium failed where nothing else can be said (a listing, the log).
     """
-    threads = min(4, os.cpu_count() or 1) if threads is None else threads
+    threads = default_threads() if threads is None else threads
     if threads < 1:
         raise UsageError(f"threads={threads}: at least 1 is needed")
     keys = journal.backend.list("")
