@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
     "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
     "diff": ("diff", "Compare two checkpoints tensor by tensor."),
-    "merge": ("merge", "Fold the diffs of a range into one segment."),
+    "merge": ("merge", "Merge the diffs of a range into one segment."),
     "gc": ("gc", "Delete the segments that nothing needs."),
     "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
     "tune": ("tune", "Choose how often to store fulls and how to batch diffs."),

@@ -13,7 +13,7 @@ from ckptstore.formats.steps import Group
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.reading import SegmentReader, read_chunk
 
-__all__ = ["Layer", "check_decoded", "fold_layer", "read_payload"]
+__all__ = ["Layer", "apply_layer", "check_decoded", "read_payload"]
 
 
 @dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
@@ -51,7 +51,7 @@ class Layer:
         return f"{self.reader.entry.key}: tensor {self.tensor.name!r}"
 
 
-def fold_layer(layer: Layer, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
+def apply_layer(layer: Layer, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
     """Lay chunk `index` of a layer over `base` (None if it needs none, `out` itself to work in place), into `out`.
 
     Raises:

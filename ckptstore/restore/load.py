@@ -20,7 +20,7 @@ from ckptstore.host.caller_warnings import LossyWarning, warn
 from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
-from ckptstore.restore.chain import Chain, fold_tensors, iterate_chain
+from ckptstore.restore.chain import Chain, iterate_chain, restore_tensors
 from ckptstore.restore.opened import Opened, opened
 from ckptstore.restore.selection import one_of, select_from
 from ckptstore.restore.targets import Targets, find_targets
@@ -102,15 +102,15 @@ def _in_place(chain: Chain) -> bool:
 def _fresh(
     wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance
 ) -> Callable[[str, Origin], Any]:
-    """Restore into new memory: raw tensors are read straight into it, chains are folded in it."""
+    """Restore into new memory: raw tensors are read straight into it, chains are applied in it."""
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(chain for chain in wanted.values() if _in_place(chain)):
         data |= load_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
-    folded = {name: chain for name, chain in wanted.items() if name not in data}
-    data |= {name: aligned(chain.tensor.nbytes) for name, chain in folded.items()}
-    if folded:
-        targets = {name: (chain, data[name]) for name, chain in folded.items()}
-        fold_tensors(targets, readers.pool, _staging(readers.threads), verify=options.verify, advance=advance)
+    chained = {name: chain for name, chain in wanted.items() if name not in data}
+    data |= {name: aligned(chain.tensor.nbytes) for name, chain in chained.items()}
+    if chained:
+        targets = {name: (chain, data[name]) for name, chain in chained.items()}
+        restore_tensors(targets, readers.pool, _staging(readers.threads), verify=options.verify, advance=advance)
     return _builder(wanted, data, options)
 
 
@@ -157,8 +157,8 @@ def _into(
     staging = _staging(readers.threads)
     for reader, members in _by_segment(chain for chain in wanted.values() if chain.raw):
         copy_tensors(reader, members, readers.pool, staging, deliver, verify=options.verify, advance=advance)
-    folded = {name: (chain, deliver_to(name)) for name, chain in wanted.items() if not chain.raw}
-    fold_tensors(folded, readers.pool, staging, verify=options.verify, advance=advance)
+    chained = {name: (chain, deliver_to(name)) for name, chain in wanted.items() if not chain.raw}
+    restore_tensors(chained, readers.pool, staging, verify=options.verify, advance=advance)
     return lambda name, _origin: targets.tensor(name)  # the target says what it is
 
 
@@ -194,7 +194,7 @@ def read_tensor(journal: Journal, ref: str | int, name: str, verify: bool) -> np
         if _in_place(chain):
             return load_tensors(chain.layers[-1].reader, [chain.tensor], readers.pool, verify=verify)[name]
         data = aligned(chain.tensor.nbytes)
-        fold_tensors({name: (chain, data)}, readers.pool, _staging(readers.threads), verify=verify)
+        restore_tensors({name: (chain, data)}, readers.pool, _staging(readers.threads), verify=verify)
         return data
 
 

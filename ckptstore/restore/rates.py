@@ -36,7 +36,7 @@ def _delta_rate() -> float:
     payload = codecs.encode(codec, new, old)
     state = codecs.as_bytes(old).copy()
     began = time.perf_counter()
-    codecs.fold([(codec, payload)], state)
+    codecs.apply([(codec, payload)], state)
     return len(state) / max(time.perf_counter() - began, 1e-6)
 
 

@@ -1,6 +1,6 @@
 """Replaying optimizer steps: programs that restore, together, all tensors that steps have moved together.
 
-A *program* is what leads to the present of a set of tensors: fold this layer, fold that one, take this step, and the
+A *program* is what leads to the present of a set of tensors: apply this layer, apply that one, take this step, and the
 next ... Chunk k of every tensor needs chunk k of the others only, so threads take whole chunks. Consecutive steps of
 the same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the
 next ones are read.
@@ -21,7 +21,7 @@ from ckptstore.formats import dtypes, optim
 from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.pages import BLOCK
-from ckptstore.restore.link import Layer, check_decoded, fold_layer, read_payload
+from ckptstore.restore.link import Layer, apply_layer, check_decoded, read_payload
 
 __all__ = ["Cell", "Program", "Room", "Stage", "take_step"]
 
@@ -47,7 +47,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a program does next: fold one layer into its cell, or take some steps of one group.
+    """What a program does next: apply one layer to its cell, or take some steps of one group.
 
     Attributes:
         cells: what it changes, and all that it needs: the layer's cell, or the group's in the order of its names.
@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def steps(self) -> bool:
-        """Whether it takes steps, rather than folding a layer."""
+        """Whether it takes steps, rather than applying a layer."""
         return self.layers[0].group is not None
 
 
@@ -230,7 +230,7 @@ def _run(
         return
     out = memory[stage.cells[0]]
     layer = stage.layers[0]
-    fold_layer(layer, index, out if layer.base_ratio else None, out, rooms[0], verify=verify)
+    apply_layer(layer, index, out if layer.base_ratio else None, out, rooms[0], verify=verify)
 
 
 def _take_steps(

@@ -25,7 +25,7 @@ from ckptstore.formats.codecs.choice import (
     sample_ranges,
     word_size,
 )
-from ckptstore.formats.codecs.coding import Buffer, Codec, as_bytes, decode, encode, fold
+from ckptstore.formats.codecs.coding import Buffer, Codec, apply, as_bytes, decode, encode
 from ckptstore.formats.codecs.deltas import MAX_CLASSES, RUN, Context, Diff, Xor
 from ckptstore.formats.codecs.derive import Derive
 from ckptstore.formats.codecs.measure import context_entropy, difference_entropy, plane_entropy
@@ -63,6 +63,7 @@ __all__ = [
     "Sample",
     "Xor",
     "add",
+    "apply",
     "as_bytes",
     "bound",
     "candidates",
@@ -74,7 +75,6 @@ __all__ = [
     "distinct_prefixes",
     "encode",
     "evaluate",
-    "fold",
     "is_additive",
     "plan_pools",
     "plane_entropy",

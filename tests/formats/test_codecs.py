@@ -1,4 +1,4 @@
-"""Codecs: every codec x dtype x hostile class comes back bit for bit, within its bound, in place and folded."""
+"""Codecs: every codec x dtype x hostile class comes back bit for bit, within its bound, in place and as chains."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_rounded_copy_costs_nothing(dtype: str, narrow: type, kind: str, count
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "U8", "F64"])
-def test_a_chain_folds_in_one_pass(dtype: str) -> None:
+def test_a_chain_is_applied_in_one_pass(dtype: str) -> None:
     word, rng = codecs.word_size(dtype), np.random.default_rng(2)
     states = [image(dtype, "numbers", (codecs.BLOCK + 4000) // word, 11)]
     layers: list[tuple[codecs.Codec, np.ndarray]] = []
@@ -142,11 +142,11 @@ def test_a_chain_folds_in_one_pass(dtype: str) -> None:
         states.append(moved.view(np.uint8))
         layers.append((kinds[step % len(kinds)], codecs.encode(kinds[step % len(kinds)], states[-1], states[-2])))
     state = states[0].copy()
-    codecs.fold(layers, state)
+    codecs.apply(layers, state)
     assert (state == states[-1]).all()
     full = codecs.Planes(word)
     state = np.full_like(states[0], 0xAA)
-    codecs.fold([(full, codecs.encode(full, states[4])), *layers[4:]], state)
+    codecs.apply([(full, codecs.encode(full, states[4])), *layers[4:]], state)
     assert (state == states[-1]).all(), "a full below the deltas replaces what was there"
 
 
@@ -195,8 +195,8 @@ def test_misuse_is_refused() -> None:
         codecs.decode(codecs.Raw(), data, 64, out=np.empty(63, np.uint8))
     with pytest.raises(ValueError, match="contiguous"):
         codecs.encode(codecs.Raw(), np.zeros((8, 8), np.uint8)[:, ::2])
-    with pytest.raises(ValueError, match="fold"):
-        codecs.fold([(codecs.Derive("BF16"), b"")], data)
+    with pytest.raises(ValueError, match="applied"):
+        codecs.apply([(codecs.Derive("BF16"), b"")], data)
     with pytest.raises(FormatError, match="logical bytes"):
         codecs.decode(codecs.Raw(), b"", codecs.CHUNK + 1)
 

@@ -212,7 +212,7 @@ def _decode_everything(store: ckptstore.Store, step: int) -> float:
 
         def work(lane: int) -> None:
             for layers, out in jobs[lane::2]:
-                codecs.fold(layers, out)
+                codecs.apply(layers, out)
 
         began = time.perf_counter()
         for future in [pool.submit(work, lane) for lane in range(2)]:

@@ -14,7 +14,7 @@ from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
 from ckptstore.formats.state import tensor_names
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.progress import Advance
-from ckptstore.restore.chain import fold_tensors
+from ckptstore.restore.chain import restore_tensors
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import Plan
 from ckptstore.segments.reading import SegmentReader, copy_tensors
@@ -55,7 +55,7 @@ def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, advan
         StorageError: the medium failed.
     """
     found.check_identity()
-    fold_tensors({name: (chain, _forget) for name, chain in found.chains.items()}, pool, staging, advance=advance)
+    restore_tensors({name: (chain, _forget) for name, chain in found.chains.items()}, pool, staging, advance=advance)
 
 
 def check_copies(

@@ -155,18 +155,18 @@ class Work:
         fewest = -_freed(catalog, chosen, ())
         copied = fewest + 1
         if chosen.copyable:
-            stored = copied_bytes(self._backend, catalog, chosen.folded)
-            copied = stored - _freed(catalog, chosen, chosen.folded)
+            stored = copied_bytes(self._backend, catalog, chosen.merged)
+            copied = stored - _freed(catalog, chosen, chosen.merged)
         recoded = self._recode(catalog, chosen)
         if recoded.nbytes - _freed(catalog, chosen, recoded.encodings) <= min(copied, fewest):
             return recoded
         return self._copy(catalog, chosen) if copied <= fewest else kept
 
     def _copy(self, catalog: Catalog, chosen: Selection) -> Made:
-        stored = copied_bytes(self._backend, catalog, chosen.folded)
+        stored = copied_bytes(self._backend, catalog, chosen.merged)
         self._tally.total += stored if self._dry_run else 2 * stored + chosen.target.nbytes
         segments, encodings = copy_encodings(
-            self._session, self._backend, catalog, chosen.folded, run=self._journal.run, term=self._term
+            self._session, self._backend, catalog, chosen.merged, run=self._journal.run, term=self._term
         )
         moved = {edge.checkpoint: edge for edge in encodings}
         chain = tuple(moved.get(edge.checkpoint, edge) for edge in chosen.chain.encodings)

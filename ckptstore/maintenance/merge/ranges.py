@@ -1,6 +1,6 @@
-"""What a merge of ``A..B`` means for a catalog: which diffs are folded, which checkpoints go, what stays and why.
+"""What a merge of ``A..B`` means for a catalog: which diffs are merged, which checkpoints go, what stays and why.
 
-The range is the promised checkpoints of one term with A <= step <= B. Fulls among them are neither folded nor retired.
+The range is the promised checkpoints of one term with A <= step <= B. Fulls among them are neither merged nor retired.
 Nothing here reads a segment.
 """
 
@@ -28,9 +28,9 @@ class Selection:
         last: B.
         target: the checkpoint that is decoded to prove the result: B, or with ``keep_steps`` the last diff.
         chain: the plan of `target`.
-        folded: encodings to be put into one segment, ascending by step. The last ones of `chain`, or with
+        merged: encodings to be put into one segment, ascending by step. The last ones of `chain`, or with
             ``keep_steps`` one for each diff.
-        copyable: whether the checkpoints of `folded` may be given new encodings, all of them.
+        copyable: whether the checkpoints of `merged` may be given new encodings, all of them.
         retired: (term, step) of the checkpoints that go.
         held: REF of a checkpoint that would go, too -> what holds it.
         fulls: REFs of the fulls of the range.
@@ -40,7 +40,7 @@ class Selection:
     last: CheckpointEntry
     target: CheckpointEntry
     chain: Plan
-    folded: tuple[Encoding, ...]
+    merged: tuple[Encoding, ...]
     copyable: bool
     retired: tuple[Node, ...]
     held: Mapping[str, str]
@@ -48,19 +48,19 @@ class Selection:
 
     @property
     def rewrites(self) -> bool:
-        """Whether anything is written: more than one encoding is folded."""
-        return len(self.folded) > 1
+        """Whether anything is written: more than one encoding is merged."""
+        return len(self.merged) > 1
 
     @property
     def prefix(self) -> tuple[Encoding, ...]:
-        """The encodings of `chain` below what is folded."""
-        folded = {edge.checkpoint for edge in self.folded}
-        return tuple(edge for edge in self.chain.encodings if edge.checkpoint not in folded)
+        """The encodings of `chain` below what is merged."""
+        merged = {edge.checkpoint for edge in self.merged}
+        return tuple(edge for edge in self.chain.encodings if edge.checkpoint not in merged)
 
     @property
     def segments(self) -> tuple[str, ...]:
         """Ids of the segments that the merge reads."""
-        read = (*self.chain.encodings, *self.folded)
+        read = (*self.chain.encodings, *self.merged)
         return tuple(dict.fromkeys(segment for edge in read for segment in edge.segments))
 
 
@@ -123,8 +123,8 @@ def _all_kept(
         why = "lie in one segment" if len(edges) > 1 else "share their segments with checkpoints outside of it"
         raise UsageError(f"nothing to merge: the diffs of {first.ref}..{last.ref} {why}")
     target = catalog.checkpoints[max(edges)]
-    folded = tuple(edges[node] for node in sorted(edges))
-    return Selection(first, last, target, plan(catalog, target.id), folded, True, (), {}, fulls)
+    merged = tuple(edges[node] for node in sorted(edges))
+    return Selection(first, last, target, plan(catalog, target.id), merged, True, (), {}, fulls)
 
 
 def _last_kept(
@@ -132,7 +132,7 @@ def _last_kept(
 ) -> Selection:
     if last.node != diffs[-1]:
         raise UsageError(
-            f"{last.ref} is a full: a merge folds diffs into the one that ends the range. "
+            f"{last.ref} is a full: a merge puts diffs into the one that ends the range. "
             f"End the range at {ref_of(diffs[-1])}, or keep the steps"
         )
     held = _held(catalog, diffs[:-1])
@@ -140,18 +140,18 @@ def _last_kept(
     staying = catalog.checkpoints.keys() - set(retired)
     kept = staying | needed(catalog, staying - {last.node}, {last.node})
     chain = plan(catalog, last.id)
-    folded = [chain.encodings[-1]]
+    merged = [chain.encodings[-1]]
     for edge in reversed(chain.encodings[:-1]):
         node = edge.checkpoint
         if node in kept or edge.base is None or node[0] != first.term or node[1] < first.step:
             break  # it has to stay as it is: what lies above builds on it
-        folded.insert(0, edge)
+        merged.insert(0, edge)
     holders = {ref_of(node): why for node, why in held.items()}
-    if not retired and len(folded) < 2:
+    if not retired and len(merged) < 2:
         why = "; ".join(f"{ref}: {what}" for ref, what in holders.items())
         raise UsageError(f"nothing to merge: every diff of {first.ref}..{last.ref} has to stay ({why})")
-    copyable = all(edge.checkpoint in catalog.checkpoints for edge in folded)
-    return Selection(first, last, last, chain, tuple(folded), copyable, retired, holders, fulls)
+    copyable = all(edge.checkpoint in catalog.checkpoints for edge in merged)
+    return Selection(first, last, last, chain, tuple(merged), copyable, retired, holders, fulls)
 
 
 def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
