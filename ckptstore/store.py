@@ -26,17 +26,15 @@ if TYPE_CHECKING:
     from ckptstore.exchange.importing import ImportedFile
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
-    from ckptstore.host.progress import Progress as BytesOf
+    from ckptstore.host.progress import Progress
     from ckptstore.maintenance.gc import Collected
     from ckptstore.maintenance.merge import Merged
     from ckptstore.maintenance.retiring import Retired
-    from ckptstore.maintenance.verify.findings import BytesDone
     from ckptstore.maintenance.verify.verification import VerificationReport
     from ckptstore.reports.comparison import StateDifference, TensorDifference
     from ckptstore.reports.explaining import Explanation
     from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
     from ckptstore.reports.lineage import Lineage
-    from ckptstore.segments.reading import Progress
     from ckptstore.write.deltas import DeltaOptions
     from ckptstore.write.steps.batcher import DiffOptions
     from ckptstore.write.writer import Writer
@@ -79,7 +77,7 @@ def verify(
     ref: str | int | None = None,
     *,
     deep: bool = False,
-    progress: BytesDone | None = None,
+    progress: Progress | None = None,
     threads: int | None = None,
 ) -> VerificationReport:
     """`Store.verify` of a store, or of the store at a path or URL."""
@@ -261,7 +259,8 @@ class Store:
             mmap: map uncompressed fulls instead of reading them: tensors are private, copy-on-write views of the file.
             verify: compare every byte read with its checksum. Turning it off is on you.
             threads: reading threads; default: the number of cores, at most 4.
-            progress: called with the number of bytes just read, from several threads.
+            progress: told (bytes done, bytes in all) of the tensors that are restored, from any thread, one call at a
+                time.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
@@ -280,7 +279,7 @@ class Store:
         ref: str | int | None = None,
         *,
         deep: bool = False,
-        progress: BytesDone | None = None,
+        progress: Progress | None = None,
         threads: int | None = None,
     ) -> VerificationReport:
         """Check every byte of the store, and what its segments say.
@@ -289,7 +288,7 @@ class Store:
             ref: of the segments check only those that this checkpoint can be restored from; the log is checked whole.
             deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on
                 one full, and for each thread a payload and a few chunks.
-            progress: called as bytes are done.
+            progress: told (bytes done, bytes in all) of what is checked, from any thread, one call at a time.
             threads: threads that read and decode; None: up to four.
 
         Raises:
@@ -309,7 +308,7 @@ class Store:
         select: str | Sequence[str] | None = None,
         overwrite: bool = False,
         max_shard_bytes: int | None = None,
-        progress: BytesOf | None = None,
+        progress: Progress | None = None,
     ) -> ExportResult:
         """Write a checkpoint to a file for other tools, verifying every byte that is read.
 
@@ -349,7 +348,7 @@ class Store:
         parent: str | None = "latest",
         leave_out: Sequence[str] = (),
         deltas: DeltaOptions | None = None,
-        progress: BytesOf | None = None,
+        progress: Progress | None = None,
     ) -> list[ImportedFile]:
         """Store files of other tools as checkpoints, in one new term, ascending by step. Creates the store.
 
@@ -386,7 +385,7 @@ class Store:
         dry_run: bool = False,
         wait: float = 0.0,
         pin_ttl: float | None = None,
-        progress: BytesOf | None = None,
+        progress: Progress | None = None,
     ) -> Collected:
         """Delete the segments that nothing needs. May run at any time, beside writers and readers.
 
@@ -420,7 +419,7 @@ class Store:
         dry_run: bool = False,
         take_over: bool = False,
         timeout: float | None = 60.0,
-        progress: BytesOf | None = None,
+        progress: Progress | None = None,
     ) -> Merged:
         """Fold the diffs of a range of checkpoints into one segment, beside a live writer or instead of one.
 
@@ -558,7 +557,7 @@ class Store:
 
         return inspect(self.journal, ref, select)
 
-    def statistics(self, ref: str | int, tensor: str, *, progress: BytesOf | None = None) -> TensorStatistics:
+    def statistics(self, ref: str | int, tensor: str, *, progress: Progress | None = None) -> TensorStatistics:
         """Count, range, mean, norm and magnitudes of one tensor's values, in one pass. Bytes are verified.
 
         Args:
@@ -592,7 +591,7 @@ class Store:
         ref_b: str | int,
         select: str | Sequence[str] | None = None,
         *,
-        progress: BytesOf | None = None,
+        progress: Progress | None = None,
     ) -> list[TensorDifference]:
         """How two checkpoints differ, tensor by tensor: bits, elements, norms.
 

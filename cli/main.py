@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("diff", "Compare two checkpoints tensor by tensor."),
     "tag": ("tag", "Name a checkpoint, or list the tags."),
     "retire": ("retire", "Promise checkpoints no longer."),
-    "merge": ("merge", "Fold the diffs of a range into one segment."),
+    "merge": ("merge", "Merge the diffs of a range into one segment."),
     "gc": ("gc", "Delete the segments that nothing needs."),
     "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
     "tune": ("tune", "Choose how often to store fulls and how to batch diffs."),

@@ -1,4 +1,4 @@
 """Bytes <-> arrays: segment container, log records, codecs, state flattening. Pure functions: no I/O, no torch.
 
-The normative description of everything here is ``SPEC.md`` beside this file.
+``SPEC.md`` beside this file describes all of it, normatively. Imports nothing of the engine but `errors`.
 """

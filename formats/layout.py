@@ -115,11 +115,6 @@ class Layout:
     offsets: Mapping[str, int]
     size: int
 
-    @property
-    def data_end(self) -> int:
-        """Absolute offset of the first byte after the data; a plain segment ends there."""
-        return self.size
-
 
 def order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """File order of `specs`, which come in access order."""

@@ -32,6 +32,7 @@ __all__ = [
     "folder_term",
     "manifest_key",
     "pin_key",
+    "ref_of",
     "request_of",
     "segment_key",
     "slot_key",
@@ -51,6 +52,12 @@ Node: TypeAlias = tuple[int, int]
 """(term, step): names a checkpoint within one store."""
 
 
+def ref_of(node: Node) -> str:
+    """The REF ``STEP@TERM``, which every command takes."""
+    term, step = node
+    return f"{step}@{term}"
+
+
 class CheckpointId(NamedTuple):
     """A checkpoint's identity: where it stands in the history, and the hash of its state (32 hex digits)."""
 
@@ -66,7 +73,7 @@ class CheckpointId(NamedTuple):
     @property
     def ref(self) -> str:
         """The REF ``STEP@TERM``."""
-        return f"{self.step}@{self.term}"
+        return ref_of(self.node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ class CheckpointEntry:
     @property
     def ref(self) -> str:
         """The REF ``STEP@TERM``."""
-        return f"{self.step}@{self.term}"
+        return ref_of(self.node)
 
 
 @dataclass(frozen=True, slots=True)

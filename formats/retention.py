@@ -6,13 +6,13 @@ record touches, not to what the store holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from ckptstore.errors import CheckpointNotFoundError, StepOrderError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, valid_tag
+from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, ref_of, valid_tag
 
-__all__ = ["check_commit", "droppable", "needed"]
+__all__ = ["check_commit", "droppable", "needed", "users"]
 
 
 def check_commit(catalog: Catalog, record: CommitRecord) -> None:
@@ -30,7 +30,7 @@ def check_commit(catalog: Catalog, record: CommitRecord) -> None:
     _check_checkpoints(catalog, record)
     for node in record.retires:
         if node not in catalog.checkpoints:
-            raise UsageError(f"{_ref(node)} cannot be retired: it is not promised")
+            raise UsageError(f"{ref_of(node)} cannot be retired: it is not promised")
     for edge in record.encodings:
         _check_encoding(after, edge)
     for checkpoint in record.checkpoints:
@@ -124,17 +124,17 @@ def _check_checkpoints(catalog: Catalog, record: CommitRecord) -> None:
 
 def _check_encoding(after: _After, edge: Encoding) -> None:
     if not after.promised(edge.checkpoint):
-        raise UsageError(f"an encoding of {_ref(edge.checkpoint)}, which is not promised")
+        raise UsageError(f"an encoding of {ref_of(edge.checkpoint)}, which is not promised")
     if not edge.segments:
-        raise UsageError(f"an encoding of {_ref(edge.checkpoint)} without segments")
+        raise UsageError(f"an encoding of {ref_of(edge.checkpoint)} without segments")
     for segment in edge.segments:
         if not after.live(segment):
-            raise UsageError(f"an encoding of {_ref(edge.checkpoint)} reads segment {segment}, which is not live")
+            raise UsageError(f"an encoding of {ref_of(edge.checkpoint)} reads segment {segment}, which is not live")
     if edge.base is not None:
         base = after.find(edge.base.node)
         if base is None or base.state != edge.base.state or not after.restorable(base.node):
             raise CheckpointNotFoundError(
-                f"base {edge.base.ref} of {_ref(edge.checkpoint)} cannot be restored any more"
+                f"base {edge.base.ref} of {ref_of(edge.checkpoint)} cannot be restored any more"
             )
 
 
@@ -147,7 +147,7 @@ def _check_reachable(after: _After) -> None:
         if node in lost or after.restorable(node):
             continue
         if after.promised(node):
-            raise UsageError(f"the drop of a segment would leave {_ref(node)} without a way to restore it")
+            raise UsageError(f"the drop of a segment would leave {ref_of(node)} without a way to restore it")
         lost.add(node)
         stack.extend(after.dependents(node))
 
@@ -162,11 +162,11 @@ def _check_tags(after: _After) -> None:
         elif after.promised(node):
             tags[name] = node
         else:
-            raise UsageError(f"tag {name!r} names {_ref(node)}, which is not promised")
+            raise UsageError(f"tag {name!r} names {ref_of(node)}, which is not promised")
     if after.retires:
         for name, node in tags.items():
             if node in after.retires:
-                raise UsageError(f"{_ref(node)} cannot be retired: tag {name!r} names it")
+                raise UsageError(f"{ref_of(node)} cannot be retired: tag {name!r} names it")
 
 
 def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = ()) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = 
     segments = dict.fromkeys(
         segment for node in sorted(garbage) for edge in catalog.encodings.get(node, ()) for segment in edge.segments
     )
-    return tuple(segment for segment in segments if garbage.issuperset(_readers(catalog, segment)))
+    return tuple(segment for segment in segments if garbage.issuperset(users(catalog, segment)))
 
 
 def _bases(catalog: Catalog, node: Node) -> set[Node]:
@@ -209,24 +209,26 @@ def _dependents(catalog: Catalog, node: Node) -> list[Node]:
     return [other for other in catalog.edges().dependents(node) if node in _bases(catalog, other)]
 
 
-def _readers(catalog: Catalog, segment: str) -> Iterable[Node]:
+def users(catalog: Catalog, segment: str) -> Iterator[Node]:
     """The checkpoints with a live encoding that reads `segment`."""
     for node in catalog.edges().users(segment):
         if any(segment in edge.segments for edge in catalog.encodings.get(node, ())):
             yield node
 
 
-def needed(catalog: Catalog, promised: Iterable[Node] | None = None) -> set[Node]:
-    """Every (term, step) that `promised` (default: all of them) reach through bases, themselves included."""
+def needed(
+    catalog: Catalog, promised: Iterable[Node] | None = None, without: Collection[Node] = frozenset()
+) -> set[Node]:
+    """Every (term, step) that `promised` (default: all of them) reach through bases, themselves included.
+
+    The encodings of `without` are not followed.
+    """
     found: set[Node] = set()
     stack = list(catalog.checkpoints if promised is None else promised)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += _bases(catalog, node)
+            if node not in without:
+                stack += _bases(catalog, node)
     return found
-
-
-def _ref(node: Node) -> str:
-    return f"{node[1]}@{node[0]}"

@@ -1,15 +1,6 @@
-"""What existing checkpoints would cost with each codec and interval: the engine behind ``ckpt analyze``.
+"""What existing checkpoints would cost with each codec and interval: `analyze`, `document`, `write_report`.
 
-::
-
-    from ckptstore.analysis import Options, analyze
-
-    found = analyze(["step_*.safetensors"])
-    found.advice.best            # interval, bytes per checkpoint, restore cost
-    document(found)              # all of it, as JSON
-    write_report(found, folder)  # a page with plots
-
-Nothing is written to the checkpoints, and no checkpoint has to fit into memory.
+Writes nothing to the checkpoints; none has to fit into memory. Imports `store` and what is below it.
 """
 
 from __future__ import annotations

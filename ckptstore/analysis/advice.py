@@ -219,34 +219,32 @@ def advise(
     middle = max(1.0, (best.interval + 1) / 2)
     near = min(gaps, key=lambda gap: abs(math.log2(gap / middle)))
     picked = choices[near]
+    return Advice(
+        best=best,
+        alternatives=tuple(costs),
+        groups=tuple(
+            _group_advice(number, one, group.nbytes, size, limit * size.full / whole.full, bound.depth)
+            for number, (group, one, size) in enumerate(zip(groups, picked, sizes, strict=True))
+        ),
+        nbytes=nbytes,
+        full=whole.full,
+        margin=_margin(groups, picked, best),
+        measured=gaps[-1],
+        encode=_combined(groups, picked, lambda one: one.encode),
+        decode=_combined(groups, picked, lambda one: one.decode),
+        limit=limit,
+    )
+
+
+def _margin(groups: Sequence[Group], picked: Sequence[Summary | None], best: IntervalCost) -> float | None:
+    """See `Advice.margin`; groups were sampled independently."""
     margins = [
         None if one is None or one.estimate.margin is None else group.nbytes * one.estimate.margin
         for group, one in zip(groups, picked, strict=True)
     ]
     known = [margin for margin in margins if margin is not None]
     share = best.deltas * best.interval / (best.deltas * best.interval + 1)  # of the checkpoints, which are deltas
-    return Advice(
-        best=best,
-        alternatives=tuple(costs),
-        groups=tuple(
-            _group_advice(
-                number,
-                picked[number],
-                group.nbytes,
-                sizes[number],
-                limit * sizes[number].full / whole.full,
-                bound.depth,
-            )
-            for number, group in enumerate(groups)
-        ),
-        nbytes=nbytes,
-        full=whole.full,
-        margin=share * math.sqrt(math.fsum(margin**2 for margin in known)) if len(known) == len(margins) else None,
-        measured=gaps[-1],
-        encode=_combined(groups, picked, lambda one: one.encode),
-        decode=_combined(groups, picked, lambda one: one.decode),
-        limit=limit,
-    )
+    return share * math.sqrt(math.fsum(margin**2 for margin in known)) if len(known) == len(margins) else None
 
 
 def _group_advice(

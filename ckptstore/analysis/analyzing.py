@@ -18,7 +18,7 @@ from ckptstore.analysis.plan import POINTS, plan_targets, spacing
 from ckptstore.analysis.sampling import Group, group_tensors
 from ckptstore.analysis.series import Checkpoint, Skipped, open_series, shared_tensors
 from ckptstore.errors import UsageError
-from ckptstore.restore.streams import Progress
+from ckptstore.host.progress import Progress
 from ckptstore.write.interval import RestoreBound
 
 __all__ = ["PREFIX_BITS", "SAMPLE", "Analysis", "Options", "PrefixCount", "analyze"]

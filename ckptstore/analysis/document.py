@@ -43,80 +43,72 @@ def document(found: Analysis) -> dict[str, Any]:
             "block_bytes": BLOCK,
         },
         "skipped": [{"name": one.name, "reason": one.reason} for one in found.skipped],
-        "classes": [
-            {
-                "class": group.kind,
-                "dtype": group.dtype,
-                "tensors": len(group.tensors),
-                "bytes": group.nbytes,
-                "blocks": group.blocks,
-                "sampled_blocks": len(group.units),
-                "decided_by": {way: group.decided.get(way, 0) for way in ("name", "values", "override")},
-            }
-            for group in found.groups
-        ],
-        "recommendation": {
-            **_cost(advice.best),
-            "ratio": advice.nbytes / advice.best.mean if advice.best.mean else None,
-            "bytes_margin": advice.margin,
-            "full_bytes": advice.full,
-            "restore_limit_bytes": None if advice.limit == math.inf else advice.limit,
-            "largest_gap_measured": advice.measured,
-            "encode_gbps": _gbps(advice.encode),
-            "decode_gbps": _gbps(advice.decode),
-            "what_to_do": what_to_do(found),
-            "classes": [
-                {
-                    **_group(found, one.group),
-                    "codec": one.method,
-                    "gap": one.gap,
-                    **_ratio(one.estimate),
-                    "own_interval": one.cost.interval,
-                    "own_bytes_per_checkpoint": one.cost.mean,
-                    "own_restore_times": one.cost.times,
-                }
-                for one in advice.groups
-            ],
-        },
+        "classes": _classes(found),
+        "recommendation": _recommendation(found),
         "intervals": [_cost(one) for one in advice.alternatives],
-        "codecs": [
+        "codecs": _codecs(found),
+        "steps": _steps(found),
+        "prefixes": _prefixes(found),
+        "shipping": _shipping(found),
+    }
+
+
+def _classes(found: Analysis) -> list[dict[str, Any]]:
+    return [
+        {
+            "class": group.kind,
+            "dtype": group.dtype,
+            "tensors": len(group.tensors),
+            "bytes": group.nbytes,
+            "blocks": group.blocks,
+            "sampled_blocks": len(group.units),
+            "decided_by": {way: group.decided.get(way, 0) for way in ("name", "values", "override")},
+        }
+        for group in found.groups
+    ]
+
+
+def _recommendation(found: Analysis) -> dict[str, Any]:
+    advice = found.advice
+    return {
+        **_cost(advice.best),
+        "ratio": advice.nbytes / advice.best.mean if advice.best.mean else None,
+        "bytes_margin": advice.margin,
+        "full_bytes": advice.full,
+        "restore_limit_bytes": None if advice.limit == math.inf else advice.limit,
+        "largest_gap_measured": advice.measured,
+        "encode_gbps": _gbps(advice.encode),
+        "decode_gbps": _gbps(advice.decode),
+        "what_to_do": what_to_do(found),
+        "classes": [
             {
                 **_group(found, one.group),
                 "codec": one.method,
                 "gap": one.gap,
-                "steps": one.pairs,
                 **_ratio(one.estimate),
-                "bits_per_value": _bits(found, one.group, one.estimate),
-                "encode_gbps": _gbps(one.encode),
-                "decode_gbps": _gbps(one.decode),
+                "own_interval": one.cost.interval,
+                "own_bytes_per_checkpoint": one.cost.mean,
+                "own_restore_times": one.cost.times,
             }
-            for one in found.summaries
-        ],
-        "steps": _steps(found),
-        "prefixes": [
-            {
-                **_group(found, one.group),
-                "step": found.series[one.index].step,
-                "bits": one.bits,
-                "distinct": one.distinct,
-                "entropy": one.entropy,
-            }
-            for one in found.prefixes
-        ],
-        "shipping": [
-            {
-                "link_bits_per_second": one.link,
-                "codec": one.method,
-                "bytes": one.nbytes,
-                "encode_seconds": one.encode,
-                "send_seconds": one.send,
-                "decode_seconds": one.decode,
-                "serial_seconds": one.serial,
-                "overlapped_seconds": one.overlapped,
-            }
-            for one in found.shipping
+            for one in advice.groups
         ],
     }
+
+
+def _codecs(found: Analysis) -> list[dict[str, Any]]:
+    return [
+        {
+            **_group(found, one.group),
+            "codec": one.method,
+            "gap": one.gap,
+            "steps": one.pairs,
+            **_ratio(one.estimate),
+            "bits_per_value": _bits(found, one.group, one.estimate),
+            "encode_gbps": _gbps(one.encode),
+            "decode_gbps": _gbps(one.decode),
+        }
+        for one in found.summaries
+    ]
 
 
 def _steps(found: Analysis) -> list[dict[str, Any]]:
@@ -136,6 +128,35 @@ def _steps(found: Analysis) -> list[dict[str, Any]]:
             "params": dict(one.params),
         }
         for one in found.measurements
+    ]
+
+
+def _prefixes(found: Analysis) -> list[dict[str, Any]]:
+    return [
+        {
+            **_group(found, one.group),
+            "step": found.series[one.index].step,
+            "bits": one.bits,
+            "distinct": one.distinct,
+            "entropy": one.entropy,
+        }
+        for one in found.prefixes
+    ]
+
+
+def _shipping(found: Analysis) -> list[dict[str, Any]]:
+    return [
+        {
+            "link_bits_per_second": one.link,
+            "codec": one.method,
+            "bytes": one.nbytes,
+            "encode_seconds": one.encode,
+            "send_seconds": one.send,
+            "decode_seconds": one.decode,
+            "serial_seconds": one.serial,
+            "overlapped_seconds": one.overlapped,
+        }
+        for one in found.shipping
     ]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +19,8 @@ from ckptstore.analysis.series import Checkpoint, Read, TensorType
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import Codec, Sample
 from ckptstore.host.buffers import Bytes
-from ckptstore.restore.streams import Progress
+from ckptstore.host.progress import Progress, Tally
+from ckptstore.host.threads import workers
 
 __all__ = ["Measured", "Measurement", "measure"]
 
@@ -111,11 +111,10 @@ def measure(
     """
     types = series[-1].tensors
     total = sum((1 + len(target.bases)) * group.sampled for target in targets for group in groups)
-    measured, done = Measured(), 0
+    measured, tally = Measured(), Tally(progress, total)
     fitted: dict[int, Methods] = {}
     masters: dict[str, str] = {}
-    count = threads or max(1, os.cpu_count() or 1)
-    with ThreadPoolExecutor(count, thread_name_prefix="ckptstore-analyze") as pool:
+    with workers(threads or os.cpu_count() or 1, "analyze") as coders:
         for target in targets:
             with ExitStack() as stack:
                 read = stack.enter_context(series[target.index].open())
@@ -127,14 +126,12 @@ def measure(
                         fitted[number] = _fit(group, read, wanted)
                     job = _job(number, group, fitted[number], target, read, reads, masters)
                     sums: dict[tuple[int | None, str], Sums] = {}
-                    for unit, coded, prefixes in _ordered(pool, count, job):
+                    for unit, coded, prefixes in coders.in_order(_unit_jobs(job)):
                         _collect(sums, unit, coded)
                         if prefixes is not None:
                             key = (number, target.index)
                             measured.prefixes[key] = measured.prefixes.get(key, 0) + prefixes
-                        done += (1 + len(target.bases)) * unit.nbytes
-                        if progress is not None:
-                            progress(done, total)
+                        tally.advance((1 + len(target.bases)) * unit.nbytes)
                     measured.results += _results(job, target, sums)
     return measured
 
@@ -171,17 +168,11 @@ def _job(
 _UnitResult = tuple[Unit, list[tuple["int | None", Coded]], "npt.NDArray[np.int64] | None"]
 
 
-def _ordered(pool: ThreadPoolExecutor, count: int, job: _Job) -> Iterator[_UnitResult]:
-    """The units' results in order, so that sums do not depend on who was first; few are under way at once."""
-    window: deque[Future[_UnitResult]] = deque()
+def _unit_jobs(job: _Job) -> Iterator[Callable[[], _UnitResult]]:
+    """One for each unit; their results are taken in order, so that sums do not depend on who was first."""
     stride = 1 if job.exact else max(1, len(job.group.units) // _SLOW_UNITS)
     for position, unit in enumerate(job.group.units):
-        slow = position % stride == 0
-        window.append(pool.submit(_measure_unit, job, unit, slow))
-        if len(window) > 2 * count:
-            yield window.popleft().result()
-    while window:
-        yield window.popleft().result()
+        yield partial(_measure_unit, job, unit, position % stride == 0)
 
 
 def _measure_unit(job: _Job, unit: Unit, slow: bool) -> _UnitResult:

@@ -142,7 +142,7 @@ def _words(data: Bytes, word: int) -> Words:
 
 
 def _mapped(words: Words, how: str) -> Words:
-    """As ``planes`` maps numbers: rotated left by one, or folded (zigzag)."""
+    """As ``planes`` maps numbers: rotated left by one, or zigzag (``fold``)."""
     bits = words.dtype.type(8 * words.itemsize - 1)
     one = words.dtype.type(1)
     if how == "rotate":

@@ -62,6 +62,24 @@ def render(found: Analysis) -> str:
         f"<p class=lead>{_text(restore_line(found))}</p></header>",
         _cards(found),
         _recommended(found),
+        *_plotted(found),
+        _every_codec(found),
+        _inputs(found),
+        f"<p class=lead>{_text(what_to_do(found))}</p>",
+    ]
+    title = f"{found.advice.nbytes / found.advice.best.mean:.2f}× smaller" if found.advice.best.mean else "ckpt analyze"
+    return (
+        f'<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>ckpt analyze: {title}</title><style>{STYLE}</style></head><body><main>"
+        + "\n".join(body)
+        + f"<footer>ckptstore {__version__} · {_text(sample_line(found))}</footer></main></body></html>\n"
+    )
+
+
+def _plotted(found: Analysis) -> list[str]:
+    """The sections with a plot."""
+    return [
         _section(
             "What each codec makes of each class",
             f"Logical over stored bytes: longer is better. Deltas are against the checkpoint {_apart(found)} before. "
@@ -105,18 +123,7 @@ def render(found: Analysis) -> str:
             plots.prefixes(found) if found.prefixes else "",
             _prefixes(found),
         ),
-        _every_codec(found),
-        _inputs(found),
-        f"<p class=lead>{_text(what_to_do(found))}</p>",
     ]
-    title = f"{found.advice.nbytes / found.advice.best.mean:.2f}× smaller" if found.advice.best.mean else "ckpt analyze"
-    return (
-        f'<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>ckpt analyze: {title}</title><style>{STYLE}</style></head><body><main>"
-        + "\n".join(body)
-        + f"<footer>ckptstore {__version__} · {_text(sample_line(found))}</footer></main></body></html>\n"
-    )
 
 
 def _cards(found: Analysis) -> str:

@@ -22,7 +22,7 @@ from ckptstore.exchange.weight_files import open_file
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.restore.load import open_base
+from ckptstore.restore.stored_base import open_base
 from ckptstore.store import Store
 from ckptstore.store import open as open_store
 

@@ -1,6 +1,6 @@
 """Where a store lives: `open_backend` takes a path or a URL and returns the `Backend` for it.
 
-Nothing here imports numpy or fsspec: ``ckpt`` shall start quickly, and a store in a folder needs neither.
+Imports `host` alone, and neither numpy nor fsspec: ``ckpt`` shall start quickly, and a folder needs neither.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from ckptstore.backends.posix import SYSTEM
 from ckptstore.errors import CkptError, StorageError, UsageError
 from ckptstore.formats.records import FORMAT_KEY
 from ckptstore.host.buffers import BLOCK_BYTES, Staging
+from ckptstore.host.threads import workers
 from ckptstore.segments.stream import BlockStream
 
 __all__ = ["OutputFile", "Outputs", "outputs", "refuse_inside_store", "refuse_missing_folder", "refuse_store"]
@@ -205,8 +206,8 @@ def outputs(overwrite: bool) -> Iterator[Outputs]:
     Raises:
         StorageError: the medium failed.
     """
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptstore-output") as pool:
-        files = Outputs(overwrite, pool)
+    with workers(_THREADS, "output") as threads:
+        files = Outputs(overwrite, threads.pool)
         try:
             yield files
         except OSError as error:

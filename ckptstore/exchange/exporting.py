@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +22,10 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.layout import TensorSpec, order
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import check_size, places, unflatten
-from ckptstore.log.checkpoints import look_up
-from ckptstore.restore.load import Opened, opened, select_from
-from ckptstore.restore.streams import Progress, streams
+from ckptstore.host.progress import Progress, Tally
+from ckptstore.restore.opened import Opened, opened
+from ckptstore.restore.selection import Selection, select_from
+from ckptstore.restore.streams import streams
 
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
@@ -90,7 +90,7 @@ def export(
             the file is that of the first such place.
         overwrite: replace files that exist.
         max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
-        progress: told (bytes done, bytes in all).
+        progress: told how many bytes of tensors are written.
 
     Raises:
         UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, or shards of a
@@ -106,66 +106,78 @@ def export(
         raise UsageError(f"{out} is a folder: name the file to write")
     refuse_store(out)
     refuse_missing_folder(out)
-    ref = look_up(journal, ref).ref
     with opened(journal, ref) as found, outputs(overwrite) as files:
-        picked = select_from(found.tree, select or None, ref)
+        picked = select_from(found.tree, select or None, found.ref)
         names = picked.tensors
         chosen = {name: replace(found.chains[tensor].tensor, name=name) for tensor, name in names.items()}
-        tree = picked.tree(names)
-        total = sum(entry.nbytes for entry in chosen.values())
-        chunks = _counted(found, {name: tensor for tensor, name in names.items()}, total, progress)
+        content = _Content(found.ref, picked.tree(names), chosen, _counted(found, names, progress))
+        made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
         if format == "pt":
-            converted = _write_pt(files.create(out, total), tree, chosen, chunks)
-            result = ExportResult(ref, format, (out,), None, total, len(chosen), tuple(converted), found.lossy)
+            converted = _write_pt(files.create(out, content.nbytes), content)
+            made = replace(made, converted=tuple(converted))
         else:
-            paths, index = _write_shards(files, out, ref, tree, chosen, max_shard_bytes, chunks)
-            tied = [
-                (place.name, names[place.tensor])
-                for place in (places(found.tree) if picked.all else picked.kept.values())
-                if place.name != names[place.tensor]
-            ]
-            lossy = found.lossy
-            result = ExportResult(ref, format, paths, index, total, len(chosen), lossy=lossy, tied=tuple(tied))
+            paths, index = _write_shards(files, out, content, max_shard_bytes)
+            made = replace(made, paths=paths, index=index, tied=_tied(found, picked))
         files.publish()
-        return result
+        return made
 
 
-def _counted(found: Opened, stored: Mapping[str, str], total: int, progress: Progress | None) -> Chunks:
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What goes into the files.
+
+    Attributes:
+        ref: the checkpoint.
+        tree: the typed JSON tree of what was selected, with the names that tensors have in the files.
+        entries: the tensors, by these names.
+        chunks: yields a tensor's bytes.
+    """
+
+    ref: str
+    tree: Any
+    entries: Mapping[str, TensorEntry]
+    chunks: Chunks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+
+def _counted(found: Opened, names: Mapping[str, str], progress: Progress | None) -> Chunks:
     """The bytes of a tensor, chunk by chunk; tells `progress`. Called from several threads.
 
     Args:
         found: the checkpoint.
-        stored: name in the file -> name in the checkpoint.
-        total: bytes in all.
+        names: name in the checkpoint -> name in the file.
         progress: who is told.
     """
     stream = streams(found)
-    done, lock = 0, threading.Lock()
+    stored = {name: tensor for tensor, name in names.items()}
+    tally = Tally(progress, sum(found.chains[tensor].tensor.nbytes for tensor in names))
 
     def chunks(name: str) -> Iterator[memoryview]:
-        nonlocal done
         for data in stream(stored[name]):
             yield data.data
-            with lock:
-                done += len(data)
-                if progress is not None:
-                    progress(done, total)
+            tally.advance(len(data))
 
     return chunks
+
+
+def _tied(found: Opened, picked: Selection) -> tuple[tuple[str, str], ...]:
+    """See `ExportResult.tied`."""
+    names = picked.tensors
+    taken = places(found.tree) if picked.all else picked.kept.values()
+    return tuple((place.name, names[place.tensor]) for place in taken if place.name != names[place.tensor])
 
 
 # safetensors
 
 
 def _write_shards(
-    files: Outputs,
-    out: Path,
-    ref: str,
-    tree: Any,
-    entries: Mapping[str, TensorEntry],
-    limit: int | None,
-    chunks: Chunks,
+    files: Outputs, out: Path, content: _Content, limit: int | None
 ) -> tuple[tuple[Path, ...], Path | None]:
+    entries = content.entries
     shards = _split(entries, limit)
     if len(shards) == 1:
         paths = [out]
@@ -177,13 +189,12 @@ def _write_shards(
         files.refuse_existing(index)
     for number, (path, names) in enumerate(zip(paths, shards, strict=True)):
         members = [entries[name] for name in names]
-        metadata = _metadata(ref, tree if number == 0 else None, members)
+        metadata = _metadata(content.ref, content.tree if number == 0 else None, members)
         file = files.create(path, sum(entry.nbytes for entry in members))
-        _write_safetensors(file, members, metadata, chunks)
+        _write_safetensors(file, members, metadata, content.chunks)
     if index is not None:
         where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
-        size = sum(entry.nbytes for entry in entries.values())
-        text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n"
+        text = json.dumps({"metadata": {"total_size": content.nbytes}, "weight_map": where}, indent=2) + "\n"
         files.create(index, len(text)).write(text.encode())  # published last: it makes the shards a model
     return tuple(paths), index
 
@@ -236,17 +247,17 @@ def _write_safetensors(
 # .pt
 
 
-def _write_pt(file: OutputFile, tree: Any, entries: Mapping[str, TensorEntry], chunks: Chunks) -> list[str]:
+def _write_pt(file: OutputFile, content: _Content) -> list[str]:
     arrays: list[str] = []
 
     def reference(name: str, origin: Literal["torch", "numpy"]) -> TensorReference:
         if origin == "numpy":
             arrays.append(name)
-        entry = entries[name]
+        entry = content.entries[name]
         return TensorReference(name, entry.dtype, tuple(entry.shape), entry.nbytes)
 
-    state = unflatten(tree, reference, _REVIVE)
-    return arrays + write_archive(file, state, chunks)
+    state = unflatten(content.tree, reference, _REVIVE)
+    return arrays + write_archive(file, state, content.chunks)
 
 
 def _dtype(name: str) -> TorchObject:

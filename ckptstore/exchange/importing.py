@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
 from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
+from ckptstore.host.progress import Progress
 from ckptstore.log.checkpoints import look_up
 from ckptstore.log.refs import step_number
-from ckptstore.restore.streams import Progress
 from ckptstore.write.opening import open_writer
 from ckptstore.write.writer import WriterOptions
 
@@ -111,10 +111,7 @@ def import_files(
     paths = [Path(file) for file in files]
     base = _parent(journal, parent)
     steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
-    total = 0
-    for _, path in steps:
-        with open_checkpoint(path, leave_out) as opened:
-            total += opened.nbytes
+    total = _checked_nbytes([path for _, path in steps], leave_out)
     before = 0  # bytes of the files that are checkpoints
 
     def advance(done: int, _: int) -> None:
@@ -134,6 +131,15 @@ def import_files(
             error.add_note(f"imported before the error: {', '.join(one.info.ref for one in imported)}")
         raise
     return imported
+
+
+def _checked_nbytes(paths: Sequence[Path], leave_out: Sequence[str]) -> int:
+    """Open each once, which checks it -> bytes of tensors of all of them."""
+    total = 0
+    for path in paths:
+        with open_checkpoint(path, leave_out) as opened:
+            total += opened.nbytes
+    return total
 
 
 def _named(path: Path, leave_out: Sequence[str]) -> Path:

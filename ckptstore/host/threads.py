@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["Workers", "let_go", "run_all", "started_pool"]
+__all__ = ["Workers", "default_threads", "let_go", "run_all", "started_pool", "workers"]
 
 _T = TypeVar("_T")
 
@@ -48,6 +50,25 @@ def let_go(futures: Iterable[Future[Any]]) -> None:
     for future in futures:
         future.cancel()
     wait(futures)
+
+
+def default_threads() -> int:
+    """How many threads read, decode or code where nobody says it: one for each core, and no more than four.
+
+    That many keep a disk busy; each has a chunk or two in memory.
+    """
+    return min(4, os.cpu_count() or 1)
+
+
+@contextmanager
+def workers(threads: int, name: str) -> Iterator[Workers]:
+    """Threads for the length of a ``with``, each of which begins when a job finds none idle.
+
+    Args:
+        name: how its threads are named, after ``ckptstore-``.
+    """
+    with ThreadPoolExecutor(threads, thread_name_prefix=f"ckptstore-{name}") as pool:
+        yield Workers(pool, threads)
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptstore.formats import metadata
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Node
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Node, ref_of
 from ckptstore.log import refs
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -55,7 +55,7 @@ class CheckpointInfo:
     @property
     def ref(self) -> str:
         """``STEP@TERM``, the name that every command takes."""
-        return f"{self.step}@{self.term}"
+        return ref_of((self.term, self.step))
 
     @property
     def id(self) -> CheckpointId:
@@ -131,7 +131,7 @@ def _described(catalog: Catalog, entry: CheckpointEntry, tags: Iterable[str]) ->
     # One whose base is gone stays as long as its segment does, which others read; it leads nowhere.
     encodings = [one for one in every if one.base is None or catalog.find(one.base.node) is not None] or every
     cheapest = min(encodings, key=lambda encoding: encoding.bytes, default=None)
-    base = None if cheapest is None or cheapest.base is None else f"{cheapest.base.step}@{cheapest.base.term}"
+    base = None if cheapest is None or cheapest.base is None else cheapest.base.ref
     return CheckpointInfo(
         step=entry.step,
         term=entry.term,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, StepOrderError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, valid_tag
+from ckptstore.formats.records import CheckpointEntry, ref_of, valid_tag
 
 __all__ = ["resolve", "step_number"]
 
@@ -81,8 +81,8 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
             if term is None:
                 _check_newest(catalog, entry)
             return entry
+    wanted = f"step {step}" if term is None else ref_of((term, step))
     if lost := _losses(catalog):
-        wanted = f"step {step}" if term is None else f"{step}@{term}"
         nearest = _nearest(catalog.checkpoints.values(), step)
         raise CheckpointNotFoundError(f"no checkpoint of {wanted} is left; {lost}, which may have held it; {nearest}")
     if not catalog.checkpoints:
@@ -91,9 +91,9 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
         raise CheckpointNotFoundError(f"no checkpoint of step {step}; {_nearest(catalog.checkpoints.values(), step)}")
     if term not in catalog.terms:
         known = ", ".join(map(str, sorted(catalog.terms)[-_NEAREST:]))
-        raise CheckpointNotFoundError(f"no checkpoint {step}@{term}: there is no term {term}; the newest are {known}")
+        raise CheckpointNotFoundError(f"no checkpoint {wanted}: there is no term {term}; the newest are {known}")
     raise CheckpointNotFoundError(
-        f"no checkpoint {step}@{term}; "
+        f"no checkpoint {wanted}; "
         + _nearest([entry for entry in catalog.checkpoints.values() if entry.term == term], step, f"term {term}")
     )
 

@@ -42,6 +42,7 @@ from ckptstore.formats.records import (
     OpenRecord,
     Record,
     manifest_key,
+    ref_of,
     slot_key,
 )
 from ckptstore.formats.retention import check_commit
@@ -177,27 +178,15 @@ def open_term(
     for done in range(patience.tries + 1):
         # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view.
         view = read(journal, view, patience, look_above=True)
-        catalog = view.catalog
-        _check_writable(journal, catalog)
-        chosen = parent(catalog) if callable(parent) else parent
-        if chosen is not None and not (chosen.node in catalog.checkpoints and catalog.restorable(chosen)):
-            raise _no_parent(backend, catalog, chosen)
+        _check_writable(journal, view.catalog)
+        chosen = _live_parent(backend, view.catalog, parent)
         crash_point("open.read")
         if view.end:
             # Prevents: a power cut that keeps this OPEN and loses a slot before it, which a writer killed between link
             # and fsync left visible: a gap in the log, and a parent that is gone.
             backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
-        record = OpenRecord(
-            max(catalog.term, catalog.lost) + 1,
-            chosen,
-            secrets.token_hex(16),
-            time.time(),
-            dict(info or {}),
-            previous=catalog.last,
-        )
-        data = encode_open(record, seq=view.end, run=journal.run)
-        record = _understood(data, view.end, journal.run, OpenRecord)
+        record, data = _opening(view, chosen, info, journal.run)
         _check_same_store(journal)
         mine = _send(backend, slot_key(view.end), data, patience)
         crash_point("open.created")
@@ -215,6 +204,31 @@ def open_term(
     )
 
 
+def _live_parent(backend: Backend, catalog: Catalog, parent: Parent) -> CheckpointId | None:
+    """What the term continues from in this view. Raises as `open_term`."""
+    chosen = parent(catalog) if callable(parent) else parent
+    if chosen is not None and not (chosen.node in catalog.checkpoints and catalog.restorable(chosen)):
+        raise _no_parent(backend, catalog, chosen)
+    return chosen
+
+
+def _opening(
+    view: View, parent: CheckpointId | None, info: Mapping[str, Any] | None, run: str
+) -> tuple[OpenRecord, bytes]:
+    """An OPEN that continues this view, with a new nonce, and its bytes."""
+    catalog = view.catalog
+    record = OpenRecord(
+        max(catalog.term, catalog.lost) + 1,
+        parent,
+        secrets.token_hex(16),
+        time.time(),
+        dict(info or {}),
+        previous=catalog.last,
+    )
+    data = encode_open(record, seq=view.end, run=run)
+    return _understood(data, view.end, run, OpenRecord), data
+
+
 def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> CkptError:
     """Why no term can continue from there, and from where one can."""
     entry = catalog.checkpoints.get(chosen.node)
@@ -223,7 +237,7 @@ def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> Ckpt
     slots = ", ".join(str(seq) for seq in sorted(catalog.damage)[:3])
     why = f" with log slot {slots}, which is damaged" if slots else ""
     newest = max((entry.node for entry in catalog.checkpoints.values() if catalog.restorable(entry.id)), default=None)
-    way = "none can" if newest is None else f"the newest that can is {newest[1]}@{newest[0]}: name it as parent"
+    way = "none can" if newest is None else f"the newest that can is {ref_of(newest)}: name it as parent"
     return CorruptLogError(
         f"{backend.url}: parent {chosen.ref} cannot be restored, what it builds on is lost{why}; {way}"
     )

@@ -17,18 +17,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, UsageError
 from ckptstore.formats.records import object_of
 from ckptstore.host.crash_points import crash_point
+from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import DEAD_AFTER, REFRESH_EVERY, PinWatch, Survey
 from ckptstore.log.reading import read
-
-if TYPE_CHECKING:
-    from ckptstore.restore.streams import Progress
 
 __all__ = ["SHORTEST_TTL", "Collected", "Holder", "collect", "collect_patiently"]
 
@@ -199,15 +197,12 @@ def _delete(backend: Backend, segments: Sequence[str], sizes: Mapping[str, int],
     # made its term an old one, which were visible and not yet durable.
     backend.settle("log/")
     backend.settle("fold/")
-    total = sum(sizes[key] for key in segments)
-    done = 0
+    tally = Tally(progress, sum(sizes[key] for key in segments))
     for key in segments:
         crash_point("gc.before-delete")
         backend.delete(key)
         crash_point("gc.deleted")
-        done += sizes[key]
-        if progress is not None:
-            progress(done, total)
+        tally.advance(sizes[key])
 
 
 def _identity(key: str) -> str:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -18,12 +15,14 @@ from ckptstore.formats.dtypes import DType
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import places, select
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.threads import run_all
-from ckptstore.log.checkpoints import look_up
+from ckptstore.host.progress import Progress, Tally
+from ckptstore.host.threads import default_threads, run_all, workers
 from ckptstore.reports.state_tree import leaves
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
-from ckptstore.restore.load import choose, opened, tensors, tree
-from ckptstore.restore.streams import Progress, streams
+from ckptstore.restore.load import tree
+from ckptstore.restore.opened import opened
+from ckptstore.restore.selection import choose
+from ckptstore.restore.streams import streams
 
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
@@ -105,26 +104,20 @@ def compare(
     not grow with the checkpoint. A `select` pattern has to match a place of either at which there is a tensor. What is
     tied in both is compared once, under the first of its places that match.
 
+    Args:
+        progress: told how many bytes of both are compared.
+
     Raises:
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
     """
-    ref_a, ref_b = look_up(journal, ref_a).ref, look_up(journal, ref_b).ref
-    in_a, in_b = tensors(journal, ref_a), tensors(journal, ref_b)
     with opened(journal, ref_a) as found_a, opened(journal, ref_b) as found_b:
-        pairs = _pairs(found_a.tree, found_b.tree, select or None, f"{ref_a} or {ref_b}")
+        in_a, in_b = ({name: one.tensor for name, one in found.chains.items()} for found in (found_a, found_b))
+        pairs = _pairs(found_a.tree, found_b.tree, select or None, f"{found_a.ref} or {found_b.ref}")
         sides = {name: (in_a.get(a or ""), in_b.get(b or "")) for name, (a, b) in pairs.items()}
         found = {name: _by_metadata(name, *both) for name, both in sides.items()}
         changed = {name: both for name, both in sides.items() if found[name].status == "changed"}
-        total = sum(2 * b.nbytes for _, b in changed.values() if b is not None)
+        tally = Tally(progress, sum(2 * b.nbytes for _, b in changed.values() if b is not None))
         chunks_a, chunks_b = streams(found_a), streams(found_b)
-        done, lock = 0, threading.Lock()
-
-        def advance(count: int) -> None:
-            nonlocal done
-            with lock:
-                done += count
-                if progress is not None:
-                    progress(done, total)
 
         def job(name: str) -> Callable[[], None]:
             def work() -> None:
@@ -134,13 +127,13 @@ def compare(
                 sums = _Sums(dtypes.get(in_other.dtype))
                 for a, b in zip(chunks_a(in_one.name), chunks_b(in_other.name), strict=True):
                     sums.add(a, b)
-                    advance(len(a) + len(b))
+                    tally.advance(len(a) + len(b))
                 found[name] = sums.result(found[name])
 
             return work
 
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            run_all(pool, [job(name) for name in changed])
+        with workers(default_threads(), "compare") as threads:
+            run_all(threads.pool, [job(name) for name in changed])
         return list(found.values())
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptstore.formats.records import ref_of
 from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.formats.steps import STEP
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.load import opened, select_from
+from ckptstore.restore.opened import opened
 from ckptstore.restore.plan import Rates
 from ckptstore.restore.rates import measure_rates
+from ckptstore.restore.selection import select_from
 
 __all__ = ["Explanation", "PlanStep", "explain"]
 
@@ -76,7 +78,7 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
     """
     with opened(journal, ref) as found:
         chains = found.chains
-        chosen = [chains[name] for name in select_from(found.tree, select, found.entry.ref).tensors]
+        chosen = [chains[name] for name in select_from(found.tree, select, found.ref).tensors]
         rates = measure_rates(found)
         layers = _all_layers(chosen)
         steps = []
@@ -93,7 +95,7 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
                         count += 1
             steps.append(
                 PlanStep(
-                    ref=f"{encoding.checkpoint[1]}@{encoding.checkpoint[0]}",
+                    ref=ref_of(encoding.checkpoint),
                     kind=encoding.kind,
                     base=None if encoding.base is None else encoding.base.ref,
                     segments=tuple(found.readers[segment].entry.key for segment in encoding.segments),
@@ -103,7 +105,7 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
                     seconds=seconds,
                 )
             )
-        return Explanation(found.entry.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
+        return Explanation(found.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
 
 
 def _seconds(tensor: TensorEntry, rates: Rates) -> float:

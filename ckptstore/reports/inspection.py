@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.formats import dtypes
-from ckptstore.formats.records import Encoding, SegmentEntry
+from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.log.checkpoints import look_up
+from ckptstore.host.progress import Progress, Tally
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
-from ckptstore.restore.load import one_of, opened, select_from, tensors
-from ckptstore.restore.streams import Progress, streams
+from ckptstore.restore.opened import opened
+from ckptstore.restore.selection import one_of, select_from
+from ckptstore.restore.streams import streams
 from ckptstore.segments.reading import SegmentReader
 
 if TYPE_CHECKING:
@@ -143,17 +144,16 @@ def inspect(
         CheckpointNotFoundError, TensorNotFoundError: nothing answers to `ref`, or matches `select`.
         CorruptionError: a segment of the chain is missing or its header is damaged.
     """
-    info = look_up(journal, ref)
-    with opened(journal, info.ref) as found:
+    with opened(journal, ref) as found:
         chain = found.plan.encodings
         held = {
             name: (tensor, found.readers[segment])
             for segment in chain[-1].segments
-            for name, tensor in found.readers[segment].doc.tensors.get(info.step, {}).items()
+            for name, tensor in found.readers[segment].doc.tensors.get(found.entry.step, {}).items()
         }
-        names = select_from(found.tree, select or None, info.ref).tensors
+        names = select_from(found.tree, select or None, found.ref).tensors
         return CheckpointDescription(
-            info,
+            found.info,
             tuple(_describe(*held[name], chain[-1].kind) for name in names),
             tuple(_link(link, [found.readers[segment].entry for segment in link.segments]) for link in chain),
             found.tree,
@@ -175,9 +175,8 @@ def _describe(tensor: TensorEntry, reader: SegmentReader, kind: str) -> TensorDe
 
 
 def _link(encoding: Encoding, segments: Sequence[SegmentEntry]) -> ChainLink:
-    term, step = encoding.checkpoint
     return ChainLink(
-        ref=f"{step}@{term}",
+        ref=ref_of(encoding.checkpoint),
         kind=encoding.kind,
         base=None if encoding.base is None else encoding.base.ref,
         segments=tuple(entry.key for entry in segments),
@@ -193,19 +192,15 @@ def statistics(journal: Journal, ref: str | int, name: str, progress: Progress |
         TensorNotFoundError: the checkpoint has no such tensor.
         CorruptionError: its bytes are damaged.
     """
-    ref = look_up(journal, ref).ref
-    there = tensors(journal, ref)
-    tensor = there[one_of(there, name, ref)]
     with opened(journal, ref) as found:
+        tensor = found.chains[one_of(found.chains, name, found.ref)].tensor
         dtype = dtypes.get(tensor.dtype)
         moments = _Moments()
-        done = 0
+        tally = Tally(progress, tensor.nbytes)
         for data in streams(found)(name):
             for block in blocks(dtype, data):
                 moments.add(doubles(dtype, block), scalars(dtype, block) if is_integer(dtype) else None)
-            done += len(data)
-            if progress is not None:
-                progress(done, tensor.nbytes)
+            tally.advance(len(data))
         return moments.result(tensor)
 
 

@@ -11,12 +11,12 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import CorruptLogError
+from ckptstore.formats.records import Node, ref_of
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe, describe_terms
 from ckptstore.log.reading import read
 
 if TYPE_CHECKING:
     from ckptstore.formats.catalog import Catalog
-    from ckptstore.formats.records import Node
     from ckptstore.log.journal import Journal
 
 __all__ = ["Lineage", "lineage"]
@@ -80,7 +80,7 @@ def _newest(catalog: Catalog, limit: int | None, term: int | None) -> tuple[list
         if len(found) == limit or (term is not None and node[0] < term):
             break
         parent = before if before[0] == node[0] else _line(catalog, node[0])
-        between[_ref(node)] = None if parent is None else _ref(parent)
+        between[ref_of(node)] = None if parent is None else ref_of(parent)
         if term in (None, node[0]):
             found.append(node)
             parents |= between
@@ -95,7 +95,3 @@ def _line(catalog: Catalog, term: int) -> Node | None:
         if (found := catalog.checkpoints.highest(term, opened.parent.step)) is not None:
             return found
     return None
-
-
-def _ref(node: Node) -> str:
-    return f"{node[1]}@{node[0]}"

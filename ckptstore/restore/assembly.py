@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.records import Encoding
+from ckptstore.formats.records import Encoding, ref_of
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.steps import Group, groups_of
 from ckptstore.restore.chain import Chain, master_of
@@ -38,8 +38,8 @@ def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, L
         told = reader.doc.encodings.get(step)
         if told is None or (told.term, told.base) != (encoding.checkpoint[0], encoding.base):
             below = "nothing" if encoding.base is None else encoding.base.ref
-            where = f"{step}@{encoding.checkpoint[0]}"
-            raise CorruptSegmentError(f"{reader.entry.key}: does not build {where} on {below}, as the log says")
+            what = f"{ref_of(encoding.checkpoint)} on {below}"
+            raise CorruptSegmentError(f"{reader.entry.key}: does not build {what}, as the log says")
         tensors = reader.doc.tensors.get(step, {})
         groups: dict[str, Group] = {}
         for group in groups_of(tensors, f"{reader.entry.key}: step {step}"):
@@ -53,12 +53,11 @@ def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, L
 
 def tree_of(readers: Iterable[SegmentReader], encoding: Encoding) -> Any:
     """The typed JSON tree of the state that an encoding leads to. Raises `CorruptSegmentError` unless there is one."""
-    term, step = encoding.checkpoint
+    step = encoding.checkpoint[1]
     trees = [reader.doc.trees[step] for reader in readers if step in reader.doc.trees]
     if len(trees) != 1:
-        raise CorruptSegmentError(
-            f"checkpoint {step}@{term}: its segments hold {len(trees)} trees of its state, not one"
-        )
+        where = f"checkpoint {ref_of(encoding.checkpoint)}"
+        raise CorruptSegmentError(f"{where}: its segments hold {len(trees)} trees of its state, not one")
     return trees[0]
 
 

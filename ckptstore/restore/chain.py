@@ -1,7 +1,7 @@
-"""Restoring tensors through chains: the full's bytes, and every delta folded onto them, chunk by chunk.
+"""Restoring tensors through chains: the full's bytes, and every delta applied to them, chunk by chunk.
 
 Each chunk of a tensor has its own chain of layers, the oldest self-contained, the others deltas on the one before.
-Threads take whole chunks: read a layer, check its hash, fold it into place, read the next. No state between the base
+Threads take whole chunks: read a layer, check its hash, apply it in place, read the next. No state between the base
 and the target ever exists, and memory beyond the target is one payload per thread.
 
 Tensors that an optimizer's step moved together are restored together, by a `Program` (`ckptstore.restore.replay`).
@@ -20,13 +20,13 @@ from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
-from ckptstore.host.threads import run_all
-from ckptstore.restore.link import Layer, check_decoded, fold_layer
-from ckptstore.restore.parallel_chain import fold_in_parts, parts_of
+from ckptstore.host.progress import Advance
+from ckptstore.host.threads import run_all, workers
+from ckptstore.restore.link import Layer, apply_layer, check_decoded
+from ckptstore.restore.parallel_chain import apply_in_parts, parts_of
 from ckptstore.restore.replay import Program
-from ckptstore.segments.reading import Progress
 
-__all__ = ["Chain", "decode_chunk", "fold_tensors", "iterate_chain", "master_of"]
+__all__ = ["Chain", "decode_chunk", "iterate_chain", "master_of", "restore_tensors"]
 
 _JOB_BYTES = 2 << 20
 """Logical bytes of neighbouring small chunks that one thread takes at once."""
@@ -96,7 +96,7 @@ def decode_chunk(chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify
         if not number and layer.base_ratio:
             assert chain.master is not None, chain.where  # or it was never assembled
             base = _master_bytes(chain.master, index, 2 * len(out), scratch, verify)
-        fold_layer(layer, index, base, out, scratch, verify=verify)
+        apply_layer(layer, index, base, out, scratch, verify=verify)
     check_decoded(chain.layers[-1], index, out, verify=verify)
 
 
@@ -114,13 +114,13 @@ def _master_bytes(master: Chain, index: int, length: int, scratch: Bytes, verify
     return whole
 
 
-def fold_tensors(
+def restore_tensors(
     targets: Mapping[str, tuple[Chain, Target]],
     pool: ThreadPoolExecutor,
     staging: Staging,
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    advance: Advance | None = None,
 ) -> None:
     """Restore tensors in parallel.
 
@@ -129,18 +129,18 @@ def fold_tensors(
             tensor, bytes), from several threads, for bytes that were verified.
         pool: threads.
         staging: at least two blocks for every thread.
-        progress: called with the number of logical bytes just restored.
+        advance: told the logical bytes of every chunk that is restored.
     """
     digests = _Digests(targets) if verify else None
-    deliver = _delivery(progress, digests)
+    deliver = _delivery(advance, digests)
     copies = {name for name, (chain, target) in targets.items() if _copied(chain, targets) and not callable(target)}
     joint = {name: found for name, found in targets.items() if found[0].program is not None}
     alone = {name: found for name, found in targets.items() if name not in joint and name not in copies}
-    with ThreadPoolExecutor(1, thread_name_prefix="ckptstore-prefetch") as prefetch:
-        work = [_joint_job(part, targets, prefetch, staging, verify, deliver) for part in _programs(joint)]
+    with workers(1, "prefetch") as prefetch:
+        work = [_joint_job(part, targets, prefetch.pool, staging, verify, deliver) for part in _programs(joint)]
         groups = list(_groups(alone))
         if len(groups) + len(work) < staging.blocks // 2:
-            groups = _fold_in_parts(groups, pool, staging, verify, deliver)
+            groups = _apply_in_parts(groups, pool, staging, verify, deliver)
         work += [_job(group, staging, verify, deliver) for group in groups]
         run_all(pool, work)
     # Rounded copies of what is in memory now: decoding their masters again would cost more than all of this.
@@ -181,12 +181,12 @@ Deliver = Callable[[str, int, Bytes], None]
 """Called with a tensor's name, an offset and the bytes there, once they are restored."""
 
 
-def _delivery(progress: Progress | None, digests: _Digests | None) -> Deliver:
+def _delivery(advance: Advance | None, digests: _Digests | None) -> Deliver:
     def deliver(name: str, start: int, data: Bytes) -> None:
         if digests is not None:
             digests.add(name, start, data)
-        if progress is not None:
-            progress(len(data))
+        if advance is not None:
+            advance(len(data))
 
     return deliver
 
@@ -220,10 +220,10 @@ def _groups(targets: Mapping[str, tuple[Chain, Target]]) -> Iterator[list[_Piece
         yield group
 
 
-def _fold_in_parts(
+def _apply_in_parts(
     groups: Sequence[list[_Piece]], pool: ThreadPoolExecutor, staging: Staging, verify: bool, deliver: Deliver
 ) -> list[list[_Piece]]:
-    """Fold chunks whose chains are long with all threads, one after the other -> what is left."""
+    """Restore chunks whose chains are long with all threads, one after the other -> what is left."""
     left = []
     threads = staging.blocks // 2
     for group in groups:
@@ -233,7 +233,7 @@ def _fold_in_parts(
             left.append(group)
             continue
         out = aligned(length) if callable(target) else target[start : start + length]
-        fold_in_parts(parts, index, out, pool, staging, verify=verify)
+        apply_in_parts(parts, index, out, pool, staging, verify=verify)
         if callable(target):
             target(start, out)
         deliver(chain.tensor.name, start, out)
@@ -276,7 +276,7 @@ def _copy_job(
             for index, chunk in enumerate(chain.tensor.chunks):
                 out = target[start : start + chunk.logical]
                 base = master[2 * start : 2 * (start + chunk.logical)]
-                fold_layer(layer, index, base, out, scratch, verify=verify)
+                apply_layer(layer, index, base, out, scratch, verify=verify)
                 check_decoded(layer, index, out, verify=verify)
                 deliver(chain.tensor.name, start, out)
                 start += chunk.logical

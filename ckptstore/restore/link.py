@@ -8,13 +8,12 @@ from functools import cached_property
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs, hashing
 from ckptstore.formats.codecs import Codec
-from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.steps import Group
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.pages import BLOCK
-from ckptstore.segments.reading import SegmentReader
+from ckptstore.segments.reading import SegmentReader, read_chunk
 
-__all__ = ["Layer", "check_decoded", "fold_layer", "read_payload"]
+__all__ = ["Layer", "apply_layer", "check_decoded", "read_payload"]
 
 
 @dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
@@ -52,7 +51,7 @@ class Layer:
         return f"{self.reader.entry.key}: tensor {self.tensor.name!r}"
 
 
-def fold_layer(layer: Layer, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
+def apply_layer(layer: Layer, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
     """Lay chunk `index` of a layer over `base` (None if it needs none, `out` itself to work in place), into `out`.
 
     Raises:
@@ -73,18 +72,7 @@ def read_payload(layer: Layer, index: int, scratch: Bytes, *, verify: bool) -> B
         CorruptSegmentError: its checksum differs, or it is longer than `scratch`.
         StorageError: the medium failed.
     """
-    chunk = layer.tensor.chunks[index]
-    # Memory that agrees with the file modulo the page size lets the backend read past the cache.
-    phase = chunk.offset % BLOCK
-    payload = scratch[phase : phase + chunk.length]
-    if len(payload) != chunk.length:
-        raise CorruptSegmentError(
-            f"{layer.reader.entry.key}: {chunk.length} stored bytes for a chunk of {chunk.logical}"
-        )
-    layer.reader.source.read_into(chunk.offset, payload.data)
-    if verify and hashing.chunk_hash(payload.data) != chunk.stored_hash:
-        raise CorruptSegmentError(f"{layer.where}: checksum mismatch in bytes {_extent(chunk)} of the file")
-    return payload
+    return read_chunk(layer.reader, layer.tensor, layer.tensor.chunks[index], scratch, verify=verify)
 
 
 def check_decoded(layer: Layer, index: int, out: Bytes, *, verify: bool) -> None:
@@ -94,7 +82,3 @@ def check_decoded(layer: Layer, index: int, out: Bytes, *, verify: bool) -> None
         raise CorruptSegmentError(
             f"{layer.where}: chunk {index}: its chain gives other bytes than were saved in step {layer.step}"
         )
-
-
-def _extent(chunk: Chunk) -> str:
-    return f"{chunk.offset}..{chunk.offset + chunk.length}"

@@ -1,6 +1,6 @@
 """Long chains of few chunks: parts of a chain are summed up by several threads, and the sums are added.
 
-Threads usually take whole chunks, and a chain is folded from its first layer to its last. Where there are fewer chunks
+Threads usually take whole chunks, and a chain is applied from its first layer to its last. Where there are fewer chunks
 than threads, that leaves threads idle; but XOR and integer differences may be summed up in any grouping.
 """
 
@@ -13,9 +13,9 @@ from typing import Final
 from ckptstore.formats import codecs
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.threads import run_all
-from ckptstore.restore.link import Layer, check_decoded, fold_layer
+from ckptstore.restore.link import Layer, apply_layer, check_decoded
 
-__all__ = ["fold_in_parts", "parts_of"]
+__all__ = ["apply_in_parts", "parts_of"]
 
 _LAYERS: Final = 4
 """Deltas that are worth a thread of their own."""
@@ -35,7 +35,7 @@ def parts_of(layers: Sequence[Layer], threads: int) -> list[Sequence[Layer]]:
     return [layers[: starts[1]], *(layers[a:b] for a, b in zip(starts[1:], [*starts[2:], len(layers)], strict=True))]
 
 
-def fold_in_parts(
+def apply_in_parts(
     parts: Sequence[Sequence[Layer]],
     index: int,
     out: Bytes,
@@ -59,7 +59,7 @@ def fold_in_parts(
         def work() -> None:
             with staging.block() as scratch:
                 for layer in layers:
-                    fold_layer(layer, index, total if layer.base_ratio else None, total, scratch, verify=verify)
+                    apply_layer(layer, index, total if layer.base_ratio else None, total, scratch, verify=verify)
 
         return work
 

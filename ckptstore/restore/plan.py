@@ -15,7 +15,7 @@ from typing import Final
 
 from ckptstore.errors import CorruptionError, CorruptLogError, CorruptSegmentError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointId, Encoding, Node
+from ckptstore.formats.records import CheckpointId, Encoding, Node, ref_of
 
 __all__ = ["TYPICAL", "Cost", "Plan", "Rates", "plan", "plan_all", "restore_seconds", "stored_bytes"]
 
@@ -184,7 +184,7 @@ def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> tuple[type[C
         seen.add(node)
         encodings = catalog.encodings.get(node, ())
         if not encodings:
-            return CorruptLogError, f"nothing stored restores {node[1]}@{node[0]}{hidden}"
+            return CorruptLogError, f"nothing stored restores {ref_of(node)}{hidden}"
         for encoding in encodings:
             for segment in encoding.segments:
                 if segment not in catalog.segments:

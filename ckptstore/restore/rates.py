@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
 
 from ckptstore.formats import codecs, optim
 from ckptstore.host.buffers import aligned
-from ckptstore.restore.load import Opened
+from ckptstore.host.threads import default_threads
+from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import Rates
 
 __all__ = ["measure_rates"]
@@ -25,7 +25,7 @@ def measure_rates(found: Opened) -> Rates:
     began = time.perf_counter()
     largest.source.read_into(0, memory.data)
     read = len(memory) / max(time.perf_counter() - began, 1e-6)
-    threads = min(4, os.cpu_count() or 1)
+    threads = default_threads()
     return Rates(read, _delta_rate() * threads, _replay_rate() * threads)
 
 
@@ -36,7 +36,7 @@ def _delta_rate() -> float:
     payload = codecs.encode(codec, new, old)
     state = codecs.as_bytes(old).copy()
     began = time.perf_counter()
-    codecs.fold([(codec, payload)], state)
+    codecs.apply([(codec, payload)], state)
     return len(state) / max(time.perf_counter() - began, 1e-6)
 
 

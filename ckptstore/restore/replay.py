@@ -1,6 +1,6 @@
 """Replaying optimizer steps: programs that restore, together, all tensors that steps have moved together.
 
-A *program* is what leads to the present of a set of tensors: fold this layer, fold that one, take this step, and the
+A *program* is what leads to the present of a set of tensors: apply this layer, apply that one, take this step, and the
 next ... Chunk k of every tensor needs chunk k of the others only, so threads take whole chunks. Consecutive steps of
 the same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the
 next ones are read.
@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from ckptstore.formats import dtypes, optim
 from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.pages import BLOCK
-from ckptstore.restore.link import Layer, check_decoded, fold_layer, read_payload
+from ckptstore.restore.link import Layer, apply_layer, check_decoded, read_payload
 
 __all__ = ["Cell", "Program", "Room", "Stage", "take_step"]
 
@@ -48,7 +47,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a program does next: fold one layer into its cell, or take some steps of one group.
+    """What a program does next: apply one layer to its cell, or take some steps of one group.
 
     Attributes:
         cells: what it changes, and all that it needs: the layer's cell, or the group's in the order of its names.
@@ -62,7 +61,7 @@ class Stage:
 
     @property
     def steps(self) -> bool:
-        """Whether it takes steps, rather than folding a layer."""
+        """Whether it takes steps, rather than applying a layer."""
         return self.layers[0].group is not None
 
 
@@ -87,21 +86,29 @@ class Room:
             self._left += nbytes
 
 
-@dataclass(frozen=True, eq=False)
 class Program:
-    """How a set of tensors is restored together.
+    """How a set of tensors is restored together; several threads may run it.
+
+    It changes as it is used: what `decode_one` restored without having been asked for is kept until it is.
 
     Attributes:
         stages: in the order of execution.
         results: name -> cell and last layer of the tensors that it restores.
-        room: for what is restored without having been asked for yet.
+        cells: every tensor that has memory while it runs.
+        chunks: of each of its tensors: those of a parameter have one shape, several together fit into one chunk.
     """
 
-    stages: tuple[Stage, ...]
-    results: Mapping[str, tuple[Cell, Layer]]
-    room: Room = field(default_factory=Room)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _kept: dict[tuple[str, int], Bytes] = field(default_factory=dict, repr=False)
+    def __init__(
+        self, stages: tuple[Stage, ...], results: Mapping[str, tuple[Cell, Layer]], room: Room | None = None
+    ) -> None:
+        """Make one that keeps things in `room`, which it shares with the other programs of a restore."""
+        self.stages = stages
+        self.results = results
+        self.cells = tuple(dict.fromkeys(cell for stage in stages for cell in stage.cells))
+        self.chunks = chunk_count(self.cells[0].nbytes)  # of all of them: `groups_of` has refused what is not so
+        self._room = Room() if room is None else room
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[str, int], Bytes] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,16 +123,6 @@ class Program:
             for stage in self.stages
             for layer in (stage.layers if not stage.steps else (one for step in stage.followers for one in step))
         )
-
-    @cached_property
-    def cells(self) -> tuple[Cell, ...]:
-        """Every tensor that has memory while it runs."""
-        return tuple(dict.fromkeys(cell for stage in self.stages for cell in stage.cells))
-
-    @cached_property
-    def chunks(self) -> int:
-        """Chunks of each of its tensors: those of a parameter have one shape, several together fit into one chunk."""
-        return chunk_count(self.cells[0].nbytes)  # and `groups_of` has refused what is not so
 
     def nbytes(self, index: int) -> int:
         """Logical bytes of chunk `index` of all of its tensors."""
@@ -151,7 +148,11 @@ class Program:
             StorageError: the medium failed.
         """
         memory = {self.results[name][0]: out for name, out in outs.items()}
-        self._run(index, memory, rooms, prefetch, verify)
+        for cell in self.cells:
+            if cell not in memory:
+                memory[cell] = aligned(_length(cell, index))
+        for stage in self.stages:
+            _run(stage, index, memory, rooms, prefetch, verify)
         try:
             for name, out in outs.items():
                 check_decoded(self.results[name][1], index, out, verify=verify)
@@ -167,45 +168,23 @@ class Program:
         with self._lock:
             kept = self._kept.pop((name, index), None)
             if kept is not None:
-                self.room.give(len(kept))
+                self._room.give(len(kept))
                 out[:] = kept
                 return
             outs = {name: out}
             for other, (cell, _) in self.results.items():
-                if other != name and (other, index) not in self._kept and self.room.take(_length(cell, index)):
+                if other != name and (other, index) not in self._kept and self._room.take(_length(cell, index)):
                     outs[other] = aligned(_length(cell, index))
             rooms = (aligned(CHUNK + SLACK), aligned(CHUNK + SLACK))
             self.decode(index, outs, rooms, verify=verify)
             self._kept.update({(other, index): data for other, data in outs.items() if other != name})
-
-    # -- execution
-
-    def _run(
-        self,
-        index: int,
-        memory: dict[Cell, Bytes],
-        rooms: tuple[Bytes, Bytes],
-        prefetch: ThreadPoolExecutor | None,
-        verify: bool,
-    ) -> None:
-        for cell in self.cells:
-            if cell not in memory:
-                memory[cell] = aligned(_length(cell, index))
-        for stage in self.stages:
-            if stage.steps:
-                _take_steps(stage, index, memory, rooms, prefetch, verify)
-            else:
-                out = memory[stage.cells[0]]
-                layer = stage.layers[0]
-                fold_layer(layer, index, out if layer.base_ratio else None, out, rooms[0], verify=verify)
 
     def _first_wrong_step(self, index: int, rooms: tuple[Bytes, Bytes]) -> CorruptSegmentError | None:
         """Go through it again, comparing after every step: which of them gives other bytes than training had?"""
         memory = {cell: aligned(_length(cell, index)) for cell in self.cells}
         for stage in self.stages:
             for number, layer in enumerate(stage.layers):
-                single = Stage(stage.cells, (layer,))
-                Program((single,), self.results)._run(index, memory, rooms, None, True)
+                _run(Stage(stage.cells, (layer,)), index, memory, rooms, None, True)
                 checked = stage.followers[number] if stage.steps else stage.layers
                 for cell, compared in zip(stage.cells, checked, strict=True):
                     try:
@@ -231,8 +210,27 @@ def take_step(layer: Layer, cells: tuple[Cell, ...], index: int, memory: Mapping
     _take_steps(Stage(cells, (layer,)), index, memory, (scratch, scratch), None, True)
 
 
+# -- execution
+
+
 def _length(cell: Cell, index: int) -> int:
     return max(0, min(CHUNK, cell.nbytes - index * CHUNK))
+
+
+def _run(
+    stage: Stage,
+    index: int,
+    memory: Mapping[Cell, Bytes],
+    rooms: tuple[Bytes, Bytes],
+    prefetch: ThreadPoolExecutor | None,
+    verify: bool,
+) -> None:
+    if stage.steps:
+        _take_steps(stage, index, memory, rooms, prefetch, verify)
+        return
+    out = memory[stage.cells[0]]
+    layer = stage.layers[0]
+    apply_layer(layer, index, out if layer.base_ratio else None, out, rooms[0], verify=verify)
 
 
 def _take_steps(

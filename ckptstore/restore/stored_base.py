@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
+from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.buffers import SLACK, Bytes, aligned
+from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain, decode_chunk
+from ckptstore.restore.opened import opened
 
-__all__ = ["StoredBase"]
+__all__ = ["StoredBase", "open_base"]
 
 
 class StoredBase:
@@ -53,3 +57,16 @@ class StoredBase:
     def forget(self) -> None:
         """Close the segments."""
         self._close()
+
+
+def open_base(journal: Journal, identity: CheckpointId) -> StoredBase:
+    """Open a committed checkpoint as the base of deltas. Close it with `StoredBase.forget`."""
+    stack = ExitStack()
+    try:
+        found = stack.enter_context(opened(journal, identity.ref))
+        if found.entry.id != identity:
+            raise CorruptSegmentError(f"checkpoint {identity.ref}: is another one now")
+        return StoredBase(identity, found.chains, stack.close)
+    except BaseException:
+        stack.close()
+        raise

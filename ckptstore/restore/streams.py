@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator
 
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.chain import iterate_chain
-from ckptstore.restore.load import Opened
+from ckptstore.restore.opened import Opened
 
-__all__ = ["Progress", "streams"]
-
-Progress = Callable[[int, int], None]
-"""Told (bytes done, bytes in all) as work goes on, from any thread, one call at a time."""
+__all__ = ["streams"]
 
 
 def streams(found: Opened) -> Callable[[str], Iterator[Bytes]]:

@@ -15,26 +15,23 @@ import numpy as np
 from ckptstore.backends.base import Backend, SegmentSource
 from ckptstore.errors import CorruptSegmentError, KeyNotFoundError, UsageError
 from ckptstore.formats import hashing
-from ckptstore.formats.layout import CHUNK, HEADER_LIMIT
+from ckptstore.formats.layout import HEADER_LIMIT
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, check_header, parse
-from ckptstore.host.buffers import BLOCK_BYTES, SLACK, Bytes, Staging, aligned
+from ckptstore.host.buffers import BLOCK_BYTES, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
+from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all
 
 __all__ = [
     "Piece",
-    "Progress",
     "SegmentReader",
     "copy_tensors",
     "extents",
-    "iterate_tensor",
     "load_tensors",
     "map_tensors",
+    "read_chunk",
 ]
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were just done, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ def load_tensors(
     pool: ThreadPoolExecutor,
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    advance: Advance | None = None,
 ) -> dict[str, Bytes]:
     """Read uncompressed tensors of one segment straight into new memory.
 
@@ -134,7 +131,7 @@ def load_tensors(
         for tensor in run:
             at = tensor.chunks[0].offset - first
             result[tensor.name] = memory[at : at + tensor.nbytes]
-        work += [_read_job(reader, extent, memory, first, verify, progress) for extent in extents(run)]
+        work += [_read_job(reader, extent, memory, first, verify, advance) for extent in extents(run)]
     run_all(pool, work)
     return result
 
@@ -145,7 +142,7 @@ def map_tensors(
     pool: ThreadPoolExecutor,
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    advance: Advance | None = None,
 ) -> dict[str, Bytes]:
     """Views of a private mapping of the segment: no copy at all, and pages are read when touched.
 
@@ -163,14 +160,16 @@ def map_tensors(
     def job(extent: list[Piece]) -> Callable[[], None]:
         def work() -> None:
             for piece in extent:
-                check_chunk(reader.entry.key, piece, memory[piece.chunk.offset : _end(piece)])
-                if progress is not None:
-                    progress(piece.chunk.length)
+                check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[piece.chunk.offset : _end(piece)])
+                if advance is not None:
+                    advance(piece.chunk.length)
 
         return work
 
     if verify:
         run_all(pool, [job(extent) for extent in extents(tensors)])
+    elif advance is not None:
+        advance(sum(tensor.nbytes for tensor in tensors))
     return {
         tensor.name: memory[tensor.chunks[0].offset : _stop(tensor)] if tensor.nbytes else aligned(0)
         for tensor in tensors
@@ -185,7 +184,7 @@ def copy_tensors(
     deliver: Callable[[TensorEntry, int, Bytes], None],
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    advance: Advance | None = None,
 ) -> None:
     """Read uncompressed tensors through staging memory and deliver verified bytes: `deliver(tensor, offset, bytes)`.
 
@@ -196,7 +195,7 @@ def copy_tensors(
         def work() -> None:
             with staging.block() as block:
                 first = extent[0].chunk.offset // BLOCK * BLOCK
-                _read_job(reader, extent, block, first, verify, progress)()
+                _read_job(reader, extent, block, first, verify, advance)()
                 for piece in extent:
                     at = piece.chunk.offset - first
                     deliver(piece.tensor, piece.start, block[at : at + piece.chunk.length])
@@ -206,28 +205,43 @@ def copy_tensors(
     run_all(pool, [job(extent) for extent in extents(tensors)])
 
 
-def iterate_tensor(reader: SegmentReader, tensor: TensorEntry, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
-    """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
-    memory = aligned(min(tensor.nbytes, CHUNK) + SLACK)
-    for piece in _pieces(tensor):
-        first = piece.chunk.offset // BLOCK * BLOCK
-        _read_job(reader, [piece], memory, first, verify, None)()
-        at = piece.chunk.offset - first
-        yield piece.start, memory[at : at + piece.chunk.length]
+def read_chunk(
+    reader: SegmentReader, tensor: TensorEntry, chunk: Chunk, scratch: Bytes, *, verify: bool = True
+) -> Bytes:
+    """The stored bytes of one chunk of a tensor, however it is coded: a part of `scratch`.
+
+    Args:
+        scratch: at least as long as the chunk and `SLACK`.
+
+    Raises:
+        CorruptSegmentError: its checksum differs, or it is longer than `scratch`; names segment and tensor.
+        StorageError: the medium failed.
+    """
+    # Memory that agrees with the file modulo the page size lets the backend read past the cache.
+    phase = chunk.offset % BLOCK
+    payload = scratch[phase : phase + chunk.length]
+    if len(payload) != chunk.length:
+        raise CorruptSegmentError(
+            f"{reader.entry.key}: tensor {tensor.name!r}: {chunk.length} stored bytes for a chunk of {chunk.logical}"
+        )
+    reader.source.read_into(chunk.offset, payload.data)
+    if verify:
+        check_chunk(reader.entry.key, tensor, chunk, payload)
+    return payload
 
 
-def check_chunk(where: str, piece: Piece, data: Bytes) -> None:
+def check_chunk(where: str, tensor: TensorEntry, chunk: Chunk, data: Bytes) -> None:
     """Compare stored bytes with their hash. Raises `CorruptSegmentError` naming tensor and offset."""
     # A chunk longer than any block is cut by whoever reads into one: that is no chunk, whatever its hash.
-    if len(data) != piece.chunk.length or hashing.chunk_hash(data.data) != piece.chunk.stored_hash:
+    if len(data) != chunk.length or hashing.chunk_hash(data.data) != chunk.stored_hash:
         raise CorruptSegmentError(
-            f"{where}: tensor {piece.tensor.name!r}: checksum mismatch in bytes "
-            f"{piece.chunk.offset}..{_end(piece)} of the file"
+            f"{where}: tensor {tensor.name!r}: checksum mismatch in bytes "
+            f"{chunk.offset}..{chunk.offset + chunk.length} of the file"
         )
 
 
 def _read_job(
-    reader: SegmentReader, extent: Sequence[Piece], memory: Bytes, first: int, verify: bool, progress: Progress | None
+    reader: SegmentReader, extent: Sequence[Piece], memory: Bytes, first: int, verify: bool, advance: Advance | None
 ) -> Callable[[], None]:
     """Read an extent to where it belongs in `memory`, which begins at file offset `first`, a multiple of 4096.
 
@@ -241,9 +255,9 @@ def _read_job(
         for piece in extent:
             at = piece.chunk.offset - first
             if verify:
-                check_chunk(reader.entry.key, piece, memory[at : at + piece.chunk.length])
-            if progress is not None:
-                progress(piece.chunk.length)
+                check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[at : at + piece.chunk.length])
+            if advance is not None:
+                advance(piece.chunk.length)
 
     return work
 

@@ -1,7 +1,6 @@
-"""What needs torch: tensors, digests where they live, optimizers. The only part of the engine that imports torch.
+"""What trains: optimizers' steps as the store takes them, for users (`OptimizerStep`, `clip_factor`); needs torch.
 
-``OptimizerStep`` and ``clip_factor`` are for users (`ckptstore.training.optimizers`). Importing this package imports
-nothing else.
+Imports `frameworks`, `write` and what is below; importing the package itself imports nothing.
 """
 
 from __future__ import annotations

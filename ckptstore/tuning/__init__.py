@@ -1,6 +1,6 @@
 """How often to store a full, and how many diffs to put in one write: LowDiff's wasted-time model and its controller.
 
-`docs/tuning.md` derives the model (LowDiff §V-C, Eq. (8)-(10)) and says which units it needs.
+`docs/tuning.md` derives the model (LowDiff §V-C, Eq. (8)-(10)) and its units. Imports `store` and what is below it.
 """
 
 from ckptstore.tuning.controller import Change, Controller

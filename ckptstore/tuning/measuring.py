@@ -11,7 +11,7 @@ from statistics import median
 from ckptstore.errors import CheckpointNotFoundError
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.reports.explaining import explain
-from ckptstore.restore.load import opened
+from ckptstore.restore.opened import opened
 from ckptstore.store import Store
 
 __all__ = ["Measurement", "measure"]

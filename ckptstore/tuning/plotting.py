@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +32,38 @@ def heat_map(job: Job, path: str | os.PathLike[str]) -> None:
     """
     refuse_store(Path(path).resolve())  # what it may be a link to is overwritten
     try:
-        from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
-        from matplotlib.patheffects import withStroke
-        from matplotlib.ticker import FuncFormatter, NullFormatter
     except ImportError as error:
         raise MissingDependencyError("plots need matplotlib: pip install 'ckptstore[plot]'") from error
     model = job.model()
     optimum = best(model)
     least = model.total(optimum.interval, optimum.batch)
     intervals, batches = _axis(optimum.interval, 10), _axis(optimum.batch, 6)
+    figure = Figure(figsize=(8, 5.4), layout="constrained")
+    axes: Any = figure.add_subplot()
+    mesh = _draw(axes, model, intervals, batches, least)
+    _mark(axes, optimum, least)
+    _label(axes, job, intervals, batches)
+    _scale(figure.colorbar(mesh, ax=axes, extend="max", label="multiple of the least"))
+    suffix = os.fspath(path).rpartition(".")[2].lower()
+    if suffix not in (known := figure.canvas.get_supported_filetypes()):
+        raise UsageError(
+            f"{os.fspath(path)}: no picture of this kind can be drawn; there are {', '.join(sorted(known))}"
+        )
+    figure.savefig(path, dpi=150)
+
+
+def _draw(axes: Any, model: Model, intervals: Sequence[float], batches: Sequence[float], least: float) -> Any:
+    """Colours, contour lines, and grey over what is impossible -> the colours."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.patheffects import withStroke
+
     cells = [[_ratio(model, n, b, least) for n in intervals] for b in batches]
     # Lines end at b = 1/f (one cell beyond it, under the grey): no label may stand where nothing is possible.
     lined = [
         [c if b <= n * 1.05 else math.nan for n, c in zip(intervals, row, strict=True)]
         for b, row in zip(batches, cells, strict=True)
     ]
-    figure = Figure(figsize=(8, 5.4), layout="constrained")
-    axes: Any = figure.add_subplot()
     axes.set_facecolor("0.85")
     mesh = axes.pcolormesh(
         intervals, batches, cells, norm=LogNorm(1, _CEILING), cmap="viridis_r", shading="gouraud", rasterized=True
@@ -62,7 +77,12 @@ def heat_map(job: Job, path: str | os.PathLike[str]) -> None:
         axes.text(
             0.02, 0.97, "b > 1/f: impossible", transform=axes.transAxes, va="top", fontsize=9, color="0.3", zorder=4
         )
-    _mark(axes, optimum, least)
+    return mesh
+
+
+def _label(axes: Any, job: Job, intervals: list[float], batches: list[float]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,g}"))
         axis.set_minor_formatter(NullFormatter())
@@ -73,16 +93,14 @@ def heat_map(job: Job, path: str | os.PathLike[str]) -> None:
     axes.set_title(
         f"Wasted time, MTBF {_short(job.mtbf)}, full {job.full_bytes / 1e9:.3g} GB at {job.bandwidth / 1e9:.3g} GB/s"
     )
-    bar = figure.colorbar(mesh, ax=axes, extend="max", label="multiple of the least")
+
+
+def _scale(bar: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     bar.set_ticks([1, 1.1, 1.2, 1.5, 2, 3, 5])
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}x"))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
-    suffix = os.fspath(path).rpartition(".")[2].lower()
-    if suffix not in (known := figure.canvas.get_supported_filetypes()):
-        raise UsageError(
-            f"{os.fspath(path)}: no picture of this kind can be drawn; there are {', '.join(sorted(known))}"
-        )
-    figure.savefig(path, dpi=150)
 
 
 def _mark(axes: Any, optimum: Configuration, least: float) -> None:

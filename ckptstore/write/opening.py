@@ -18,7 +18,7 @@ from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
-from ckptstore.restore.load import open_base
+from ckptstore.restore.stored_base import open_base
 from ckptstore.write.steps.batcher import DiffOptions
 from ckptstore.write.writer import Writer, WriterOptions
 

@@ -1,4 +1,4 @@
-"""``ckpt merge``: fold the diffs of a range into one segment."""
+"""``ckpt merge``: merge the diffs of a range into one segment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_MERGED = RequestError.exit_code
 def command(
     store: str, steps: str, keep_steps: bool, dry_run: bool, take_over: bool, timeout: float, as_json: bool
 ) -> int:
-    """Fold the diffs of a range into one segment.
+    """Merge the diffs of a range into one segment.
 
     The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit; of its other diffs none does,
     unless with --keep-steps. Fulls stay, and so does what a tag names or another term continues from. What was
@@ -65,7 +65,7 @@ def _json(store: str, done: Merged) -> dict[str, Any]:
         "answer": done.answer,
         "reason": done.reason,
         "method": done.method,
-        "folded": list(done.folded),
+        "merged": list(done.merged),
         "retired": list(done.retired),
         "held": [{"ref": ref, "why": why} for ref, why in done.held.items()],
         "fulls": list(done.fulls),
@@ -97,9 +97,9 @@ _METHODS = {
 
 def _print(done: Merged, timeout: float) -> None:
     would = "would be " if done.answer != "accepted" else ""
-    last = done.folded[-1] if done.folded else done.last
-    if done.folded:
-        click.echo(f"{would}folded into one segment: {some(done.folded)}")
+    last = done.merged[-1] if done.merged else done.last
+    if done.merged:
+        click.echo(f"{would}merged into one segment: {some(done.merged)}")
     click.echo(f"{last}: {_METHODS[done.method]}")
     if done.retired:
         click.echo(f"{would}retired: {some(done.retired)}")

@@ -1,7 +1,7 @@
 """Words <-> groups of plane pieces: the framing that every plane codec shares.
 
 A chunk of at most ``CHUNK`` logical bytes is coded as consecutive *blocks* of ``BLOCK`` logical bytes, the last
-one shorter. A block fits a core's cache, so that a chain of deltas is folded block by block without going back to
+one shorter. A block fits a core's cache, so that a chain of deltas is applied block by block without going back to
 memory, and a sample decides the modes of its planes anew, because tensors are not the same everywhere.
 
 A *group* is a run of words coded together. Its first byte is its form::

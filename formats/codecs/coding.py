@@ -1,7 +1,7 @@
 """What a codec is, and the loops over a chunk's blocks that all codecs share.
 
 A codec is a small frozen value: a name and parameters, both of which go into a segment's metadata. It codes one
-*block* at a time; the functions here cut chunks into blocks, check every bound, and fold chains of deltas.
+*block* at a time; the functions here cut chunks into blocks, check every bound, and apply chains of deltas.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def decode(codec: Codec, payload: Buffer, length: int, base: Buffer | None = Non
     return target
 
 
-def fold(layers: Sequence[tuple[Codec, Buffer]], out: Bytes) -> None:
+def apply(layers: Sequence[tuple[Codec, Buffer]], out: Bytes) -> None:
     """Apply a chain of payloads to ``out`` in one pass: block by block, every layer while the block is in cache.
 
     ``out`` holds the base of the first layer, unless that layer needs none. Every layer codes the same range; a layer
@@ -103,11 +103,11 @@ def fold(layers: Sequence[tuple[Codec, Buffer]], out: Bytes) -> None:
 
     Raises:
         CorruptSegmentError: as ``decode``. ``out`` is then partly changed, and worthless.
-        ValueError: a layer whose base is of another size (``derive``) cannot be folded.
+        ValueError: a layer whose base is of another size (``derive``) cannot be applied.
     """
     _target(len(out), out)
     if any(codec.base_ratio > 1 for codec, _ in layers):
-        raise ValueError("a copy derived from another tensor has no base to fold onto")
+        raise ValueError("a copy derived from another tensor has no base to be applied to")
     cursors = [(codec, _cursor(codec, payload, len(out))) for codec, payload in layers]
     for start in range(0, len(out), BLOCK):
         block = out[start : start + BLOCK]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckptstore.formats.codecs import kernels
-from ckptstore.formats.codecs.kernels import ADD, PUT, ROTATE, UNFOLD, WORDS, XOR, Bytes, Words, scratch
+from ckptstore.formats.codecs.kernels import ADD, PUT, ROTATE, UNZIGZAG, WORDS, XOR, Bytes, Words, scratch
 from ckptstore.formats.compiled import Loop, inner, loop, loops
 
 _TILE = 4096  # words that are merged, and then combined while they are in the first-level cache
@@ -31,7 +31,7 @@ def _difference(new: Words, base: Words, out: Words) -> None:
 
 
 @loops("u", "u!")
-def _fold(values: Words, out: Words) -> None:
+def _zigzag(values: Words, out: Words) -> None:
     word = out.dtype.type
     for i in range(len(out)):
         out[i] = (values[i] << word(1)) ^ (word(0) - (values[i] >> word(8 * out.itemsize - 1)))
@@ -49,9 +49,9 @@ def difference(new: Words, base: Words, out: Words) -> None:
     _difference[out.itemsize](new, base, out)
 
 
-def fold(values: Words, out: Words) -> None:
-    """See ``kernels.fold``."""
-    _fold[out.itemsize](values, out)
+def zigzag(values: Words, out: Words) -> None:
+    """See ``kernels.zigzag``."""
+    _zigzag[out.itemsize](values, out)
 
 
 def rotate_left(values: Words, out: Words) -> None:
@@ -123,7 +123,7 @@ def _finish(tile: Words, how: int, base: Words, out: Words) -> None:
     if how == PUT:
         for i in range(len(out)):
             out[i] = tile[i]
-    elif how == UNFOLD:
+    elif how == UNZIGZAG:
         for i in range(len(out)):
             out[i] = (tile[i] >> word(1)) ^ (word(0) - (tile[i] & word(1)))
     elif how == ROTATE:

@@ -88,7 +88,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """Difference of the bit patterns as integers, wrapping, folded (zigzag); with ``context``, class by class."""
+    """Difference of the bit patterns as integers, wrapping, as zigzag; with ``context``, class by class."""
 
     word: int
     context: Context | None = None

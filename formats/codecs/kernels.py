@@ -28,7 +28,7 @@ VALUES: Final = "ckptstore.formats.codecs.compiled_values"
 CONTEXTS: Final = "ckptstore.formats.codecs.compiled_contexts"
 TILE = 1 << 18
 WORDS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-PUT, UNFOLD, ROTATE, ADD, XOR = range(5)
+PUT, UNZIGZAG, ROTATE, ADD, XOR = range(5)
 """What :func:`combine` does with the words that it merges."""
 _SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _QUARTERS = np.bitwise_or.reduce([((np.arange(256, dtype="<u4") >> 2 * lane) & 3) << 8 * lane for lane in range(4)])
@@ -64,18 +64,18 @@ def tiles(count: int, word: int) -> list[slice]:
 
 @hot(PLANES)
 def difference(new: Words, base: Words, out: Words) -> None:
-    """``out = zigzag(new - base)``: the wrapping difference of the bit patterns, folded so that small means small.
+    """``out = zigzag(new - base)``: the wrapping difference of the bit patterns, mapped so that small means small.
 
     Zigzag maps 0, -1, 1, -2 … to 0, 1, 2, 3 …: the sign goes to the lowest bit. A bijection for every pattern,
     NaN payloads and -0 included.
     """
     for tile in tiles(len(out), out.itemsize):
         np.subtract(new[tile], base[tile], out=out[tile])
-        fold.reference(out[tile], out[tile])
+        zigzag.reference(out[tile], out[tile])
 
 
 @hot(PLANES)
-def fold(values: Words, out: Words) -> None:
+def zigzag(values: Words, out: Words) -> None:
     """``out = zigzag(values)``: two's complement to sign in the lowest bit. ``out`` may be ``values``."""
     bits, kind = out.itemsize * 8, _SIGNED[out.itemsize]
     for tile in tiles(len(out), out.itemsize):
@@ -119,14 +119,14 @@ def split(words: Words, planes: list[Words]) -> None:
 def combine(planes: list[Words], how: int, base: Words, out: Words) -> None:
     """Undo :func:`split` and what was done before it.
 
-    ``how`` is ``PUT`` (the words as they are), ``UNFOLD`` (zigzag undone), ``ROTATE`` (rotated right by a bit),
-    ``ADD`` (unfolded and added to ``base``) or ``XOR`` (with ``base``). ``out`` may be ``base``; only ``ADD`` and
+    ``how`` is ``PUT`` (the words as they are), ``UNZIGZAG`` (zigzag undone), ``ROTATE`` (rotated right by a bit),
+    ``ADD`` (undone and added to ``base``) or ``XOR`` (with ``base``). ``out`` may be ``base``; only ``ADD`` and
     ``XOR`` look at that. ``planes`` may end early: bytes above them are zero. They do not overlap ``out``.
     """
     for tile in tiles(len(out), out.itemsize):
         parts, words = [plane[tile] for plane in planes], out[tile]
         merged = scratch("merged", len(words), out.itemsize) if how in (ADD, XOR) else words
-        (_merge_folded if how in (UNFOLD, ADD) else _merge)(parts, merged)
+        (_merge_zigzag if how in (UNZIGZAG, ADD) else _merge)(parts, merged)
         if how == ROTATE:
             _rotate_right(merged)
         elif how == ADD:
@@ -142,10 +142,10 @@ def _merge(planes: list[Words], out: Words) -> None:
         np.bitwise_or(out, plane, out=out)
 
 
-def _merge_folded(planes: list[Words], out: Words) -> None:
-    """``out = unfold(merge(planes))`` with fewer passes: the sign is in the low half, so most of them are half as wide.
+def _merge_zigzag(planes: list[Words], out: Words) -> None:
+    """``out = unzigzag(merge(planes))`` in fewer passes: the sign is in the low half, so most are half as wide.
 
-    With ``t`` all ones where the folded value is odd, unfold(z) = (z >> 1) ^ t; sign-extending the low half's
+    With ``t`` all ones where the value z is odd, unzigzag(z) = (z >> 1) ^ t; sign-extending the low half's
     (low >> 1) ^ t gives all of that but the high half, whose bits start one lower than in z.
     """
     half, below = out.itemsize // 2, 1
@@ -153,11 +153,11 @@ def _merge_folded(planes: list[Words], out: Words) -> None:
         below += 1
     if planes[0].itemsize > half or out.itemsize == 1:
         _merge(planes, out)
-        _unfold(out)
+        _unzigzag(out)
         return
     low = scratch("low half", len(out), half)
     _merge(planes[:below], low)
-    _unfold(low)
+    _unzigzag(low)
     # A conversion and an operation, each in one type, are faster than an operation on two.
     extended = out
     if planes[below:]:
@@ -169,7 +169,7 @@ def _merge_folded(planes: list[Words], out: Words) -> None:
         np.bitwise_xor(out, extended, out=out)
 
 
-def _unfold(values: Words) -> None:
+def _unzigzag(values: Words) -> None:
     sign = scratch("sign", len(values), values.itemsize)
     np.bitwise_and(values, 1, out=sign)
     np.negative(sign, out=sign)
@@ -365,7 +365,7 @@ def sort(words: Words, labels: Bytes, counts: Counts, out: Words) -> None:
 
 @hot(CONTEXTS)
 def add_unsorted(words: Words, labels: Bytes, counts: Counts, base: Words, out: Words) -> None:
-    """Undo :func:`sort`, unfold the words and add them to ``base``, which may be ``out``."""
+    """Undo :func:`sort`, undo zigzag in the words and add them to ``base``, which may be ``out``."""
     for tile, order, places in _places(labels, counts, words.itemsize):
         ordered = scratch("low", len(order), words.itemsize)
         np.concatenate([words[place] for place in places], out=ordered)

@@ -25,7 +25,7 @@ def plane_entropy(words: Words, segment: int = SEGMENT) -> float:
 
 
 def difference_entropy(new: Words, base: Words, segment: int = SEGMENT) -> float:
-    """``plane_entropy`` of the folded integer difference: the bound for ``diff``."""
+    """``plane_entropy`` of the integer difference as zigzag: the bound for ``diff``."""
     delta = np.empty(len(new), new.dtype)
     kernels.difference(new, base, delta)
     return plane_entropy(delta, segment)

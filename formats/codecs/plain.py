@@ -14,8 +14,8 @@ from ckptstore.formats.codecs.planecoder import Cursor
 
 WORD_SIZES = (1, 2, 4, 8)
 MAPS = ("none", "rotate", "fold")
-_FORWARD: dict[str, Callable[[Words, Words], None]] = {"rotate": kernels.rotate_left, "fold": kernels.fold}
-_BACKWARD = {"none": kernels.PUT, "rotate": kernels.ROTATE, "fold": kernels.UNFOLD}
+_FORWARD: dict[str, Callable[[Words, Words], None]] = {"rotate": kernels.rotate_left, "fold": kernels.zigzag}
+_BACKWARD = {"none": kernels.PUT, "rotate": kernels.ROTATE, "fold": kernels.UNZIGZAG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Planes:
     """Byte planes of the numbers themselves.
 
     ``word`` is the size of one number in bytes (of a complex number's real part). ``map`` says what is done to it
-    first: ``rotate`` moves a float's sign below its lowest bit, so that the exponent fills the top plane; ``fold``
-    (zigzag) makes small negative integers small; ``none`` suits unsigned integers and floats that are all positive.
+    first: ``rotate`` moves a float's sign below its lowest bit, so that the exponent fills the top plane; ``fold``,
+    zigzag, makes small negative integers small; ``none`` suits unsigned integers and floats that are all positive.
     """
 
     word: int

@@ -90,8 +90,8 @@ def entropy(words: np.ndarray) -> float:
 def least_entropy(words: np.ndarray) -> float:
     """As they are, rotated, or with the sign as lowest bit of what is mirrored at zero."""
     rotated = (words << np.uint32(1)) | (words >> np.uint32(31))
-    folded = (words << np.uint32(1)) ^ (np.uint32(0) - (words >> np.uint32(31)))
-    return min(map(entropy, (words, rotated, folded)))
+    mapped = (words << np.uint32(1)) ^ (np.uint32(0) - (words >> np.uint32(31)))
+    return min(map(entropy, (words, rotated, mapped)))
 
 
 def test_bounds_are_the_least_entropy_of_byte_planes(found: Analysis, states: list[dict[str, np.ndarray]]) -> None:
@@ -105,8 +105,8 @@ def test_bounds_are_the_least_entropy_of_byte_planes(found: Analysis, states: li
     expected = sum(map(min, xor, alone)) / logical
     assert one(found, "weight", "bound-xor", 2, 0).estimate.fraction == pytest.approx(expected, rel=1e-9)
     signed = [(a - b).view("<i4").astype(np.int64) for a, b in zip(new, old, strict=True)]
-    folded = [np.where(delta < 0, -2 * delta - 1, 2 * delta).astype("<u4") for delta in signed]
-    expected = sum(map(min, map(entropy, folded), alone)) / logical
+    mapped = [np.where(delta < 0, -2 * delta - 1, 2 * delta).astype("<u4") for delta in signed]
+    expected = sum(map(min, map(entropy, mapped), alone)) / logical
     assert one(found, "weight", "bound-diff", 2, 0).estimate.fraction == pytest.approx(expected, rel=1e-9)
 
 

@@ -1,9 +1,10 @@
-"""Codecs: every codec x dtype x hostile class comes back bit for bit, within its bound, in place and folded."""
+"""Codecs: every codec x dtype x hostile class comes back bit for bit, within its bound, in place and as chains."""
 
 from __future__ import annotations
 
 import doctest
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,8 @@ from ckptstore.errors import FormatError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs.blocks import OVERHEAD, block_count
 from tests.formats.codec_data import ALL_DTYPES, CHANGES, CLASSES, base_of, codecs_of, image, pair
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(41, 700), st.sampled_from([4096, 9999, 70_001]))
 
@@ -128,7 +131,7 @@ def test_a_rounded_copy_costs_nothing(dtype: str, narrow: type, kind: str, count
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "U8", "F64"])
-def test_a_chain_folds_in_one_pass(dtype: str) -> None:
+def test_a_chain_is_applied_in_one_pass(dtype: str) -> None:
     word, rng = codecs.word_size(dtype), np.random.default_rng(2)
     states = [image(dtype, "numbers", (codecs.BLOCK + 4000) // word, 11)]
     layers: list[tuple[codecs.Codec, np.ndarray]] = []
@@ -139,11 +142,11 @@ def test_a_chain_folds_in_one_pass(dtype: str) -> None:
         states.append(moved.view(np.uint8))
         layers.append((kinds[step % len(kinds)], codecs.encode(kinds[step % len(kinds)], states[-1], states[-2])))
     state = states[0].copy()
-    codecs.fold(layers, state)
+    codecs.apply(layers, state)
     assert (state == states[-1]).all()
     full = codecs.Planes(word)
     state = np.full_like(states[0], 0xAA)
-    codecs.fold([(full, codecs.encode(full, states[4])), *layers[4:]], state)
+    codecs.apply([(full, codecs.encode(full, states[4])), *layers[4:]], state)
     assert (state == states[-1]).all(), "a full below the deltas replaces what was there"
 
 
@@ -192,8 +195,8 @@ def test_misuse_is_refused() -> None:
         codecs.decode(codecs.Raw(), data, 64, out=np.empty(63, np.uint8))
     with pytest.raises(ValueError, match="contiguous"):
         codecs.encode(codecs.Raw(), np.zeros((8, 8), np.uint8)[:, ::2])
-    with pytest.raises(ValueError, match="fold"):
-        codecs.fold([(codecs.Derive("BF16"), b"")], data)
+    with pytest.raises(ValueError, match="applied"):
+        codecs.apply([(codecs.Derive("BF16"), b"")], data)
     with pytest.raises(FormatError, match="logical bytes"):
         codecs.decode(codecs.Raw(), b"", codecs.CHUNK + 1)
 
@@ -229,8 +232,8 @@ def test_parameters_are_not_trusted(name: str, params: dict[str, object]) -> Non
         codecs.codec(name, params)
 
 
-def test_the_example_in_the_package_runs() -> None:
-    result = doctest.testmod(codecs)
+def test_the_examples_in_the_docs_run() -> None:
+    result = doctest.testfile(str(DOCS / "codecs.md"), module_relative=False)
     assert result.attempted >= 10
     assert result.failed == 0
 

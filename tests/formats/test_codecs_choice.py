@@ -58,7 +58,7 @@ def test_the_data_decides() -> None:
     assert choice.throughput > 0
 
 
-def test_integers_fold_and_floats_rotate() -> None:
+def test_integers_get_zigzag_and_floats_rotate() -> None:
     assert codecs.choose("I32", [codecs.Sample(image("I32", "numbers", 30_000, 1))]).params == {
         "word": 4,
         "map": "fold",

@@ -187,13 +187,13 @@ def test_a_prefix_index_past_its_dictionary() -> None:
         codecs.decode(codec, payload[:head] + b"\xff" * 300 + payload[head + 300 :], data.nbytes)
 
 
-def test_a_failing_fold_names_the_damage_and_stays_in_bounds() -> None:
+def test_a_failing_chain_names_the_damage_and_stays_in_bounds() -> None:
     base, image = pair("F32", "numbers", "near", 3000, 4)
     payload = codecs.encode(codecs.Diff(4), image, base).tobytes()
     room = np.full(len(base) + 64, 0xC3, np.uint8)
     room[32:-32] = base
     with pytest.raises(CorruptSegmentError, match="ends early"):
-        codecs.fold([(codecs.Diff(4), payload), (codecs.Diff(4), payload[:-1])], room[32:-32])
+        codecs.apply([(codecs.Diff(4), payload), (codecs.Diff(4), payload[:-1])], room[32:-32])
     assert (room[:32] == 0xC3).all()
     assert (room[-32:] == 0xC3).all()
 

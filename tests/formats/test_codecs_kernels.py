@@ -37,12 +37,12 @@ def test_difference_is_zigzag_of_the_wrapped_difference(word: int) -> None:
         d = (a - b) % (1 << bits)
         signed = d - (1 << bits) if d >> (bits - 1) else d
         assert z == (2 * signed if signed >= 0 else -2 * signed - 1)
-    folded, delta = np.empty_like(new), new - base
-    kernels.fold(delta, folded)
-    assert (folded == out).all()
-    kernels.combine([out], kernels.ADD, base, folded)
-    assert (folded == new).all()
-    kernels.fold(delta, delta)
+    mapped, delta = np.empty_like(new), new - base
+    kernels.zigzag(delta, mapped)
+    assert (mapped == out).all()
+    kernels.combine([out], kernels.ADD, base, mapped)
+    assert (mapped == new).all()
+    kernels.zigzag(delta, delta)
     assert (delta == out).all()
 
 
@@ -75,12 +75,12 @@ def test_planes(sizes: tuple[int, ...], count: int) -> None:
         assert (plane == values >> values.dtype.type(8 * at) & values.dtype.type((1 << 8 * size) - 1)).all()
         at += size
     one, last = values.dtype.type(1), values.dtype.type(8 * word - 1)
-    unfolded = np.where(values & one, ~(values >> one), values >> one)
+    undone = np.where(values & one, ~(values >> one), values >> one)
     expected = {
         kernels.PUT: values,
-        kernels.UNFOLD: unfolded,
+        kernels.UNZIGZAG: undone,
         kernels.ROTATE: values >> one | values << last,
-        kernels.ADD: base + unfolded,
+        kernels.ADD: base + undone,
         kernels.XOR: base ^ values,
     }
     for some in (planes, [values]):

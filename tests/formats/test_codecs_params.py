@@ -81,12 +81,12 @@ def test_what_follows_the_last_block(codec: codecs.Codec) -> None:
     base = np.ones(4000, np.uint8)
     payload = codecs.encode(codec, image, base if codec.base_ratio else None).tobytes()
     state = base.copy()
-    codecs.fold([(codec, payload)], state)
+    codecs.apply([(codec, payload)], state)
     assert state.tobytes() == image.tobytes()
     with pytest.raises(CorruptSegmentError, match="follow"):
         codecs.decode(codec, payload + b"\0", len(image), base if codec.base_ratio else None)
     with pytest.raises(CorruptSegmentError, match="follow"):
-        codecs.fold([(codec, payload + b"\0")], base.copy())
+        codecs.apply([(codec, payload + b"\0")], base.copy())
 
 
 def sparse(steps: int, exceptions: int, rest: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -346,9 +347,10 @@ def test_reused_room_gives_the_same_payload():
         assert bytes(optim.predicted.encode(rule, old, new, out=out)) == bytes(optim.predicted.encode(rule, old, new))
 
 
-def test_the_package_docstring():
+def test_the_examples_in_the_docs_run():
     import doctest
 
-    failed, attempted = doctest.testmod(optim)
+    docs = Path(__file__).parents[2] / "docs" / "optimizer.md"
+    failed, attempted = doctest.testfile(str(docs), module_relative=False)
     assert attempted > 15
     assert not failed

@@ -21,7 +21,7 @@ from ckptstore import DiffOptions
 from ckptstore.formats import hashing, jsontext
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.chain import iterate_chain
-from ckptstore.restore.load import opened
+from ckptstore.restore.opened import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.maintenance.crafted import Crafted, mutate

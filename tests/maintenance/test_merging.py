@@ -92,7 +92,7 @@ def test_a_chain_becomes_one_delta(store: Store, states: list[dict[str, Any]]) -
     done = owned(store, "1..6")
     assert (done.answer, done.method, done.reason) == ("accepted", "materialized", "")
     assert done.retired == ("2@1", "3@1", "4@1", "5@1")
-    assert done.folded == ("2@1", "3@1", "4@1", "5@1", "6@1")
+    assert done.merged == ("2@1", "3@1", "4@1", "5@1", "6@1")
     assert done.fulls == ("1@1",)
     assert done.held == {}
     assert done.before.layers == 6
@@ -209,7 +209,7 @@ def test_where_b_needs_none_of_the_others_they_go_and_b_stays_as_it_is(
     store = ckptstore.open(tmp_path / "store")
     fill(store, states[:4], DeltaOptions(interval=10))  # each against the full
     done = owned(store, "1..4")
-    assert (done.method, done.written, done.folded) == ("kept", (), ())
+    assert (done.method, done.written, done.merged) == ("kept", (), ())
     assert done.retired == ("2@1", "3@1")
     assert len(done.dropped) == 2
     assert done.before == done.after
@@ -273,7 +273,7 @@ def test_what_others_build_on_stays(store: Store, states: list[dict[str, Any]]) 
     done = owned(store, "1@1..6@1")
     assert done.held == {"4@1": "term 2 continues from it"}
     assert done.retired == ("2@1", "3@1", "5@1")
-    assert done.folded == ("5@1", "6@1")
+    assert done.merged == ("5@1", "6@1")
     assert [info.ref for info in store.checkpoints() if info.term == 1] == ["1@1", "4@1", "6@1", "7@1", "8@1"]
     for step in (1, 4, 6, 7, 8):
         same(states[step - 1], store.load(f"{step}@1"))
@@ -381,7 +381,7 @@ def test_a_range_that_ends_with_a_full(tmp_path: Path, states: list[dict[str, An
     assert [info.kind for info in store.checkpoints()] == ["full", "delta", "delta", "full", "delta", "delta", "full"]
     with pytest.raises(UsageError, match=r"7@1 is a full.* End the range at 6@1"):
         owned(store, "1..7")
-    assert owned(store, "2..7", keep_steps=True).folded == ("2@1", "3@1", "5@1", "6@1")
+    assert owned(store, "2..7", keep_steps=True).merged == ("2@1", "3@1", "5@1", "6@1")
     check(store, states, *range(1, 8))
     done = owned(store, "1..6")
     assert done.retired == ("2@1", "3@1", "5@1")

@@ -63,7 +63,7 @@ def test_batches_across_the_ends_of_the_range_stay(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="share their segments with checkpoints outside"):
         merge(store.journal, "3..8", keep_steps=True, take_over=True)
     done = merge(store.journal, "4..14", keep_steps=True, take_over=True)
-    assert done.folded == tuple(f"{step}@1" for step in range(6, 15))
+    assert done.merged == tuple(f"{step}@1" for step in range(6, 15))
     assert len(done.dropped) == 3
     check(store, truth, list(range(1, 15)))
 
@@ -107,7 +107,7 @@ def test_deltas_and_gradients_in_one_segment(tmp_path: Path) -> None:
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)
     assert merge(store.journal, "2..9", take_over=True).method == "materialized"
     done = merge(store.journal, "1..14", keep_steps=True, take_over=True)
-    assert done.folded == ("9@1", "10@1", "11@1", "12@1", "13@1", "14@1")
+    assert done.merged == ("9@1", "10@1", "11@1", "12@1", "13@1", "14@1")
     assert [doc.kind for _, doc in store.describe(14)] == ["full", "mixed"]
     assert [info.kind for info in store.checkpoints()] == ["full", "delta", *["gradient"] * 5]
     assert {tensor.kind for tensor in inspect(store.journal, 9).tensors} == {"delta"}

@@ -1,4 +1,4 @@
-"""Long chains of one chunk: folded in parts by several threads, to the same bytes."""
+"""Long chains of one chunk: applied in parts by several threads, to the same bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
@@ -41,13 +41,13 @@ def test_a_long_chain_of_one_chunk(names: tuple[str, ...], tmp_path: Path, monke
             writer.save(saved, step)
     assert store.checkpoint(24).kind == "delta"
     seen = []
-    original = chain.fold_in_parts
+    original = chain.apply_in_parts
 
     def counted(parts: Any, *args: Any, **more: Any) -> None:
         seen.append(len(parts))
         original(parts, *args, **more)
 
-    monkeypatch.setattr(chain, "fold_in_parts", counted)
+    monkeypatch.setattr(chain, "apply_in_parts", counted)
     for threads in (1, 4):
         seen.clear()
         for step in (24, 9, 2):
@@ -65,7 +65,7 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
     rng = np.random.default_rng(3)
     weight = rng.normal(0, 1, 300_000).astype("<f4")
     store = ckptstore.open(tmp_path / "store", create=True)
-    append, folded = encoding._append, chain.fold_in_parts
+    append, applied = encoding._append, chain.apply_in_parts
     seen: list[int] = []
 
     def misled(*arguments: Any) -> TensorEntry:
@@ -74,7 +74,7 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
 
     def counted(parts: Any, *args: Any, **more: Any) -> None:
         seen.append(len(parts))
-        folded(parts, *args, **more)
+        applied(parts, *args, **more)
 
     policy = Policy(codecs=("planes", "diff", "xor"))
     with store.writer(deltas=DeltaOptions(interval=1, bound=RestoreBound(times=None), policy=policy)) as writer:
@@ -83,13 +83,14 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
                 monkeypatch.setattr(encoding, "_append", misled)
             writer.save({"w": weight}, step)
             weight.view("<u4")[rng.integers(0, 300_000, 900)] += 1
-    monkeypatch.setattr(chain, "fold_in_parts", counted)
+    monkeypatch.setattr(chain, "apply_in_parts", counted)
     store.load(23, threads=4)
     with pytest.raises(CorruptSegmentError, match=r"'w': chunk 0.* were saved in step 24"):
         store.load(24, threads=4)
     assert len(seen) == 2
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([codecs.Xor(1), codecs.Xor(4), codecs.Diff(1), codecs.Diff(2), codecs.Diff(8)]),
     st.lists(st.binary(min_size=83, max_size=83), min_size=3, max_size=6),

@@ -23,7 +23,7 @@ from ckptstore.exchange.importing import import_files
 from ckptstore.formats.names import flat_names, place_names
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import flatten, places, select_places
-from ckptstore.restore.load import _sharing
+from ckptstore.restore.targets import sharing
 from tests.formats.test_names import distinct, keys
 from tests.store.states import same
 
@@ -88,9 +88,9 @@ class TestLoad:
     def test_reads_only_what_is_needed(self, tmp_path: Path) -> None:
         big = torch.zeros(1 << 18)
         store = stored({"a": {"x": big, "w": X}, "b": {"w": X, "y": big + 1}}, tmp_path / "s")
-        read: list[int] = []
-        store.load(1, select="b.w", progress=read.append)
-        assert sum(read) == X.nbytes
+        told: list[tuple[int, int]] = []
+        store.load(1, select="b.w", progress=lambda done, total: told.append((done, total)))
+        assert told == [(X.nbytes, X.nbytes)]
 
     def test_one_tensor_by_the_name_of_any_place(self) -> None:
         store = stored(teacher())
@@ -279,7 +279,7 @@ def test_exactly_those_that_share_an_element(shape: Any, parts: list[Any], turne
     views = [y[part].T if turned and index % 2 else y[part] for index, part in enumerate(parts)]
     elements = [set(view.ravel().tolist()) for view in views]
     truth = any(elements[i] & elements[j] for i in range(len(views)) for j in range(i))
-    assert (_sharing([(str(i), NumpySource(view)) for i, view in enumerate(views)]) is not None) == truth
+    assert (sharing([(str(i), NumpySource(view)) for i, view in enumerate(views)]) is not None) == truth
 
 
 class TestExport:

@@ -18,9 +18,9 @@ from ckptstore.formats import hashing
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.maintenance.merge import merge
-from ckptstore.restore.load import open_base
+from ckptstore.restore.stored_base import open_base
 from ckptstore.segments import packed
-from ckptstore.segments.reading import Piece, SegmentReader, check_chunk
+from ckptstore.segments.reading import SegmentReader, check_chunk
 from ckptstore.write import encoding
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
@@ -262,4 +262,4 @@ def test_a_chunk_that_was_cut_is_none() -> None:
     digest = hashing.chunk_hash(data.data)
     entry = TensorEntry("w", "U8", (200,), (Chunk(0, 200, 200, digest, digest),))
     with pytest.raises(CorruptSegmentError, match=r"here: tensor 'w'.*0\.\.200"):
-        check_chunk("here", Piece(entry, entry.chunks[0], 0), data)
+        check_chunk("here", entry, entry.chunks[0], data)

@@ -17,7 +17,7 @@ from ckptstore.backends import directio
 from ckptstore.log import folding
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance.merge import merge
-from ckptstore.restore.load import opened
+from ckptstore.restore.opened import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.store.states import files, same

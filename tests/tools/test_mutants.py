@@ -126,7 +126,7 @@ def test_every_kind_is_found_in_the_tree() -> None:
         ("ckptstore/backends/directio.py", "FileSink.seal", "durability"),
         ("ckptstore/segments/reading.py", "SegmentReader._read_doc", "checksum"),
         ("ckptstore/segments/reading.py", "check_chunk", "checksum"),
-        ("ckptstore/restore/load.py", "Opened.check_identity", "checksum"),
+        ("ckptstore/restore/opened.py", "Opened.check_identity", "checksum"),
         ("formats/folds.py", "intact", "checksum"),
         ("formats/texts.py", "unseal", "checksum"),
         ("ckptstore/log/term.py", "Term._create_slot", "fence"),

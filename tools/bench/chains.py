@@ -31,7 +31,7 @@ from ckptstore.formats import codecs, hashing, jsontext
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
 from ckptstore.reports.explaining import explain
-from ckptstore.restore.load import opened
+from ckptstore.restore.opened import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tools.bench.pagecache import drop
@@ -212,7 +212,7 @@ def _decode_everything(store: ckptstore.Store, step: int) -> float:
 
         def work(lane: int) -> None:
             for layers, out in jobs[lane::2]:
-                codecs.fold(layers, out)
+                codecs.apply(layers, out)
 
         began = time.perf_counter()
         for future in [pool.submit(work, lane) for lane in range(2)]:

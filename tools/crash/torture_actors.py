@@ -245,7 +245,7 @@ def fold_diffs(stage: Stage) -> None:
     event = {f"merge {done.answer}": 1}
     if done.answer == "accepted":
         event |= {f"merge {done.method}": 1}
-        stage.note(retired=list(done.retired), folded=list(done.folded))
+        stage.note(retired=list(done.retired), merged=list(done.merged))
     stage.note(**event)
 
 

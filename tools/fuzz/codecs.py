@@ -59,9 +59,9 @@ def _run(data: bytes) -> bool:
         raise Violation(f"{codec}: one payload decodes to two things")
     if codec.base_ratio < 2:
         state = np.array(base) if codec.base_ratio else np.full(length, 0x5A, np.uint8)
-        codecs.fold([(codec, payload)], state)
+        codecs.apply([(codec, payload)], state)
         if state.tobytes() != first:
-            raise Violation(f"{codec}: decodes to something else when folded")
+            raise Violation(f"{codec}: decodes to something else when applied")
     image = np.frombuffer(first, np.uint8)
     again = codecs.encode(codec, image, base if codec.base_ratio else None)
     if len(again) > codecs.bound(length) or _decoded(codec, again.tobytes(), length, base) != first:

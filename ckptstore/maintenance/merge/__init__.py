@@ -1,4 +1,7 @@
-"""Merging: the diffs of a range of checkpoints folded into one segment (`ckpt merge`)."""
+"""Merging: the diffs of a range of checkpoints written anew, into one segment (`ckpt merge`).
+
+Imports what `maintenance` may.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
@@ -13,32 +13,41 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
 from ckptstore.formats.state import tensor_names
 from ckptstore.host.buffers import Bytes, Staging
-from ckptstore.restore.chain import fold_tensors
-from ckptstore.restore.load import Opened
+from ckptstore.host.progress import Advance
+from ckptstore.restore.chain import restore_tensors
+from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import Plan
-from ckptstore.segments.reading import Progress, SegmentReader, copy_tensors
+from ckptstore.segments.reading import SegmentReader, copy_tensors
 
 __all__ = ["check_copies", "check_state", "opened_plan"]
 
 
 @contextmanager
 def opened_plan(
-    backend: Backend, segments: Mapping[str, SegmentEntry], entry: CheckpointEntry, encodings: Sequence[Encoding]
+    backend: Backend,
+    catalog: Catalog,
+    entry: CheckpointEntry,
+    encodings: Sequence[Encoding],
+    written: Sequence[SegmentEntry] = (),
 ) -> Iterator[Opened]:
-    """Open what restores `entry` by `encodings`, the full first, whether or not a catalog says so.
+    """Open what restores `entry` by `encodings`, the full first, whether or not the catalog says so.
 
-    The caller has pinned the segments. Raises `CorruptSegmentError`, `StorageError`.
+    The caller has pinned the segments; `written` are those that no catalog names yet.
+
+    Raises:
+        CorruptSegmentError, StorageError.
     """
     chosen = Plan(entry.id, tuple(encodings), float(sum(edge.bytes for edge in encodings)))
+    new = {segment.id: segment for segment in written}
     with ExitStack() as stack:
         readers: dict[str, SegmentReader] = {}
         for segment in chosen.segments:
-            readers[segment] = SegmentReader(backend, segments[segment])
+            readers[segment] = SegmentReader(backend, new.get(segment) or catalog.segments[segment])
             stack.callback(readers[segment].close)
-        yield Opened(entry, chosen, readers)
+        yield Opened(catalog, entry, chosen, readers)
 
 
-def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, progress: Progress) -> None:
+def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, advance: Advance) -> None:
     """Decode every tensor through its chain; compare each chunk, and the state's hash with the log's.
 
     Raises:
@@ -46,7 +55,7 @@ def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, progr
         StorageError: the medium failed.
     """
     found.check_identity()
-    fold_tensors({name: (chain, _forget) for name, chain in found.chains.items()}, pool, staging, progress=progress)
+    restore_tensors({name: (chain, _forget) for name, chain in found.chains.items()}, pool, staging, advance=advance)
 
 
 def check_copies(
@@ -56,7 +65,7 @@ def check_copies(
     encodings: Sequence[Encoding],
     pool: ThreadPoolExecutor,
     staging: Staging,
-    progress: Progress,
+    advance: Advance,
 ) -> None:
     """Read every stored chunk of copied encodings, and compare each step's description with the log's state hash.
 
@@ -69,7 +78,7 @@ def check_copies(
         try:
             tensors = [tensor for own in reader.doc.tensors.values() for tensor in own.values()]
             # Stored bytes as they are: nothing is decoded here.
-            copy_tensors(reader, tensors, pool, staging, lambda _tensor, _offset, _data: None, progress=progress)
+            copy_tensors(reader, tensors, pool, staging, lambda _tensor, _offset, _data: None, advance=advance)
             for edge in encodings:
                 if segment.id in edge.segments:
                     _check_description(reader, catalog, edge)

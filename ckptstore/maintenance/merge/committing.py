@@ -1,4 +1,4 @@
-"""``merge``: fold the diffs of a range into one segment, beside a live writer or instead of one.
+"""``merge``: put the diffs of a range into one segment, beside a live writer or instead of one.
 
 1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`).
 2. Write the new segment under ``seg/<t>/`` of the newest term t, durable.
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ckptstore.errors import FencedError, ReadOnlyError
-from ckptstore.formats.records import Node
+from ckptstore.formats.records import ref_of
+from ckptstore.host.progress import Progress
 from ckptstore.log.authors import Author, Requester, Successor
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
@@ -26,7 +27,6 @@ from ckptstore.maintenance.merge.costs import RestoreCost
 from ckptstore.maintenance.merge.prepared import Method, Prepared
 from ckptstore.maintenance.merge.preparing import Work
 from ckptstore.maintenance.merge.ranges import select_range, unneeded
-from ckptstore.restore.streams import Progress
 
 __all__ = ["Answer", "Merged", "merge"]
 
@@ -45,7 +45,7 @@ class Merged:
         answer: ``accepted``; ``refused`` or ``void``: nothing changed; ``waiting``: nobody answered yet, and it may
             still be accepted; ``planned``: a dry run.
         reason: why it was refused or is void; empty otherwise.
-        folded: REFs of the checkpoints whose encodings were folded into one.
+        merged: REFs of the checkpoints whose encodings were merged into one segment.
         retired: REFs of the checkpoints that are gone.
         held: REF of a checkpoint that would have gone, too -> what holds it.
         fulls: REFs of the fulls of the range, which stay as they are.
@@ -60,7 +60,7 @@ class Merged:
     method: Method
     answer: Answer
     reason: str
-    folded: tuple[str, ...]
+    merged: tuple[str, ...]
     retired: tuple[str, ...]
     held: Mapping[str, str]
     fulls: tuple[str, ...]
@@ -83,7 +83,7 @@ def merge(
     timeout: float | None = 60.0,
     progress: Progress | None = None,
 ) -> Merged:
-    """Fold the diffs of a range into one segment.
+    """Put the diffs of a range into one segment.
 
     Args:
         text: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B.
@@ -135,7 +135,7 @@ def _commit(author: Author, prepared: Prepared, what: str) -> tuple[Answer, str]
     catalog = author.catalog()
     retires = tuple(node for node in prepared.later if node in catalog.checkpoints)
     change = Change(retires=retires, drops=unneeded(catalog, retires, (), ()))
-    outcome = author.commit(prepared.term, f"{what}: retire what was folded", change)
+    outcome = author.commit(prepared.term, f"{what}: retire what was merged", change)
     if outcome.answer == "accepted":
         return "accepted", ""
     return outcome.answer, f"the range is in one segment, but nothing is retired yet: {outcome.reason or 'no answer'}"
@@ -149,8 +149,8 @@ def _merged(prepared: Prepared, answer: Answer, reason: str) -> Merged:
         method=made.method,
         answer=answer,
         reason=reason,
-        folded=tuple(_ref(edge.checkpoint) for edge in chosen.folded) if made.segments else (),
-        retired=tuple(map(_ref, chosen.retired)),
+        merged=tuple(ref_of(edge.checkpoint) for edge in chosen.merged) if made.segments else (),
+        retired=tuple(map(ref_of, chosen.retired)),
         held=chosen.held,
         fulls=chosen.fulls,
         written=tuple(segment.key for segment in made.segments),
@@ -161,7 +161,3 @@ def _merged(prepared: Prepared, answer: Answer, reason: str) -> Merged:
         after=prepared.after,
         logical=chosen.target.nbytes,
     )
-
-
-def _ref(node: Node) -> str:
-    return f"{node[1]}@{node[0]}"

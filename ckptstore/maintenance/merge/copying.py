@@ -14,17 +14,16 @@ from typing import Any, Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptSegmentError, UsageError
-from ckptstore.formats import hashing, jsontext
+from ckptstore.formats import jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT, SEGMENT_LIMIT
-from ckptstore.formats.records import Encoding, SegmentEntry
+from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.host.buffers import SLACK, Bytes, aligned
-from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.segments.packed import shares, write_stream
-from ckptstore.segments.reading import SegmentReader
+from ckptstore.segments.reading import SegmentReader, read_chunk
 from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 
@@ -164,7 +163,7 @@ def _common(group: Sequence[_Piece]) -> dict[str, Any]:
         for name, value in piece.extra.items():
             if found.setdefault(name, value) != value:
                 raise UsageError(
-                    f"the segments of {piece.edge.checkpoint[1]}@{piece.edge.checkpoint[0]} say {name!r}, which this "
+                    f"the segments of {ref_of(piece.edge.checkpoint)} say {name!r}, which this "
                     "version does not know and must not lose: merge them with a newer one"
                 )
     return found
@@ -202,15 +201,7 @@ def _copied(
 def _append(
     reader: SegmentReader, entry: TensorEntry, chunk: Chunk, stream: BlockStream, scratch: Bytes, advance: Advance
 ) -> Chunk:
-    where = f"{reader.entry.key}: tensor {entry.name!r}"
-    # Memory that agrees with the file modulo the page size lets the backend read past the cache.
-    phase = chunk.offset % BLOCK
-    payload = scratch[phase : phase + chunk.length]
-    if len(payload) != chunk.length:
-        raise CorruptSegmentError(f"{where}: a chunk of {chunk.length} stored bytes")
-    reader.source.read_into(chunk.offset, payload.data)
-    if hashing.chunk_hash(payload.data) != chunk.stored_hash:
-        raise CorruptSegmentError(f"{where}: checksum mismatch in {chunk.length} bytes at {chunk.offset} of the file")
+    payload = read_chunk(reader, entry, chunk, scratch)
     at = stream.position
     stream.append(payload)
     advance(chunk.length)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.nowhere import Nowhere
@@ -19,7 +15,8 @@ from ckptstore.formats.records import CheckpointEntry, Encoding, Node, segment_k
 from ckptstore.formats.retention import check_commit
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.crash_points import crash_point
-from ckptstore.host.threads import Workers
+from ckptstore.host.progress import Progress, Tally
+from ckptstore.host.threads import default_threads, workers
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
@@ -31,28 +28,9 @@ from ckptstore.maintenance.merge.prepared import Made, Prepared
 from ckptstore.maintenance.merge.ranges import Selection, select_range, unneeded
 from ckptstore.maintenance.merge.recoding import recode
 from ckptstore.restore.rates import measure_rates
-from ckptstore.restore.streams import Progress
 from ckptstore.segments.session import SegmentSession
 
 __all__ = ["Work"]
-
-_THREADS: Final = 4
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Progress of several threads."""
-
-    progress: Progress | None
-    total: int = 0
-    done: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def advance(self, nbytes: int) -> None:
-        with self.lock:
-            self.done += nbytes
-            if self.progress is not None:
-                self.progress(self.done, max(self.total, self.done))
 
 
 class Work:
@@ -71,17 +49,19 @@ class Work:
         self._owned = owned
         self._term = 0  # of what is written: known once the log was read
         self._dry_run = dry_run
-        self._tally = _Tally(progress)
-        threads = min(_THREADS, os.cpu_count() or 1)
-        self._staging = Staging.for_chunks(2 * threads, DEFAULT_BUDGET)
-        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-merge")
+        self._tally = Tally(progress)
+        self._stack = contextlib.ExitStack()
+        blocks = self._stack.enter_context(workers(2, "write"))
+        coders = self._stack.enter_context(workers(default_threads(), "merge"))
+        self._staging = Staging.for_chunks(2 * coders.threads, DEFAULT_BUDGET)
+        self._pool = coders.pool
         self._begun: list[str] = []
         target: Backend = Nowhere() if dry_run else journal.backend
         self._session = SegmentSession(
             target,
             self._staging,
-            ThreadPoolExecutor(2, thread_name_prefix="ckptstore-write"),
-            Workers(self._workers, threads),
+            blocks.pool,
+            coders,
             self._begun.append,
             self._tally.advance,
         )
@@ -92,8 +72,7 @@ class Work:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._workers.shutdown()
-        self._session.blocks.shutdown()
+        self._stack.close()
 
     def prepare(self, text: str, *, keep_steps: bool) -> Prepared:
         """Write what is to be committed, and prove it. Raises as `merge`."""
@@ -124,7 +103,7 @@ class Work:
         dropped = set(record.drops)
         if later:
             dropped |= set(unneeded(catalog.apply(record, catalog.next_seq), later, (), ()))
-        with opened_plan(self._backend, catalog.segments, chosen.target, chosen.chain.encodings) as found:
+        with opened_plan(self._backend, catalog, chosen.target, chosen.chain.encodings) as found:
             rates = measure_rates(found)
         return Prepared(
             self._term,
@@ -176,18 +155,18 @@ class Work:
         fewest = -_freed(catalog, chosen, ())
         copied = fewest + 1
         if chosen.copyable:
-            stored = copied_bytes(self._backend, catalog, chosen.folded)
-            copied = stored - _freed(catalog, chosen, chosen.folded)
+            stored = copied_bytes(self._backend, catalog, chosen.merged)
+            copied = stored - _freed(catalog, chosen, chosen.merged)
         recoded = self._recode(catalog, chosen)
         if recoded.nbytes - _freed(catalog, chosen, recoded.encodings) <= min(copied, fewest):
             return recoded
         return self._copy(catalog, chosen) if copied <= fewest else kept
 
     def _copy(self, catalog: Catalog, chosen: Selection) -> Made:
-        stored = copied_bytes(self._backend, catalog, chosen.folded)
+        stored = copied_bytes(self._backend, catalog, chosen.merged)
         self._tally.total += stored if self._dry_run else 2 * stored + chosen.target.nbytes
         segments, encodings = copy_encodings(
-            self._session, self._backend, catalog, chosen.folded, run=self._journal.run, term=self._term
+            self._session, self._backend, catalog, chosen.merged, run=self._journal.run, term=self._term
         )
         moved = {edge.checkpoint: edge for edge in encodings}
         chain = tuple(moved.get(edge.checkpoint, edge) for edge in chosen.chain.encodings)
@@ -198,7 +177,7 @@ class Work:
         below = chosen.prefix
         with contextlib.ExitStack() as stack:
             opened = [
-                stack.enter_context(opened_plan(self._backend, catalog.segments, entry, encodings))
+                stack.enter_context(opened_plan(self._backend, catalog, entry, encodings))
                 for entry, encodings in (
                     (chosen.target, chosen.chain.encodings),
                     *([(_entry(catalog, below[-1].checkpoint), below)] if below else []),
@@ -218,13 +197,12 @@ class Work:
         return Made("materialized", chain, tuple(segments), (edge,))
 
     def _check(self, catalog: Catalog, chosen: Selection, made: Made) -> None:
-        known = {**catalog.segments, **{segment.id: segment for segment in made.segments}}
         if made.method == "concatenated":
             check_copies(
-                self._backend, catalog, made.segments, made.encodings, self._workers, self._staging, self._tally.advance
+                self._backend, catalog, made.segments, made.encodings, self._pool, self._staging, self._tally.advance
             )
-        with opened_plan(self._backend, known, chosen.target, made.chain) as found:
-            check_state(found, self._workers, self._staging, self._tally.advance)
+        with opened_plan(self._backend, catalog, chosen.target, made.chain, made.segments) as found:
+            check_state(found, self._pool, self._staging, self._tally.advance)
 
     def _change(self, catalog: Catalog, chosen: Selection, made: Made) -> tuple[Change, tuple[Node, ...]]:
         """The change, and the checkpoints that only a second one can retire."""

@@ -1,6 +1,6 @@
-"""What a merge of ``A..B`` means for a catalog: which diffs are folded, which checkpoints go, what stays and why.
+"""What a merge of ``A..B`` means for a catalog: which diffs are merged, which checkpoints go, what stays and why.
 
-The range is the promised checkpoints of one term with A <= step <= B. Fulls among them are neither folded nor retired.
+The range is the promised checkpoints of one term with A <= step <= B. Fulls among them are neither merged nor retired.
 Nothing here reads a segment.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ckptstore.errors import CorruptionError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, Encoding, Node
+from ckptstore.formats.records import CheckpointEntry, Encoding, Node, ref_of
+from ckptstore.formats.retention import needed, users
 from ckptstore.log import refs
 from ckptstore.restore.plan import Plan, plan, plan_all
 
@@ -27,9 +28,9 @@ class Selection:
         last: B.
         target: the checkpoint that is decoded to prove the result: B, or with ``keep_steps`` the last diff.
         chain: the plan of `target`.
-        folded: encodings to be put into one segment, ascending by step. The last ones of `chain`, or with
+        merged: encodings to be put into one segment, ascending by step. The last ones of `chain`, or with
             ``keep_steps`` one for each diff.
-        copyable: whether the checkpoints of `folded` may be given new encodings, all of them.
+        copyable: whether the checkpoints of `merged` may be given new encodings, all of them.
         retired: (term, step) of the checkpoints that go.
         held: REF of a checkpoint that would go, too -> what holds it.
         fulls: REFs of the fulls of the range.
@@ -39,7 +40,7 @@ class Selection:
     last: CheckpointEntry
     target: CheckpointEntry
     chain: Plan
-    folded: tuple[Encoding, ...]
+    merged: tuple[Encoding, ...]
     copyable: bool
     retired: tuple[Node, ...]
     held: Mapping[str, str]
@@ -47,19 +48,19 @@ class Selection:
 
     @property
     def rewrites(self) -> bool:
-        """Whether anything is written: more than one encoding is folded."""
-        return len(self.folded) > 1
+        """Whether anything is written: more than one encoding is merged."""
+        return len(self.merged) > 1
 
     @property
     def prefix(self) -> tuple[Encoding, ...]:
-        """The encodings of `chain` below what is folded."""
-        folded = {edge.checkpoint for edge in self.folded}
-        return tuple(edge for edge in self.chain.encodings if edge.checkpoint not in folded)
+        """The encodings of `chain` below what is merged."""
+        merged = {edge.checkpoint for edge in self.merged}
+        return tuple(edge for edge in self.chain.encodings if edge.checkpoint not in merged)
 
     @property
     def segments(self) -> tuple[str, ...]:
         """Ids of the segments that the merge reads."""
-        read = (*self.chain.encodings, *self.folded)
+        read = (*self.chain.encodings, *self.merged)
         return tuple(dict.fromkeys(segment for edge in read for segment in edge.segments))
 
 
@@ -100,7 +101,7 @@ def select_range(catalog: Catalog, text: str, *, keep_steps: bool) -> Selection:
     if len(diffs) < 2:
         raise UsageError(f"nothing to merge: {first.ref}..{last.ref} holds {len(members)} checkpoints, {_diffs(diffs)}")
     choose = _all_kept if keep_steps else _last_kept
-    return choose(catalog, first, last, diffs, tuple(_ref(node) for node in members if node in fulls))
+    return choose(catalog, first, last, diffs, tuple(ref_of(node) for node in members if node in fulls))
 
 
 def _all_kept(
@@ -114,7 +115,7 @@ def _all_kept(
             raise found
         edges[node] = found.encodings[-1]
     # A segment that someone else reads, too, could not be dropped: copying from it would store the same bytes twice.
-    while shared := [node for node, edge in edges.items() if not set(_readers(catalog, edge.segments)) <= edges.keys()]:
+    while shared := [node for node, edge in edges.items() if not _users(catalog, edge) <= edges.keys()]:
         for node in shared:
             del edges[node]
     segments = {segment for edge in edges.values() for segment in edge.segments}
@@ -122,8 +123,8 @@ def _all_kept(
         why = "lie in one segment" if len(edges) > 1 else "share their segments with checkpoints outside of it"
         raise UsageError(f"nothing to merge: the diffs of {first.ref}..{last.ref} {why}")
     target = catalog.checkpoints[max(edges)]
-    folded = tuple(edges[node] for node in sorted(edges))
-    return Selection(first, last, target, plan(catalog, target.id), folded, True, (), {}, fulls)
+    merged = tuple(edges[node] for node in sorted(edges))
+    return Selection(first, last, target, plan(catalog, target.id), merged, True, (), {}, fulls)
 
 
 def _last_kept(
@@ -131,26 +132,26 @@ def _last_kept(
 ) -> Selection:
     if last.node != diffs[-1]:
         raise UsageError(
-            f"{last.ref} is a full: a merge folds diffs into the one that ends the range. "
-            f"End the range at {_ref(diffs[-1])}, or keep the steps"
+            f"{last.ref} is a full: a merge puts diffs into the one that ends the range. "
+            f"End the range at {ref_of(diffs[-1])}, or keep the steps"
         )
     held = _held(catalog, diffs[:-1])
     retired = tuple(node for node in diffs[:-1] if node not in held)
     staying = catalog.checkpoints.keys() - set(retired)
-    kept = staying | _below(catalog, staying - {last.node}, {last.node})
+    kept = staying | needed(catalog, staying - {last.node}, {last.node})
     chain = plan(catalog, last.id)
-    folded = [chain.encodings[-1]]
+    merged = [chain.encodings[-1]]
     for edge in reversed(chain.encodings[:-1]):
         node = edge.checkpoint
         if node in kept or edge.base is None or node[0] != first.term or node[1] < first.step:
             break  # it has to stay as it is: what lies above builds on it
-        folded.insert(0, edge)
-    holders = {_ref(node): why for node, why in held.items()}
-    if not retired and len(folded) < 2:
+        merged.insert(0, edge)
+    holders = {ref_of(node): why for node, why in held.items()}
+    if not retired and len(merged) < 2:
         why = "; ".join(f"{ref}: {what}" for ref, what in holders.items())
         raise UsageError(f"nothing to merge: every diff of {first.ref}..{last.ref} has to stay ({why})")
-    copyable = all(edge.checkpoint in catalog.checkpoints for edge in folded)
-    return Selection(first, last, last, chain, tuple(folded), copyable, retired, holders, fulls)
+    copyable = all(edge.checkpoint in catalog.checkpoints for edge in merged)
+    return Selection(first, last, last, chain, tuple(merged), copyable, retired, holders, fulls)
 
 
 def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
@@ -165,20 +166,6 @@ def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
     for name, node in sorted(catalog.tags.items()):
         held[node] = f"tag {name!r} names it"
     return {node: held[node] for node in nodes if node in held}
-
-
-def _below(catalog: Catalog, nodes: Iterable[Node], without: Collection[Node]) -> set[Node]:
-    """Everything that `nodes` reach through bases, themselves included; the encodings of `without` are not followed."""
-    found: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node in found:
-            continue
-        found.add(node)
-        if node not in without:
-            stack += [edge.base.node for edge in catalog.encodings.get(node, ()) if edge.base is not None]
-    return found
 
 
 def unneeded(
@@ -197,8 +184,8 @@ def unneeded(
             bases.setdefault(edge.checkpoint, []).append(edge.base.node)
     roots = [node for node in catalog.checkpoints if node not in retired]
     roots += [base for node in renewed for base in bases.get(node, ())]
-    needed = _below(catalog, roots, renewed)
-    touched = _below(catalog, [*retired, *renewed], ())
+    still = needed(catalog, roots, renewed)
+    touched = needed(catalog, [*retired, *renewed])
     segments = dict.fromkeys(
         segment for node in sorted(touched) for edge in catalog.encodings.get(node, ()) for segment in edge.segments
     )
@@ -206,21 +193,14 @@ def unneeded(
         segment
         for segment in segments
         if segment in catalog.segments  # in a damaged log it need not be
-        and all(node in renewed or node not in needed for node in _readers(catalog, (segment,)))
+        and all(node in renewed or node not in still for node in users(catalog, segment))
     )
 
 
-def _readers(catalog: Catalog, segments: Iterable[str]) -> Iterable[Node]:
-    """The checkpoints with a live encoding that reads one of `segments`."""
-    for segment in segments:
-        for node in catalog.edges().users(segment):
-            if any(segment in edge.segments for edge in catalog.encodings.get(node, ())):
-                yield node
+def _users(catalog: Catalog, edge: Encoding) -> set[Node]:
+    """The checkpoints with a live encoding that reads a segment of `edge`."""
+    return {node for segment in edge.segments for node in users(catalog, segment)}
 
 
 def _diffs(diffs: Sequence[Node]) -> str:
     return "one of them a diff" if diffs else "none of them a diff"
-
-
-def _ref(node: Node) -> str:
-    return f"{node[1]}@{node[0]}"

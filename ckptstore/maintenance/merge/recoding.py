@@ -13,7 +13,7 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.sources import Origin
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.restore.load import Opened
+from ckptstore.restore.opened import Opened
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.encoding import Choices, write_packed

@@ -30,7 +30,7 @@ from ckptstore.maintenance.verify.findings import Findings, edge_of
 from ckptstore.maintenance.verify.open_segments import Handles
 from ckptstore.restore.assembly import Held, held_by
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.link import Layer, check_decoded, fold_layer
+from ckptstore.restore.link import Layer, apply_layer, check_decoded
 from ckptstore.restore.replay import Cell, take_step
 from ckptstore.segments.reading import SegmentReader
 
@@ -158,7 +158,7 @@ class _Tree:
 
     def advance(self, nbytes: int) -> None:
         """So many logical bytes were decoded."""
-        self._found.advance(nbytes)
+        self._found.tally.advance(nbytes)
 
     def _check_digests(self, column: Column) -> None:
         for branch in column.steps:
@@ -198,7 +198,7 @@ class _Decoding:
                 if layer.group is not None:
                     self._step(layer, index)
                 else:
-                    self._fold(layer, index)
+                    self._apply(layer, index)
         for layer in step.copies:
             for index in self.column.chunks(cell_of(layer), self.place):
                 self._copy(layer, index)
@@ -209,13 +209,13 @@ class _Decoding:
         base = self.below.get((cell, index))
         return base if base is None or self.owned else base.copy()
 
-    def _fold(self, layer: Layer, index: int) -> None:
+    def _apply(self, layer: Layer, index: int) -> None:
         cell = cell_of(layer)
         out = self._base(cell, index) if layer.base_ratio else _room(layer, index)
         if out is not None:
             base = out if layer.base_ratio else None
             self._try(
-                layer, index, [layer], [out], lambda: fold_layer(layer, index, base, out, self.scratch, verify=True)
+                layer, index, [layer], [out], lambda: apply_layer(layer, index, base, out, self.scratch, verify=True)
             )
 
     def _copy(self, layer: Layer, index: int) -> None:
@@ -227,7 +227,7 @@ class _Decoding:
             base = whole[0] if len(whole) == 1 else np.concatenate(whole)
             out = _room(layer, index)
             self._try(
-                layer, index, [layer], [out], lambda: fold_layer(layer, index, base, out, self.scratch, verify=True)
+                layer, index, [layer], [out], lambda: apply_layer(layer, index, base, out, self.scratch, verify=True)
             )
 
     def _step(self, layer: Layer, index: int) -> None:

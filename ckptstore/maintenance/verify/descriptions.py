@@ -15,7 +15,7 @@ from typing import Any
 from ckptstore.errors import CkptError, CorruptionError, CorruptSegmentError, FormatError
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Encoding, Node
+from ckptstore.formats.records import Encoding, Node, ref_of
 from ckptstore.formats.state import tensor_names, unflatten
 from ckptstore.maintenance.verify.findings import Edge, Findings, edge_of
 from ckptstore.restore.assembly import Held, Spec, held_by, master_layer, spec_of, tree_of
@@ -86,7 +86,9 @@ class Descriptions:
         if there is not based and (absent := based - there):
             name, spec = min(absent)
             ref = "nothing" if edge.base is None else edge.base.ref
-            error = CorruptSegmentError(f"tensor {name!r} of {_ref(edge)} builds on {ref}, which has no {_text(spec)}")
+            error = CorruptSegmentError(
+                f"tensor {name!r} of {ref_of(edge.checkpoint)} builds on {ref}, which has no {_text(spec)}"
+            )
             self._found.blame(edge, self._key(edge), error, names=[name for name, _ in absent])
 
     def _compare(self, edge: Encoding, readers: Sequence[SegmentReader]) -> None:
@@ -118,12 +120,13 @@ class Descriptions:
     def _compare_state(self, edge: Encoding, readers: Sequence[SegmentReader], held: Held) -> None:
         tree = tree_of(readers, edge)
         names = tensor_names(tree)
+        where = f"checkpoint {ref_of(edge.checkpoint)}"
         if missing := [name for name in names if name not in held]:
-            raise CorruptSegmentError(f"checkpoint {_ref(edge)}: its segments lack tensor {missing[0]!r}")
+            raise CorruptSegmentError(f"{where}: its segments lack tensor {missing[0]!r}")
         unflatten(tree, lambda _name, _origin: None)
         entry = self._catalog.find(edge.checkpoint)
         if entry is not None and _state(tree, names, held) != entry.state:
-            raise CorruptSegmentError(f"checkpoint {_ref(edge)}: its segments describe another state than the log")
+            raise CorruptSegmentError(f"{where}: its segments describe another state than the log")
 
     def _key(self, edge: Encoding) -> str:
         return self._catalog.segments[edge.segments[0]].key
@@ -138,10 +141,6 @@ def _guilty(error: CkptError, readers: Sequence[SegmentReader]) -> str:
     """The object that an error names, or the first one."""
     keys = [reader.entry.key for reader in readers]
     return next((key for key in keys if str(error).startswith(key)), keys[0])
-
-
-def _ref(edge: Encoding) -> str:
-    return f"{edge.checkpoint[1]}@{edge.checkpoint[0]}"
 
 
 def _text(spec: Spec) -> str:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.formats.records import CheckpointId, Encoding, Node
+from ckptstore.host.progress import Tally
 
-__all__ = ["BytesDone", "Damage", "Edge", "Findings", "Flaw", "Unread", "edge_of", "is_bad_medium"]
-
-BytesDone = Callable[[int, int], None]
-"""Called with (bytes checked so far, bytes in all), from any thread."""
+__all__ = ["Damage", "Edge", "Findings", "Flaw", "Unread", "edge_of", "is_bad_medium"]
 
 Edge = tuple[Node, tuple[str, ...], CheckpointId | None]
 """What tells the encodings of a catalog apart: checkpoint, segments and base."""
@@ -88,8 +86,7 @@ class Findings:
     """Collects what is wrong.
 
     Attributes:
-        total: bytes to check, as far as that is known.
-        progress: told of every byte.
+        tally: told of every byte, those that are no bytes of the store (decoded ones) included.
         damage: (object, what is wrong), each once.
         unread: object -> why it could not be read.
         bad_segments: ids of segments of which nothing can be read.
@@ -99,8 +96,7 @@ class Findings:
         objects, nbytes: what was checked.
     """
 
-    total: int
-    progress: BytesDone | None
+    tally: Tally
     damage: dict[tuple[str, str], None] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     bad_segments: set[str] = field(default_factory=set)
@@ -109,7 +105,6 @@ class Findings:
     flaws: dict[Edge, Flaw] = field(default_factory=dict)
     objects: int = 0
     nbytes: int = 0
-    _beyond: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, key: str, error: CkptError, segment: str | None = None, chunks: Iterable[int] | None = None) -> None:
@@ -155,15 +150,7 @@ class Findings:
         with self._lock:
             self.nbytes += nbytes
             self.objects += objects
-        self.advance(0)
-
-    def advance(self, more: int) -> None:
-        """Tell of progress; `more` bytes that are no bytes of the store."""
-        with self._lock:
-            self._beyond += more
-            done = self.nbytes + self._beyond
-        if self.progress is not None:
-            self.progress(done, max(self.total, done))
+        self.tally.advance(nbytes)
 
 
 def _without(key: str, error: CkptError) -> str:

@@ -106,7 +106,7 @@ def _check_extent(reader: SegmentReader, extent: list[Piece], block: Bytes, foun
     for piece in extent:
         at = piece.chunk.offset - begin
         try:
-            check_chunk(entry.key, piece, data[at : at + piece.chunk.length])
+            check_chunk(entry.key, piece.tensor, piece.chunk, data[at : at + piece.chunk.length])
         except CorruptionError as error:
             found.add(entry.key, error, entry.id, [piece.chunk.offset])
     found.done(end - begin)

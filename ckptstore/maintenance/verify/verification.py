@@ -8,7 +8,6 @@ then was restored. What is damaged is reported with the checkpoints that need it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -29,7 +28,9 @@ from ckptstore.formats.records import (
     slot_of,
 )
 from ckptstore.host.buffers import Staging
+from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.task_pool import sweep
+from ckptstore.host.threads import default_threads
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
@@ -37,7 +38,7 @@ from ckptstore.log.reading import exists, read
 from ckptstore.maintenance.verify.branches import chosen_encodings, trees
 from ckptstore.maintenance.verify.deep import decoded_bytes, prove
 from ckptstore.maintenance.verify.descriptions import Descriptions, reading_order
-from ckptstore.maintenance.verify.findings import BytesDone, Damage, Findings, Unread
+from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
 from ckptstore.maintenance.verify.log_check import Link, check_log
 from ckptstore.maintenance.verify.lost_checkpoints import casualties
 from ckptstore.maintenance.verify.one_checkpoint import restricted
@@ -98,7 +99,7 @@ def verify(
     ref: str | int | None = None,
     *,
     deep: bool = False,
-    progress: BytesDone | None = None,
+    progress: Progress | None = None,
     threads: int | None = None,
 ) -> VerificationReport:
     """Check every byte of a store, and what its segments say.
@@ -108,7 +109,7 @@ def verify(
         ref: check the log, and of the segments only those that this checkpoint can be restored from.
         deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on one
             full, and for each thread a payload and a few chunks.
-        progress: called as bytes are done.
+        progress: told how many bytes are checked; with `deep`, how many are decoded as well.
         threads: threads that read and decode; None: up to four.
 
     Raises:
@@ -116,11 +117,11 @@ def verify(
         CheckpointNotFoundError: nothing answers to `ref`.
         StorageError: the medium failed where nothing else can be said (a listing, the log).
     """
-    threads = min(4, os.cpu_count() or 1) if threads is None else threads
+    threads = default_threads() if threads is None else threads
     if threads < 1:
         raise UsageError(f"threads={threads}: at least 1 is needed")
     keys = journal.backend.list("")
-    found = Findings(0, progress)
+    found = Findings(Tally(progress))
     format_file = _format(journal, keys, found)
     journal = Journal(journal.backend, format_file)
     everything = catalog = _history(journal, keys, found)
@@ -131,8 +132,8 @@ def verify(
     plans = {node: plan for node, plan in planned.items() if isinstance(plan, Plan)}
     chosen = chosen_encodings(plans)
     roots = trees(catalog, chosen) if deep else []
-    found.total = found.nbytes + sum(segment.size for segment in catalog.segments.values())
-    found.total += decoded_bytes(roots, catalog)
+    stored = sum(segment.size for segment in catalog.segments.values())
+    found.tally.total = found.nbytes + stored + decoded_bytes(roots, catalog)
     _check_log(catalog, planned, found)
     descriptions = Descriptions(catalog, found)
     staging = Staging.for_chunks(max(2, threads))

@@ -36,7 +36,7 @@ class Stored:
         return int.from_bytes(self.take(4), "little")
 
 
-def unfold(z: Array) -> Array:
+def unzigzag(z: Array) -> Array:
     return np.where(z % 2 == 0, z // 2, -(z // 2) - z.dtype.type(1))
 
 
@@ -221,13 +221,13 @@ def block(
         case "planes", "rotate":
             return z >> one | z << last
         case "planes", "fold":
-            return unfold(z)
+            return unzigzag(z)
         case "planes", "none":
             return z
         case "xor", _:
             return base ^ z
         case "diff", _:
-            return base + unfold(z)
+            return base + unzigzag(z)
         case "derive", _:
-            return rounded(base, params["to"]) + unfold(z)
+            return rounded(base, params["to"]) + unzigzag(z)
     raise RefusedError("codec")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.conformance.page.codecs import Array, RefusedError, Stored, group, unfold
+from tools.conformance.page.codecs import Array, RefusedError, Stored, group, unzigzag
 
 BLOCK = 1 << 18
 SCALARS = {
@@ -214,7 +214,7 @@ def replayed(rule: Rule, stored: Stored, before: Mapping[str, Array], form: int)
 
 def corrected(stored: Stored, guess: Array) -> Array:
     """A residual: the codec ``diff``."""
-    return numbers(guess.view("<u4") + unfold(group(stored, len(guess), 4)))
+    return numbers(guess.view("<u4") + unzigzag(group(stored, len(guess), 4)))
 
 
 def values(stored: Stored, count: int, kind: int) -> Array:

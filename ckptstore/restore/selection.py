@@ -1,0 +1,102 @@
+"""What a caller asks for: globs of tensor names, the places of a state that they match, and names that are no globs."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import TensorNotFoundError
+from ckptstore.formats.state import Place, places, select_places, tensor_names
+
+__all__ = ["Selection", "choose", "one_of", "select_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a selection takes of a state.
+
+    Attributes:
+        whole: the tree of the state.
+        kept: position in `formats.state.places` -> the place; those that match, in tree order.
+        all: nothing was selected: everything is in it.
+    """
+
+    whole: Any
+    kept: Mapping[int, Place]
+    all: bool
+
+    @property
+    def tensors(self) -> dict[str, str]:
+        """tensor -> the name of the first of its places that match, in tree order."""
+        found: dict[str, str] = {}
+        for place in self.kept.values():
+            found.setdefault(place.tensor, place.name)
+        return found
+
+    def tree(self, names: Mapping[str, str] | None = None) -> Any:
+        """The tree with no other tensors.
+
+        Args:
+            names: tensor -> the name that it has there; by default its own.
+        """
+        if self.all:
+            return self.whole
+        return select_places(
+            self.whole,
+            {position: place.tensor if names is None else names[place.tensor] for position, place in self.kept.items()},
+        )
+
+
+def select_from(tree: Any, chosen: str | Sequence[str] | None, where: str) -> Selection:
+    """The places at which a state has tensors and that a selection (one glob or several) matches.
+
+    A tied tensor is at each of its places under another name: one that does not match is left out.
+
+    Raises:
+        TensorNotFoundError: a glob matches nothing; suggests names that are close.
+        FormatError: the tree is not what `flatten` writes.
+    """
+    if chosen is None:
+        return Selection(tree, {index: Place(name, name) for index, name in enumerate(tensor_names(tree))}, all=True)
+    found = places(tree)
+    names = set(choose(list(dict.fromkeys(place.name for place in found)), chosen, where))
+    kept = {position: place for position, place in enumerate(found) if place.name in names}
+    return Selection(tree, kept, all=False)
+
+
+def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str] | None, where: str) -> list[str]:
+    """The names that a selection (one glob or several) matches, in order.
+
+    Raises:
+        TensorNotFoundError: a glob matches nothing; suggests names that are close.
+    """
+    names = list(available)
+    if chosen is None:
+        return names
+    picked: set[str] = set()
+    for glob in [chosen] if isinstance(chosen, str) else chosen:
+        matches = [name for name in names if name == glob] or fnmatch.filter(names, glob)
+        if not matches:
+            raise TensorNotFoundError(f"checkpoint {where}: no tensor matches {glob!r}; {_close(names, glob)}")
+        picked.update(matches)
+    return [name for name in names if name in picked]
+
+
+def one_of(available: Collection[str], name: str, where: str) -> str:
+    """`name`, which is no glob, if it is there. Raises `TensorNotFoundError` with names that are close."""
+    if name in available:
+        return name
+    names = list(available)
+    if matches := fnmatch.filter(names, name):
+        hint = f"this takes one name, and {len(matches)} match: {', '.join(matches[:3])}"
+    else:
+        hint = _close(names, name)
+    raise TensorNotFoundError(f"checkpoint {where}: no tensor is named {name!r}; {hint}")
+
+
+def _close(names: Sequence[str], name: str) -> str:
+    close = difflib.get_close_matches(name, names, 3, 0.4)
+    return f"close: {', '.join(close)}" if close else f"it has {len(names)} tensors"

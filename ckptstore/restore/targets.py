@@ -1,0 +1,221 @@
+"""``into=``: the tensors that a restore overwrites, whether they fit, and whether some of them share memory."""
+
+from __future__ import annotations
+
+import fnmatch
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ckptstore.errors import UsageError
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.sources import NumpySource, write_into
+from ckptstore.formats.state import FlatState, places
+from ckptstore.frameworks import bridge
+from ckptstore.host.buffers import Bytes
+from ckptstore.restore.selection import Selection
+
+__all__ = ["Targets", "find_targets", "sharing"]
+
+_MOST_WORK: Final = 1_000_000
+"""Of `numpy.shares_memory`; views of one buffer take a few steps."""
+
+
+class Targets:
+    """The tensors that are overwritten, by the names that the checkpoint has for them."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        """Use `find_targets`, which refuses what does not fit."""
+        self._found = found
+        # What cannot be written by byte range is rewritten whole for each: one thread at a time, or one undoes another.
+        self._whole = threading.Lock()
+
+    def write(self, name: str, offset: int, data: Bytes) -> None:
+        """Overwrite a tensor's bytes from `offset` on. Called from several threads, for ranges that do not overlap."""
+        target = self._found[name]
+        if isinstance(target, NumpySource):
+            write_into(target.array, data, offset)
+        else:
+            with nullcontext() if _by_range(target.tensor) else self._whole:
+                bridge.tensors().copy_into(target.tensor, data, offset)
+
+    def tensor(self, name: str) -> Any:
+        """The caller's own tensor or array."""
+        target = self._found[name]
+        return target.array if isinstance(target, NumpySource) else target.tensor
+
+
+def find_targets(
+    wanted: Mapping[str, TensorEntry], picked: Selection, into: Any, select: str | Sequence[str] | None
+) -> Targets:
+    """Find the tensors of `into` that a restore overwrites.
+
+    Args:
+        wanted: name in the checkpoint -> the tensor that is restored.
+        picked: what `select` takes of the checkpoint.
+        into: a state; `select`: the part of it that is meant.
+
+    Raises:
+        UsageError: one is missing, superfluous or does not fit, or two share memory. Nothing has been overwritten.
+    """
+    flat = bridge.flattened(into)
+    names = picked.tensors  # those that the caller knows
+    if select is None:
+        targets: dict[str, Any] = dict(flat.tensors)
+    else:
+        targets = _selected(flat, picked, names, select)
+    _check_targets({names[name]: tensor for name, tensor in wanted.items()}, targets)
+    return Targets({name: targets[names[name]] for name in wanted})
+
+
+def _selected(
+    flat: FlatState, picked: Selection, names: Mapping[str, str], select: str | Sequence[str]
+) -> dict[str, Any]:
+    """Name of a selected tensor -> what is at its place in `into`; and what else `select` names there."""
+    there = {place.name: place.tensor for place in places(flat.tree)}
+    targets: dict[str, Any] = {}
+    used: set[str] = set()
+    for place in picked.kept.values():
+        if place.name in there and names[place.tensor] not in targets:
+            targets[names[place.tensor]] = flat.tensors[there[place.name]]
+            used.add(there[place.name])
+    # What it asks for and the checkpoint has not would otherwise stay as it is, unsaid; so would one of two tensors
+    # that are one in the checkpoint.
+    globs = [select] if isinstance(select, str) else select
+    asked = {name for glob in globs for name in (glob, *fnmatch.filter(there, glob)) if name in there}
+    return targets | {
+        name: flat.tensors[tensor] for name, tensor in there.items() if name in asked and tensor not in used
+    }
+
+
+def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> None:
+    """Everything that cannot fit is refused before the first byte is overwritten."""
+    if missing := [name for name in wanted if name not in targets]:
+        first = f"into= has no tensor {missing[0]!r} ({len(missing)} of {len(wanted)} are missing)"
+        raise UsageError(f"{first}: {_what_to_do(missing, targets)}")
+    if extra := [name for name in targets if name not in wanted]:
+        raise UsageError(f"into= has a tensor {extra[0]!r} that the checkpoint has not ({len(extra)} in all)")
+    for name, tensor in wanted.items():
+        have = (targets[name].dtype, tuple(targets[name].shape))
+        if have != (tensor.dtype, tensor.shape):
+            raise UsageError(
+                f"into= tensor {name!r} is {have[0]} {list(have[1])}, "
+                f"the checkpoint's is {tensor.dtype} {list(tensor.shape)}"
+            )
+        if not _writable(targets[name]):
+            raise UsageError(f"into= tensor {name!r} is read-only, or several of its elements are one in memory")
+    if (shared := sharing([(name, targets[name]) for name in wanted])) is not None:
+        raise UsageError(
+            f"into= tensors {shared[0]!r} and {shared[1]!r} share memory, and are two tensors in the checkpoint: "
+            "what is read last would overwrite the other; load one of them without into= (select=[...])"
+        )
+
+
+def _what_to_do(missing: Sequence[str], targets: Collection[str]) -> str:
+    """Advice for `into` without some of the checkpoint's tensors."""
+    if (optimizer := _fresh_optimizer(missing, targets)) is None:
+        return "load what it has with select=[...], the rest without into="
+    others = (name.partition(".")[0] for name in targets)
+    rest = [f"{key}.*" for key in dict.fromkeys(others) if key != optimizer]
+    return (
+        f"an optimizer has no state before its first step; load({optimizer!r} left out of into=, select={rest}), then "
+        f"give load(select='{optimizer}.*')['{optimizer}'] to its load_state_dict()"
+    )
+
+
+def _fresh_optimizer(missing: Sequence[str], targets: Collection[str]) -> str | None:
+    """The key of an optimizer of which every state that the checkpoint has is missing: its names go on ``.state.``"""
+    found = {name.partition(".state.")[0] for name in missing if ".state." in name}
+    fresh = [key for key in found if not any(name.startswith(f"{key}.state.") for name in targets)]
+    return fresh[0] if len(fresh) == 1 else None
+
+
+def _by_range(tensor: Any) -> bool:
+    """Whether `copy_into` touches only the range of a torch tensor that it is given."""
+    lazy = bool(tensor.is_conj() or tensor.is_neg())
+    return not lazy and bool(tensor.is_contiguous() or tensor.device.type == "cpu")
+
+
+def _writable(target: Any) -> bool:
+    """Whether every element can be given a value of its own (`expand` makes tensors of which that is not so)."""
+    array = target.array if isinstance(target, NumpySource) else None
+    if array is not None and not array.flags.writeable:
+        return False
+    strides = target.tensor.stride() if array is None else array.strides
+    reach = 0 if array is None else array.itemsize - 1
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, target.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return bool(target.nbytes == 0)
+        reach += stride * (size - 1)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The memory that a tensor's elements lie in; their byte strides may be negative."""
+
+    name: str
+    space: str
+    address: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, target: Any) -> _Span:
+        if isinstance(target, NumpySource):
+            array = target.array
+            address = array.__array_interface__["data"][0]
+            return cls(name, "cpu", address, array.itemsize, array.shape, array.strides)
+        tensor = target.tensor
+        width = tensor.element_size()
+        strides = tuple(stride * width for stride in tensor.stride())
+        return cls(name, str(tensor.device), tensor.data_ptr(), width, tuple(target.shape), strides)
+
+    @property
+    def start(self) -> int:
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.address + sum((size - 1) * stride for size, stride in steps if stride < 0)
+
+    @property
+    def end(self) -> int:
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.address + sum((size - 1) * stride for size, stride in steps if stride > 0) + self.itemsize
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """For questions about addresses only: what lies there may be on a device."""
+        return {
+            "version": 3,
+            "data": (self.address, True),
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": f"|V{self.itemsize}",
+        }
+
+
+def sharing(targets: Sequence[tuple[str, Any]]) -> tuple[str, str] | None:
+    """The first two targets that have a byte in common. Views of one buffer that lie in each other's gaps have none."""
+    spans = [_Span.of(name, target) for name, target in targets if target.nbytes]
+    ranges = sorted(((span.space, span.start, span.end, index) for index, span in enumerate(spans)))
+    reaching: list[tuple[str, int, int]] = []
+    for space, start, end, index in ranges:
+        reaching = [other for other in reaching if other[0] == space and other[1] > start]
+        for _, _, other in reaching:
+            if _overlap(spans[other], spans[index]):
+                first, second = sorted((other, index))
+                return spans[first].name, spans[second].name
+        reaching.append((space, end, index))
+    return None
+
+
+def _overlap(a: _Span, b: _Span) -> bool:
+    try:
+        one, other = np.asarray(a), np.asarray(b)
+        return bool(np.shares_memory(one, other, max_work=_MOST_WORK))  # type: ignore[arg-type,unused-ignore]  # any int
+    except np.exceptions.TooHardError:
+        return True  # many dimensions of strides that have nothing to do with each other: rather refused than wrong

@@ -1,0 +1,33 @@
+"""Threads for the length of a `with`, and how many there are where nobody says it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from ckptstore.host.threads import default_threads, run_all, workers
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(None, 1), (1, 1), (3, 3), (4, 4), (64, 4)])
+def test_one_thread_for_each_core_and_no_more_than_four(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert default_threads() == threads
+
+
+def test_threads_have_a_name_and_end_with_the_block() -> None:
+    names: list[str] = []
+    both = threading.Barrier(2, timeout=30)
+
+    def job() -> None:
+        both.wait()
+        names.append(threading.current_thread().name)
+
+    with workers(2, "counted") as found:
+        assert found.threads == 2
+        run_all(found.pool, [job, job])
+    assert sorted(names) == ["ckptstore-counted_0", "ckptstore-counted_1"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckptstore-counted")]

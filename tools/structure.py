@@ -1,0 +1,285 @@
+"""How the engine is built, in numbers: ``python -m tools.structure [PATH] [--json]``.
+
+For every room (a package of `pyproject.toml`): its modules and lines, how many imports lead into it and out of it, and
+its longest function, longest list of parameters and largest class. Sources are parsed, never imported, so that any
+tree can be looked at, an old one as well. ``tests/test_structure.py`` holds the present tree to limits.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["Function", "Module", "Room", "Tree", "read_tree"]
+
+ROOT = "ckptstore"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function or method.
+
+    Attributes:
+        name: dotted, with its module: ``ckptstore.store.Store.load``.
+        lines: from ``def`` to its end, signature and docstring included.
+        parameters: how many it takes; ``self`` and ``cls`` are not counted.
+        options: how many of them are keyword-only.
+        click: whether the command line calls it, with one parameter for every option.
+    """
+
+    name: str
+    lines: int
+    parameters: int
+    options: int
+    click: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One source file.
+
+    Attributes:
+        name: dotted.
+        room: the package that it lies in.
+        imports: dotted names of everything that it imports, in functions as well: modules, and ``module.name`` where
+            a name is imported from a module.
+        classes: (lines, dotted name) of its classes.
+    """
+
+    name: str
+    room: str
+    lines: int
+    docstring: str
+    imports: frozenset[str]
+    functions: tuple[Function, ...]
+    classes: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A package.
+
+    Attributes:
+        fan_in: imports of its modules by modules of other rooms (pairs of modules).
+        fan_out: imports by its modules of modules of other rooms.
+        rooms_in: how many other rooms import it.
+        rooms_out: how many other rooms it imports.
+        longest: (lines, name) of its longest function.
+        widest: (parameters, name) of its longest list of parameters; what click calls is not looked at.
+        largest: (lines, name) of its largest class.
+    """
+
+    name: str
+    modules: int
+    lines: int
+    fan_in: int
+    fan_out: int
+    rooms_in: int
+    rooms_out: int
+    longest: tuple[int, str]
+    widest: tuple[int, str]
+    largest: tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """All modules of the engine, by dotted name."""
+
+    modules: dict[str, Module]
+
+    def functions(self) -> Iterator[Function]:
+        """Every function of every module."""
+        for module in self.modules.values():
+            yield from module.functions
+
+    def edges(self) -> Iterator[tuple[Module, Module]]:
+        """(importer, imported) of every pair of modules of which one imports the other."""
+        for module in self.modules.values():
+            for name in sorted({found for found in map(self._module_of, module.imports) if found} - {module.name}):
+                yield module, self.modules[name]
+
+    def rooms(self) -> list[Room]:
+        """Every room, in the order of their names."""
+        between = [(one.room, other.room) for one, other in self.edges() if one.room != other.room]
+        return [self._room(name, between) for name in sorted({module.room for module in self.modules.values()})]
+
+    def _room(self, name: str, between: Sequence[tuple[str, str]]) -> Room:
+        modules = [module for module in self.modules.values() if module.room == name]
+        functions = [function for module in modules for function in module.functions]
+        users = [one for one, other in between if other == name]
+        used = [other for one, other in between if one == name]
+        return Room(
+            name=name,
+            modules=len(modules),
+            lines=sum(module.lines for module in modules),
+            fan_in=len(users),
+            fan_out=len(used),
+            rooms_in=len(set(users)),
+            rooms_out=len(set(used)),
+            longest=_greatest((function.lines, function.name) for function in functions),
+            widest=_greatest((function.parameters, function.name) for function in functions if not function.click),
+            largest=_greatest(found for module in modules for found in module.classes),
+        )
+
+    def _module_of(self, name: str) -> str | None:
+        """The module that an import leads to: itself, or the one that its last part is a name in."""
+        for candidate in (name, name.rpartition(".")[0]):
+            if candidate in self.modules:
+                return candidate
+        return None
+
+
+def read_tree(path: Path) -> Tree:
+    """Read the sources below `path`, a root of the repository, by the packages that its `pyproject.toml` lists.
+
+    Raises:
+        OSError: there is no `pyproject.toml`, or a package that it lists has no folder.
+        SyntaxError: a source is not Python.
+    """
+    told = tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    modules: dict[str, Module] = {}
+    for package in told["packages"]:
+        for source in sorted(_folder(path, package, told["package-dir"]).iterdir()):
+            if source.suffix == ".py":
+                name = package if source.stem == "__init__" else f"{package}.{source.stem}"
+                modules[name] = _read(source.read_text(encoding="utf-8"), name, package)
+    return Tree(modules)
+
+
+def _folder(path: Path, package: str, mapping: dict[str, str]) -> Path:
+    """The folder of a package: that of the longest mapped package around it, and what is left of its name."""
+    around = package
+    while around not in mapping:
+        around = around.rpartition(".")[0]
+    return path.joinpath(mapping[around], *package[len(around) :].split(".")[1:])
+
+
+def _read(text: str, name: str, room: str) -> Module:
+    parsed = ast.parse(text)
+    return Module(
+        name=name,
+        room=room,
+        lines=len(text.splitlines()),
+        docstring=ast.get_docstring(parsed) or "",
+        imports=frozenset(_imports(parsed)),
+        functions=tuple(_functions(parsed, name, _command_names(parsed))),
+        classes=tuple(_classes(parsed, name)),
+    )
+
+
+def _imports(parsed: ast.Module) -> Iterator[str]:
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _command_names(parsed: ast.Module) -> set[str]:
+    """What a module calls the decorators that make a command."""
+    names = {"click.command", "click.group"}
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.ImportFrom) and node.module == f"{ROOT}.cli.arguments":
+            names |= {alias.asname or alias.name for alias in node.names if alias.name == "command"}
+    return names
+
+
+def _scopes(node: ast.AST, name: str) -> Iterator[tuple[ast.AST, str, bool]]:
+    """Functions and classes below a node: (node, dotted name, whether it stands in a class)."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child, f"{name}.{child.name}", isinstance(node, ast.ClassDef)
+            yield from _scopes(child, f"{name}.{child.name}")
+        else:
+            yield from _scopes(child, name)
+
+
+def _functions(parsed: ast.Module, name: str, commands: set[str]) -> Iterator[Function]:
+    for node, full, method in _scopes(parsed, name):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        decorators = {ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list}
+        given = node.args
+        positional = len(given.posonlyargs) + len(given.args) - (method and "staticmethod" not in decorators)
+        options = len(given.kwonlyargs)
+        collected = (given.vararg is not None) + (given.kwarg is not None)
+        yield Function(full, _length(node), positional + options + collected, options, bool(decorators & commands))
+
+
+def _classes(parsed: ast.Module, name: str) -> Iterator[tuple[int, str]]:
+    for node, full, _ in _scopes(parsed, name):
+        if isinstance(node, ast.ClassDef):
+            yield _length(node), full
+
+
+def _length(node: ast.stmt) -> int:
+    assert node.end_lineno is not None  # always there in what `ast.parse` gives
+    return node.end_lineno - node.lineno + 1
+
+
+def _greatest(found: Iterable[tuple[int, str]]) -> tuple[int, str]:
+    return max(found, default=(0, ""))
+
+
+def _short(measured: tuple[int, str], room: str) -> str:
+    number, name = measured
+    return f"{number} {name.removeprefix(room + '.')}" if name else ""
+
+
+def _table(rooms: Sequence[Room]) -> Iterator[str]:
+    head = ("room", "modules", "lines", "in", "out", "longest function", "most parameters", "largest class")
+    rows = [
+        (
+            room.name,
+            str(room.modules),
+            str(room.lines),
+            f"{room.fan_in} of {room.rooms_in}",
+            f"{room.fan_out} of {room.rooms_out}",
+            _short(room.longest, room.name),
+            _short(room.widest, room.name),
+            _short(room.largest, room.name),
+        )
+        for room in rooms
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _document(tree: Tree) -> dict[str, Any]:
+    rooms = tree.rooms()
+    return {
+        "rooms": [asdict(room) for room in rooms],
+        "modules": len(tree.modules),
+        "lines": sum(room.lines for room in rooms),
+        "imports": sum(1 for _ in tree.edges()),
+        "imports_between_rooms": sum(room.fan_out for room in rooms),
+    }
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False), default=".")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def main(path: Path, as_json: bool) -> None:
+    """Print how the engine below PATH (a root of the repository) is built."""
+    tree = read_tree(path)
+    document = _document(tree)
+    if as_json:
+        click.echo(json.dumps(document, indent=2))
+        return
+    click.echo("\n".join(_table(tree.rooms())))
+    click.echo(
+        f"\n{document['modules']} modules in {len(document['rooms'])} rooms, {document['lines']} lines;"
+        f" {document['imports']} imports between modules, {document['imports_between_rooms']} of them between rooms"
+    )
+
+
+if __name__ == "__main__":
+    main()
