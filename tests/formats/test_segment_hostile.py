@@ -21,8 +21,10 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
 from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT
-from ckptstore.formats.segment import SegmentDoc, check_header, header_length, parse
+from ckptstore.formats.members import Members
+from ckptstore.formats.segment import SegmentDoc, check_header, encode_packed, header_length, parse
 from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
+from ckptstore.formats.segment_steps import StepEncoding, read_steps, step_columns
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
 SEGMENTS = {path.stem.removeprefix("segment-1-"): path.read_bytes() for path in sorted(GOLDEN.glob("segment-1-*"))}
@@ -555,3 +557,21 @@ def test_a_short_read_of_the_index_is_noticed() -> None:
     header = data[: header_length(data, len(data), "file")]
     with pytest.raises(CorruptSegmentError, match="whose hash"):
         parse(header, len(data), "file", lambda offset, length: data[offset : offset + length - 1])
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_payload_that_the_chunks_do_not_fill_is_not_described(more: int) -> None:
+    data = SEGMENTS["packed-batch"]
+    doc, header_size = read(data), header_length(data[:8], len(data), "here")
+    payload = sum(chunk.length for own in doc.tensors.values() for entry in own.values() for chunk in entry.chunks)
+    encode_packed(doc, payload, header_size)
+    with pytest.raises(CorruptSegmentError, match=f"a payload of {payload + more}"):
+        encode_packed(doc, payload + more, header_size)
+
+
+@pytest.mark.parametrize("step", [True, 1.0, "1"], ids=repr)
+def test_a_lossy_step_is_named_by_its_number(step: Any) -> None:
+    columns = step_columns({1: StepEncoding(1, "full", None, 0.0, lossy=True)})
+    assert read_steps(Members(dict(columns), "here"))[1].lossy
+    with pytest.raises(FormatError, match="lossy"):
+        read_steps(Members(columns | {"lossy": [step]}, "here"))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext, values
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import MAX_DEPTH, Tagged, flatten, select, tensor_names, unflatten
+from ckptstore.formats.state import MAX_DEPTH, Tagged, flatten, places, select, tensor_names, unflatten
 
 
 def there_and_back(state: Any) -> Any:
@@ -607,3 +607,19 @@ def test_a_tree_is_200_deep_as_the_page_counts() -> None:
     unflatten(around, lambda name, origin: name)
     with pytest.raises(FormatError, match="deeper than 200"):
         unflatten({"b": around}, lambda name, origin: name)
+
+
+@pytest.mark.parametrize("pair", [5, "ab", ["a"], ["a", 1, 2], {"a": 1, "b": 2}], ids=repr)
+@pytest.mark.parametrize("kind", ["$dict", "$odict", "$counter"])
+def test_places_refuse_what_is_no_pair(kind: str, pair: Any) -> None:
+    with pytest.raises(FormatError, match="no pair"):
+        places({kind: [pair]})
+
+
+def test_places_are_looked_for_no_deeper_than_a_tree_may_be() -> None:
+    tree: Any = {"$t": "w"}
+    for _ in range(MAX_DEPTH):
+        tree = [tree]
+    assert [place.tensor for place in places(tree)] == ["w"]
+    with pytest.raises(FormatError, match=f"deeper than {MAX_DEPTH}"):
+        places([tree])

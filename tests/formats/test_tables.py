@@ -164,6 +164,7 @@ def test_an_empty_table(rows: Any) -> None:
     with pytest.raises(KeyError):
         del table[key]
     assert table == {}
+    assert table != 5
 
 
 @pytest.mark.parametrize("name", ["", "x", "A" * 32, "a" * 31, " " + "a" * 31, "a" * 30 + "  ", "seg/1", "\u0663" * 32])
