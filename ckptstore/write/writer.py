@@ -76,6 +76,23 @@ class WriterOptions:
             raise UsageError(f"poll_seconds: {self.poll_seconds}, more than 0 is needed, or None")
 
 
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """What `save_async` has copied, so that training may go on."""
+
+    state: Snapshot
+    updates: Sequence[Update]
+    gradients: Snapshot | None
+
+    def let_go(self, *, kept: bool) -> None:
+        """It is no longer in flight. Give its memory back: all of it, or if the state is `kept`, the gradients'."""
+        self.state.land()
+        if self.gradients is not None:
+            self.gradients.free()
+        if not kept:
+            self.state.free()
+
+
 class Writer:
     """One term of a store, as ``store.writer()`` opens it. Use it in a ``with``; leaving waits for every save.
 
@@ -232,7 +249,7 @@ class Writer:
         step = step_number(step)
         labels = Labels.of(metadata, tags)
         committer, flat = self._admit(state, step)
-        snapshot, moved, gradients = self._copied(committer, flat, step, updates)
+        copies = self._copied(committer, flat, step, updates)
         unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
         done: Future[CheckpointInfo] = Future()
         committer.saves.watch(step, done)
@@ -240,24 +257,20 @@ class Writer:
         def work() -> None:
             if not unclaimed.acquire(blocking=False):
                 return
-            kept = False
+            kept, state = False, copies.state
             try:
                 if self._with_diffs:
-                    kept = committer.diff(snapshot, moved, step, done, labels)
+                    kept = committer.diff(state, copies.updates, step, done, labels)
                 else:
                     info, kept = committer.persist(
-                        snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot, labels=labels
+                        state.flat, step, interrupted=threading.Event(), snapshot=state, labels=labels
                     )
                     done.set_result(info)
             except BaseException as error:
                 committer.fail(step, error, done)
                 raise
             finally:
-                snapshot.land()
-                if gradients is not None:
-                    gradients.free()
-                if not kept:
-                    snapshot.free()
+                copies.let_go(kept=kept)
 
         try:
             self._submit(work)
@@ -265,10 +278,7 @@ class Writer:
         except BaseException as error:
             # Prevents: a snapshot that Ctrl-C leaves in flight for ever, for which the next save_async would wait.
             if unclaimed.acquire(blocking=False):
-                snapshot.land()
-                snapshot.free()
-                if gradients is not None:
-                    gradients.free()
+                copies.let_go(kept=False)
                 committer.saves.release(step, error)
                 done.cancel()
             raise
@@ -276,14 +286,11 @@ class Writer:
             step, done, lambda: committer.saves.seen(step), lambda: self._hurry(lambda: committer.flush_step(step))
         )
 
-    def _copied(
-        self, committer: Committer, flat: FlatState, step: int, updates: Updates | None
-    ) -> tuple[Snapshot, Sequence[Update], Snapshot | None]:
-        """Copies of a state and of its updates, and what owns the gradients' memory."""
+    def _copied(self, committer: Committer, flat: FlatState, step: int, updates: Updates | None) -> _Copies:
         try:
             snapshot = self._snapshots.take(flat, self._blocks)
             try:
-                return snapshot, *with_copies(self._updates(updates, flat), self._snapshots, self._blocks)
+                return _Copies(snapshot, *with_copies(self._updates(updates, flat), self._snapshots, self._blocks))
             except BaseException:
                 snapshot.land()
                 snapshot.free()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, table
 
 if TYPE_CHECKING:
-    from ckptstore.analysis import Analysis
+    from ckptstore.analysis import Analysis, Options
 
 _NAMED = 3
 
@@ -100,7 +100,7 @@ def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_js
     if csv is not None:
         refuse_store(csv)
         refuse_missing_folder(csv)
-    options = _options(**{name: value for name, value in asked.items() if name != "refs"})
+    options = _options(asked)
     with progress("measuring") as advance:
         found = analyze(paths, options, refs=asked["refs"], progress=advance)
     if csv is not None:
@@ -115,19 +115,8 @@ def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_js
             note(f"wrote {one}")
 
 
-def _options(
-    sample: int | float | None,
-    exact: bool,
-    steps: int | None,
-    gaps: tuple[int, ...],
-    codecs: tuple[str, ...],
-    classes: tuple[str, ...],
-    max_restore_cost: str,
-    compress_fulls: bool,
-    link: tuple[str, ...],
-    cores: int,
-    threads: int | None,
-) -> Any:
+def _options(asked: Mapping[str, Any]) -> Options:
+    """What was asked for, by the names of the command's options."""
     from ckptstore.analysis import Options
     from ckptstore.analysis.advice import parse_link
     from ckptstore.analysis.analyzing import SAMPLE
@@ -136,19 +125,20 @@ def _options(
     from ckptstore.analysis.plan import POINTS
     from ckptstore.write.interval import RestoreBound
 
+    sample, steps, exact = asked["sample"], asked["steps"], asked["exact"]
     if exact and sample is not None:
         raise click.UsageError("--exact measures every byte: it goes with no --sample")
     return Options(
         sample=None if exact else SAMPLE if sample is None else sample,
-        gaps=gaps,
+        gaps=asked["gaps"],
         points=steps if steps is not None else None if exact else POINTS,
-        methods=codecs or METHODS,
-        overrides=tuple(parse_overrides(classes)),
-        bound=RestoreBound.parse(max_restore_cost),
-        compress_fulls=compress_fulls,
-        links=tuple(map(parse_link, link)),
-        cores=cores,
-        threads=threads,
+        methods=asked["codecs"] or METHODS,
+        overrides=tuple(parse_overrides(asked["classes"])),
+        bound=RestoreBound.parse(asked["max_restore_cost"]),
+        compress_fulls=asked["compress_fulls"],
+        links=tuple(map(parse_link, asked["link"])),
+        cores=asked["cores"],
+        threads=asked["threads"],
     )
 
 

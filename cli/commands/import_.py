@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -12,6 +13,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, ratio, size, table
 
 if TYPE_CHECKING:
+    from ckptstore.exchange.importing import ImportedFile
     from ckptstore.write.deltas import DeltaOptions
 
 
@@ -93,32 +95,44 @@ def command(
     for one in imported:
         if one.left_out:
             note(f"{one.path}: not in {one.info.ref}: {', '.join(one.left_out)}")
-    before, after = sum(one.nbytes for one in imported), sum(one.info.stored for one in imported)
     if as_json:
-        emit(
+        emit(_json(store, imported))
+    else:
+        _print(imported)
+
+
+def _sizes(imported: Sequence[ImportedFile]) -> tuple[int, int]:
+    """Bytes of the files, and of what they became."""
+    return sum(one.nbytes for one in imported), sum(one.info.stored for one in imported)
+
+
+def _json(store: str, imported: Sequence[ImportedFile]) -> dict[str, Any]:
+    before, after = _sizes(imported)
+    return {
+        "store": store,
+        "bytes_before": before,
+        "bytes_after": after,
+        "checkpoints": [
             {
-                "store": store,
-                "bytes_before": before,
-                "bytes_after": after,
-                "checkpoints": [
-                    {
-                        "file": str(one.path),
-                        "file_bytes": one.nbytes,
-                        "kind": one.info.kind,
-                        "ref": one.info.ref,
-                        "step": one.info.step,
-                        "term": one.info.term,
-                        "tensors": one.info.tensors,
-                        "bytes": one.info.nbytes,
-                        "stored_bytes": one.info.stored,
-                        "state": one.info.state,
-                        "left_out": list(one.left_out),
-                    }
-                    for one in imported
-                ],
+                "file": str(one.path),
+                "file_bytes": one.nbytes,
+                "kind": one.info.kind,
+                "ref": one.info.ref,
+                "step": one.info.step,
+                "term": one.info.term,
+                "tensors": one.info.tensors,
+                "bytes": one.info.nbytes,
+                "stored_bytes": one.info.stored,
+                "state": one.info.state,
+                "left_out": list(one.left_out),
             }
-        )
-        return
+            for one in imported
+        ],
+    }
+
+
+def _print(imported: Sequence[ImportedFile]) -> None:
+    before, after = _sizes(imported)
     rows = [
         [str(one.path), one.info.ref, one.info.kind, f"{one.info.tensors:,}", size(one.nbytes), size(one.info.stored)]
         for one in imported

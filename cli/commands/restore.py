@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -12,6 +12,9 @@ from ckptstore.cli.arguments import REF, SIZE, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size
 from ckptstore.cli.plans import plan_step, plan_table
+
+if TYPE_CHECKING:
+    from ckptstore.exchange.exporting import ExportResult
 
 
 @make_command(
@@ -70,7 +73,10 @@ def command(
             max_shard_bytes=max_shard_size,
             progress=advance,
         )
-    seconds = time.perf_counter() - began
+    _told(result, time.perf_counter() - began, as_json)
+
+
+def _told(result: ExportResult, seconds: float, as_json: bool) -> None:
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
         note(f"{len(result.converted)} values are of another type in a .pt file (numpy, frozenset): {some}")
