@@ -437,7 +437,7 @@ def test_memory_of_snapshots_is_reused(store: ckptstore.Store, media: Media, mon
             state["last"] += 1
             state["odd3"][step] ^= 255
             writer.save_async(state, step)
-        writer.drain()
+        writer.wait()
     check(store, 3, state, 1 << 32)
     assert len(made) == 1
     assert nbytes <= made[0] <= nbytes + PAGE

@@ -45,8 +45,8 @@ def test_nothing_is_silent(place: Path) -> None:
     assert not list(place.glob("mishap-*"))
 
 
-def only_the_next(reading: reading._Reading) -> int:
-    return reading.seq + 1 if reading.exists(reading.backend, reading.slot_key(reading.seq + 1)) else -1
+def only_the_next(one: reading._Reading) -> int:
+    return one.seq + 1 if reading.exists(one.backend, reading.slot_key(one.seq + 1)) else -1
 
 
 @pytest.mark.slow
