@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ RUNS = {
     "batch norm, gradients": (Recipe("batch", "fused", "grad", steps=STEPS), 60, 20),
     "layer norm, predicted": (Recipe("layer", "foreach", "none", steps=STEPS), 40, 7),
 }
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The training here sets how many threads torch uses, which decides bits: whoever comes next warns of it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.slow
