@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, UsageError
@@ -85,3 +87,13 @@ def test_latest_behind_damage_names_the_last_intact_checkpoint() -> None:
     with pytest.raises(CorruptLogError, match="1@1"):
         refs.resolve(catalog, "latest")
     assert refs.resolve(catalog, "1").ref == "1@1"
+
+
+@pytest.mark.parametrize("name", ["best/loss", "worst"])
+def test_a_tag_is_not_believed_when_the_end_of_the_log_is_lost(catalog: Catalog, name: str) -> None:
+    """Segments of a term that the log does not have prove it; a lost record may have moved the tag."""
+    lost = copy.copy(catalog)
+    lost.lost = catalog.term + 1
+    assert not lost.damage
+    with pytest.raises(CorruptLogError, match=f"the end of the log is lost, with term {lost.lost}, and may have held"):
+        refs.resolve(lost, f"tag:{name}")
