@@ -13,11 +13,17 @@ import pytest
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, FencedError, ForeignObjectError
+from ckptstore.errors import (
+    CheckpointNotFoundError,
+    CorruptLogError,
+    FencedError,
+    ForeignObjectError,
+    KeyNotFoundError,
+)
 from ckptstore.formats import texts
 from ckptstore.formats.records import NO_SLOT, CommitRecord, OpenRecord, slot_key
 from ckptstore.log import folding
-from ckptstore.log.reading import WIDEST_GAP
+from ckptstore.log.reading import WIDEST_GAP, exists
 from ckptstore.log.term import open_term, read
 from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store
@@ -509,3 +515,45 @@ class TestForeignFolder:
         for call in (again.load, again.writer, again.view, lambda: ckptstore.verify(again)):
             with pytest.raises(ForeignObjectError, match="log"):
                 call()
+
+
+def test_a_slot_that_appears_while_it_is_looked_for_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was absent when it was asked for, and its follower was there a moment later: it is asked for again."""
+    world = World()
+    term = open_term(world.journal, None, patience=HASTE)
+    for step in (1, 2):
+        save(term, step)
+    get, missed = world.get, []
+
+    def late(key: str, limit: int = 1 << 20) -> bytes:
+        if key == slot_key(1) and not missed:
+            missed.append(key)
+            raise KeyNotFoundError(f"{key} does not exist")
+        return get(key, limit)
+
+    monkeypatch.setattr(world, "get", late)
+    found = read(world.journal, patience=HASTE)
+    assert (missed, found.damage, found.end) == ([slot_key(1)], (), 3)
+
+
+def test_a_stray_where_slots_were_deleted_is_stale_and_no_damage() -> None:
+    """An old view goes on at a slot that has been folded and deleted, where a late create of somebody has landed."""
+    world = World(every=4)
+    term = open_term(world.journal, None, patience=HASTE)
+    for step in (1, 2):
+        save(term, step)
+    before = read(world.journal, patience=HASTE)
+    for step in (3, 4, 5):
+        save(term, step)
+        if step != 4:
+            folding.fold(world.journal, term.view())
+    folding.trim(world.journal, term.view())
+    assert before.end == 3
+    assert not exists(world, slot_key(3))
+    assert exists(world, slot_key(4))  # an anchor, from which on all is there
+    stray = CommitRecord(1, "f" * 32, previous="e" * 32)
+    data, _ = texts.encode_commit(stray, seq=before.end, run=world.fmt.run, manifest="0" * 32)
+    world.create(slot_key(before.end), data)
+    after = read(world.journal, before, HASTE)
+    assert after.damage == ()
+    assert after.catalog == world.catalog()
