@@ -5,8 +5,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 QUICK ?=
 SIZE ?= 500MB
 ROUNDS ?= 5
+COUNT ?= 10000
 
-.PHONY: demo test test-long check lint types layers golden conformance bench bench-commands bench-catalog bench-codecs bench-chains bench-diffs bench-recovery exact crash powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: demo test test-long check lint types layers golden conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -55,8 +56,17 @@ bench-commands: .venv/.bench-ready  ## start-up and log speed of the command
 bench-catalog: .venv/.bench-ready  ## what 1,000 to 200,000 checkpoints cost: fold, READ, OPEN, log, memory, stall
 	$(BIN)/python -m tools.bench.catalog
 
+bench-training: .venv/.bench-ready  ## ways to checkpoint in a training loop: slowdown, stall, memory, steps lost to a kill
+	$(BIN)/python -m tools.bench.training --rounds $(ROUNDS)
+
+bench-tensors: .venv/.bench-ready  ## 10,000 tensors beside torch.save and torch.load (COUNT=100000)
+	$(BIN)/python -m tools.bench.tensors --count $(COUNT) --rounds $(ROUNDS)
+
 bench-codecs: .venv/.bench-ready  ## ratio and speed of every codec against other compressors
 	$(BIN)/python -m tools.bench.codecs
+
+bench-recycling: .venv/.bench-ready  ## new files against overwritten ones on this disk
+	$(BIN)/python -m tools.bench.recycling
 
 bench-chains: .venv/.bench-ready  ## delta chains: bytes against restore time
 	$(BIN)/python -m tools.bench.chains --steps 200 --chain 30
@@ -73,6 +83,9 @@ bench-diffs: .venv/.bench-ready  ## gradient diffs through the store: bits, and 
 bench-recovery: .venv/.bench-ready  ## restores of replayed steps: one thread, all, or computed again; before and after a merge
 	$(BIN)/python -m tools.bench.recovery
 
+bench-pmem: .venv/.bench-ready  ## one segment on (simulated) persistent memory beside a copy in memory
+	$(BIN)/python -m tools.bench.pmem
+
 exact: .venv/.ready  ## 1,000 training steps as gradient diffs: restored and resumed, bit for bit
 	$(BIN)/python -m tools.exact --json bench-out/exact.json
 
@@ -80,6 +93,20 @@ crash: .venv/.ready  ## enumerated power cuts, SIGKILL at every crash point, fau
 	$(BIN)/python -m tools.crash.states --limit 4000
 	$(BIN)/python -m tools.crash.kills --kills 2000
 	$(BIN)/python -m tools.crash.faultsweep
+	$(BIN)/python -m tools.crash.states --limit 1000 --medium pmem
+	$(BIN)/python -m tools.crash.states --limit 1000 --medium pmem-msync
+	$(BIN)/python -m tools.crash.kills --kills 500 --medium pmem-msync
+
+KILLS ?= 200
+
+rank-kills: .venv/.ready  ## SIGKILL of ranks that save together: at every crash point, and at random, KILLS times
+	$(BIN)/python -m tools.rank_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+shim-kills: .venv/.ready  ## SIGKILL of training scripts with a Checkpointer, KILLS times: they end bit-identical
+	$(BIN)/python -m tools.shim_kills --kills $(KILLS)
+
+agent-kills: .venv/.ready  ## SIGKILL of trainers, agents and both, KILLS times: nothing acknowledged is lost
+	$(BIN)/python -m tools.agent_kills --kills $(KILLS)
 
 powercut: .venv/.ready  ## N real journal replays on loop devices (needs root)
 	$(BIN)/python -m tools.crash.powercut --cuts $(N)

@@ -19,20 +19,29 @@ from ckptstore._version import __version__
 
 if TYPE_CHECKING:
     from ckptstore.backends.base import Backend as Backend
+    from ckptstore.errors import AgentBusyError as AgentBusyError
+    from ckptstore.errors import AgentError as AgentError
+    from ckptstore.errors import AgentLostError as AgentLostError
     from ckptstore.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from ckptstore.errors import CkptError as CkptError
     from ckptstore.errors import CommitUnknownError as CommitUnknownError
     from ckptstore.errors import CorruptionError as CorruptionError
     from ckptstore.errors import CorruptLogError as CorruptLogError
     from ckptstore.errors import CorruptSegmentError as CorruptSegmentError
+    from ckptstore.errors import DivergedReplicasError as DivergedReplicasError
+    from ckptstore.errors import FailedRankError as FailedRankError
     from ckptstore.errors import FencedError as FencedError
     from ckptstore.errors import ForeignObjectError as ForeignObjectError
     from ckptstore.errors import FormatError as FormatError
     from ckptstore.errors import IncompatibleFormatError as IncompatibleFormatError
     from ckptstore.errors import KeyExistsError as KeyExistsError
     from ckptstore.errors import KeyNotFoundError as KeyNotFoundError
+    from ckptstore.errors import MailboxError as MailboxError
     from ckptstore.errors import MissingDependencyError as MissingDependencyError
+    from ckptstore.errors import MissingRankError as MissingRankError
     from ckptstore.errors import NotFoundError as NotFoundError
+    from ckptstore.errors import RankError as RankError
+    from ckptstore.errors import RankMismatchError as RankMismatchError
     from ckptstore.errors import ReadOnlyError as ReadOnlyError
     from ckptstore.errors import RequestError as RequestError
     from ckptstore.errors import RequestRefusedError as RequestRefusedError
@@ -55,6 +64,8 @@ if TYPE_CHECKING:
     from ckptstore.formats.segment import TensorEntry as TensorEntry
     from ckptstore.formats.state import FlatState as FlatState
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
+    from ckptstore.host.caller_warnings import DivergedReplicasWarning as DivergedReplicasWarning
+    from ckptstore.host.caller_warnings import FreshStartWarning as FreshStartWarning
     from ckptstore.host.caller_warnings import LossyWarning as LossyWarning
     from ckptstore.host.caller_warnings import LostStepsWarning as LostStepsWarning
     from ckptstore.host.caller_warnings import UnexplainedStepWarning as UnexplainedStepWarning
@@ -85,8 +96,16 @@ if TYPE_CHECKING:
     from ckptstore.store import open as open
     from ckptstore.store import verify as verify
     from ckptstore.write.deltas import DeltaOptions as DeltaOptions
+    from ckptstore.write.filling import LayerCopy as LayerCopy
     from ckptstore.write.interval import RestoreBound as RestoreBound
+    from ckptstore.write.layered import LayeredSave as LayeredSave
     from ckptstore.write.ledger import PendingSave as PendingSave
+    from ckptstore.write.metrics import SaveMetrics as SaveMetrics
+    from ckptstore.write.ranks.mailbox import Group as Group
+    from ckptstore.write.ranks.mailbox import Mailbox as Mailbox
+    from ckptstore.write.ranks.options import RankOptions as RankOptions
+    from ckptstore.write.ranks.writer import RankWriter as RankWriter
+    from ckptstore.write.snapshot import Snapshot as Snapshot
     from ckptstore.write.steps.batcher import DiffOptions as DiffOptions
     from ckptstore.write.steps.updates import Update as Update
     from ckptstore.write.writer import Writer as Writer
@@ -99,14 +118,18 @@ _HOMES = {
         " KeyExistsError KeyNotFoundError MissingDependencyError NotFoundError ReadOnlyError RequestError"
         " RequestRefusedError RequestTimeoutError StepOrderError StorageError StoreNotFoundError"
         " StoreReplacedError TensorNotFoundError UnsupportedBackendError UnsupportedStateError UsageError"
-        " WriterClosedError WriterError"
+        " WriterClosedError WriterError RankError MissingRankError FailedRankError RankMismatchError"
+        " DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError"
     ),
     "exchange.exporting": "ExportResult",
     "exchange.importing": "ImportedFile",
     "formats.records": "FormatFile SegmentEntry",
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",
-    "host.caller_warnings": "DeterminismWarning LossyWarning LostStepsWarning UnexplainedStepWarning UnpinnedWarning",
+    "host.caller_warnings": (
+        "DeterminismWarning DivergedReplicasWarning FreshStartWarning LossyWarning LostStepsWarning"
+        " UnexplainedStepWarning UnpinnedWarning"
+    ),
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",
     "log.reading": "View",
@@ -122,8 +145,15 @@ _HOMES = {
     "restore.plan": "Plan",
     "store": "Store open verify",
     "write.deltas": "DeltaOptions",
+    "write.filling": "LayerCopy",
     "write.interval": "RestoreBound",
+    "write.layered": "LayeredSave",
     "write.ledger": "PendingSave",
+    "write.ranks.mailbox": "Group Mailbox",
+    "write.ranks.options": "RankOptions",
+    "write.ranks.writer": "RankWriter",
+    "write.metrics": "SaveMetrics",
+    "write.snapshot": "Snapshot",
     "write.steps.batcher": "DiffOptions",
     "write.steps.updates": "Update",
     "write.writer": "Writer",

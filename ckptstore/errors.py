@@ -27,9 +27,18 @@
     │   ├── UnsupportedBackendError            the medium cannot keep a promise the store needs
     │   └── ReadOnlyError
     ├── MissingDependencyError (ImportError) 9 an optional package is needed
-    └── RequestError                       10  the live writer was asked for a change, which was not made
-        ├── RequestRefusedError                it said no, and why
-        └── RequestTimeoutError (TimeoutError) it did not answer in time
+    ├── RequestError                       10  the live writer was asked for a change, which was not made
+    │   ├── RequestRefusedError                it said no, and why
+    │   └── RequestTimeoutError (TimeoutError) it did not answer in time
+    ├── RankError                          1   ranks that save together could not: nothing was committed
+    │   ├── MissingRankError (TimeoutError)    a rank did not hand in its part in time
+    │   ├── FailedRankError                    a rank said that it failed, and why
+    │   ├── RankMismatchError                  the ranks' states do not make one state
+    │   ├── DivergedReplicasError              a tensor that all have alike is not
+    │   └── MailboxError                       what carries the parts (the process group's store) is gone
+    └── AgentError                         1   the process that saves for this one cannot be started or used
+        ├── AgentLostError                     it is gone: what it had not acknowledged may or may not be stored
+        └── AgentBusyError                     it serves another trainer, which is alive
 
 Handlers catch by category (``CorruptionError``, ``StorageError`` …); the message always names the file,
 tensor or option. What a command finds exits with the code of its kind, whether it is raised or reported: damage that
@@ -155,9 +164,14 @@ class WriterClosedError(WriterError):
 
 
 class StorageError(CkptError, OSError):
-    """The medium failed (EIO, ENOSPC, permissions, a broken connection)."""
+    """The medium failed (EIO, ENOSPC, permissions, a broken connection).
+
+    Attributes:
+        unsent: of an object that was to be created: it certainly was not, and never will be by this attempt.
+    """
 
     exit_code = 8
+    unsent: bool = False
 
 
 class KeyExistsError(StorageError, FileExistsError):
@@ -190,3 +204,52 @@ class RequestRefusedError(RequestError):
 
 class RequestTimeoutError(RequestError, TimeoutError):
     """The writer did not answer in time. The request stays, and may still be accepted."""
+
+
+class RankError(CkptError):
+    """Ranks that save together could not. Nothing was committed: the checkpoint before stays the newest."""
+
+
+class MissingRankError(RankError, TimeoutError):
+    """A rank did not hand in its part in time: it is dead, slow, or saves other steps. Names it."""
+
+
+class FailedRankError(RankError):
+    """A rank could not write its part, and said so. Names it, and says why."""
+
+
+class RankMismatchError(RankError):
+    """What the ranks have does not make one state: other tensors, shapes or steps than the others', holes, overlaps."""
+
+
+class DivergedReplicasError(RankError):
+    """A tensor that is to be the same on several ranks is not: a fault of hardware or program, on one of them.
+
+    Attributes:
+        tensor: the first one in the order of the state.
+        rank: the first rank that has other bits than most.
+        step: of the save that noticed it.
+    """
+
+    def __init__(self, text: str, tensor: str = "", rank: int = -1, step: int = -1) -> None:
+        super().__init__(text)
+        self.tensor = tensor
+        self.rank = rank
+        self.step = step
+
+
+class MailboxError(RankError):
+    """What carries the parts from rank to rank failed: the process group's store died with its host."""
+
+
+class AgentError(CkptError):
+    """The agent, the process that saves for this one, cannot be started, reached or believed. Says why."""
+
+
+class AgentLostError(AgentError):
+    """The agent is gone. A save that it had not acknowledged may or may not be in the store; the next one begins anew
+    with another agent."""
+
+
+class AgentBusyError(AgentError):
+    """The agent serves another trainer, which is alive: two never share one."""

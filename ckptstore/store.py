@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
     from ckptstore.reports.lineage import Lineage
     from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.metrics import OnMetrics
+    from ckptstore.write.ranks.options import RankOptions
+    from ckptstore.write.ranks.writer import RankWriter
     from ckptstore.write.steps.batcher import DiffOptions
-    from ckptstore.write.writer import Writer
+    from ckptstore.write.writer import Writer, WriterOptions
 
 __all__ = ["Store", "open", "verify"]
 
@@ -106,7 +109,8 @@ class Store:
     def close(self) -> None:
         """Give up the handle of the store's folder, so that its disk can be unmounted. Close writers before.
 
-        Letting go of the `Store` does the same, sooner or later. Whatever is called afterwards fails.
+        Letting go of the `Store` does the same, sooner or later. Whatever needs the folder afterwards raises
+        `UsageError`.
         """
         self.backend.close()
 
@@ -139,13 +143,13 @@ class Store:
         return self.journal.format
 
     def create(self) -> None:
-        """Create the store if there is none.
+        """Create the store if there is none, or was deleted while it was open: another then, of another run.
 
         Raises:
             UsageError: the place holds other things.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
-        self.journal.create()
+        self.journal.create(anew=True)
 
     def view(self, *, look_above: bool | None = None) -> View:
         """The log as it is now (READ). `look_above`: see `ckptstore.log.reading.read`."""
@@ -168,11 +172,15 @@ class Store:
         """The step of ``latest``; None in a store without checkpoints, or where there is no store yet.
 
         Raises:
+            StoreNotFoundError: there was one: it was deleted while it was open, or has lost its FORMAT file.
             CorruptLogError: the log is damaged where ``latest`` would be decided; names the last intact checkpoint.
         """
         try:
             latest = self.view().catalog.latest()
         except StoreNotFoundError:
+            # Prevents: a run that begins from nothing, because somebody removed what it would have continued from.
+            if self.backend.deleted() or self.journal.rooms():
+                raise
             return None
         return None if latest is None else latest.step
 
@@ -185,41 +193,85 @@ class Store:
         catalog = self.view().catalog
         return plan(catalog, refs.resolve(catalog, ref).id)
 
+    @overload
+    def writer(
+        self,
+        parent: str | int | CheckpointInfo | None = ...,
+        *,
+        group: None = ...,
+        ranks: RankOptions | None = ...,
+        staging_bytes: int | None = ...,
+        threads: int = ...,
+        max_in_flight: int = ...,
+        poll_seconds: float | None = ...,
+        deltas: DeltaOptions | Literal["auto"] | int | None = ...,
+        diffs: DiffOptions | None = ...,
+        memory: int | None = ...,
+        on_metrics: OnMetrics | None = ...,
+    ) -> Writer: ...
+
+    @overload
+    def writer(
+        self,
+        parent: str | int | CheckpointInfo | None = ...,
+        *,
+        group: Any,
+        ranks: RankOptions | None = ...,
+        staging_bytes: int | None = ...,
+        threads: int = ...,
+        max_in_flight: int = ...,
+        poll_seconds: float | None = ...,
+        deltas: DeltaOptions | Literal["auto"] | int | None = ...,
+        diffs: DiffOptions | None = ...,
+        on_metrics: OnMetrics | None = ...,
+    ) -> RankWriter: ...
+
     def writer(
         self,
         parent: str | int | CheckpointInfo | None = "latest",
         *,
+        group: Any = None,
+        ranks: RankOptions | None = None,
         staging_bytes: int | None = None,
         threads: int = 2,
         max_in_flight: int = 1,
         poll_seconds: float | None = 5.0,
         deltas: DeltaOptions | Literal["auto"] | int | None = None,
         diffs: DiffOptions | None = None,
-    ) -> Writer:
+        memory: int | None = None,
+        on_metrics: OnMetrics | None = None,
+    ) -> Writer | RankWriter:
         """Open the store for writing: begins a new term, which fences every earlier writer.
 
         Args:
             parent: what this term continues from: a REF, or None for a run from nothing. ``latest`` in an empty store
-                is None. Going back to an earlier checkpoint forks: nothing newer is lost or overwritten. A writer that
-                is open goes back with `Writer.rollback`.
+                is None (a `FreshStartWarning` tells if earlier terms hold checkpoints). Going back to an earlier one
+                forks: nothing newer is lost. A writer that is open goes back with `Writer.rollback`.
+            group: a `torch.distributed` process group (``dist.group.WORLD``): each of its ranks calls this and saves
+                its own tensors, and rank 0 commits them as one checkpoint. Or a `Group`. None: this process alone.
+            ranks: how the ranks of `group` save together.
             staging_bytes: host memory between state and medium (default 64 MiB).
-            threads: threads that write blocks.
-            max_in_flight: snapshots that `Writer.save_async` may hold at once, each as large as the state.
+            threads: those that write blocks of one checkpoint.
+            max_in_flight: saves that `Writer.save_async` may have on their way at once. Plain fulls are made durable at
+                the same time, each by `threads` threads; deltas and gradient diffs one after the other.
             poll_seconds: how often to look for requests of other processes; None: only after saves.
             deltas: store checkpoints as deltas against earlier ones: ``auto`` (the interval follows what is measured,
                 and a restore reads at most four times a full), a fixed interval, or `DeltaOptions`. None: fulls only.
-            diffs: store consecutive steps as gradient diffs (see `Writer.save`'s `updates`) between fulls, or between
-                what `deltas` makes of those.
+            diffs: store consecutive steps as gradient diffs (`Writer.save`'s `updates`) between what `deltas` makes.
+            memory: bytes of host memory (48 MiB on) for what `Writer.save_async` has copied and the medium has not;
+                training waits while it is spent. With `deltas` or `diffs`: beside the base. None: see docs/writer.md.
+            on_metrics: is told of every save that ended, with a `SaveMetrics`, by a thread; what it raises harms none.
 
         Raises:
             CheckpointNotFoundError: no such parent.
+            StoreNotFoundError: the store was deleted while it was open (`create` begins another), or has lost FORMAT.
             CorruptLogError: the log is damaged; name an explicit parent to write on.
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
         from ckptstore.host import exiting
 
         exiting.check()  # before the rest, of which some cannot even be imported when the interpreter is ending
-        from ckptstore.host.buffers import DEFAULT_BUDGET  # numpy: only those who save need it
+        from ckptstore.host.buffers import DEFAULT_BUDGET
         from ckptstore.write.deltas import DeltaOptions
         from ckptstore.write.opening import open_writer
         from ckptstore.write.steps.batcher import DiffOptions
@@ -229,9 +281,11 @@ class Store:
             deltas = DeltaOptions(interval=deltas)
         if diffs is not None and not isinstance(diffs, DiffOptions):
             raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")
-        staging_bytes = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
-        options = WriterOptions(staging_bytes, threads, max_in_flight, poll_seconds, deltas, diffs)
-        return open_writer(self.journal, parent, options)
+        budget = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
+        options = WriterOptions(budget, threads, max_in_flight, poll_seconds, deltas, diffs, memory, on_metrics)
+        if group is None and ranks is None:
+            return open_writer(self.journal, parent, options)
+        return _opened_together(self.journal, parent, group, options, ranks)
 
     def load(
         self,
@@ -245,6 +299,7 @@ class Store:
         verify: bool = True,
         threads: int | None = None,
         progress: Progress | None = None,
+        rank: int | None = None,
     ) -> Any:
         """Restore the state of a checkpoint, bit for bit.
 
@@ -253,14 +308,20 @@ class Store:
             framework: ``torch`` or ``numpy``; by default torch when this process has imported it. Arrays that were
                 saved as numpy arrays (numpy's RNG state, say) always come back as numpy arrays.
             into: a state of the same structure whose tensors are overwritten in place, without a second copy in
-                memory; what is not a tensor is taken from the checkpoint. The result's tensors are those of `into`.
+                memory; what is not a tensor is taken from the checkpoint. The result's tensors are those of `into`. Of
+                a DTensor this rank's part is filled, however the tensor was cut when it was saved, and by how many
+                ranks; of the store no more is read than the chunks that have it.
             select: names of tensors, or globs (``model.*``); the others are left out of the result.
             device: where torch tensors go.
             mmap: map uncompressed fulls instead of reading them: tensors are private, copy-on-write views of the file.
+                Tensors that are stored in shards are read and put together.
             verify: compare every byte read with its checksum. Turning it off is on you.
             threads: reading threads; default: the number of cores, at most 4.
             progress: told (bytes done, bytes in all) of the tensors that are restored, from any thread, one call at a
                 time.
+            rank: of a checkpoint that many ranks saved, give what this rank saved where they differ (random numbers,
+                data loader): of rank modulo their number, if they were fewer. None: all tensors that any rank had, and
+                of the rest the first rank's.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
@@ -271,7 +332,7 @@ class Store:
         """
         from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, progress)
+        options = LoadOptions(framework, into, select, device, mmap, verify, threads, progress, rank)
         return load(self.journal, ref, options)
 
     def verify(
@@ -428,7 +489,7 @@ class Store:
             keep_steps: every checkpoint of the range stays. Without it B alone of its diffs does.
             dry_run: write nothing; do the work, and say what would become of it.
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
-            timeout: seconds to wait for the live writer's answer; None: as long as it takes.
+            timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
             progress: told (bytes done, bytes in all).
 
         Returns:
@@ -465,7 +526,7 @@ class Store:
             refs: the checkpoints, of any term. Not the latest one, and none that a tag names.
             dry_run: change nothing, and say what would become of them.
             take_over: no writer is alive: open a term and commit there, which fences a writer that is.
-            timeout: seconds to wait for the live writer's answer; None: as long as it takes.
+            timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
 
         Returns:
             what was retired, what of it stays stored, and what is dropped.
@@ -595,7 +656,8 @@ class Store:
     ) -> list[TensorDifference]:
         """How two checkpoints differ, tensor by tensor: bits, elements, norms.
 
-        Tensors of equal hash are the same and are not read; the others are read chunk by chunk and verified.
+        Tensors of equal hash are the same and are not read; the others are read chunk by chunk and verified. Tensors in
+        shards are compared as whole ones, however each side is cut.
 
         Args:
             select: only tensors at places that match one of these patterns, in either checkpoint.
@@ -634,7 +696,7 @@ class Store:
         return tensors(self.journal, ref)
 
     def tree(self, ref: str | int = "latest") -> Any:
-        """The typed JSON tree of the checkpoint's state."""
+        """The typed JSON tree of the checkpoint's state; of many ranks that saved it together (SPEC 3.3), all of it."""
         from ckptstore.restore.load import tree
 
         return tree(self.journal, ref)
@@ -649,15 +711,22 @@ class Store:
 
         return chunks(self.journal, ref, name, verify)
 
-    def read_tensor(self, ref: str | int, name: str, *, verify: bool = True) -> npt.NDArray[Any]:
-        """One tensor's logical bytes (1-D uint8). Reads only that tensor's bytes.
+    def read_tensor(
+        self, ref: str | int, name: str, *, box: Sequence[slice] | slice | None = None, verify: bool = True
+    ) -> npt.NDArray[Any]:
+        """One tensor's logical bytes, or those of a box of it (1-D uint8). Reads only the chunks that have them.
+
+        Args:
+            box: slices, one for each dimension from the first on, as in ``numpy.s_[0:10, :]``: the elements of this box
+                in C order. Chunks of 16 MiB are read whole, because they are verified so.
 
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
+            UsageError: `box` is not of slices of neighbours, or has more of them than the tensor dimensions.
         """
         from ckptstore.restore.load import read_tensor
 
-        return read_tensor(self.journal, ref, name, verify)
+        return read_tensor(self.journal, ref, name, verify, box)
 
 
 _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
@@ -665,3 +734,18 @@ _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:
     return "pt" if os.fspath(path).lower().endswith(_PICKLES) else "safetensors"
+
+
+def _opened_together(
+    journal: Journal,
+    parent: str | int | CheckpointInfo | None,
+    group: Any,
+    options: WriterOptions,
+    ranks: RankOptions | None,
+) -> RankWriter:
+    from ckptstore.write.ranks.opening import open_rank_writer, to_group
+    from ckptstore.write.ranks.options import RankOptions
+
+    if group is None:
+        raise UsageError("ranks= says how the ranks of a group save together: give group=, too")
+    return open_rank_writer(journal, parent, to_group(group), options, ranks or RankOptions())

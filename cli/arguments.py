@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
@@ -55,7 +55,7 @@ class _Command(click.Command):
 
     def _left_out(self, ctx: click.Context, args: Sequence[str], rest: Sequence[click.Argument]) -> bool:
         words = self._words(ctx, args)
-        like = {_Ref: _LIKE_A_REF, _Range: _LIKE_A_RANGE}.get(type(rest[0].type)) if rest else None
+        like = {id(REF): _LIKE_A_REF, id(RANGE): _LIKE_A_RANGE}.get(id(rest[0].type)) if rest else None
         if not words:  # a shell that completes the first word gets folders where that cannot be a REF
             return words is not None and (like is not None or not ctx.resilient_parsing)
         return like is not None and like.match(words[0]) is not None
@@ -172,8 +172,12 @@ def _of_store(ctx: click.Context, names: Callable[[Store], list[str]], incomplet
     return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
 
-class _Ref(ParamType):
-    name = "REF"
+class _InStore(ParamType):
+    """The name of something that is in the store already typed, which a shell completes."""
+
+    def __init__(self, name: str, names: Callable[[click.Context, Store], Iterable[str]]) -> None:
+        self.name = name
+        self._names = names
 
     def shell_complete(
         self,
@@ -181,43 +185,19 @@ class _Ref(ParamType):
         param: click.Parameter,  # noqa: ARG002  # click's signature
         incomplete: str,
     ) -> list[CompletionItem]:
-        def refs(store: Store) -> list[str]:
-            tags = [f"tag:{name}" for name in store.tags()]
-            return ["latest", *tags, *(info.ref for info in reversed(store.checkpoints()))]
+        from click.shell_completion import CompletionItem
 
-        if "/" in incomplete:  # with CKPT_STORE set, this may be a STORE as well
-            from click.shell_completion import CompletionItem
-
+        if self is REF and "/" in incomplete:  # with CKPT_STORE set, this may be a STORE as well
             return [CompletionItem(incomplete, type="dir")]
-        return _of_store(ctx, refs, incomplete)
+        return _of_store(ctx, lambda store: list(self._names(ctx, store)), incomplete)
+
+
+def _refs(_: click.Context, store: Store) -> Iterable[str]:
+    return ["latest", *(f"tag:{name}" for name in store.tags()), *(info.ref for info in reversed(store.checkpoints()))]
 
 
 class _Range(ParamType):
     name = "A..B"
-
-
-class _Tag(ParamType):
-    name = "NAME"
-
-    def shell_complete(
-        self,
-        ctx: click.Context,
-        param: click.Parameter,  # noqa: ARG002  # click's signature
-        incomplete: str,
-    ) -> list[CompletionItem]:
-        return _of_store(ctx, lambda store: list(store.tags()), incomplete)
-
-
-class _Tensor(ParamType):
-    name = "NAME"
-
-    def shell_complete(
-        self,
-        ctx: click.Context,
-        param: click.Parameter,  # noqa: ARG002  # click's signature
-        incomplete: str,
-    ) -> list[CompletionItem]:
-        return _of_store(ctx, lambda store: list(store.tensors(_typed(ctx, 1) or "latest")), incomplete)
 
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {"ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -253,9 +233,9 @@ class _Step(ParamType):
 
 
 STORE = click.argument("store", metavar="STORE", type=_Store())
-REF = _Ref()
+REF = _InStore("REF", _refs)
 RANGE = _Range()
-TAG = _Tag()
-TENSOR = _Tensor()
+TAG = _InStore("NAME", lambda _, store: store.tags())
+TENSOR = _InStore("NAME", lambda ctx, store: store.tensors(_typed(ctx, 1) or "latest"))
 SIZE = _Size()
 STEP = _Step()

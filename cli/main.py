@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "merge": ("merge", "Merge the diffs of a range into one segment."),
     "gc": ("gc", "Delete the segments that nothing needs."),
     "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
-    "tune": ("tune", "Choose how often to store fulls and how to batch diffs."),
+    "tune": ("tune", "Choose how often to save, how often to store fulls, how to batch diffs."),
     "completion": ("completion", "Print the completion script of a shell."),
 }
 """Command -> (module under ``commands/``, first line of its help), in the order ``ckpt --help`` lists them.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-__all__ = ["duration", "emit", "moment", "note", "number", "progress", "ratio", "shape", "size", "some", "table"]
+if TYPE_CHECKING:
+    from ckptstore import Progress
 
-Progress = Callable[[int, int], None]
-"""Told (bytes done, bytes in all) as work goes on."""
+__all__ = ["duration", "emit", "moment", "note", "number", "progress", "ratio", "shape", "size", "some", "table"]
 
 
 def emit(document: dict[str, Any]) -> None:

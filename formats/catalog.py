@@ -1,7 +1,7 @@
 """The catalog: what a store holds after every record of its log, in order, has been applied.
 
 Checkpoints are nodes, encodings are edges. A checkpoint is *promised* from the COMMIT that adds it to the one that
-retires it; a retired one stays as a *base* while others build on it. Applying never fails: whether a record may be
+retires it; a retired one is *held* while others build on it. Applying never fails: whether a record may be
 written is asked before (`ckptstore.formats.retention`), and a log with a damaged slot has to be readable all the same.
 """
 
@@ -119,7 +119,7 @@ class Catalog:
         terms: term -> its OPEN.
         checkpoints: (term, step) -> promised checkpoint. Tables are in the order of their keys.
         slots: (term, step) of a promised checkpoint -> the slot that promised it.
-        bases: (term, step) -> checkpoint that is retired but still has encodings, because others build on it.
+        held: (term, step) -> checkpoint that is retired but still has encodings, because others build on it.
         encodings: (term, step) -> the ways to restore it, oldest first.
         segments: id -> live segment.
         dropped: ids of the newest term's segments that were given up (older ones are simply unreferenced).
@@ -140,7 +140,7 @@ class Catalog:
     terms: dict[int, TermEntry] = field(default_factory=dict)
     checkpoints: NodeTable[CheckpointEntry] = field(default_factory=_checkpoints)
     slots: NodeTable[int] = field(default_factory=_slots)
-    bases: NodeTable[CheckpointEntry] = field(default_factory=_checkpoints)
+    held: NodeTable[CheckpointEntry] = field(default_factory=_checkpoints)
     encodings: NodeTable[tuple[Encoding, ...]] = field(default_factory=_encodings)
     segments: Table[str, SegmentEntry] = field(default_factory=_segments)
     dropped: set[str] = field(default_factory=set)
@@ -168,11 +168,11 @@ class Catalog:
         return self._edges
 
     def find(self, node: Node) -> CheckpointEntry | None:
-        """The checkpoint, promised or kept as a base."""
-        return self.checkpoints.get(node) or self.bases.get(node)
+        """The checkpoint, promised or held."""
+        return self.checkpoints.get(node) or self.held.get(node)
 
     def restorable(self, identity: CheckpointId) -> bool:
-        """Whether some path of live encodings leads to this very checkpoint, promised or kept as a base."""
+        """Whether some path of live encodings leads to this very checkpoint, promised or held."""
         entry = self.find(identity.node)
         if entry is None or entry.state != identity.state:
             return False
@@ -364,7 +364,7 @@ class CatalogBuilder:
         entry = catalog.checkpoints.pop(node, None)
         catalog.slots.pop(node, None)
         if entry is not None and node in catalog.encodings:
-            catalog.bases[node] = entry
+            catalog.held[node] = entry
         if node[0] == catalog.term:
             catalog.spent.add(node[1])
 
@@ -379,17 +379,17 @@ class CatalogBuilder:
                 catalog.encodings[node] = kept
             else:
                 catalog.encodings.pop(node, None)
-                catalog.bases.pop(node, None)
+                catalog.held.pop(node, None)
 
 
 def _tables(catalog: Catalog) -> tuple[Table[Any, Any], ...]:
-    return (catalog.checkpoints, catalog.slots, catalog.bases, catalog.encodings, catalog.segments)
+    return (catalog.checkpoints, catalog.slots, catalog.held, catalog.encodings, catalog.segments)
 
 
 def _copied(catalog: Catalog) -> Catalog:
     """A catalog with changes, dictionaries and sets of its own; rows are shared, the index is left behind."""
     twin = copy.copy(catalog)
-    for name in ("terms", "checkpoints", "slots", "bases", "encodings", "segments", "dropped", "spent", "tags"):
+    for name in ("terms", "checkpoints", "slots", "held", "encodings", "segments", "dropped", "spent", "tags"):
         setattr(twin, name, getattr(catalog, name).copy())
     twin.requests, twin.manifests = dict(catalog.requests), dict(catalog.manifests)
     twin._edges = None

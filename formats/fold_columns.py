@@ -41,7 +41,7 @@ _BELOW_LIMIT: Final = bytes(range(MAX_INT >> 48))
 def write_tables(catalog: Catalog) -> tuple[dict[str, Any], list[bytes]]:
     """The big tables of `catalog` -> (what their JSON says, their columns in order)."""
     checkpoints, slots = catalog.checkpoints.settled(), catalog.slots.settled()
-    bases, segments, encodings = catalog.bases.settled(), catalog.segments.settled(), catalog.encodings.settled()
+    held, segments, encodings = catalog.held.settled(), catalog.segments.settled(), catalog.encodings.settled()
     assert isinstance(encodings, EncodingRows)
     assert len(slots) == len(checkpoints)
     kinds, used = _kinds(encodings)
@@ -51,11 +51,11 @@ def write_tables(catalog: Catalog) -> tuple[dict[str, Any], list[bytes]]:
     place.update((name, len(segments) + row) for row, name in enumerate(loose))
     meta: dict[str, Any] = {
         "checkpoints": _described(checkpoints),
-        "bases": _described(bases),
+        "held": _described(held),
         "segments": _described(segments),
         "encodings": _described(encodings) | {"kinds": used, "uses": len(uses), "loose": b"".join(loose).hex()},
     }
-    columns = [*checkpoints.columns, slots.columns[2], *bases.columns, *segments.columns]
+    columns = [*checkpoints.columns, slots.columns[2], *held.columns, *segments.columns]
     columns += [*encodings.columns[:2], kinds, *encodings.columns[3:], array("q", map(place.__getitem__, uses))]
     return meta, [_little(column).tobytes() if isinstance(column, array) else column for column in columns]
 
@@ -105,11 +105,11 @@ class Tables:
         """
         members = [
             _Table(found.rest().pop(name, None), f"{what}, {name}", columns)
-            for name in ("checkpoints", "bases", "segments", "encodings")
+            for name in ("checkpoints", "held", "segments", "encodings")
         ]
         self.checkpoints = members[0].checkpoints()
         self.slots = SlotRows([*self.checkpoints.columns[:2], members[0].column("q", "slot")])
-        self.bases = members[1].checkpoints()
+        self.held = members[1].checkpoints()
         self.segments, ids = members[2].segments()
         self.encodings = members[3].encodings(ids)
         columns.finish()

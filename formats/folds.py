@@ -257,7 +257,7 @@ def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
         terms=terms,
         checkpoints=NodeTable(tables.checkpoints),
         slots=NodeTable(tables.slots),
-        bases=NodeTable(tables.bases),
+        held=NodeTable(tables.held),
         encodings=NodeTable(tables.encodings),
         segments=Table(tables.segments),
         dropped=set(_Columns({"dropped": found.text("dropped", default="")}, what).loose_digests("dropped")),

@@ -21,6 +21,8 @@ LIMIT: Final = 16 * 1024
 """Bytes of canonical JSON that it may take."""
 MAX_DEPTH: Final = 32
 """Nesting."""
+_WIDEST: Final = 4096
+"""Bits of a whole number: Python writes and reads no number of many thousand digits."""
 _FLOAT: Final = "$float"
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -62,6 +64,8 @@ def _written(value: Any, place: str, depth: int) -> Any:
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, int):
+        if value.bit_length() > _WIDEST:
+            raise UsageError(f"{place}: a number of {value.bit_length():,} bits, at most {_WIDEST:,}; give it as text")
         return int(value)
     if isinstance(value, float):
         number = float(value)

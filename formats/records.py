@@ -171,7 +171,7 @@ class OpenRecord:
         writer: who opened it (host, pid, version); information only.
         incompat: features a reader must know.
         ro_compat: features a writer must know.
-        previous: xxh3_128 of the bytes of the slot before, which makes the log a chain; `NO_SLOT` in slot 0.
+        previous: xxh3_128 of the bytes of the slot before, so that a lost or foreign slot shows; `NO_SLOT` in slot 0.
     """
 
     term: int

@@ -242,7 +242,7 @@ def read_trees(members: Members, steps: Sequence[int]) -> dict[int, Any]:
 
 def frame(header: bytes, header_size: int) -> bytes:
     """Length field, header text and padding: `header_size` bytes. Raises `FormatError` if the text does not fit."""
-    room = header_size - LENGTH.size
-    if len(header) > room:
-        raise FormatError(f"a header of {len(header)} bytes does not fit the {room} that were planned")
-    return LENGTH.pack(room) + header.ljust(room)
+    planned = header_size - LENGTH.size
+    if len(header) > planned:
+        raise FormatError(f"a header of {len(header)} bytes does not fit the {planned} that were planned")
+    return LENGTH.pack(planned) + header.ljust(planned)

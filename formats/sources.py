@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ckptstore.formats import dtypes
 
-__all__ = ["Bytes", "NumpySource", "Origin", "TensorSource", "blocks", "write_into"]
+__all__ = ["BoxSource", "Bytes", "NumpySource", "Origin", "TensorSource", "blocks", "place_of", "write_into"]
 
 Bytes = npt.NDArray[np.uint8]
 """One-dimensional uint8 array."""
@@ -102,6 +102,56 @@ class NumpySource:
             done += count
         if not aligned:
             np.copyto(out, elements.view(np.uint8)[skip : skip + out.size])
+
+
+class BoxSource:
+    """Neighbouring elements of another source, as a shard of a larger tensor. Implements `TensorSource`.
+
+    Attributes:
+        global_shape: shape of the whole tensor; None: this is no shard.
+        offset: where it begins in that.
+    """
+
+    __slots__ = ("_source", "_start", "dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape")
+
+    def __init__(
+        self,
+        source: TensorSource,
+        shape: tuple[int, ...],
+        start: int = 0,
+        global_shape: tuple[int, ...] | None = None,
+        offset: tuple[int, ...] | None = None,
+    ) -> None:
+        """
+        Args:
+            shape: its own.
+            start: the byte of the image of `source` at which its image begins.
+        """
+        self.dtype: str = source.dtype
+        self.shape = shape
+        self.nbytes: int = dtypes.nbytes(dtypes.get(source.dtype), shape)
+        self.origin: Origin = source.origin
+        self.identity: Hashable = ("box", source.identity, start, shape)
+        self.global_shape = global_shape
+        self.offset = offset
+        self._source = source
+        self._start = start
+
+    def view(self) -> Bytes | None:
+        """The image without a copy, or None."""
+        view = self._source.view()
+        return None if view is None else view[self._start : self._start + self.nbytes]
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """Copy a range of the image."""
+        _check_range(offset, out.size, self.nbytes)
+        self._source.read(self._start + offset, out)
+
+
+def place_of(source: TensorSource) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Global shape and offset of a source that is a shard; of another one None and None."""
+    whole, offset = getattr(source, "global_shape", None), getattr(source, "offset", None)
+    return (None, None) if whole is None or offset is None else (tuple(whole), tuple(offset))
 
 
 def write_into(array: npt.NDArray[Any], data: Bytes, offset: int) -> None:

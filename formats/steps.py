@@ -122,6 +122,8 @@ def _check(group: Group, tensors: Mapping[str, TensorEntry], where: str) -> None
             first = first or entry
             if entry.dtype != "F32" or entry.shape != first.shape:
                 raise CorruptSegmentError(f"{where}: tensor {name!r}: {entry.dtype} {list(entry.shape)} in a group")
+            if (entry.global_shape, entry.offset) != (first.global_shape, first.offset):
+                raise CorruptSegmentError(f"{where}: tensor {name!r}: a shard of another place than {first.name!r}'s")
             if name != group.leader and (
                 entry.params != follower_params(group.leader) or any(chunk.length for chunk in entry.chunks)
             ):

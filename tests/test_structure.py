@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
@@ -71,12 +72,6 @@ def test_torch_is_imported_in_its_rooms_alone() -> None:
     assert [name for name, room in importers.items() if room not in TORCH_ROOMS] == []
 
 
-def test_pools_of_threads_are_made_in_one_place() -> None:
-    sources = [path for room in ("ckptstore", "cli", "formats") for path in (ROOT / room).rglob("*.py")]
-    makers = [str(path.relative_to(ROOT)) for path in sources if "ThreadPoolExecutor(" in path.read_text()]
-    assert makers == ["ckptstore/host/threads.py"]
-
-
 def test_every_room_says_in_three_lines_what_is_in_it_and_what_it_imports() -> None:
     rooms = {room.name for room in tree().rooms()} - {"ckptstore"}
     assert len(rooms) > 10
@@ -108,6 +103,93 @@ def test_what_a_room_says_that_it_imports_is_all_that_it_does() -> None:
             if one.room == home.name or one.room.startswith(f"{home.name}.")
         }
         assert used <= allowed, f"{home.name} says {said!r} and imports {sorted(used - allowed)}"
+
+
+# -- what tests may ask for
+
+BORROWED = {
+    "os": {"_exit"},
+    "sys": {"_getframe"},
+    "threading": {"_register_atexit"},
+    "torch.Tensor": {"_version"},
+    "torch.cuda": {"_sleep"},
+    "torch.utils": {"_pytree"},
+    "torch.optim.Optimizer": {
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+    },
+    "torch.distributed": {"_split_tensor", "_StridedShard"},
+    "namedtuple": {"_replace"},
+}
+"""Private by name, of others than this project, without a public form."""
+
+_PRIVATE = r"_(?!_)\w+"
+_OF_ANOTHER = re.compile(rf"(?<![\w.])(?!(?:self|cls)\.)[\w.()\[\]]*[\w)\]]\.({_PRIVATE})")
+
+
+def private_uses(source: str) -> list[tuple[int, str]]:
+    """Line and name of every private attribute of another object that a test reads, sets or imports.
+
+    In scripts, which are texts of several lines, too. What a class has of its own or inherits is no other object's.
+    """
+    allowed = {name for names in BORROWED.values() for name in names}
+    module = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(module):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
+                pass
+            case ast.Attribute(attr=name):
+                found.append((node.lineno, name))
+            case ast.ImportFrom(names=names):
+                found += ((node.lineno, one.name) for one in names)
+            case ast.Constant(value=str() as text) if "\n" in text and id(node) not in prose:
+                lines = enumerate(text.splitlines(), node.lineno)
+                found += ((line, name) for line, said in lines for name in _OF_ANOTHER.findall(said))
+    return sorted((line, name) for line, name in found if re.fullmatch(_PRIVATE, name) and name not in allowed)
+
+
+def test_private_names_are_used_in_the_inside_modules_alone() -> None:
+    """Each says there which names it relies on, and why nothing public would do."""
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "inside.py" and path != Path(__file__)]
+    assert len(tests) > 100
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in tests
+        for line, name in private_uses(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_private_names_are_found_wherever_they_hide() -> None:
+    source = """
+'''Prose: writer._lock
+is no use.'''
+from ckptstore.log.reading import _Reading, read
+class Sink(Base):
+    def write(self):
+        self._inner._lock.acquire()
+        super()._write()
+        cls._made += 1
+    def __eq__(self, other):
+        return self.__dict__ == other.__dict__
+writer._submit(gate.wait)
+found = [one._held for one in makers()[0]._all]
+os._exit(1)
+NAME = "LocalBackend._write"
+SCRIPT = '''
+store.writer()._backend.open_sink = self._x
+os._exit(store.url)
+'''
+made = f'''
+{name}
+bad._submit(1)
+'''
+"""
+    names = [name for _, name in private_uses(source)]
+    assert names == ["_Reading", "_lock", "_submit", "_all", "_held", "_backend", "_submit"]
 
 
 # -- the report
@@ -191,3 +273,10 @@ def test_the_report_as_text_and_as_json(made_up: Path) -> None:
     text = CliRunner().invoke(main, [str(made_up)], catch_exceptions=False).output
     assert "10 term.Term" in text
     assert "5 modules in 3 rooms" in text
+
+
+def test_threads_pools_and_timers_begin_in_one_room() -> None:
+    begins = re.compile(r"\b(threading\.(Thread|Timer)|ThreadPoolExecutor|ProcessPoolExecutor|multiprocessing\.\w+)\(")
+    sources = [path for room in ("ckptstore", "cli", "formats") for path in (ROOT / room).rglob("*.py")]
+    found = {path.relative_to(ROOT).as_posix() for path in sources if begins.search(path.read_text())}
+    assert found == {f"ckptstore/host/{name}.py" for name in ("background", "task_pool", "threads")}

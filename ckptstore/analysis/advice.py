@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.analysis.measuring import Measurement
+from ckptstore.analysis.measurement import Measurement
 from ckptstore.analysis.methods import DELTAS
 from ckptstore.analysis.sampling import Estimate, Group
 from ckptstore.errors import UsageError
@@ -27,11 +27,11 @@ __all__ = [
     "summarize",
 ]
 
-STORED: Final = ("raw", "derive", "planes", "xor", "diff", "prefix", "prefix-grouped", "diff-context")
+STORED: Final = ("raw", "derive", "planes", "xor", "sub", "prefix", "prefix-grouped", "sub-context")
 """What a store can hold, in the order of preference where sizes are equal: simpler and faster first."""
 ENOUGH: Final = 0.01
 """A codec further down that list has to save at least this share of the bytes against those above."""
-SHIPPED: Final = ("raw", "gzip", "zstd", "planes", "xor", "diff", "diff-context")
+SHIPPED: Final = ("raw", "gzip", "zstd", "planes", "xor", "sub", "sub-context")
 
 
 @dataclass(frozen=True, slots=True)

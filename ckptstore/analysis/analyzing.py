@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ckptstore.analysis.advice import Advice, Shipping, Summary, advise, ship, summarize
 from ckptstore.analysis.classes import TensorClass, classify
-from ckptstore.analysis.measuring import Measured, Measurement, measure
+from ckptstore.analysis.measurement import Measured, Measurement, measure
 from ckptstore.analysis.methods import DELTAS, METHODS, TOP
 from ckptstore.analysis.plan import POINTS, plan_targets, spacing
 from ckptstore.analysis.sampling import Group, group_tensors

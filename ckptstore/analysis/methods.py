@@ -13,7 +13,7 @@ import numpy.typing as npt
 import zstandard
 
 from ckptstore.formats import codecs, compiled
-from ckptstore.formats.codecs import Codec, Diff, Policy, Prefix, Raw, Sample, Xor
+from ckptstore.formats.codecs import Codec, Policy, Prefix, Raw, Sample, Sub, Xor
 from ckptstore.formats.codecs.plain import MAPS
 from ckptstore.host.buffers import Bytes
 
@@ -21,16 +21,16 @@ __all__ = ["BOUNDS", "DELTAS", "METHODS", "Coded", "Methods", "prefix_counts"]
 
 METHODS: Final = (
     *("gzip", "zstd", "raw", "planes", "prefix", "prefix-grouped", "derive"),
-    *("xor", "diff", "diff-context"),
+    *("xor", "sub", "sub-context"),
 )
 """Everything that is measured with a time, in the order of tables. ``gzip`` is level 6, ``zstd`` level 3."""
-DELTAS: Final = ("xor", "diff", "diff-context")
+DELTAS: Final = ("xor", "sub", "sub-context")
 """Those that need an earlier checkpoint."""
-BOUNDS: Final = {"planes": "bound", "xor": "bound-xor", "diff": "bound-diff"}
+BOUNDS: Final = {"planes": "bound", "xor": "bound-xor", "sub": "bound-sub"}
 """Codec -> its bound, in each block the least of: the order-0 entropy of the byte planes of the numbers, and for the
 latter two of their difference, as they are or with the sign moved last; and what this codec, and those without a base,
 made of the block: repetitions that zstd finds are below order 0. So no codec without context is below its bound."""
-_UNBOUND: Final = ("gzip", "zstd", "derive", "diff-context")
+_UNBOUND: Final = ("gzip", "zstd", "derive", "sub-context")
 SLOW: Final = ("gzip",)
 """Measured on a part of a sample: it costs more time than all others together."""
 TOP: Final = 12
@@ -91,11 +91,11 @@ class Methods:
 
     def deltas(self, samples: Sequence[Sample]) -> dict[str, Codec]:
         """The deltas for one pair of checkpoints, from samples of it: name -> codec."""
-        found: dict[str, Codec] = {"xor": Xor(self.word), "diff": Diff(self.word)}
-        if "diff-context" in self.wanted:
-            for one in codecs.candidates(self.dtype, samples, Policy(("diff",), context=True)):
-                if isinstance(one, Diff) and one.context is not None:
-                    found["diff-context"] = one
+        found: dict[str, Codec] = {"xor": Xor(self.word), "sub": Sub(self.word)}
+        if "sub-context" in self.wanted:
+            for one in codecs.candidates(self.dtype, samples, Policy(("sub",), context=True)):
+                if isinstance(one, Sub) and one.context is not None:
+                    found["sub-context"] = one
         return {name: codec for name, codec in found.items() if name in self.wanted}
 
     def alone(self, data: Bytes, *, slow: bool) -> list[Coded]:
@@ -120,8 +120,8 @@ class Methods:
         bounds = []
         if "xor" in found:
             bounds.append(self._bound("xor", data, self._entropy(new ^ old), [*alone, found["xor"]]))
-        if "diff" in found:
-            bounds.append(self._bound("diff", data, codecs.difference_entropy(new, old), [*alone, found["diff"]]))
+        if "sub" in found:
+            bounds.append(self._bound("sub", data, codecs.difference_entropy(new, old), [*alone, found["sub"]]))
         return [*found.values(), *bounds]
 
     def _entropy(self, words: Words) -> float:
@@ -154,10 +154,10 @@ def _mapped(words: Words, how: str) -> Words:
 
 def _coded(name: str, codec: Codec, data: Bytes, base: Bytes | None) -> Coded:
     """Encode and decode one unit, which is at most a block. Raises `AssertionError` where that is not exact."""
-    room = np.empty(codecs.bound(len(data)), np.uint8)
+    space = np.empty(codecs.bound(len(data)), np.uint8)
 
     def encode() -> Bytes:
-        return codecs.encode(codec, data, base, out=room)
+        return codecs.encode(codec, data, base, out=space)
 
     def decode(payload: Bytes) -> Bytes:
         return codecs.decode(codec, payload, len(data), base)

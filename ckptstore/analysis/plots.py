@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.analysis.advice import Shipping, Summary
 from ckptstore.analysis.analyzing import Analysis
-from ckptstore.analysis.measuring import Measurement
+from ckptstore.analysis.measurement import Measurement
 from ckptstore.analysis.methods import DELTAS
 from ckptstore.errors import MissingDependencyError
 from ckptstore.formats.codecs import word_size
@@ -31,12 +31,12 @@ COLOURS: Final = {
     "prefix": "#CC79A7",
     "prefix-grouped": "#AA4499",
     "xor": "#D55E00",
-    "diff": "#0072B2",
-    "diff-context": "#009E73",
+    "sub": "#0072B2",
+    "sub-context": "#009E73",
     "derive": "#000000",
     "recommended": "#009E73",
 }
-_MARKERS: Final = {"xor": "s", "diff": "o", "diff-context": "^", "planes": "D", "zstd": "v", "gzip": "x"}
+_MARKERS: Final = {"xor": "s", "sub": "o", "sub-context": "^", "planes": "D", "zstd": "v", "gzip": "x"}
 _CLASS_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _INK: Final = "#22272e"
 _FAINT: Final = "#8a929c"
@@ -150,7 +150,7 @@ def ratios(found: Analysis) -> str:
         for row, one in enumerate(shown):
             if (interval := one.estimate.interval) is not None and interval[1] > interval[0]:
                 axes.plot(interval, [row, row], color=_INK, linewidth=1)
-            bound = cells.get({"planes": "bound", "xor": "bound-xor", "diff": "bound-diff"}.get(one.method, ""))
+            bound = cells.get({"planes": "bound", "xor": "bound-xor", "sub": "bound-sub"}.get(one.method, ""))
             if bound is not None and bound.estimate.fraction:
                 axes.plot([bound.estimate.ratio] * 2, [row - 0.42, row + 0.42], color=_INK, linewidth=1.6)
                 longest = max(longest, bound.estimate.ratio)
@@ -174,7 +174,7 @@ def training(found: Analysis) -> str:
 
     def draw(axes: Axes, position: int) -> None:
         number = found.major[position]
-        for method in ("gzip", "zstd", "planes", "xor", "diff", "diff-context"):
+        for method in ("gzip", "zstd", "planes", "xor", "sub", "sub-context"):
             points = [one for one in found.over_training(number, method) if one.estimate.fraction]
             if points:
                 steps = [found.series[one.index].step for one in points]
@@ -211,7 +211,7 @@ def gaps(found: Analysis) -> str:
             pairs = _of(found, number, method)  # of every gap: an uneven series has few that are the same
             marks = [bits * one.estimate.fraction for one in pairs]
             axes.scatter([one.gap or 1 for one in pairs], marks, s=9, color=COLOURS[method], alpha=0.35, linewidths=0)
-        for method in ("xor", "diff"):
+        for method in ("xor", "sub"):
             cells = [one for one in _means(found, number, f"bound-{method}") if one.gap in found.gaps]
             marks = [bits * one.estimate.fraction for one in cells]
             axes.plot([one.gap or 1 for one in cells], marks, color=COLOURS[method], linestyle="--", linewidth=1)

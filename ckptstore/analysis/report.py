@@ -176,7 +176,7 @@ def _every_codec(found: Analysis) -> str:
 
 
 def _codec_row(one: Summary, cells: dict[str, Summary], bits: int) -> list[str]:
-    bound = cells.get({"planes": "bound", "xor": "bound-xor", "diff": "bound-diff"}.get(one.method, ""))
+    bound = cells.get({"planes": "bound", "xor": "bound-xor", "sub": "bound-sub"}.get(one.method, ""))
     return [
         _text(one.method),
         _with_margin(one.estimate),

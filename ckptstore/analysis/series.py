@@ -19,6 +19,7 @@ from ckptstore.errors import UsageError
 from ckptstore.exchange.checkpoint_folders import is_beside, survey
 from ckptstore.exchange.importing import step_of
 from ckptstore.exchange.weight_files import open_file
+from ckptstore.formats.shards import ShardedEntry
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -110,6 +111,11 @@ def _of_store(store: Store, refs: Sequence[str]) -> list[Checkpoint]:
     found = []
     for info in infos:
         tensors = store.tensors(info.ref)
+        if cut := [name for name, entry in tensors.items() if isinstance(entry, ShardedEntry)]:
+            raise UsageError(
+                f"checkpoint {info.ref} is stored in shards ({cut[0]!r} and {len(cut) - 1} others); analyze files that "
+                "`ckpt restore` makes of it"
+            )
         types = {name: TensorType(entry.dtype, tuple(entry.shape), entry.nbytes) for name, entry in tensors.items()}
         found.append(Checkpoint(info.ref, info.step, types, _store_opener(store, info)))
     return _numbered(found)

@@ -74,7 +74,7 @@ def what_to_do(found: Analysis) -> str:
     if not best.interval:
         return "What to do: go on storing fulls (a writer without deltas=), for no delta pays within the restore bound."
     arguments = [f"interval={best.interval}"]
-    if any(one.method == "diff-context" for one in advice.groups if one.group in found.major):
+    if any(one.method == "sub-context" for one in advice.groups if one.group in found.major):
         arguments.append("policy=SMALL_POLICY")
     if options.bound != RestoreBound():
         arguments.append(f"bound={options.bound!r}")

@@ -29,9 +29,7 @@ def _at_home(path: str) -> Path:
     return Path(expanded)
 
 
-def _open_path(path: str, url: str, create: bool) -> Backend:
-    from ckptstore.backends.local import LocalBackend
-
+def _open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backend:
     there: int | None = None
     try:
         folder = _at_home(path)
@@ -48,14 +46,29 @@ def _open_path(path: str, url: str, create: bool) -> Backend:
         raise StoreNotFoundError(f"{url} is a file, not the folder of a store")
     if there is None and not create:
         raise StoreNotFoundError(f"{url} does not exist")
+    if pmem:
+        from ckptstore.backends.pmem import PmemBackend
+
+        return PmemBackend(folder, url=url)
+    from ckptstore.backends.local import LocalBackend
+
     return LocalBackend(folder, url=url)
 
 
-def _open_file_url(url: str, create: bool) -> Backend:
+def _path_of(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise UsageError(f"{url}: a file URL is file:// followed by an absolute path, percent-encoded where needed")
-    return _open_path(unquote(parts.path), url, create)
+        kind = parts.scheme
+        raise UsageError(f"{url}: a {kind} URL is {kind}:// followed by an absolute path, percent-encoded where needed")
+    return unquote(parts.path)
+
+
+def _open_file_url(url: str, create: bool) -> Backend:
+    return _open_path(_path_of(url), url, create)
+
+
+def _open_pmem_url(url: str, create: bool) -> Backend:
+    return _open_path(_path_of(url), url, create, pmem=True)
 
 
 def _open_memory_url(url: str, create: bool) -> Backend:
@@ -69,14 +82,19 @@ def _open_memory_url(url: str, create: bool) -> Backend:
     return MemoryBackend(name)
 
 
-_OPENERS: Final[Mapping[str, Callable[[str, bool], Backend]]] = {"file": _open_file_url, "memory": _open_memory_url}
+_OPENERS: Final[Mapping[str, Callable[[str, bool], Backend]]] = {
+    "file": _open_file_url,
+    "pmem": _open_pmem_url,
+    "memory": _open_memory_url,
+}
 
 
 def open_backend(url: str | os.PathLike[str], create: bool) -> Backend:
     """The medium of the store at `url`. Whether a store is there is for the engine to find out.
 
     Args:
-        url: a path (``~`` is the user's home), ``file:///absolute/path`` or ``memory://name``.
+        url: a path (``~`` is the user's home), ``file:///absolute/path``, ``pmem:///absolute/path`` or
+            ``memory://name``.
         create: accept a place where nothing is yet; the first write makes it.
 
     Raises:

@@ -17,13 +17,14 @@ what a slot dropped) call `Backend.settle`; it fails for good where an fsync fai
 
 from __future__ import annotations
 
+import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from ckptstore.errors import ForeignObjectError, UsageError
+from ckptstore.errors import ForeignObjectError, StorageError, UsageError
 
 OBJECT_LIMIT: Final = 256 << 20
 """Bytes that `Backend.get` reads where the caller sets no limit of its own."""
@@ -68,6 +69,24 @@ class SegmentSink(ABC):
         reuse the memory as soon as this returns. Raises `StorageError`, also once sealed or aborted.
         """
 
+    def map(self, offset: int, length: int) -> memoryview | None:  # noqa: ARG002 - most media have none
+        """Bytes `offset` to `offset` + `length` > 0 of the segment as writable memory, or None if the medium has none.
+
+        For whoever can copy straight to the medium (a device's memory, layer by layer). Any alignment; what it holds
+        before it is written is not defined. It counts as written once `persist` has returned, or `seal`. After `seal`
+        or `abort` it must not be touched: what is stored then damages the segment, or ends the process.
+
+        Raises `StorageError`: no space, or sealed or given up.
+        """
+        return None
+
+    def persist(self, offset: int, length: int) -> None:
+        """Get what was stored through `map` into these bytes to the medium: `seal` has less left to do.
+
+        By any thread, once those that stored have said that they are done. Raises `StorageError`; then `abort`.
+        """
+        raise StorageError(errno.EOPNOTSUPP, f"nothing of this segment is mapped: {length} bytes at {offset}")
+
     @abstractmethod
     def seal(self, size: int) -> None:
         """Cut to exactly `size` bytes and make contents and name durable, once.
@@ -84,6 +103,9 @@ class SegmentSource(ABC):
     """An open segment. Reads by position, thread-safe."""
 
     size: int
+    held: bool = True
+    """Whether no writer can overwrite these bytes, with another segment's, while this is open or mapped. Where it is
+    False (a file system without locks) they are compared with their hashes in any case, and `map` gives a copy."""
 
     @abstractmethod
     def read_into(self, offset: int, out: memoryview) -> None:
@@ -130,6 +152,11 @@ class Backend(ABC):
     cheap_looks: bool = False
     anchored: bool = False
 
+    @property
+    def recycling(self) -> str:
+        """For people: whether new segments overwrite the space of deleted ones (``on: ...``, ``off: ...``), and why."""
+        return "off: not on this kind of medium"
+
     @abstractmethod
     def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
         """The whole object, of at most `limit` bytes: what is longer costs nothing.
@@ -150,7 +177,8 @@ class Backend(ABC):
         """Create-if-absent, whole and durable on return.
 
         Raises `KeyExistsError` if the key is present (then nothing changed). Any other `StorageError` leaves it
-        *unknown* whether the object exists: the caller reads back, and settles before it trusts what it found.
+        *unknown* whether the object exists: the caller reads back, and settles before it trusts what it found. Unless
+        `StorageError.unsent` says that this attempt has made nothing and never will.
         """
 
     @abstractmethod
@@ -165,6 +193,20 @@ class Backend(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove; a missing key is no error. Raises `StorageError`."""
+
+    def release(self, key: str) -> None:
+        """`delete` a segment; the medium may keep its space for new ones (`shrink_spare`). Raises `StorageError`.
+
+        Only for what no living reader has claimed: a pin that was taken for dead allows deleting, and no more.
+        """
+        self.delete(key)
+
+    def shrink_spare(self, limit: int) -> int:  # noqa: ARG002 - most media keep nothing
+        """Delete what is kept of released segments beyond `limit` bytes -> bytes still kept. Raises nothing."""
+        return 0
+
+    def check_space(self, nbytes: int) -> None:  # noqa: B027 - most media do not know
+        """Raise `StorageError` (ENOSPC) if `nbytes` of new segments cannot fit. Where that is not certain: no word."""
 
     @abstractmethod
     def list(self, prefix: str) -> list[str]:
@@ -204,6 +246,10 @@ class Backend(ABC):
 
         Raises `UnsupportedBackendError`, `StorageError`.
         """
+
+    def medium(self) -> str:
+        """What the store lies on and how bytes get there, in a few words for people. Never raises."""
+        return self.url.partition("://")[0]
 
     def deleted(self) -> bool:
         """Whether the store that this handle reached was deleted. It does not come back: see `reopened`."""

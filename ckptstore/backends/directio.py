@@ -7,8 +7,9 @@ ordinary way: that descriptor takes what O_DIRECT refuses (tmpfs, some FUSE file
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import stat
 import threading
@@ -17,9 +18,17 @@ from typing import Final
 
 from ckptstore.backends.base import SegmentSink, SegmentSource
 from ckptstore.backends.folders import Folders, kind_of
-from ckptstore.backends.posix import Posix, write_some
+from ckptstore.backends.posix import Posix, address_of, write_some
+from ckptstore.backends.spare_files import FULL, SpareFiles
 from ckptstore.backends.system_errors import reading, writing
-from ckptstore.errors import CkptError, CorruptSegmentError, ForeignObjectError, KeyExistsError, StorageError
+from ckptstore.errors import (
+    CkptError,
+    CorruptSegmentError,
+    ForeignObjectError,
+    KeyExistsError,
+    KeyNotFoundError,
+    StorageError,
+)
 from ckptstore.host.pages import BLOCK
 
 DIRECT_MINIMUM: Final = 1 << 20
@@ -28,6 +37,8 @@ DIRECT_MINIMUM: Final = 1 << 20
 
 _NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
 """How the system refuses to open a link, a socket or a device without a driver."""
+_NO_LOCKS: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EBADF})
+"""How file systems that have no locks, or none for readers, say so."""
 
 
 def open_direct(posix: Posix, name: str, flags: int, folder: int) -> int | None:
@@ -77,40 +88,80 @@ class FileSink(SegmentSink):
         posix: the system calls.
         size_hint: bytes to reserve; a poor guess costs nothing but time.
         direct: whether to try O_DIRECT.
+        spare: files whose blocks it may have, and which go first when the disk is full.
     """
 
-    def __init__(self, folders: Folders, key: str, posix: Posix, size_hint: int, *, direct: bool = True) -> None:
+    _access = os.O_WRONLY
+
+    def __init__(
+        self,
+        folders: Folders,
+        key: str,
+        posix: Posix,
+        size_hint: int,
+        *,
+        direct: bool = True,
+        spare: SpareFiles | None = None,
+    ) -> None:
         self._folders = folders
         self._folder, _, self._name = key.rpartition("/")
         self._path = f"{folders.root}/{key}"
         self._posix = posix
+        self._spare = spare
         self._settled = False  # sealed or removed: nothing is left to give up
         with writing(self._path), folders.opened(self._folder) as folder:
             try:
+                taken = None if spare is None else spare.take(folder, self._name, size_hint)
+                self._recycled = taken is not None
                 # O_EXCL without O_DIRECT: where that is refused, the refusal would come with the file already made.
-                self._buffered: int | None = posix.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
+                flags = self._access | os.O_CREAT | os.O_EXCL
+                self._buffered: int | None = posix.open(self._name, flags, folder) if taken is None else taken
             except FileExistsError as error:
                 raise KeyExistsError(errno.EEXIST, "the segment exists already", self._path) from error
             self._direct = open_direct(posix, self._name, os.O_WRONLY, folder) if direct else None
         if size_hint > 0:
             self._reserve(self._buffered, -(-size_hint // BLOCK) * BLOCK)
 
+    @property
+    def recycled(self) -> bool:
+        """Whether it overwrites the blocks of a segment that was given up."""
+        return self._recycled
+
     def _reserve(self, descriptor: int, size: int) -> None:
         # With blocks and length known beforehand, writes from several threads need not extend the file one by one.
         try:
-            self._posix.fallocate(descriptor, size)
+            before = self._posix.fstat(descriptor).st_size
+            try:
+                self._posix.fallocate(descriptor, size)
+            except OSError as error:
+                if not self._freed(error):
+                    raise
+                self._posix.fallocate(descriptor, size)
         except OSError:
             # Only a hint: no such call here, or no space for a guess that was too high. What counts is what the writes
             # say, and they shall find the disk as free as it was.
             with suppress(OSError):
-                self._posix.ftruncate(descriptor, 0)
+                self._posix.ftruncate(descriptor, before)
+
+    def _freed(self, error: OSError) -> bool:
+        """Whether the disk was full, and has space now: spare files go before a checkpoint fails."""
+        return error.errno in FULL and self._spare is not None and self._spare.shrink(0) > 0
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `SegmentSink.write`. Misaligned blocks are slower, not wrong."""
         view = data.cast("B")
         with writing(self._path):
+            if self._recycled and offset == 0 and self._buffered is not None:
+                # Prevents: a header, which goes out last, over what was in the file before: a power cut may keep it and
+                # lose the data. (In a new file it would be over zeros.)
+                self._posix.fdatasync(self._buffered)
             while view:
-                done = self._write_some(offset, view)
+                try:
+                    done = self._write_some(offset, view)
+                except OSError as error:
+                    if not self._freed(error):
+                        raise
+                    continue
                 offset, view = offset + done, view[done:]
 
     def _write_some(self, offset: int, view: memoryview) -> int:
@@ -132,11 +183,7 @@ class FileSink(SegmentSink):
         with writing(self._path):
             try:
                 written = self._posix.fstat(self._buffered)
-                # Cuts what was reserved and the last block's padding: safetensors refuses trailing bytes.
-                self._posix.ftruncate(self._buffered, size)
-                # Prevents: a committed segment whose blocks, block map or length a power cut takes back. O_DIRECT alone
-                # leaves the disk's own cache and the file's metadata in the air.
-                self._posix.fdatasync(self._buffered)
+                self._finish_contents(self._buffered, size)
             finally:
                 # Also after a failure: a failed fsync says nothing about what a second one would do, so there is none.
                 self._close()
@@ -145,6 +192,13 @@ class FileSink(SegmentSink):
                 # Prevents: a committed segment without a name.
                 self._folders.sync(folder, self._folder)
         self._settled = True
+
+    def _finish_contents(self, descriptor: int, size: int) -> None:
+        # Cuts what was reserved and the last block's padding: safetensors refuses trailing bytes.
+        self._posix.ftruncate(descriptor, size)
+        # Prevents: a committed segment whose blocks, block map or length a power cut takes back. O_DIRECT alone leaves
+        # the disk's own cache and the file's metadata in the air.
+        self._posix.fdatasync(descriptor)
 
     def _check_name(self, folder: int, written: os.stat_result) -> None:
         """The store has this file under its name: a folder that was moved away meanwhile took it along."""
@@ -163,6 +217,10 @@ class FileSink(SegmentSink):
             self._posix.unlink(self._name, folder)  # what stays is named by no record: gc removes it
 
     def _close(self) -> None:
+        if self._recycled and self._buffered is not None:
+            # Prevents: a lock that lives on in a child forked meanwhile (a loader's worker), and keeps readers out.
+            with suppress(OSError):
+                self._posix.flock(self._buffered, fcntl.LOCK_UN)
         descriptors, self._buffered, self._direct = (self._direct, self._buffered), None, None
         for descriptor in descriptors:
             if descriptor is not None:
@@ -177,9 +235,11 @@ class FileSource(SegmentSource):
         key: the file's path from their root.
         posix: the system calls.
         direct: whether to try O_DIRECT.
+        hold: keep writers from overwriting the file while it is open or mapped. A file that is being overwritten,
+            because nobody needs what was in it, is then as good as absent.
     """
 
-    def __init__(self, folders: Folders, key: str, posix: Posix, *, direct: bool = True) -> None:
+    def __init__(self, folders: Folders, key: str, posix: Posix, *, direct: bool = True, hold: bool = False) -> None:
         self._folders = folders
         self._folder, _, self._name = key.rpartition("/")
         self._path = f"{folders.root}/{key}"
@@ -188,9 +248,33 @@ class FileSource(SegmentSource):
         self._direct: int | None = None
         self._try_direct = direct
         with reading(self._path), folders.opened(self._folder) as folder:
-            opened, self._status = open_file(posix, self._name, folder, self._path)
+            opened, self._status = self._open(folder, hold)
         self._buffered: int | None = opened
         self.size = self._status.st_size
+
+    def _open(self, folder: int, hold: bool) -> tuple[int, os.stat_result]:
+        try:
+            opened, status = open_file(self._posix, self._name, folder, self._path)
+            try:
+                self.held = hold and self._lock(opened)
+            except BaseException:
+                self._posix.close(opened)
+                raise
+        except BlockingIOError as error:  # a lease, or a lock
+            raise KeyNotFoundError(f"{self._path} was deleted; another segment takes its place") from error
+        return opened, status
+
+    def _lock(self, descriptor: int) -> bool:
+        """Take a lock that lives as long as the descriptor, and every mapping made of it; False where there is none."""
+        try:
+            self._posix.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
+        return True
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """See `SegmentSource.read_into`.
@@ -209,7 +293,7 @@ class FileSource(SegmentSource):
         body = (len(view) - head) // BLOCK * BLOCK
         with reading(self._path):
             done = 0
-            if body >= DIRECT_MINIMUM and (_address(view) + head) % BLOCK == 0:
+            if body >= DIRECT_MINIMUM and (address_of(view) + head) % BLOCK == 0:
                 descriptor = self._past_the_cache(offset + head, view[head : head + body])
                 if descriptor is not None:
                     self._fill(self._buffered, offset, view[:head])
@@ -272,8 +356,14 @@ class FileSource(SegmentSource):
         """See `SegmentSource.map`."""
         if self._buffered is None:
             raise StorageError(errno.EBADF, "the segment is closed", self._path)
+        if not self.size:
+            return memoryview(bytearray())
+        if not self.held:
+            copy = memoryview(mmap.mmap(-1, self.size))
+            self.read_into(0, copy)
+            return copy
         with reading(self._path):
-            return self._posix.map(self._buffered, self.size) if self.size else memoryview(bytearray())
+            return self._posix.map(self._buffered, self.size)
 
     def close(self) -> None:
         """See `SegmentSource.close`; a second time is harmless."""
@@ -283,7 +373,3 @@ class FileSource(SegmentSource):
             for descriptor in descriptors:
                 if descriptor is not None:
                     self._posix.close(descriptor)
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

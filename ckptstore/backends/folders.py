@@ -22,7 +22,7 @@ from typing import Final
 
 from ckptstore.backends.posix import Posix
 from ckptstore.backends.system_errors import ABSENCES, REFUSALS
-from ckptstore.errors import ForeignObjectError, StorageError, StoreNotFoundError, UnsupportedBackendError
+from ckptstore.errors import ForeignObjectError, StorageError, StoreNotFoundError, UnsupportedBackendError, UsageError
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 
@@ -40,6 +40,7 @@ class Folders:
         self._opening = threading.Lock()
         self._kept: list[int] = []
         self._root: int | None = None
+        self._closed = False
         self._made: dict[str, tuple[int, int]] = {}
         self._above_synced = False
         self._doubtful: set[str] = set()
@@ -47,14 +48,20 @@ class Folders:
         weakref.finalize(self, _close_all, posix, self._kept).atexit = False
 
     def close(self) -> None:
-        """Close the handles. Harmless a second time; whatever else is called afterwards fails."""
+        """Close the handles. Harmless a second time; whatever else is called afterwards raises `UsageError`."""
+        self._closed = True
         self._root = -1
         _close_all(self._posix, self._kept)
 
     # Reaching folders
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"{self.root}: this Store was closed; open the store again")
+
     def attach(self) -> bool:
         """Open the store's folder if it exists -> whether it is open. From then on it is this folder, for good."""
+        self._check_open()
         with self._opening:
             if self._root is None:
                 try:
@@ -132,6 +139,7 @@ class Folders:
 
     def deleted(self) -> bool:
         """Whether the folder that was opened is gone: no name leads to it. Moved is not deleted."""
+        self._check_open()
         return self._root is not None and self._posix.fstat(self._root).st_nlink == 0
 
     # Making folders
@@ -146,6 +154,7 @@ class Folders:
         Raises:
             StorageError: the folder in which this object made something before is not there any more, or another is.
         """
+        self._check_open()
         self._make(folder)
         if not self._is_still(folder):
             if "/" not in folder:
@@ -208,7 +217,6 @@ class Folders:
 
     def _in_place(self) -> bool:
         assert self._root is not None
-        self.check_present()
         try:
             return _identity(self._posix.stat(self.root)) == _identity(self._posix.fstat(self._root))
         except ABSENCES:

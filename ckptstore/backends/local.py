@@ -9,6 +9,7 @@ Create-if-absent (design: COMMIT, step 2), which every log slot rests on:
 4. Unlink the temporary.
 
 A segment is written under its own name, which nobody else uses (it holds a UUID), and counts once a record names it.
+Its blocks may be those of a segment that gc released (`spare_files`).
 
 What is not a regular file is no object of a store, whatever its name: it is refused, and opening it never waits. That
 goes for links as well, of files and of folders. Only the store's folder itself may be reached through one.
@@ -33,15 +34,18 @@ from ckptstore.backends.base import (
     checked_key,
     too_long,
 )
-from ckptstore.backends.directio import FileSink, FileSource
+from ckptstore.backends.directio import FileSink, FileSource, open_direct
 from ckptstore.backends.folders import Folders, kind_of
+from ckptstore.backends.overwriting import LOCAL, Recycling, chosen_mode
 from ckptstore.backends.posix import SYSTEM, Posix, write_some
-from ckptstore.backends.system_errors import ABSENCES, reading, writing
+from ckptstore.backends.spare_files import FULL, SpareFiles
+from ckptstore.backends.system_errors import ABSENCES, Attempt, reading, writing
 from ckptstore.errors import (
     CkptError,
     CorruptSegmentError,
     ForeignObjectError,
     KeyExistsError,
+    StorageError,
     UnsupportedBackendError,
 )
 from ckptstore.host.crash_points import crash_point
@@ -63,19 +67,29 @@ class LocalBackend(Backend):
         posix: the system calls; crash tests pass their own.
         url: what the user gave, for messages; `path` if None.
         direct: whether segments go past the page cache where the file system allows it.
+        recycle: ``auto``: new segments overwrite deleted ones where a measurement shows that this pays; ``always``,
+            ``never``; None: what ``CKPTSTORE_RECYCLE`` says, else ``auto``. Raises `UsageError` for anything else.
     """
 
     cheap_looks = True
     anchored = True
 
     def __init__(
-        self, path: str | os.PathLike[str], posix: Posix = SYSTEM, *, url: str | None = None, direct: bool = True
+        self,
+        path: str | os.PathLike[str],
+        posix: Posix = SYSTEM,
+        *,
+        url: str | None = None,
+        direct: bool = True,
+        recycle: str | None = None,
     ) -> None:
         self.root = os.path.abspath(path)  # noqa: PTH100  # also takes "a/..", which `Path.absolute` leaves in
         self.url = os.fspath(path) if url is None else url
         self._posix = posix
         self._direct = direct
         self._folders = Folders(self.root, posix)
+        self._recycling = Recycling(self._folders, posix, chosen_mode(recycle))
+        self._spare = SpareFiles(self._folders, posix, self._recycling)
         with reading(self.root):
             self._folders.attach()
             self.read_only = not self._folders.writable()
@@ -90,7 +104,30 @@ class LocalBackend(Backend):
 
     def reopened(self) -> LocalBackend:
         """See `Backend.reopened`."""
-        return LocalBackend(self.root, self._posix, url=self.url, direct=self._direct)
+        mode = self._recycling.mode
+        return LocalBackend(self.root, self._posix, url=self.url, direct=self._direct, recycle=mode)
+
+    @property
+    def recycling(self) -> str:
+        """See `Backend.recycling`."""
+        return str(self._recycling)
+
+    def medium(self) -> str:
+        """See `Backend.medium`."""
+        return f"folder ({'O_DIRECT' if self._direct and self._takes_direct() else 'through the page cache'})"
+
+    def _takes_direct(self) -> bool:
+        with suppress(OSError, CkptError), self._folders.opened("") as handle:
+            for name in self._own_files():
+                descriptor = open_direct(self._posix, name, os.O_RDONLY | os.O_NONBLOCK, handle)
+                if descriptor is not None:
+                    self._posix.close(descriptor)
+                return descriptor is not None
+        return False
+
+    def _own_files(self) -> list[str]:
+        """Names of the files in the store's folder itself: of some objects, whichever they are. Raises `OSError`."""
+        return sorted(name for name, is_folder in self._folders.entries("") if not (is_folder or name.startswith(".")))
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{checked_key(key)}"
@@ -120,9 +157,10 @@ class LocalBackend(Backend):
 
     def _create(self, key: str, data: bytes) -> None:
         folder, _, name = key.rpartition("/")
-        with self._folders.made(folder) as handle, self._temporary(handle) as temporary:
+        with Attempt() as attempt, self._folders.made(folder) as handle, self._temporary(handle) as temporary:
             self._write(temporary, data, handle)
             crash_point("create.before-link")
+            attempt.naming()
             self._name(temporary, name, handle)
             crash_point("create.linked")
             # Prevents: an acknowledged slot that a power cut forgets, whose number the next writer then uses again.
@@ -144,6 +182,16 @@ class LocalBackend(Backend):
             _in_flight.discard(temporary)
 
     def _write(self, name: str, data: bytes, folder: int) -> None:
+        try:
+            self._write_once(name, data, folder)
+        except OSError as error:
+            # Spare files go before a commit fails; a new file, because a sync may be what failed.
+            if error.errno not in FULL or not self._spare.shrink(0):
+                raise
+            self._posix.unlink(name, folder)
+            self._write_once(name, data, folder)
+
+    def _write_once(self, name: str, data: bytes, folder: int) -> None:
         descriptor = self._posix.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
         try:
             done, view = 0, memoryview(data)
@@ -168,9 +216,19 @@ class LocalBackend(Backend):
             raise KeyExistsError(errno.EEXIST, "the object exists already", name) from error
         except OSError as error:
             if error.errno not in _NO_EXCLUSIVE_RENAME:
+                error.unsent = error.errno in FULL and self._says_so_before(folder)  # type: ignore[attr-defined]
                 raise
             why = "the file system has neither hard links nor RENAME_NOREPLACE: writers cannot exclude each other"
             raise UnsupportedBackendError(error.errno, why, self.root) from error
+
+    def _says_so_before(self, folder: int) -> bool:
+        """Whether a name for which there is no space certainly has not been made: ext4, XFS and tmpfs look before.
+
+        (Btrfs may find out when the name is in its transaction already; what NFS and FUSE do, another machine knows.)
+        """
+        with suppress(OSError):
+            return self._posix.file_system(folder) in LOCAL
+        return False
 
     def replace(self, key: str, data: bytes) -> None:
         """See `Backend.replace`."""
@@ -186,6 +244,32 @@ class LocalBackend(Backend):
         absent = suppress(FileNotFoundError, NotADirectoryError)
         with writing(self._path(key)), absent, self._folders.opened(folder) as handle:
             self._posix.unlink(name, handle)
+
+    def release(self, key: str) -> None:
+        """See `Backend.release`."""
+        folder, _, name = checked_key(key).rpartition("/")
+        kept = False
+        with writing(self._path(key)), suppress(FileNotFoundError, NotADirectoryError):
+            kept = self._spare.keep(folder, name)
+        if not kept:
+            self.delete(key)
+
+    def shrink_spare(self, limit: int) -> int:
+        """See `Backend.shrink_spare`."""
+        self._spare.shrink(limit if self._recycling.possible() else 0)
+        return self._spare.nbytes()
+
+    def check_space(self, nbytes: int) -> None:
+        """See `Backend.check_space`. Only where a byte takes a byte: on no file system that compresses."""
+        with writing(self.root), self._folders.made("") as handle:
+            status = self._posix.statvfs(handle)
+            if self._posix.file_system(handle) not in LOCAL or not status.f_blocks:  # a tmpfs without a limit has none
+                return
+            # Root may have the blocks that are reserved for it.
+            free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+            if nbytes > free and nbytes > (free := free + self._spare.nbytes()):
+                why = f"{nbytes:,} bytes are needed at least and {free:,} are free; make space, or retire and collect"
+                raise StorageError(errno.ENOSPC, why, self.root)
 
     def list(self, prefix: str) -> list[str]:
         """See `Backend.list`. Names that begin with a dot are not the store's, and links are not followed."""
@@ -229,12 +313,12 @@ class LocalBackend(Backend):
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
         """See `Backend.open_sink`."""
         with writing(self._path(key)), self._folders.made(key.rpartition("/")[0]):
-            return FileSink(self._folders, key, self._posix, size_hint, direct=self._direct)
+            return FileSink(self._folders, key, self._posix, size_hint, direct=self._direct, spare=self._spare)
 
     def open_source(self, key: str) -> SegmentSource:
         """See `Backend.open_source`."""
         try:
-            return FileSource(self._folders, checked_key(key), self._posix, direct=self._direct)
+            return FileSource(self._folders, checked_key(key), self._posix, direct=self._direct, hold=True)
         except ForeignObjectError as error:
             raise CorruptSegmentError(str(error)) from error
 

@@ -114,6 +114,10 @@ class MemoryBackend(Backend):
     def probe(self) -> None:
         """See `Backend.probe`: a dictionary under a lock keeps the promise."""
 
+    def medium(self) -> str:
+        """See `Backend.medium`."""
+        return "memory of this process"
+
     def reopened(self) -> MemoryBackend:
         """See `Backend.reopened`."""
         return MemoryBackend(self._name)

@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import mmap
 import os
-from typing import Final
+import signal
+from contextlib import suppress
+from typing import Final, TypeAlias
 
 _AT_FDCWD: Final = -100
 _RENAME_NOREPLACE: Final = 1
+_MAP_SHARED_VALIDATE: Final = 0x03
+_MAP_SYNC: Final = 0x80000
+_MS_SYNC: Final = 4
+_MADV_POPULATE_WRITE: Final = 23
 
 
 @functools.cache
@@ -25,7 +32,10 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _call(name: str, *arguments: int | bytes | ctypes.c_int64) -> None:
+_Argument: TypeAlias = int | bytes | ctypes.c_int64 | ctypes.c_void_p | ctypes.c_size_t | ctypes.Array[ctypes.c_char]
+
+
+def _call(name: str, *arguments: _Argument) -> None:
     """Call a function of libc that Python does not offer; `OSError` if it fails, ENOSYS if this libc has none."""
     function = getattr(_libc(), name, None)
     code = errno.ENOSYS
@@ -34,6 +44,19 @@ def _call(name: str, *arguments: int | bytes | ctypes.c_int64) -> None:
             return
         code = ctypes.get_errno()
     raise OSError(code, os.strerror(code))
+
+
+def address_of(memory: memoryview) -> int:
+    """Where writable `memory`, which is not empty, begins in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _call_on_pages(name: str, memory: memoryview, advice: int) -> None:
+    """`_call` with begin and length of the pages that hold `memory`."""
+    with memory[:1]:  # an export: nobody unmaps it meanwhile
+        address = address_of(memory)
+        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+        _call(name, ctypes.c_void_p(begin), ctypes.c_size_t(address + len(memory) - begin), advice)
 
 
 class Posix:
@@ -79,6 +102,45 @@ class Posix:
         """``mmap(2)`` of the first `size` > 0 bytes, copy on write; it lives as long as the memoryview."""
         return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
 
+    def map_shared(self, fd: int, offset: int, size: int, *, sync: bool) -> memoryview:
+        """``mmap(2)`` of `size` > 0 bytes that the file has, readable, writable, shared; see `unmap`.
+
+        Args:
+            fd: open for reading and writing.
+            offset: a multiple of the page size.
+            sync: with MAP_SYNC, which only persistent memory has: what is mapped is at its place in the file after a
+                power cut. Elsewhere this raises EOPNOTSUPP (EINVAL before Linux 4.15).
+        """
+        flags = _MAP_SHARED_VALIDATE | _MAP_SYNC if sync else mmap.MAP_SHARED
+        try:
+            return memoryview(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset))
+        except ValueError as error:  # Python has looked at the length first
+            raise OSError(errno.ESTALE, "the file has been cut short") from error
+
+    def unmap(self, memory: memoryview) -> None:
+        """Let a mapping go; where parts of it are still in use, it goes with the last of them."""
+        with suppress(BufferError):
+            memory.release()
+
+    def populate(self, memory: memoryview) -> None:
+        """``madvise(2)`` with MADV_POPULATE_WRITE: have the pages of mapped `memory` ready to be stored to.
+
+        Raises EFAULT where a store would end the process by SIGBUS. Does nothing before Linux 5.14.
+        """
+        while True:
+            try:
+                _call_on_pages("madvise", memory, _MADV_POPULATE_WRITE)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            return
+
+    def msync(self, memory: memoryview) -> None:
+        """``msync(2)`` with MS_SYNC of the pages that hold mapped `memory`."""
+        _call_on_pages("msync", memory, _MS_SYNC)
+
     def ftruncate(self, fd: int, size: int) -> None:
         """``ftruncate(2)``."""
         os.ftruncate(fd, size)
@@ -110,6 +172,36 @@ class Posix:
     def replace(self, source: str, target: str, dir_fd: int | None = None) -> None:
         """``renameat(2)``; replaces `target`."""
         os.replace(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def rename_between(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
+        """``renameat2(2)`` with RENAME_NOREPLACE from one folder to another; raises `FileExistsError`."""
+        names = os.fsencode(source), os.fsencode(target)
+        _call("renameat2", source_fd, names[0], target_fd, names[1], _RENAME_NOREPLACE)
+
+    def flock(self, fd: int, operation: int) -> None:
+        """``flock(2)``; with LOCK_NB raises `BlockingIOError` where another holds it.
+
+        It belongs to what ``open`` gave, not to the process: to forked children and mappings as well, until the last of
+        them is gone or one says LOCK_UN.
+        """
+        fcntl.flock(fd, operation)
+
+    def set_lease(self, fd: int, kind: int) -> None:
+        """``fcntl(F_SETLEASE)``: F_WRLCK raises `BlockingIOError` while anybody else has the file open, or mapped."""
+        # Who opens a leased file has a signal sent to the holder: SIGIO, which would end this process, unless it is
+        # told to send another. Nobody minds SIGURG.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
+
+    def statvfs(self, fd: int) -> os.statvfs_result:
+        """``fstatvfs(3)``: how full the file system of this file or folder is."""
+        return os.fstatvfs(fd)
+
+    def file_system(self, fd: int) -> int:
+        """``fstatfs(2)``: which kind of file system this file or folder is on, as in ``linux/magic.h``."""
+        status = ctypes.create_string_buffer(512)  # no libc has more; the kind comes first
+        _call("fstatfs", fd, status)
+        return ctypes.c_ulong.from_buffer(status).value & 0xFFFFFFFF
 
     def unlink(self, path: str, dir_fd: int | None = None) -> None:
         """``unlinkat(2)``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from ckptstore.errors import CkptError, KeyNotFoundError, ReadOnlyError, StorageError
 
@@ -37,4 +38,29 @@ def writing(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         kind = ReadOnlyError if error.errno in REFUSALS else StorageError
-        raise kind(error.errno, f"cannot write: {error.strerror}", path) from error
+        told = kind(error.errno, f"cannot write: {error.strerror}", path)
+        told.unsent = getattr(error, "unsent", False)
+        raise told from error
+
+
+class Attempt:
+    """Creating an object, of which it matters when it fails whether its name may have come into being.
+
+    Used in a ``with``: what is raised within before `naming` is called has `StorageError.unsent`.
+    """
+
+    def __init__(self) -> None:
+        self._named = False
+
+    def naming(self) -> None:
+        """From now on the object may exist, whatever is raised."""
+        self._named = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError) and not self._named:
+            error.unsent = True  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """A checkpoint as ordinary files: ``.safetensors`` (one, or shards with an index as Hugging Face has) or ``.pt``.
 
-The files appear under their names complete and durable, or not at all. Memory in use is a few chunks.
+The files appear under their names complete and durable, or not at all. Memory in use is a few chunks; of a tensor in
+shards, a chunk of each shard at the present place.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def export(
     with opened(journal, ref) as found, outputs(overwrite) as files:
         picked = select_from(found.tree, select or None, found.ref)
         names = picked.tensors
-        chosen = {name: replace(found.chains[tensor].tensor, name=name) for tensor, name in names.items()}
+        chosen = {name: replace(found.tensors[tensor], name=name) for tensor, name in names.items()}
         content = _Content(found.ref, picked.tree(names), chosen, _counted(found, names, progress))
         made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
         if format == "pt":
@@ -154,7 +155,7 @@ def _counted(found: Opened, names: Mapping[str, str], progress: Progress | None)
     """
     stream = streams(found)
     stored = {name: tensor for tensor, name in names.items()}
-    tally = Tally(progress, sum(found.chains[tensor].tensor.nbytes for tensor in names))
+    tally = Tally(progress, sum(found.tensors[tensor].nbytes for tensor in names))
 
     def chunks(name: str) -> Iterator[memoryview]:
         for data in stream(stored[name]):

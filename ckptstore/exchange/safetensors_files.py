@@ -100,19 +100,19 @@ def read_safetensors(path: Path, opened: ExitStack) -> tuple[dict[str, FileTenso
     return tensors, metadata
 
 
-def _entries(path: Path, header: Mapping[str, Any], room: int) -> list[tuple[str, Mapping[str, Any], int]]:
+def _entries(path: Path, header: Mapping[str, Any], length: int) -> list[tuple[str, Mapping[str, Any], int]]:
     found = []
     for name, entry in header.items():
         offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
         if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets)):
             raise FormatError(f"{path}: tensor {name!r:.80} has no data_offsets")
-        if not 0 <= offsets[0] <= offsets[1] <= room:
+        if not 0 <= offsets[0] <= offsets[1] <= length:
             raise FormatError(f"{path}: tensor {name!r:.80} lies outside the file")
         found.append((name, entry, offsets[0]))
     return found
 
 
-def _check_cover(path: Path, entries: Iterable[tuple[str, Mapping[str, Any], int]], room: int) -> None:
+def _check_cover(path: Path, entries: Iterable[tuple[str, Mapping[str, Any], int]], length: int) -> None:
     """Raise `FormatError` unless the tensors lie end to end from the first byte of data to the last."""
     end, before = 0, "the header"
     for (start, stop), name in sorted((tuple(entry["data_offsets"]), name) for name, entry, _ in entries):
@@ -121,8 +121,8 @@ def _check_cover(path: Path, entries: Iterable[tuple[str, Mapping[str, Any], int
         if start > end:
             raise FormatError(f"{path}: {start - end} bytes before tensor {name!r:.80} belong to no tensor")
         end, before = stop, name
-    if end != room:
-        raise FormatError(f"{path}: {room - end} bytes at its end belong to no tensor")
+    if end != length:
+        raise FormatError(f"{path}: {length - end} bytes at its end belong to no tensor")
 
 
 def _type(path: Path, name: str, entry: Mapping[str, Any], logical: str | None) -> tuple[str, tuple[int, ...]]:

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
     from ckptstore.formats.state import FlatState, TensorSource
 
-__all__ = ["device_digests", "environment", "flattened", "tensors", "torch_in_use"]
+__all__ = [
+    "device_digests",
+    "environment",
+    "environment_differences",
+    "flattened",
+    "process_group",
+    "shards",
+    "tensors",
+    "torch_in_use",
+]
 
 
 def torch_in_use() -> bool:
@@ -35,11 +44,32 @@ def tensors() -> ModuleType:
     return module
 
 
-def flattened(state: Any) -> FlatState:
-    """Take a state apart, torch tensors included. Raises `UnsupportedStateError` naming the key path."""
+def shards() -> ModuleType:
+    """`ckptstore.frameworks.torch_shards`, for those who have torch."""
+    from ckptstore.frameworks import torch_shards as module  # see above
+
+    return module
+
+
+def flattened(state: Any, *, sharded: bool = False) -> FlatState:
+    """Take a state apart, torch tensors included. Raises `UnsupportedStateError` naming the key path.
+
+    Args:
+        sharded: take of a DTensor what this rank has; else it is refused, because that is not all of it.
+    """
     from ckptstore.formats.state import flatten  # numpy: not for those who only read the log
 
-    return flatten(state, tensors().recognise if torch_in_use() else None)
+    if not torch_in_use():
+        return flatten(state)
+    return flatten(state, (shards() if sharded else tensors()).recognise)
+
+
+def process_group(group: Any) -> tuple[int, int, Any]:
+    """Rank, size and mailbox of a `torch.distributed` process group: `torch_ranks.process_group`."""
+    tensors()  # says how to get torch
+    from ckptstore.frameworks import torch_ranks  # see above
+
+    return torch_ranks.process_group(group)
 
 
 def device_digests(sources: Mapping[str, TensorSource]) -> dict[str, int]:
@@ -58,3 +88,12 @@ def environment() -> dict[str, Any]:
     from ckptstore.frameworks.torch_environment import describe_environment  # see above
 
     return dict(describe_environment())
+
+
+def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Lines ``name: before -> now`` for what differs; empty when bits should repeat."""
+    return [
+        f"{name}: {before.get(name, 'unset')} -> {now.get(name, 'unset')}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ckptstore.errors import FormatError
 
-__all__ = ["ALLOWED", "PickledArray"]
+__all__ = ["ALLOWED", "PickledArray", "named"]
 
 _KINDS: Final = "biufc"
 _ORDERS: Final = ("<", ">", "|", "=")
@@ -54,12 +54,10 @@ class _PickledDtype:
             self.dtype: np.dtype[Any] = np.dtype(code)
         except TypeError as error:
             raise FormatError(f"a pickled dtype {code!r:.80}") from error
-        if self.dtype.kind not in _KINDS:
-            raise FormatError(f"an array of {self.dtype}: only numbers are taken from a pickle")
 
     def __setstate__(self, state: Any) -> None:
         """Take (version, byte order, then what only dtypes with parts have, which is refused)."""
-        if not (isinstance(state, tuple) and len(state) >= 5 and state[1] in _ORDERS and state[2:5] == (None,) * 3):
+        if not (isinstance(state, tuple) and state[2:5] == (None,) * 3 and state[1] in _ORDERS):
             raise FormatError("a pickled dtype of unknown form")
         self.dtype = self.dtype.newbyteorder(state[1])
 
@@ -67,8 +65,8 @@ class _PickledDtype:
 def _plain(dtype: Any) -> np.dtype[Any]:
     """The dtype that a stand-in says; a real one where the caller's process allows numpy's own."""
     found = dtype.dtype if isinstance(dtype, _PickledDtype) else dtype
-    if not isinstance(found, np.dtype) or found.kind not in _KINDS or found.subdtype is not None:
-        raise FormatError(f"a pickled array of {found!r:.80}")
+    if not isinstance(found, np.dtype) or found.kind not in _KINDS:
+        raise FormatError(f"a pickled array of {found!r:.80}: only numbers are taken from a pickle")
     return found
 
 
@@ -109,3 +107,8 @@ ALLOWED: Final[list[_Allowed | Any]] = [
     _PickledDtype,
 ]
 """For ``torch.serialization.safe_globals``: what numpy 1 and numpy 2 call these."""
+
+
+def named(allowed: Any) -> str:
+    """The name under which torch's unpickler knows something that is allowed."""
+    return str(allowed[1]) if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"

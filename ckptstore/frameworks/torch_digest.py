@@ -56,7 +56,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 def device_digests(sources: Mapping[str, TensorSource]) -> dict[str, int]:
     """Digests of the larger ones of those tensors that are on CUDA devices, by name; the host computes all others'.
 
-    Each is computed on the stream on which its tensor is read. Returns when they are there. A device that has no room
+    Each is computed on the stream on which its tensor is read. Returns when they are there. A device without memory
     for the scratch (some 100 MiB, and a copy of a strided tensor) is not asked on: what it has computed is used.
     """
     by_stream: dict[torch.cuda.Stream | None, dict[str, adapter.TorchSource]] = {}

@@ -7,12 +7,10 @@ AVX-512), MKL's reproducibility mode and oneDNN; the optimizer alone does not.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-__all__ = ["describe_environment", "environment_differences"]
+__all__ = ["describe_environment"]
 
 
 def describe_environment() -> dict[str, str]:
@@ -32,12 +30,3 @@ def describe_environment() -> dict[str, str]:
         found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         found["cudnn_deterministic"] = str(torch.backends.cudnn.deterministic)
     return found
-
-
-def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lines ``name: before -> now`` for what differs; empty when bits should repeat."""
-    return [
-        f"{name}: {before.get(name, 'unset')} -> {now.get(name, 'unset')}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]

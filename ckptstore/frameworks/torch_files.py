@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -11,19 +12,39 @@ import struct
 import threading
 import warnings
 import zipfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
-from ckptstore.frameworks.pickled_arrays import ALLOWED
+from ckptstore.frameworks.pickled_arrays import ALLOWED, named
 
 __all__ = ["load"]
 
 _READ: Final = 1 << 20
 _loading = threading.Lock()
 """What torch allows is one set for the whole process: nobody else here takes it back meanwhile."""
+
+
+@contextlib.contextmanager
+def _allowing() -> Iterator[None]:
+    """Allow the stand-ins, and of what the process allows itself only what has another name.
+
+    transformers, for one, allows numpy's own functions while it loads. torch keeps one set and takes whichever of two
+    of one name comes last in it, in no order: sometimes numpy's, to which it may then refuse a state.
+    """
+    names = {named(allowed) for allowed in ALLOWED}
+    taken = [allowed for allowed in torch.serialization.get_safe_globals() if named(allowed) in names]
+    theirs: AbstractContextManager[None] = torch.serialization.safe_globals(taken)
+    theirs.__exit__(None, None, None)  # leaving takes them out, at once: clearing all would let another load fail
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            yield
+    finally:
+        theirs.__enter__()
 
 
 def load(path: Path) -> Any:
@@ -38,7 +59,7 @@ def load(path: Path) -> Any:
         StorageError: it cannot be read.
     """
     try:
-        with _loading, warnings.catch_warnings(), torch.serialization.safe_globals(ALLOWED):
+        with _loading, warnings.catch_warnings(), _allowing():
             warnings.simplefilter("ignore")  # torch remarks on its own storage classes and file versions
             if zipfile.is_zipfile(path):
                 _check_sums(path)

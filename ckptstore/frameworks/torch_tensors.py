@@ -31,6 +31,7 @@ __all__ = [
     "copy_into",
     "flat_bytes",
     "from_buffer",
+    "image",
     "on_host",
     "on_stream",
     "recognise",
@@ -91,7 +92,7 @@ def recognise(value: object) -> TorchSource | Tagged | None:
 
     Raises:
         UnsupportedStateError: a tensor without plain bytes in memory: meta, sparse, quantized, nested, sub-byte,
-            freed, or of a subclass such as DTensor.
+            freed, or of a subclass (`torch_shards.recognise` knows DTensors).
     """
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -105,7 +106,8 @@ def recognise(value: object) -> TorchSource | Tagged | None:
     if isinstance(value, torch.Tensor):
         raise UnsupportedStateError(
             f"{kind.__module__}.{kind.__qualname__} cannot be stored: store plain tensors (of a DTensor, its "
-            "to_local() or full_tensor(); of an uninitialized parameter, nothing before its first use)"
+            "to_local() or full_tensor(), or open the store with writer(group=...); of an uninitialized parameter, "
+            "nothing before its first use)"
         )
     return None
 
@@ -174,7 +176,7 @@ class TorchSource:
         """Copy a range of the image into `out`; from a device only that range. Returns when the bytes are there."""
         data = self.resolved
         if on_host(data):
-            NumpySource(_image(data).numpy()).read(offset, out)
+            NumpySource(image(data).numpy()).read(offset, out)
             return
         if offset < 0 or offset + out.size > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + out.size} of a tensor of {self.nbytes} bytes")
@@ -253,7 +255,7 @@ def copy_into(tensor: torch.Tensor, data: Buffer | npt.NDArray[Any], offset: int
     # torch refuses some in-place forms on inference tensors outside inference mode.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         if on_host(target) and not lazy:
-            write_into(_image(target).numpy(), piece, offset)
+            write_into(image(target).numpy(), piece, offset)
             if not tensor.is_inference():  # numpy wrote behind torch's back
                 torch.autograd.graph.increment_version(tensor)
             return
@@ -262,7 +264,7 @@ def copy_into(tensor: torch.Tensor, data: Buffer | npt.NDArray[Any], offset: int
         if lazy:
             target.copy_(whole)
         elif not target.is_contiguous():
-            _image(target).copy_(_image(whole))
+            image(target).copy_(image(whole))
 
 
 def on_host(tensor: torch.Tensor) -> bool:
@@ -270,7 +272,7 @@ def on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _image(tensor: torch.Tensor) -> torch.Tensor:
+def image(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers of the same width (complex128: with a last dimension of 2); any strides."""
     if tensor.dtype == torch.complex128:
         return torch.view_as_real(tensor).view(torch.int64)

@@ -10,6 +10,8 @@ from typing import Final
 
 __all__ = [
     "DeterminismWarning",
+    "DivergedReplicasWarning",
+    "FreshStartWarning",
     "LossyWarning",
     "LostStepsWarning",
     "UnexplainedStepWarning",
@@ -25,6 +27,14 @@ _THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
 
 class DeterminismWarning(UserWarning):
     """Something that decides a run's bits differs from what the parent's term recorded."""
+
+
+class DivergedReplicasWarning(UserWarning):
+    """A tensor that is to be the same on several ranks is not; it was saved nevertheless, as asked for."""
+
+
+class FreshStartWarning(UserWarning):
+    """A writer that asked for ``latest`` begins from nothing, although the store holds checkpoints of earlier terms."""
 
 
 class LostStepsWarning(UserWarning):

@@ -1,7 +1,7 @@
 """Named instants at which the crash tests kill the process.
 
 ``CKPTSTORE_CRASH_AT=name[:n]`` kills this process with SIGKILL the n-th time (default first) `crash_point` passes
-`name`. Without the variable a call is one dictionary look-up. Every name is registered in `CRASH_POINTS`, so that a
+`name`. Without the variable a call is one dictionary look-up. Every name is registered below, so that a
 test can visit them all and an unregistered name fails at once. A harness that forks uses `arm` instead.
 """
 
@@ -36,7 +36,29 @@ CRASH_POINTS: Final = (
     "request.posted",
     "gc.before-delete",
     "gc.deleted",
+    "recycle.kept",
+    "recycle.taken",
+    "recycle.cleared",
 )
+"""What one process alone passes."""
+RANK_POINTS: Final = (
+    "ranks.joined",
+    "ranks.opened",
+    "ranks.heard",
+    "ranks.divided",
+    "ranks.ordered",
+    "ranks.coded",
+    "ranks.ended",
+    "ranks.shared",
+    "ranks.states",
+    "ranks.before-part",
+    "ranks.part-sent",
+    "ranks.gathered",
+    "ranks.committed",
+    "ranks.told",
+)
+"""What ranks that save together pass besides."""
+_ALL: Final = frozenset((*CRASH_POINTS, *RANK_POINTS))
 _ENVIRONMENT: Final = "CKPTSTORE_CRASH_AT"
 _name = ""
 _left = 0
@@ -49,8 +71,10 @@ def arm(name: str, count: int = 1) -> None:
         ValueError: no crash point has this name.
     """
     global _name, _left
-    if name and name not in CRASH_POINTS:
-        raise ValueError(f"{_ENVIRONMENT}: no crash point named {name!r}; known: {', '.join(CRASH_POINTS)}")
+    if name and name not in _ALL:
+        raise ValueError(
+            f"{_ENVIRONMENT}: no crash point named {name!r}; known: {', '.join((*CRASH_POINTS, *RANK_POINTS))}"
+        )
     _name, _left = name, count
 
 
@@ -59,7 +83,7 @@ def crash_point(name: str) -> None:
     global _left
     if not _name:
         return
-    assert name in CRASH_POINTS, name
+    assert name in _ALL, name
     if name == _name:
         _left -= 1
         if _left == 0:

@@ -21,11 +21,11 @@ from typing import Final, Protocol
 
 from ckptstore.errors import WriterClosedError
 
-__all__ = ["ADVICE", "check", "forget", "under_way", "watch"]
+__all__ = ["ADVICE", "SILENT_SECONDS", "check", "forget", "under_way", "watch"]
 
 ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
 
-_SILENT_SECONDS: Final = 5.0
+SILENT_SECONDS: Final = 5.0
 """After that people who wait are told what for."""
 
 
@@ -87,7 +87,7 @@ def _finish_all() -> None:
         return
     try:
         ends = [writer._end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
-        if wait(ends, _SILENT_SECONDS).not_done:
+        if wait(ends, SILENT_SECONDS).not_done:
             for writer in writers:
                 _say(writer, f"the interpreter ends once {_named(writer._unfinished())} written; Ctrl-C gives up")
         wait(ends)

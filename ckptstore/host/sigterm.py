@@ -15,7 +15,7 @@ import weakref
 from types import FrameType
 from typing import Protocol
 
-from ckptstore.host import exiting
+from ckptstore.host import background, exiting
 
 __all__ = ["forget", "watch"]
 
@@ -30,7 +30,7 @@ class _Settles(Protocol):
 _writers: weakref.WeakSet[_Settles] = weakref.WeakSet()
 _before: object = None
 """What handled the signal before this module did; None: it does not handle it."""
-_chained = False
+_called_back = False
 """Whether a later handler called this one, so that the signal, sent again, leads here again."""
 
 
@@ -63,18 +63,18 @@ def _put_back() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _chained
+    global _called_back
     ignored = _before is signal.SIG_IGN
     if not ignored:
-        if _chained or _before is None:
-            _chained = False
+        if _called_back or _before is None:
+            _called_back = False
             _hand_on(number, frame)
             return
         _put_back()  # a second signal does not wait
-        _chained = _before is not None
+        _called_back = _before is not None
     if exiting.under_way():
         return  # everything is being written already, and the process ends with that
-    threading.Thread(target=_flush_all, args=(not ignored,), name="ckptstore-sigterm").start()
+    background.start(lambda: _flush_all(not ignored), "sigterm", daemon=False)
 
 
 def _hand_on(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from typing import Final, Protocol
 from ckptstore._version import __version__
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId
+from ckptstore.host.checks import seconds
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log import requests
 from ckptstore.log.change import Change
@@ -33,7 +34,7 @@ class Author(Protocol):
     def owned(self) -> int | None: ...  # noqa: D102 - described above
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:
-        """Make one change in `term`, all or nothing; of its members, those that a request may have."""
+        """Make one change in `term`, all or nothing. What a request cannot have is refused (`requests.post`)."""
 
     def catalog(self) -> Catalog:
         """The log as this author sees it now."""
@@ -48,24 +49,18 @@ class Requester:
         """Ask whoever owns the newest term.
 
         Args:
-            timeout: seconds to wait for each answer; None: as long as it takes.
+            timeout: seconds to wait for each answer; None or infinity: as long as it takes.
+
+        Raises:
+            UsageError: `timeout` is no time.
         """
         self._journal = journal
-        self._timeout = timeout
+        self._timeout = seconds("timeout", timeout)
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:
         """Post a request -> its outcome, ``waiting`` if no answer came in time. Raises `StorageError`."""
         about = f"{what} ({platform.node()}, pid {os.getpid()})"
-        request = requests.post(
-            self._journal,
-            term,
-            about,
-            segments=change.segments,
-            encodings=change.encodings,
-            drops=change.drops,
-            retires=change.retires,
-            tags=change.tags,
-        )
+        request = requests.post(self._journal, term, about, change)
         crash_point("request.posted")
         return requests.wait(self._journal, request, timeout=self._timeout)
 

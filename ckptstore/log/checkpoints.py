@@ -92,12 +92,12 @@ def describe(catalog: Catalog, entries: Iterable[CheckpointEntry]) -> list[Check
     tags: dict[Node, list[str]] = {}
     for tag, node in catalog.tags.items():
         tags.setdefault(node, []).append(tag)
-    return [_described(catalog, entry, tags.get(entry.node, ())) for entry in entries]
+    return [described(catalog, entry, tags.get(entry.node, ())) for entry in entries]
 
 
 def describe_checkpoint(catalog: Catalog, entry: CheckpointEntry) -> CheckpointInfo:
     """The public view of a catalog entry."""
-    return _described(catalog, entry, [tag for tag, target in catalog.tags.items() if target == entry.node])
+    return described(catalog, entry, [tag for tag, target in catalog.tags.items() if target == entry.node])
 
 
 def describe_terms(catalog: Catalog) -> list[TermInfo]:
@@ -125,7 +125,7 @@ def look_up(journal: Journal, ref: str | int) -> CheckpointInfo:
     return describe_checkpoint(catalog, refs.resolve(catalog, ref))
 
 
-def _described(catalog: Catalog, entry: CheckpointEntry, tags: Iterable[str]) -> CheckpointInfo:
+def described(catalog: Catalog, entry: CheckpointEntry, tags: Iterable[str]) -> CheckpointInfo:
     node = entry.node
     every = catalog.encodings.get(node, ())
     # One whose base is gone stays as long as its segment does, which others read; it leads nowhere.

@@ -21,6 +21,7 @@ from ckptstore.errors import CorruptLogError, ForeignObjectError, KeyExistsError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.folds import FOLD_LIMIT, encode_fold, intact
 from ckptstore.formats.records import fold_key, fold_of, manifest_key, slot_key, slot_of
+from ckptstore.host import background
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, anchor_above, exists
@@ -103,11 +104,9 @@ class FoldThread:
             self._not_before = self._term.next_seq + _AGAIN
         if self._term.next_seq < self._not_before or not _due(self._term):
             return failure
-        # A daemon: one that hangs on its medium keeps no process from ending.
-        thread = threading.Thread(target=self._run, args=(self._term.view(),), name="ckptstore-fold", daemon=True)
+        view = self._term.view()
         with contextlib.suppress(RuntimeError):  # no thread to be had, or the interpreter is going: the next time
-            thread.start()
-            self._thread = thread
+            self._thread = background.start(lambda: self._run(view), "fold")
         return failure
 
     def finish(self, seconds: float = _PATIENCE) -> Exception | None:

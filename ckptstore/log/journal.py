@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from typing import Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import KeyExistsError, KeyNotFoundError, ReadOnlyError, StoreNotFoundError, UsageError
+from ckptstore.errors import (
+    KeyExistsError,
+    KeyNotFoundError,
+    ReadOnlyError,
+    StorageError,
+    StoreNotFoundError,
+    UsageError,
+)
 from ckptstore.formats.records import FORMAT_KEY, FormatFile
 from ckptstore.formats.texts import SLOT_LIMIT, decode_format, encode_format
 
 __all__ = ["Journal"]
+
+_ROOMS: Final = ("log", "seg", "fold")
+"""Folders that only a store has, and never before its FORMAT file."""
 
 
 class Journal:
@@ -51,28 +62,82 @@ class Journal:
             try:
                 self._format = decode_format(self.backend.get(FORMAT_KEY, SLOT_LIMIT))
             except KeyNotFoundError as error:
-                raise StoreNotFoundError(f"{self.url}: there is no checkpoint store here (no FORMAT file)") from error
+                self._format = self._come_between(error)
         return self._format
 
-    def create(self) -> None:
-        """Create the store if there is none.
+    def _come_between(self, absence: KeyNotFoundError) -> FormatFile:
+        """What FORMAT holds that was absent just now, if a store is begun at this moment. Raises as `format`."""
+        rooms = self.rooms()
+        if not rooms:
+            raise StoreNotFoundError(f"{self.url}: there is no checkpoint store here (no FORMAT file)") from absence
+        try:
+            return decode_format(self.backend.get(FORMAT_KEY, SLOT_LIMIT))
+        except KeyNotFoundError as error:
+            raise StoreNotFoundError(
+                f"{self.url}: there is no FORMAT file, although {rooms[0]}/ is here: it was removed, and without it "
+                "this is no checkpoint store; restore FORMAT from a copy of this store"
+            ) from error
+
+    def rooms(self) -> list[str]:
+        """The folders of a store that are here, whether FORMAT is or not.
 
         Raises:
+            StoreNotFoundError: the store was deleted while it was open.
+        """
+        try:
+            found = self.backend.folders("")
+        except StorageError:  # unreadable: nothing can be said
+            return []
+        return [name for name in _ROOMS if name in found]
+
+    def check_present(self) -> None:
+        """Raise `StorageError` if FORMAT was removed under a writer, where looking is cheap; before a COMMIT.
+
+        Prevents: acknowledging into a store that nobody can open any more. A look that fails otherwise says nothing.
+        """
+        if not self.backend.cheap_looks:
+            return
+        try:
+            self.backend.size(FORMAT_KEY)
+        except KeyNotFoundError as error:
+            raise StorageError(
+                f"{self.url}: the store has lost its FORMAT file, and nobody can open it: nothing was committed; "
+                "restore FORMAT from a copy of this store, then this writer goes on"
+            ) from error
+        except StorageError:
+            pass
+
+    def create(self, *, anew: bool = False) -> None:
+        """Create the store if there is none.
+
+        Args:
+            anew: also in place of one that was deleted while it was open.
+
+        Raises:
+            StoreNotFoundError: it was deleted while it was open, or its FORMAT file was removed.
             UsageError: the place holds other things.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
         if self.backend.deleted():  # its writers and readers keep the old handle, which reaches nothing any more
+            if not anew:  # Prevents: a run that goes on in an empty store, because somebody deleted the one it was in.
+                raise StoreNotFoundError(
+                    f"{self.url}: the folder of the store was deleted while it was open; to begin another open it "
+                    "again, or call Store.create"
+                )
             self.backend = self.backend.reopened()
             self._format = None
         try:
             self.format  # noqa: B018  # the property reads the file
         except StoreNotFoundError:
-            pass
+            if self.rooms():  # somebody has begun one at this moment; or it has lost FORMAT, and this says so
+                self.format  # noqa: B018
+                return
         else:
             return
         if self.backend.read_only:
             raise ReadOnlyError(f"{self.url}: read-only, cannot create a store")
-        if strangers := [key for key in self.backend.list("") if not key.startswith("probe/")]:
+        known = ("probe/", FORMAT_KEY)  # FORMAT: somebody else creates it at this moment
+        if strangers := [key for key in self.backend.list("") if not key.startswith(known)]:
             raise UsageError(
                 f"{self.url}: not a checkpoint store, and not empty (it holds {strangers[0]!r}); give an empty place"
             )

@@ -12,7 +12,6 @@ import errno
 import os
 import platform
 import secrets
-import threading
 import time
 import uuid
 import weakref
@@ -26,6 +25,7 @@ from ckptstore.errors import ForeignObjectError, FormatError, KeyNotFoundError, 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import PinRecord, pin_key
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin
+from ckptstore.host.background import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal
@@ -57,12 +57,11 @@ class Pin:
             refresh_every: seconds between renewals.
         """
         self._text = _Text(backend, pin_key(uuid.uuid4().hex), tuple(segments))
-        self._refresh_every = refresh_every
-        self._released = threading.Event()
-        self._thread: threading.Thread | None = None
+        # It removes the pin at its end, where no Ctrl-C comes.
+        self._renewals = Periodic(refresh_every, self._text.renew_again, "pin", self._text.remove)
         # Prevents: a pin that is renewed for ever, because Ctrl-C came between two lines of a ``with``. Its thread does
         # not know the pin itself, and ends when nobody does.
-        weakref.finalize(self, self._released.set)
+        weakref.finalize(self, self._renewals.stop)
 
     @property
     def key(self) -> str:
@@ -86,7 +85,7 @@ class Pin:
         try:
             if self._text.backend.read_only:
                 raise ReadOnlyError(f"{self._text.backend.url} is read-only")
-            self._renew()
+            self.renew()
         except StorageError as error:
             # A full disk is when a checkpoint has to be read, and brought elsewhere.
             if not isinstance(error, ReadOnlyError) and error.errno not in _FULL:
@@ -96,28 +95,22 @@ class Pin:
             )
             return
         crash_point("pin.created")
-        thread = threading.Thread(
-            target=_keep_alive,
-            args=(self._text, self._refresh_every, self._released),
-            name="ckptstore-pin",
-            daemon=True,
-        )
-        thread.start()
-        self._thread = thread
+        self._renewals.start()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
+        """Say that the reader lives, as its thread does by itself. Raises `StorageError`."""
         self._text.renew()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is not None:
+        if self._renewals.started:
             self._release()
 
     def _release(self) -> None:
-        self._released.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._renewals.stop()
+        if self._renewals.started:
+            self._renewals.join()
         else:
             self._text.remove()
 
@@ -134,16 +127,13 @@ class _Text:
         reader = {"host": platform.node(), "pid": os.getpid()}
         self.backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self.segments, reader)))
 
+    def renew_again(self) -> None:
+        with contextlib.suppress(StorageError):  # the next renewal is in time: a collector waits for many
+            self.renew()
+
     def remove(self) -> None:
         with contextlib.suppress(StorageError):  # what stays is taken for dead in time; the restore is done
             self.backend.delete(self.key)
-
-
-def _keep_alive(text: _Text, refresh_every: float, released: threading.Event) -> None:
-    while not released.wait(refresh_every):
-        with contextlib.suppress(StorageError):  # the next renewal is in time: a collector waits for many
-            text.renew()
-    text.remove()  # here, where no Ctrl-C comes
 
 
 @contextlib.contextmanager
@@ -187,6 +177,7 @@ class Survey:
         segments: ids of the segments claimed by living pins.
         alive: keys of living pins.
         dead: keys of pins not renewed for too long.
+        lapsed: ids of the segments that those claimed; None: one of them is damaged, and nobody knows.
         unreadable: keys of living pins that are damaged. Nobody knows what they claim: collect nothing.
         records: key of a living pin -> what it says: which segments, and who reads.
     """
@@ -196,6 +187,7 @@ class Survey:
     dead: tuple[str, ...]
     unreadable: tuple[str, ...]
     records: Mapping[str, PinRecord] = field(default_factory=dict)
+    lapsed: frozenset[str] | None = frozenset()
 
 
 class PinWatch:
@@ -219,6 +211,7 @@ class PinWatch:
         """List and read the pins. Call it after READ, never before. Raises `StorageError`."""
         segments: set[str] = set()
         dead, unreadable = [], []
+        lapsed: frozenset[str] | None = frozenset()
         records: dict[str, PinRecord] = {}
         seen: dict[str, tuple[bytes, float]] = {}
         for key in self._backend.list("pins/"):
@@ -233,6 +226,7 @@ class PinWatch:
             seen[key] = before if before is not None and before[0] == data else (data, now)
             if now - seen[key][1] >= self._dead_after:
                 dead.append(key)
+                lapsed = None if lapsed is None else _claims(data, key, lapsed)
                 continue
             try:
                 records[key] = decode_pin(data, what=key)
@@ -240,4 +234,12 @@ class PinWatch:
             except FormatError:
                 unreadable.append(key)
         self._seen = seen
-        return Survey(frozenset(segments), tuple(records), tuple(dead), tuple(unreadable), records)
+        return Survey(frozenset(segments), tuple(records), tuple(dead), tuple(unreadable), records, lapsed)
+
+
+def _claims(data: bytes, key: str, others: frozenset[str]) -> frozenset[str] | None:
+    """What a pin names, and `others`; None if nobody can read it."""
+    try:
+        return others.union(decode_pin(data, what=key).segments)
+    except FormatError:
+        return None

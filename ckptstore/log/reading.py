@@ -266,12 +266,12 @@ class _Reading:
         """
         catalog = self.builder.catalog
         if isinstance(record, OpenRecord):
-            return self._chained(record) and record.term > catalog.term
+            return self._continues(record) and record.term > catalog.term
         if record.term == catalog.term:
-            return self._chained(record) and catalog.terms[catalog.term].nonce == record.nonce
+            return self._continues(record) and catalog.terms[catalog.term].nonce == record.nonce
         return self._after_damage() and record.term > catalog.term
 
-    def _chained(self, record: Record) -> bool:
+    def _continues(self, record: Record) -> bool:
         """Whether the record names the slot before it, or that is damaged, so that its hash says nothing."""
         return record.previous == self.builder.catalog.last or self._after_damage()
 
@@ -293,8 +293,7 @@ class _Reading:
                     f"{self.backend.url}: {slot_key(self.above)} exists, but the {self.above - self.seq} slots before "
                     "it do not; if it is not part of this store remove it, otherwise restore them from a copy"
                 )
-            if exists(self.backend, slot_key(self.seq)):
-                return self._take_slot()
+            return self._take_slot()  # asked for again
         if not never_deleted(self.journal, self.seq):
             raise _StaleError
         self.builder.mark_damaged(self.seq)

@@ -15,7 +15,7 @@ from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, StepOrder
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, ref_of, valid_tag
 
-__all__ = ["resolve", "step_number"]
+__all__ = ["nothing_latest", "resolve", "step_number"]
 
 _STEP: Final = re.compile(r"(\d{1,16})(?:@(\d{1,10}))?\Z", re.ASCII)
 _NEAREST: Final = 4
@@ -38,7 +38,7 @@ def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
     if text == "latest":
         newest = catalog.latest()
         if newest is None:
-            raise CheckpointNotFoundError("the store holds no checkpoint yet")
+            raise CheckpointNotFoundError(nothing_latest(catalog))
         return newest
     if text.startswith("tag:"):
         return _tagged(catalog, text.removeprefix("tag:"))
@@ -47,6 +47,17 @@ def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
         raise _no_ref(text)
     step, term = int(match[1]), None if match[2] is None else int(match[2])
     return _numbered(catalog, step, term)
+
+
+def nothing_latest(catalog: Catalog) -> str:
+    """Why there is no ``latest``, and what there is instead, in words."""
+    if not catalog.checkpoints:
+        return "the store holds no checkpoint yet"
+    newest = ref_of(max(catalog.checkpoints))
+    return (
+        f"term {catalog.term} begins from nothing and holds no checkpoint yet, so there is no latest; the newest of "
+        f"earlier terms is {newest}: name it to load it, and to continue from it, as in writer(parent={newest!r})"
+    )
 
 
 def _number(ref: object) -> str:

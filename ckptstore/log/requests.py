@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptstore.backends.base import Backend
@@ -24,9 +24,10 @@ from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CommitRecord, Encoding, Node, Request, SegmentEntry, request_of
+from ckptstore.formats.records import CommitRecord, Request, SegmentEntry, request_of
 from ckptstore.formats.retention import check_commit
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_request
+from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
 from ckptstore.log.term import Term
@@ -90,15 +91,8 @@ def _answer(term: Term, key: str, identity: str, data: bytes) -> None:
 
 
 def _as_commit(request: Request) -> CommitRecord:
-    return CommitRecord(
-        term=request.term,
-        segments=request.segments,
-        encodings=request.encodings,
-        drops=request.drops,
-        retires=request.retires,
-        tags=request.tags,
-        requests={request.id: None},
-    )
+    change = Change(request.segments, (), request.encodings, request.drops, request.retires, request.tags)
+    return replace(change, requests={request.id: None}).record(request.term)
 
 
 def _refusal(term: Term, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
@@ -148,37 +142,30 @@ class Outcome:
     reason: str = ""
 
 
-def post(
-    journal: Journal,
-    term: int,
-    what: str,
-    *,
-    segments: Sequence[SegmentEntry] = (),
-    encodings: Sequence[Encoding] = (),
-    drops: Sequence[str] = (),
-    retires: Sequence[Node] = (),
-    tags: Mapping[str, Node | None] | None = None,
-) -> Request:
+def post(journal: Journal, term: int, what: str, change: Change) -> Request:
     """Ask the writer of `term` for a change -> the request as posted, for `wait`.
 
     Args:
         term: the newest term in the view on which the change was planned. A newer one voids the request.
         what: one line for people: what this is and who asks.
-        segments: durable already, and of `term`.
-        encodings, drops, retires, tags: as in `CommitRecord`.
+        change: its segments are durable already, and of `term`.
 
     Raises:
+        UsageError: the change has checkpoints, answers or other members, which only a writer's own commit may have.
+            Nothing was posted.
         StorageError: it may or may not have been posted, and does no harm either way. Ask again under a new uuid.
     """
+    if change.checkpoints or change.requests or change.extra:
+        raise UsageError(f"a request to {what}: checkpoints, answers and notes are committed by a writer alone")
     request = Request(
         id=secrets.token_hex(16),
         term=term,
         what=what,
-        segments=tuple(segments),
-        encodings=tuple(encodings),
-        drops=tuple(drops),
-        retires=tuple(retires),
-        tags=dict(tags or {}),
+        segments=change.segments,
+        encodings=change.encodings,
+        drops=change.drops,
+        retires=change.retires,
+        tags=change.tags,
     )
     data = encode_request(request, run=journal.run)
     decode_request(data, run=journal.run, what=request.key)  # what is sent can be understood

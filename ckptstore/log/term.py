@@ -2,7 +2,8 @@
 
 - A slot is created if absent; who created it owns it. An opener then asks for the anchor above: if there is none, the
   slot was never deleted before, so this was the head of the log and the term stands.
-- A term sends one byte string per slot, ever. So bytes that are found equal are one's own, whoever delivered them.
+- A term sends one byte string per slot, ever. So bytes that are found equal are one's own, whoever delivered them. (An
+  attempt that provably made nothing, `StorageError.unsent`, has sent nothing.)
 - Only an OPEN can come between two commits of a term, and OPENs are never deleted: a fenced writer always finds out.
 
 ``tools/protocol`` explores these rules; change them only together.
@@ -66,7 +67,7 @@ Parent = CheckpointId | None | Callable[[Catalog], CheckpointId | None]
 
 _R = TypeVar("_R", OpenRecord, CommitRecord)
 
-_ONE_WRITER: Final = "of the ranks of one job only one may open a writer (rank 0, say), the others none"
+_ONE_WRITER: Final = "of the ranks of one job only one may open a writer (rank 0, say), or every one with group="
 _TOGETHER: Final = 60.0
 """Seconds between two OPENs within which they are likely to be of one job."""
 
@@ -84,13 +85,16 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
     it is believed. If that fails it fails for good, and is not tried again.
 
     Raises:
-        StorageError: still unknown after every try. The create may land at any later time.
+        StorageError: still unknown after every try. The create may land at any later time; not if `unsent` says that
+            no try has sent anything.
     """
+    sent = False
     for done in range(patience.tries + 1):
         try:
             backend.create(key, data)
         except StorageError as error:  # KeyExistsError (412, 409), a timeout, EIO ...: GET the slot
             doubt = error
+            sent = sent or not error.unsent
         else:
             return True
         try:
@@ -110,6 +114,7 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
             patience.pause(done)
     if isinstance(doubt, KeyExistsError):
         raise StorageError(f"{backend.url}: {key} exists and does not, by turns") from doubt
+    doubt.unsent = not sent
     raise doubt
 
 
@@ -174,10 +179,10 @@ def open_term(
     backend = journal.backend
     if backend.read_only:
         raise ReadOnlyError(f"{backend.url}: read-only, a term cannot be opened")
-    view: View | None = None
     for done in range(patience.tries + 1):
-        # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view.
-        view = read(journal, view, patience, look_above=True)
+        # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view. From the start
+        # each time: what the last try was built on may have been stale.
+        view = read(journal, None, patience, look_above=True)
         _check_writable(journal, view.catalog)
         chosen = _live_parent(backend, view.catalog, parent)
         crash_point("open.read")
@@ -196,8 +201,6 @@ def open_term(
         if mine and never_deleted(journal, view.end):
             crash_point("open.verified")
             return Term(journal, view, record, xxh3_128(data), patience)
-        if mine:
-            view = None  # it was built on a stale view, which must not be built on again
         patience.pause(done)
     raise FencedError(
         f"{backend.url}: other writers opened a term first, {patience.tries + 1} times in a row; {_ONE_WRITER}"
@@ -320,7 +323,7 @@ class Term:
                 delete anything, and only a new term finds out.
             StepOrderError, CheckpointNotFoundError, UsageError, FormatError: the record breaks a rule
                 (`ckptstore.formats.retention`). Nothing was sent; the term goes on.
-            StorageError: the manifest could not be written. No slot was sent; the term goes on.
+            StorageError: the manifest or the slot could not be written, and no slot was sent; the term goes on.
         """
         with self._lock:
             if self.dead is not None:
@@ -383,7 +386,11 @@ class Term:
             # 3. On 412, 409, timeout, EIO: GET the slot; absent: resend identical bytes, bounded.
             mine = _send(self.journal.backend, slot_key(seq), data, self.patience)
         except StorageError as error:
-            raise doubt from error
+            if not error.unsent:
+                raise doubt from error
+            # Nobody has been sent these bytes, so the slot may get others: no space, no descriptor, no permission.
+            self.dead = None
+            raise
         crash_point("commit.created")
         if not mine:
             # 3. Other bytes: a newer term owns the slot. Stop for good.

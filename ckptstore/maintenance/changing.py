@@ -11,6 +11,7 @@ from typing import Final
 
 from ckptstore.errors import ReadOnlyError, RequestError, RequestRefusedError, RequestTimeoutError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.host.checks import seconds
 from ckptstore.log.authors import Requester, Successor
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
@@ -31,9 +32,10 @@ def change(journal: Journal, what: str, plan: Planner, *, take_over: bool, timeo
         what: one line for people.
         plan: called with every newer view of the log; what it raises ends the matter.
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
-        timeout: seconds to wait for the live writer's answer; None: as long as it takes.
+        timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
 
     Raises:
+        UsageError: `timeout` is no time.
         RequestRefusedError: the writer said no, and why. Nothing was changed.
         RequestTimeoutError: nobody answered. It may still be accepted.
         RequestError: newer terms began again and again before it was answered. Nothing was changed.
@@ -41,6 +43,7 @@ def change(journal: Journal, what: str, plan: Planner, *, take_over: bool, timeo
         FencedError, CommitUnknownError: with `take_over`: another writer took the store over at the same time.
         anything `plan` raises.
     """
+    timeout = seconds("timeout", timeout)
     if journal.backend.read_only:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be changed")
     catalog = read(journal).catalog

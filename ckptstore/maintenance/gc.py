@@ -9,6 +9,9 @@
 Deleted is only what has a name that the format gives, and is a file: what else lies below ``seg/`` is a stranger,
 put there by somebody, and is reported. No link is followed: nothing outside the store can go.
 
+Deleting a segment may mean that the medium keeps its space for new ones (`Backend.release`), up to a limit. Not so
+where a pin that was taken for dead claimed it: whoever made that may read on, and keeps what he has open.
+
 Any number of collectors may run, beside writers and readers; whoever may write to the store may collect.
 """
 
@@ -21,6 +24,7 @@ from typing import Any, Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, UsageError
+from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import object_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
@@ -33,6 +37,12 @@ __all__ = ["SHORTEST_TTL", "Collected", "Holder", "collect", "collect_patiently"
 SHORTEST_TTL: Final = 2 * REFRESH_EVERY
 """Seconds without renewal below which nobody may be taken for dead: a living reader may miss one renewal."""
 _LONGEST_PAUSE: Final = 5.0
+_SPARE_CHECKPOINTS: Final = 3
+"""How many checkpoints' worth of deleted segments a medium may keep: those written at once, and one (N + 1)."""
+_ENTRY: Final = 512
+_HEADER: Final = 64 << 10
+"""Bytes of a segment's header, generously: for each tensor, and for the rest."""
+_SEGMENT: Final = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,7 @@ class Collected:
         holders: the pins that claim them.
         dead_pins: keys of pins that were not renewed for too long, and were deleted.
         unreadable_pins: keys of damaged pins. While there is one nothing is deleted: nobody knows what it claims.
+        spare_nbytes: bytes of deleted segments, of this time and before, that the medium keeps for new ones.
         strangers: what lies below ``seg/`` and is none of the store's: other names, links, pipes. It stays.
     """
 
@@ -73,6 +84,7 @@ class Collected:
     dead_pins: tuple[str, ...] = ()
     unreadable_pins: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
+    spare_nbytes: int = 0
 
 
 def collect(
@@ -109,10 +121,12 @@ def collect(
             strangers.append(key)
     claimed = {key for key in sizes if pins.unreadable or _identity(key) in pins.segments}
     segments = tuple(key for key in sizes if key not in claimed)
+    spare = 0
     if not dry_run:
-        _delete(backend, segments, sizes, progress)
+        _delete(backend, segments, sizes, pins.lapsed, progress)
         for key in pins.dead:
             backend.delete(key)
+        spare = backend.shrink_spare(_spare_limit(catalog))
     return Collected(
         segments,
         sum(sizes[key] for key in segments),
@@ -122,6 +136,7 @@ def collect(
         pins.dead,
         pins.unreadable,
         tuple(sorted(strangers)),
+        spare,
     )
 
 
@@ -189,7 +204,22 @@ def _holders(pins: Survey, claimed: set[str]) -> tuple[Holder, ...]:
     return tuple(found)
 
 
-def _delete(backend: Backend, segments: Sequence[str], sizes: Mapping[str, int], progress: Progress | None) -> None:
+def _spare_limit(catalog: Catalog) -> int:
+    """Bytes of deleted segments that the medium may keep: about what the next checkpoints need."""
+    node = catalog.checkpoints.highest(catalog.term)
+    if node is None and (entry := catalog.terms.get(catalog.term)) is not None and entry.parent is not None:
+        node = entry.parent.node
+    newest = None if node is None else catalog.find(node)
+    return 0 if newest is None else _SPARE_CHECKPOINTS * (newest.nbytes + newest.tensors * _ENTRY + _HEADER)
+
+
+def _delete(
+    backend: Backend,
+    segments: Sequence[str],
+    sizes: Mapping[str, int],
+    lapsed: frozenset[str] | None,
+    progress: Progress | None,
+) -> None:
     # 3. Delete.
     if not segments:
         return
@@ -200,7 +230,10 @@ def _delete(backend: Backend, segments: Sequence[str], sizes: Mapping[str, int],
     tally = Tally(progress, sum(sizes[key] for key in segments))
     for key in segments:
         crash_point("gc.before-delete")
-        backend.delete(key)
+        if lapsed is None or _identity(key) in lapsed or not key.endswith(_SEGMENT):
+            backend.delete(key)
+        else:
+            backend.release(key)
         crash_point("gc.deleted")
         tally.advance(sizes[key])
 

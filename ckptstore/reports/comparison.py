@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.dtypes import DType
+from ckptstore.formats.ranked import of_rank
 from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.shards import ShardedEntry, shards_hash
 from ckptstore.formats.state import places, select
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Progress, Tally
@@ -100,7 +102,8 @@ def compare(
 ) -> list[TensorDifference]:
     """Compare two checkpoints tensor by tensor, in the order of B's state, what only A has at the end.
 
-    Tensors of equal hash are the same and are not read. The others are read chunk by chunk and verified; memory does
+    Tensors of equal hash are the same and are not read; nor are those in shards, if both are cut alike and all shards
+    are the same. The others are read chunk by chunk, shards put together, and verified; memory does
     not grow with the checkpoint. A `select` pattern has to match a place of either at which there is a tensor. What is
     tied in both is compared once, under the first of its places that match.
 
@@ -111,7 +114,7 @@ def compare(
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
     """
     with opened(journal, ref_a) as found_a, opened(journal, ref_b) as found_b:
-        in_a, in_b = ({name: one.tensor for name, one in found.chains.items()} for found in (found_a, found_b))
+        in_a, in_b = found_a.tensors, found_b.tensors
         pairs = _pairs(found_a.tree, found_b.tree, select or None, f"{found_a.ref} or {found_b.ref}")
         sides = {name: (in_a.get(a or ""), in_b.get(b or "")) for name, (a, b) in pairs.items()}
         found = {name: _by_metadata(name, *both) for name, both in sides.items()}
@@ -178,7 +181,9 @@ def _by_metadata(name: str, a: TensorEntry | None, b: TensorEntry | None) -> Ten
 
 
 def _hash(tensor: TensorEntry) -> str | None:
-    """The tensor's hash, if its segment holds one: a chain of deltas need not."""
+    """The tensor's hash, if its segment holds one: a chain of deltas need not. In shards: theirs, if all have one."""
+    if isinstance(tensor, ShardedEntry):
+        return None if any(_hash(shard) is None for shard in tensor.shards) else shards_hash(tensor.shards)
     return tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None
 
 
@@ -198,9 +203,13 @@ def compare_state(journal: Journal, ref_a: str | int, ref_b: str | int) -> list[
             found.append(StateDifference(path, "removed", before[path], None))
         elif jsontext.dumps(before[path]) != jsontext.dumps(after[path]):  # as text: True is not 1, 1 is not 1.0
             found.append(StateDifference(path, "changed", before[path], after[path]))
-    if not found and jsontext.dumps(select(tree_a, set())) != jsontext.dumps(select(tree_b, set())):
+    if not found and _without_tensors(tree_a) != _without_tensors(tree_b):
         found.append(StateDifference("", "changed", None, None))
     return found
+
+
+def _without_tensors(tree: Any) -> bytes:
+    return jsontext.dumps(select(of_rank(tree, None), set()))
 
 
 class _Sums:
@@ -218,7 +227,7 @@ class _Sums:
 
     def _add_block(self, a: Bytes, b: Bytes) -> None:
         changed = a ^ b
-        self.bits += _ones(changed)
+        self.bits += ones(changed)
         self.elements += int(np.count_nonzero(_any_per_element(changed, self.dtype.itemsize)))
         values_a, values_b = doubles(self.dtype, a), doubles(self.dtype, b)
         # Squares of large doubles overflow to infinity: that is then the honest answer.
@@ -267,7 +276,7 @@ def _squares(values: npt.NDArray[np.float64]) -> float:
     return float(values @ values)
 
 
-def _ones(data: Bytes) -> int:
+def ones(data: Bytes) -> int:
     """Number of one bits."""
     count: Callable[[Any], Any] | None = getattr(np, "bitwise_count", None)
     if count is None:  # numpy < 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckptstore.formats.records import ref_of
 from ckptstore.formats.segment import RAW, TensorEntry
+from ckptstore.formats.shards import key_of
 from ckptstore.formats.steps import STEP
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain
@@ -77,29 +78,30 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
         as `Store.load`. Reads headers, and at most 16 MiB to measure the medium; no tensor is restored.
     """
     with opened(journal, ref) as found:
-        chains = found.chains
-        chosen = [chains[name] for name in select_from(found.tree, select, found.ref).tensors]
+        names = select_from(found.tree, select, found.ref).tensors
+        chosen = [chain for name in names for chain, _ in found.stored(name)]
         rates = measure_rates(found)
-        layers = _all_layers(chosen)
+        links = _all_links(chosen)
         steps = []
         for encoding in found.plan.encodings:
-            read = decoded = count = 0
+            read = decoded = 0
+            restored: set[str] = set()
             seconds = 0.0
             for segment in encoding.segments:
                 reader = found.readers[segment]
                 for tensor in reader.doc.tensors.get(encoding.checkpoint[1], {}).values():
-                    if (id(reader), tensor.name) in layers:
+                    if (id(reader), key_of(tensor)) in links:
                         read += tensor.stored
                         decoded += 0 if tensor.codec == RAW else tensor.nbytes
                         seconds += _seconds(tensor, rates)
-                        count += 1
+                        restored.add(tensor.name)
             steps.append(
                 PlanStep(
                     ref=ref_of(encoding.checkpoint),
                     kind=encoding.kind,
                     base=None if encoding.base is None else encoding.base.ref,
                     segments=tuple(found.readers[segment].entry.key for segment in encoding.segments),
-                    tensors=count,
+                    tensors=len(restored),
                     bytes_read=read,
                     bytes_decoded=decoded,
                     seconds=seconds,
@@ -114,6 +116,6 @@ def _seconds(tensor: TensorEntry, rates: Rates) -> float:
     return tensor.stored / rates.read + tensor.nbytes / (rates.replay if tensor.codec == STEP else rates.decode)
 
 
-def _all_layers(chains: Sequence[Chain]) -> set[tuple[int, str]]:
-    """(segment, tensor) of every layer that restoring `chains` reads, masters of derived tensors included."""
-    return {(id(layer.reader), layer.tensor.name) for chain in chains for layer in chain.sources}
+def _all_links(chains: Sequence[Chain]) -> set[tuple[int, str]]:
+    """(segment, key) of every link that restoring `chains` reads, masters of derived tensors included."""
+    return {(id(link.reader), link.tensor.name) for chain in chains for link in chain.sources}

@@ -16,10 +16,9 @@ from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
-from ckptstore.restore.opened import opened
+from ckptstore.restore.opened import Opened, opened
 from ckptstore.restore.selection import one_of, select_from
 from ckptstore.restore.streams import streams
-from ckptstore.segments.reading import SegmentReader
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo
@@ -45,10 +44,11 @@ class TensorDescription:
         shape: logical shape.
         nbytes: logical bytes.
         stored: bytes in the segment that holds its newest encoding.
-        codec: how that one is encoded; ``raw`` is uncompressed.
+        codec: how that one is encoded; ``raw`` is uncompressed, ``mixed`` what its shards do not agree on.
         kind: kind of that segment (``full``, ``delta`` ...).
-        hash: hash of the logical bytes, 32 hex digits; None if the segment does not hold it.
-        segment: key of that segment in the store.
+        hash: hash of the logical bytes, 32 hex digits; None if the segment does not hold it, or of a tensor in shards.
+        segment: key of that segment in the store; of a tensor in shards, that of the first one.
+        shards: how many shards it is stored in; None: it is stored whole.
     """
 
     name: str
@@ -60,6 +60,7 @@ class TensorDescription:
     kind: str
     hash: str | None
     segment: str
+    shards: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,16 @@ class ChainLink:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDescription:
-    """A checkpoint taken apart: `tensors` in the order of the state, `chain` base first, `tree` as typed JSON."""
+    """A checkpoint taken apart: `tensors` in the order of the state, `chain` base first, `tree` as typed JSON.
+
+    `medium` says what the store lies on and how bytes get there, for people.
+    """
 
     info: CheckpointInfo
     tensors: tuple[TensorDescription, ...]
     chain: tuple[ChainLink, ...]
     tree: Any
+    medium: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +151,19 @@ def inspect(
     """
     with opened(journal, ref) as found:
         chain = found.plan.encodings
-        held = {
-            name: (tensor, found.readers[segment])
-            for segment in chain[-1].segments
-            for name, tensor in found.readers[segment].doc.tensors.get(found.entry.step, {}).items()
-        }
         names = select_from(found.tree, select or None, found.ref).tensors
         return CheckpointDescription(
             found.info,
-            tuple(_describe(*held[name], chain[-1].kind) for name in names),
+            tuple(_describe(found, name) for name in names),
             tuple(_link(link, [found.readers[segment].entry for segment in link.segments]) for link in chain),
-            found.tree,
+            found.merged,
+            journal.backend.medium(),
         )
 
 
-def _describe(tensor: TensorEntry, reader: SegmentReader, kind: str) -> TensorDescription:
+def _describe(found: Opened, name: str) -> TensorDescription:
+    tensor = found.tensors[name]
+    (first, _), *others = found.stored(name)
     return TensorDescription(
         name=tensor.name,
         dtype=tensor.dtype,
@@ -168,9 +171,10 @@ def _describe(tensor: TensorEntry, reader: SegmentReader, kind: str) -> TensorDe
         nbytes=tensor.nbytes,
         stored=tensor.stored,
         codec=tensor.codec,
-        kind=kind,
+        kind=found.plan.encodings[-1].kind,
         hash=tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None,
-        segment=reader.entry.key,
+        segment=first.links[-1].reader.entry.key,
+        shards=1 + len(others) if found.sharded(name) else None,
     )
 
 
@@ -193,7 +197,7 @@ def statistics(journal: Journal, ref: str | int, name: str, progress: Progress |
         CorruptionError: its bytes are damaged.
     """
     with opened(journal, ref) as found:
-        tensor = found.chains[one_of(found.chains, name, found.ref)].tensor
+        tensor = found.tensors[one_of(found.tensors, name, found.ref)]
         dtype = dtypes.get(tensor.dtype)
         moments = _Moments()
         tally = Tally(progress, tensor.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from ckptstore.formats import ranked
 from ckptstore.formats.state import unflatten
 
 __all__ = ["children", "is_tensor", "leaves", "text"]
@@ -19,12 +20,15 @@ def is_tensor(node: Any) -> bool:
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
-    """(key or position, child) of a container, in order; None for a leaf."""
+    """(key or position, child) of a container, in order, or (rank, child) of what differs over ranks; None: a leaf."""
     if isinstance(node, list):
         return [(str(index), child) for index, child in enumerate(node)]
     if not isinstance(node, dict):
         return None
     tag = next(iter(node)) if len(node) == 1 else ""
+    if tag == ranked.TAG:
+        places, nodes = node[tag]
+        return [(f"rank {rank}", nodes[place]) for rank, place in enumerate(places) if place is not None]
     if tag in _SEQUENCES:
         return children(node[tag])
     if tag in _MAPPINGS:

@@ -1,4 +1,4 @@
-"""From the encodings of a plan to what restores each tensor: chains of layers, and programs where steps join them."""
+"""From the encodings of a plan to what restores each tensor: chains of links, and programs where steps join them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from typing import Any
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.records import Encoding, ref_of
 from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.shards import key_of, keyed, keyed_group
 from ckptstore.formats.steps import Group, groups_of
 from ckptstore.restore.chain import Chain, master_of
-from ckptstore.restore.link import Layer
-from ckptstore.restore.replay import Cell, Program, Room, Stage
+from ckptstore.restore.link import Link
+from ckptstore.restore.replay import Cell, KeptBytes, Program, Stage
 from ckptstore.segments.reading import SegmentReader
 
-__all__ = ["Held", "Spec", "assemble", "held_by", "master_layer", "spec_of", "tree_of"]
+__all__ = ["Held", "Spec", "assemble", "held_by", "master_link", "spec_of", "tree_of"]
 
-Held = Mapping[str, Layer]
-"""The tensors of one encoding, by name."""
+Held = Mapping[str, Link]
+"""The tensors of one encoding, by name; shards by their `ShardKey`."""
 Spec = tuple[str, tuple[int, ...]]
 """Logical dtype and shape."""
 _Root = tuple[str, int]  # tensor, and the encoding after which it is wanted
 
 
-def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, Layer]:
-    """The tensors of an encoding, from its open segments.
+def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, Link]:
+    """The tensors of an encoding, from its open segments. Shards go by their keys, in the links as well.
 
     Raises:
         CorruptSegmentError: a segment does not build on what the log says, or a tensor is there twice, or its
             group is not whole.
         FormatError: an optimizer step that this version does not understand; see `groups_of`.
     """
-    found: dict[str, Layer] = {}
+    found: dict[str, Link] = {}
     step = encoding.checkpoint[1]
     for reader in readers:
         told = reader.doc.encodings.get(step)
@@ -41,13 +42,15 @@ def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, L
             what = f"{ref_of(encoding.checkpoint)} on {below}"
             raise CorruptSegmentError(f"{reader.entry.key}: does not build {what}, as the log says")
         tensors = reader.doc.tensors.get(step, {})
+        keys = {name: key_of(tensor) for name, tensor in tensors.items()}
         groups: dict[str, Group] = {}
         for group in groups_of(tensors, f"{reader.entry.key}: step {step}"):
-            groups |= dict.fromkeys(group.names, group)
+            groups |= dict.fromkeys(group.names, keyed_group(group, keys))
         for name, tensor in tensors.items():
-            if name in found:
-                raise CorruptSegmentError(f"{reader.entry.key}: tensor {name!r} of step {step} is in two segments")
-            found[name] = Layer(tensor, reader, step, groups.get(name))
+            key = keys[name]
+            if key in found:
+                raise CorruptSegmentError(f"{reader.entry.key}: tensor {key!r} of step {step} is in two segments")
+            found[key] = Link(keyed(tensor, key), reader, step, groups.get(name))
     return found
 
 
@@ -68,7 +71,7 @@ def assemble(held: Sequence[Held], names: Sequence[str]) -> dict[str, Chain]:
         held: the tensors of each encoding of a plan, the full's first; each builds on the one before.
 
     Raises:
-        CorruptSegmentError: a layer is missing, or does not fit the one below it.
+        CorruptSegmentError: a link is missing, or does not fit the one below it.
     """
     last = len(held) - 1
     chains = {name: _chain(held, last, name) for name in names}
@@ -76,7 +79,7 @@ def assemble(held: Sequence[Held], names: Sequence[str]) -> dict[str, Chain]:
     programs = _programs(held, joint) if joint else {}
     masters = _master_programs(held, chains.values())
     return {
-        name: Chain(one.layers, _with_program(one, len(held), masters), programs.get((name, last)))
+        name: Chain(one.links, _with_program(one, len(held), masters), programs.get((name, last)))
         for name, one in chains.items()
     }
 
@@ -87,7 +90,7 @@ def _master_programs(held: Sequence[Held], chains: Iterable[Chain]) -> dict[_Roo
     roots: dict[int, dict[_Root, None]] = {}
     for chain in chains:
         if chain.master is not None and _is_joint(chain.master):
-            number = len(held) - len(chain.layers)
+            number = len(held) - len(chain.links)
             roots.setdefault(number, {})[chain.master.tensor.name, number] = None
     return {root: program for some in roots.values() for root, program in _programs(held, list(some)).items()}
 
@@ -96,38 +99,38 @@ def _with_program(chain: Chain, count: int, programs: Mapping[_Root, Program]) -
     master = chain.master
     if master is None or not _is_joint(master):
         return master
-    return Chain(master.layers, master.master, programs[master.tensor.name, count - len(chain.layers)])
+    return Chain(master.links, master.master, programs[master.tensor.name, count - len(chain.links)])
 
 
 def _is_joint(chain: Chain) -> bool:
-    return any(layer.group is not None for layer in chain.layers)
+    return any(link.group is not None for link in chain.links)
 
 
 # -- one tensor
 
 
 def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
-    """The layers of one tensor: from encoding `last` down to the newest one that needs no base."""
-    layers: list[Layer] = []
+    """The links of one tensor: from encoding `last` down to the newest one that needs no base."""
+    links: list[Link] = []
     for number in range(last, -1, -1):
-        layer = held[number].get(name)
-        if layer is None:
-            raise CorruptSegmentError(f"{layers[-1].where}: its base has no such tensor")
-        if layers and spec_of(layer.tensor) != spec_of(layers[-1].tensor):
-            raise CorruptSegmentError(f"{layers[-1].where}: its base has another shape or dtype")
-        layers.append(layer)
-        if layer.base_ratio == 0:
-            return Chain(tuple(reversed(layers)))
-        if layer.base_ratio == 2:  # the rounded copy of another tensor of the same step, with deltas on top
-            return _with_master(held, number, tuple(reversed(layers)))
-    raise CorruptSegmentError(f"{layers[-1].where}: its chain begins with a delta")
+        link = held[number].get(name)
+        if link is None:
+            raise CorruptSegmentError(f"{links[-1].where}: its base has no such tensor")
+        if links and spec_of(link.tensor) != spec_of(links[-1].tensor):
+            raise CorruptSegmentError(f"{links[-1].where}: its base has another shape or dtype")
+        links.append(link)
+        if link.base_ratio == 0:
+            return Chain(tuple(reversed(links)))
+        if link.base_ratio == 2:  # the rounded copy of another tensor of the same step, with deltas on top
+            return _with_master(held, number, tuple(reversed(links)))
+    raise CorruptSegmentError(f"{links[-1].where}: its chain begins with a delta")
 
 
-def _with_master(held: Sequence[Held], number: int, layers: tuple[Layer, ...]) -> Chain:
-    return Chain(layers, _chain(held, number, master_layer(held[number], layers[0]).tensor.name))
+def _with_master(held: Sequence[Held], number: int, links: tuple[Link, ...]) -> Chain:
+    return Chain(links, _chain(held, number, master_link(held[number], links[0]).tensor.name))
 
 
-def master_layer(held: Held, copy: Layer) -> Layer:
+def master_link(held: Held, copy: Link) -> Link:
     """The tensor of the same encoding that one is a rounded copy of. Raises `CorruptSegmentError` if none can be."""
     name = master_of(copy.tensor)
     found = None if name is None else held.get(name)
@@ -153,34 +156,34 @@ class _Needs:
     """Everything that has to be done for some tensors, and which tensors that joins."""
 
     held: Sequence[Held]
-    work: dict[tuple[int, str], tuple[Cell, ...]] = field(default_factory=dict)  # (encoding, layer's tensor) -> cells
+    work: dict[tuple[int, str], tuple[Cell, ...]] = field(default_factory=dict)  # (encoding, link's tensor) -> cells
     parents: dict[Cell, Cell] = field(default_factory=dict)
 
     def add(self, root: _Root) -> None:
-        waiting: list[tuple[str, int, Layer | None]] = [(*root, None)]
+        waiting: list[tuple[str, int, Link | None]] = [(*root, None)]
         while waiting:
             name, number, above = waiting.pop()
-            layer = self.held[number].get(name) if number >= 0 else None
-            if layer is None:
+            link = self.held[number].get(name) if number >= 0 else None
+            if link is None:
                 where = f"tensor {name!r}" if above is None else above.where
                 raise CorruptSegmentError(f"{where}: its base has no tensor {name!r}, or there is no base")
-            if above is not None and above.tensor.name == name and spec_of(layer.tensor) != spec_of(above.tensor):
+            if above is not None and above.tensor.name == name and spec_of(link.tensor) != spec_of(above.tensor):
                 raise CorruptSegmentError(f"{above.where}: its base has another shape or dtype")
-            if layer.group is not None:
-                if (number, layer.group.leader) in self.work:
+            if link.group is not None:
+                if (number, link.group.leader) in self.work:
                     continue  # with everything below it: most tensors of a group come this way
-                members = [self.held[number][member] for member in layer.group.names]
+                members = [self.held[number][member] for member in link.group.names]
                 cells = tuple(Cell(member.tensor.name, *spec_of(member.tensor)) for member in members)
-                self.work[number, layer.group.leader] = cells
+                self.work[number, link.group.leader] = cells
                 for other in cells[1:]:
                     self.join(cells[0], other)
                 waiting += [(member.tensor.name, number - 1, member) for member in members]
                 continue
             if (number, name) in self.work:
                 continue
-            self.work[number, name] = (Cell(name, *spec_of(layer.tensor)),)
-            if layer.base_ratio:
-                waiting.append((name, number - 1, layer))
+            self.work[number, name] = (Cell(name, *spec_of(link.tensor)),)
+            if link.base_ratio:
+                waiting.append((name, number - 1, link))
 
     def find(self, cell: Cell) -> Cell:
         top = cell
@@ -202,23 +205,23 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root]) -> dict[_Root, Progr
     stages: dict[Cell, list[Stage]] = {}
     for (number, name), cells in sorted(needs.work.items(), key=lambda item: item[0][0]):
         _append(stages.setdefault(needs.find(cells[0]), []), held[number], name, cells)
-    results: dict[Cell, dict[str, tuple[Cell, Layer]]] = {}
+    results: dict[Cell, dict[str, tuple[Cell, Link]]] = {}
     for name, number in roots:
-        layer = held[number][name]
-        cell = Cell(name, *spec_of(layer.tensor))
-        results.setdefault(needs.find(cell), {})[name] = (cell, layer)
-    room = Room()
-    programs = {top: Program(tuple(stages[top]), found, room) for top, found in results.items()}
+        link = held[number][name]
+        cell = Cell(name, *spec_of(link.tensor))
+        results.setdefault(needs.find(cell), {})[name] = (cell, link)
+    kept = KeptBytes()
+    programs = {top: Program(tuple(stages[top]), found, kept) for top, found in results.items()}
     return {
         (name, number): programs[needs.find(Cell(name, *spec_of(held[number][name].tensor)))] for name, number in roots
     }
 
 
 def _append(stages: list[Stage], held: Held, name: str, cells: tuple[Cell, ...]) -> None:
-    """Add one layer; a step goes to the last stage that touches its tensors, if that takes steps of the same ones."""
-    layer = held[name]
-    if layer.group is None:
-        stages.append(Stage(cells, (layer,)))
+    """Add one link; a step goes to the last stage that touches its tensors, if that takes steps of the same ones."""
+    link = held[name]
+    if link.group is None:
+        stages.append(Stage(cells, (link,)))
         return
     followers = (tuple(held[cell.name] for cell in cells),)
     touched = set(cells)
@@ -226,9 +229,9 @@ def _append(stages: list[Stage], held: Held, name: str, cells: tuple[Cell, ...])
         before = stages[place]
         if touched.isdisjoint(before.cells):
             continue
-        same = before.steps and before.cells == cells and before.layers[0].group is not None
-        if same and before.layers[0].group.rule.slots == layer.group.rule.slots:  # type: ignore[union-attr]
-            stages[place] = Stage(cells, (*before.layers, layer), before.followers + followers)
+        same = before.steps and before.cells == cells and before.links[0].group is not None
+        if same and before.links[0].group.rule.slots == link.group.rule.slots:  # type: ignore[union-attr]
+            stages[place] = Stage(cells, (*before.links, link), before.followers + followers)
             return
         break
-    stages.append(Stage(cells, (layer,), followers))
+    stages.append(Stage(cells, (link,), followers))

@@ -1,7 +1,7 @@
 """Restoring tensors through chains: the full's bytes, and every delta applied to them, chunk by chunk.
 
-Each chunk of a tensor has its own chain of layers, the oldest self-contained, the others deltas on the one before.
-Threads take whole chunks: read a layer, check its hash, apply it in place, read the next. No state between the base
+Each chunk of a tensor has its own chain of links, the oldest self-contained, the others deltas on the one before.
+Threads take whole chunks: read a link, check its hash, apply it in place, read the next. No state between the base
 and the target ever exists, and memory beyond the target is one payload per thread.
 
 Tensors that an optimizer's step moved together are restored together, by a `Program` (`ckptstore.restore.replay`).
@@ -22,7 +22,7 @@ from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all, workers
-from ckptstore.restore.link import Layer, apply_layer, check_decoded
+from ckptstore.restore.link import Link, apply_link, check_decoded
 from ckptstore.restore.parallel_chain import apply_in_parts, parts_of
 from ckptstore.restore.replay import Program
 
@@ -37,44 +37,47 @@ Target = Callable[[int, Bytes], None] | Bytes
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What restores one tensor: layers in the order of application; the first needs no base.
+    """What restores one tensor: links in the order of application; the first needs no base.
 
     Attributes:
-        layers: at least one.
-        master: the chain of the tensor that the first layer derives from (codec ``derive``), or None.
-        program: what restores it together with other tensors, if some of the layers are optimizer steps; it then
-            stands for the layers.
+        links: at least one.
+        master: the chain of the tensor that the first link derives from (codec ``derive``), or None.
+        program: what restores it together with other tensors, if some of the links are optimizer steps; it then
+            stands for the links.
     """
 
-    layers: tuple[Layer, ...]
+    links: tuple[Link, ...]
     master: Chain | None = None
     program: Program | None = None
 
     @property
     def tensor(self) -> TensorEntry:
-        """The tensor as the last layer describes it."""
-        return self.layers[-1].tensor
+        """The tensor as the last link describes it."""
+        return self.links[-1].tensor
 
     @property
     def raw(self) -> bool:
         """Whether its bytes lie in a segment as they are."""
-        return len(self.layers) == 1 and self.tensor.codec == RAW
+        return len(self.links) == 1 and self.tensor.codec == RAW
 
     @property
-    def sources(self) -> tuple[Layer, ...]:
-        """Every layer that restoring it reads: also those of tensors that are restored with it, and its master's."""
-        own = self.layers if self.program is None else self.program.layers
+    def sources(self) -> tuple[Link, ...]:
+        """Every link that restoring it reads: also those of tensors that are restored with it, and its master's."""
+        own = self.links if self.program is None else self.program.links
         return own if self.master is None else (*self.master.sources, *own)
 
     @property
     def where(self) -> str:
         """Names segment and tensor in errors."""
-        return self.layers[-1].where
+        return self.links[-1].where
 
 
 def master_of(tensor: TensorEntry) -> str | None:
     """Name of the tensor of the same step that `tensor` is a rounded copy of, or None."""
-    return str(tensor.params["of"]) if tensor.codec == "derive" and "of" in tensor.params else None
+    if tensor.codec != "derive" or "of" not in tensor.params:
+        return None
+    name = tensor.params["of"]
+    return name if isinstance(name, str) else str(name)  # as it is: the key of a shard shows itself in errors
 
 
 def decode_chunk(chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify: bool = True) -> None:
@@ -91,13 +94,13 @@ def decode_chunk(chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify
     if chain.program is not None:
         chain.program.decode_one(chain.tensor.name, index, out, verify=verify)
         return
-    for number, layer in enumerate(chain.layers):
-        base: Bytes | None = out if layer.base_ratio else None
-        if not number and layer.base_ratio:
+    for number, link in enumerate(chain.links):
+        base: Bytes | None = out if link.base_ratio else None
+        if not number and link.base_ratio:
             assert chain.master is not None, chain.where  # or it was never assembled
             base = _master_bytes(chain.master, index, 2 * len(out), scratch, verify)
-        apply_layer(layer, index, base, out, scratch, verify=verify)
-    check_decoded(chain.layers[-1], index, out, verify=verify)
+        apply_link(link, index, base, out, scratch, verify=verify)
+    check_decoded(chain.links[-1], index, out, verify=verify)
 
 
 def _master_bytes(master: Chain, index: int, length: int, scratch: Bytes, verify: bool) -> Bytes:
@@ -156,7 +159,7 @@ class _Digests:
         self._chains = {
             name: chain
             for name, (chain, _) in targets.items()
-            if chain.tensor.digest is not None and len(chain.layers) > 1
+            if chain.tensor.digest is not None and len(chain.links) > 1
         }
         self._sums = dict.fromkeys(self._chains, 0)
         self._lock = threading.Lock()
@@ -173,7 +176,7 @@ class _Digests:
         for name, chain in self._chains.items():
             if digest.combine(self._sums[name], nbytes=chain.tensor.nbytes) != chain.tensor.digest:
                 raise CorruptSegmentError(
-                    f"{chain.where}: its state digest is not that of step {chain.layers[-1].step}, as training had it"
+                    f"{chain.where}: its state digest is not that of step {chain.links[-1].step}, as training had it"
                 )
 
 
@@ -193,7 +196,7 @@ def _delivery(advance: Advance | None, digests: _Digests | None) -> Deliver:
 
 def _copied(chain: Chain, targets: Mapping[str, tuple[Chain, Target]]) -> bool:
     """Whether a tensor is a rounded copy of one that is restored into memory beside it, at the same step."""
-    if chain.master is None or len(chain.layers) > 1:
+    if chain.master is None or len(chain.links) > 1:
         return False
     found = targets.get(chain.master.tensor.name)
     return found is not None and found[0].tensor is chain.master.tensor and not callable(found[1])
@@ -228,7 +231,7 @@ def _apply_in_parts(
     threads = staging.blocks // 2
     for group in groups:
         chain, index, start, length, target = group[0]
-        parts = parts_of(chain.layers, threads) if len(group) == 1 and chain.master is None else []
+        parts = parts_of(chain.links, threads) if len(group) == 1 and chain.master is None else []
         if len(parts) < 2:
             left.append(group)
             continue
@@ -242,10 +245,10 @@ def _apply_in_parts(
 
 def _job(group: Sequence[_Piece], staging: Staging, verify: bool, deliver: Deliver) -> Callable[[], None]:
     def work() -> None:
-        with staging.block() as scratch, staging.block() as room:
+        with staging.block() as scratch, staging.block() as decoded:
             for chain, index, start, length, target in group:
                 if callable(target):
-                    out = room[:length]
+                    out = decoded[:length]
                     decode_chunk(chain, index, out, scratch, verify=verify)
                     target(start, out)
                 else:
@@ -268,7 +271,7 @@ def _copy_job(
     master = targets[chain.master.tensor.name][1]
     assert not callable(target)
     assert not callable(master)
-    layer = chain.layers[0]
+    link = chain.links[0]
 
     def work() -> None:
         start = 0
@@ -276,8 +279,8 @@ def _copy_job(
             for index, chunk in enumerate(chain.tensor.chunks):
                 out = target[start : start + chunk.logical]
                 base = master[2 * start : 2 * (start + chunk.logical)]
-                apply_layer(layer, index, base, out, scratch, verify=verify)
-                check_decoded(layer, index, out, verify=verify)
+                apply_link(link, index, base, out, scratch, verify=verify)
+                check_decoded(link, index, out, verify=verify)
                 deliver(chain.tensor.name, start, out)
                 start += chunk.logical
 
@@ -312,7 +315,7 @@ def _joint_job(
     verify: bool,
     deliver: Deliver,
 ) -> Callable[[], None]:
-    def one(program: Program, index: int, rooms: tuple[Bytes, Bytes]) -> None:
+    def one(program: Program, index: int, scratch: tuple[Bytes, Bytes]) -> None:
         start = index * CHUNK
         outs: dict[str, Bytes] = {}
         for name in program.names:
@@ -320,7 +323,7 @@ def _joint_job(
                 chain, target = targets[name]
                 length = chain.tensor.chunks[index].logical
                 outs[name] = aligned(length) if callable(target) else target[start : start + length]
-        program.decode(index, outs, rooms, prefetch, verify=verify)
+        program.decode(index, outs, scratch, prefetch, verify=verify)
         for name, out in outs.items():
             target = targets[name][1]
             if callable(target):
@@ -338,11 +341,11 @@ def _joint_job(
 def iterate_chain(chain: Chain, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
     """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
     longest = max((chunk.logical for chunk in chain.tensor.chunks), default=0)
-    room = aligned(longest)
+    decoded = aligned(longest)
     scratch = aligned(min(CHUNK, 2 * longest + BLOCK) + SLACK)
     start = 0
     for index, chunk in enumerate(chain.tensor.chunks):
-        out = room[: chunk.logical]
+        out = decoded[: chunk.logical]
         decode_chunk(chain, index, out, scratch, verify=verify)
         yield start, out
         start += chunk.logical

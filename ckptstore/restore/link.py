@@ -13,11 +13,11 @@ from ckptstore.formats.steps import Group
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.reading import SegmentReader, read_chunk
 
-__all__ = ["Layer", "apply_layer", "check_decoded", "read_payload"]
+__all__ = ["Link", "apply_link", "check_decoded", "read_payload"]
 
 
 @dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
-class Layer:
+class Link:
     """One tensor of one encoding, in the segment that holds it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layer:
 
     @property
     def base_ratio(self) -> int:
-        """Bytes of a base for each byte of the tensor: 0 for a self-contained layer, 2 for a copy of a master."""
+        """Bytes of a base for each byte of the tensor: 0 for a self-contained link, 2 for a copy of a master."""
         return 1 if self.group is not None else self.codec.base_ratio
 
     @property
@@ -51,34 +51,34 @@ class Layer:
         return f"{self.reader.entry.key}: tensor {self.tensor.name!r}"
 
 
-def apply_layer(layer: Layer, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
-    """Lay chunk `index` of a layer over `base` (None if it needs none, `out` itself to work in place), into `out`.
+def apply_link(link: Link, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
+    """Lay chunk `index` of a link over `base` (None if it needs none, `out` itself to work in place), into `out`.
 
     Raises:
         CorruptSegmentError: the payload is not what was written.
         StorageError: the medium failed.
     """
-    payload = read_payload(layer, index, scratch, verify=verify)
+    payload = read_payload(link, index, scratch, verify=verify)
     try:
-        codecs.decode(layer.codec, payload, len(out), base, out)
+        codecs.decode(link.codec, payload, len(out), base, out)
     except (CorruptSegmentError, FormatError, ValueError) as error:
-        raise CorruptSegmentError(f"{layer.where}: chunk {index} of step {layer.step}: {error}") from error
+        raise CorruptSegmentError(f"{link.where}: chunk {index} of step {link.step}: {error}") from error
 
 
-def read_payload(layer: Layer, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
+def read_payload(link: Link, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
     """The stored bytes of chunk `index`: a part of `scratch`.
 
     Raises:
         CorruptSegmentError: its checksum differs, or it is longer than `scratch`.
         StorageError: the medium failed.
     """
-    return read_chunk(layer.reader, layer.tensor, layer.tensor.chunks[index], scratch, verify=verify)
+    return read_chunk(link.reader, link.tensor, link.tensor.chunks[index], scratch, verify=verify)
 
 
-def check_decoded(layer: Layer, index: int, out: Bytes, *, verify: bool) -> None:
+def check_decoded(link: Link, index: int, out: Bytes, *, verify: bool) -> None:
     """Compare what chunk `index` became with what was saved. Raises `CorruptSegmentError` naming tensor and step."""
-    expected = layer.tensor.chunks[index].decoded_hash
+    expected = link.tensor.chunks[index].decoded_hash
     if verify and expected is not None and hashing.chunk_hash(out.data) != expected:
         raise CorruptSegmentError(
-            f"{layer.where}: chunk {index}: its chain gives other bytes than were saved in step {layer.step}"
+            f"{link.where}: chunk {index}: its chain gives other bytes than were saved in step {link.step}"
         )

@@ -5,28 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy.typing as npt
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import dtypes
+from ckptstore.formats.boxes import Box
+from ckptstore.formats.ranked import of_rank
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.state import Origin, places, unflatten
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.caller_warnings import LossyWarning, warn
+from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
-from ckptstore.restore.chain import Chain, iterate_chain, restore_tensors
+from ckptstore.restore.chain import Chain, restore_tensors
+from ckptstore.restore.filling import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
 from ckptstore.restore.opened import Opened, opened
-from ckptstore.restore.selection import one_of, select_from
-from ckptstore.restore.targets import Targets, find_targets
+from ckptstore.restore.selection import Selection, chosen_box, one_of, select_from
+from ckptstore.restore.streams import stream
+from ckptstore.restore.targets import Targets, TargetSink, find_targets
 from ckptstore.segments.reading import SegmentReader, copy_tensors, load_tensors, map_tensors
 
 __all__ = ["LoadOptions", "chunks", "describe", "load", "read_tensor", "tensors", "tree"]
+
+_SHARED: Final = 1 << 20
+"""Tensors below this many bytes do not get memory of their own when they are put together: mappings are few."""
+_LINE: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +50,17 @@ class LoadOptions:
     verify: bool = True
     threads: int | None = None
     progress: Progress | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.framework not in (None, "torch", "numpy"):
             raise UsageError(f"framework={self.framework!r}: 'torch' or 'numpy'")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads={self.threads}: at least 1 is needed")
+        if self.threads is not None:
+            whole("threads", self.threads, 1, MOST_THREADS)
+        if self.rank is not None:
+            whole("rank", self.rank, 0)
+        if self.progress is not None and not callable(self.progress):
+            raise UsageError(f"progress: {self.progress!r:.80}; it takes a function of (bytes done, bytes in all)")
         if self.into is not None and (self.mmap or self.device is not None):
             raise UsageError("into= already says where the tensors are: it cannot be combined with mmap= or device=")
         if self.device is not None:
@@ -60,31 +74,63 @@ class LoadOptions:
         return bridge.torch_in_use() if self.framework is None else self.framework == "torch"
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is restored, by name.
+
+    Attributes:
+        entries: every tensor.
+        whole: those that are restored as they are stored, each by its chain.
+        parts: those that are put together, or of which a part is wanted: all that is stored of them.
+    """
+
+    entries: dict[str, TensorEntry]
+    whole: dict[str, Chain]
+    parts: dict[str, list[Part]]
+
+    @classmethod
+    def of(cls, found: Opened, picked: Selection, targets: Targets | None) -> _Wanted:
+        entries = {name: found.tensors[name] for name in picked.tensors}
+
+        def is_whole(name: str) -> bool:
+            return not found.sharded(name) and (targets is None or targets.box(name).shape == entries[name].shape)
+
+        whole = {name: found.chains[name] for name in entries if is_whole(name)}
+        return cls(entries, whole, {name: found.stored(name) for name in entries if name not in whole})
+
+    def jobs(self, sink: Callable[[str], Sink]) -> list[Job]:
+        """What fills a sink for each of `parts`."""
+        return jobs_of([Filling(parts, sink(name)) for name, parts in self.parts.items()])
+
+    def nbytes(self, jobs: Sequence[Job]) -> int:
+        """Logical bytes that are read."""
+        return sum(chain.tensor.nbytes for chain in self.whole.values()) + bytes_to_read(jobs)
+
+
 def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
     """See `Store.load`."""
     with opened(journal, ref) as found:
-        picked = select_from(found.tree, options.select, found.ref)
+        tree = found.tree if options.rank is None else of_rank(found.merged, options.rank)
+        picked = select_from(tree, options.select, found.ref)
         if found.lossy:
             warn(f"{found.ref} is lossy: not the bits that training had", LossyWarning)
-        wanted = {tensor: found.chains[tensor] for tensor in picked.tensors}
         targets = None
         if options.into is not None:
-            entries = {name: chain.tensor for name, chain in wanted.items()}
+            entries = {name: found.tensors[name] for name in picked.tensors}
             targets = find_targets(entries, picked, options.into, options.select)
-        tally = Tally(options.progress, sum(chain.tensor.nbytes for chain in wanted.values()))
+        wanted = _Wanted.of(found, picked, targets)
         with workers(options.threads or default_threads(), "read") as readers:
             if targets is not None:
-                resolve = _into(wanted, targets, readers, options, tally.advance)
+                resolve = _into(wanted, targets, readers, options)
             else:
-                fetch = _mapped if options.mmap else _fresh
-                resolve = fetch(wanted, readers, options, tally.advance)
+                resolve = _fresh(wanted, readers, options)
         return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
 
 
 def _by_segment(chains: Iterable[Chain]) -> list[tuple[SegmentReader, list[TensorEntry]]]:
     groups: dict[int, tuple[SegmentReader, list[TensorEntry]]] = {}
     for chain in chains:
-        reader = chain.layers[-1].reader
+        reader = chain.links[-1].reader
         groups.setdefault(id(reader), (reader, []))[1].append(chain.tensor)
     return list(groups.values())
 
@@ -99,10 +145,23 @@ def _in_place(chain: Chain) -> bool:
     return not chunks or chunks[0].offset % dtypes.get(chain.tensor.dtype).itemsize == 0
 
 
-def _fresh(
-    wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance
-) -> Callable[[str, Origin], Any]:
-    """Restore into new memory: raw tensors are read straight into it, chains are applied in it."""
+def _fresh(wanted: _Wanted, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
+    """Restore into new memory: raw tensors are read straight into it (or mapped), chains are applied in it, shards are
+    read to their places in it."""
+    memories = _memories(wanted)
+    jobs = wanted.jobs(memories.__getitem__)
+    tally = Tally(options.progress, wanted.nbytes(jobs))
+    fetch = _mapped if options.mmap else _read
+    data = fetch(wanted.whole, readers, options, tally.advance)
+    if memories:
+        staging = _staging(readers.threads)
+        fill(jobs, readers, staging, verify=options.verify, advance=tally.advance)
+        data |= {name: sink.image for name, sink in memories.items()}
+    return _builder(wanted.entries, data, options)
+
+
+def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance) -> dict[str, Bytes]:
+    """name -> image, of tensors that are stored whole."""
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(chain for chain in wanted.values() if _in_place(chain)):
         data |= load_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
@@ -111,18 +170,35 @@ def _fresh(
     if chained:
         targets = {name: (chain, data[name]) for name, chain in chained.items()}
         restore_tensors(targets, readers.pool, _staging(readers.threads), verify=options.verify, advance=advance)
-    return _builder(wanted, data, options)
+    return data
 
 
-def _mapped(
-    wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance
-) -> Callable[[str, Origin], Any]:
+def _mapped(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance) -> dict[str, Bytes]:
+    """Likewise, mapped."""
     if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
         raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(wanted.values()):
         data |= map_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
-    return _builder(wanted, data, options)
+    return data
+
+
+def _memories(wanted: _Wanted) -> dict[str, MemorySink]:
+    """New memory for what is put together: small tensors share some."""
+    small = {name: -(-entry.nbytes // _LINE) * _LINE for name, entry in wanted.entries.items() if name in wanted.parts}
+    small = {name: nbytes for name, nbytes in small.items() if nbytes < _SHARED}
+    block, at = aligned(sum(small.values())), 0
+    sinks: dict[str, MemorySink] = {}
+    for name, parts in wanted.parts.items():
+        entry = wanted.entries[name]
+        box = Box.whole(entry.shape)
+        if name in small:
+            memory = block[at : at + entry.nbytes]
+            at += small[name]
+        else:
+            memory = memory_for(parts, box)
+        sinks[name] = MemorySink(memory, box, dtypes.get(entry.dtype).itemsize)
+    return sinks
 
 
 def _staging(threads: int) -> Staging:
@@ -130,11 +206,13 @@ def _staging(threads: int) -> Staging:
     return Staging.for_chunks(2 * threads)
 
 
-def _builder(wanted: dict[str, Chain], data: dict[str, Bytes], options: LoadOptions) -> Callable[[str, Origin], Any]:
+def _builder(
+    entries: dict[str, TensorEntry], data: dict[str, Bytes], options: LoadOptions
+) -> Callable[[str, Origin], Any]:
     """Makes tensors of bytes: views, no copies."""
 
     def resolve(name: str, origin: Origin) -> Any:
-        tensor = wanted[name].tensor
+        tensor = entries[name]
         if origin == "torch" and options.to_torch:
             made = bridge.tensors().from_buffer(tensor.dtype, tensor.shape, data[name])
             return made if options.device is None else made.to(options.device)
@@ -143,9 +221,7 @@ def _builder(wanted: dict[str, Chain], data: dict[str, Bytes], options: LoadOpti
     return resolve
 
 
-def _into(
-    wanted: dict[str, Chain], targets: Targets, readers: Workers, options: LoadOptions, advance: Advance
-) -> Callable[[str, Origin], Any]:
+def _into(wanted: _Wanted, targets: Targets, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
     """Overwrite `targets`, through staging memory, with verified bytes."""
 
     def deliver(tensor: TensorEntry, offset: int, data: Bytes) -> None:
@@ -154,11 +230,14 @@ def _into(
     def deliver_to(name: str) -> Callable[[int, Bytes], None]:
         return lambda offset, data: targets.write(name, offset, data)
 
-    staging = _staging(readers.threads)
-    for reader, members in _by_segment(chain for chain in wanted.values() if chain.raw):
-        copy_tensors(reader, members, readers.pool, staging, deliver, verify=options.verify, advance=advance)
-    chained = {name: (chain, deliver_to(name)) for name, chain in wanted.items() if not chain.raw}
-    restore_tensors(chained, readers.pool, staging, verify=options.verify, advance=advance)
+    jobs = wanted.jobs(lambda name: TargetSink(targets, name))
+    advance = Tally(options.progress, wanted.nbytes(jobs)).advance
+    staging, verify = _staging(readers.threads), options.verify
+    for reader, members in _by_segment(chain for chain in wanted.whole.values() if chain.raw):
+        copy_tensors(reader, members, readers.pool, staging, deliver, verify=verify, advance=advance)
+    chained = {name: (chain, deliver_to(name)) for name, chain in wanted.whole.items() if not chain.raw}
+    restore_tensors(chained, readers.pool, staging, verify=verify, advance=advance)
+    fill(jobs, readers, staging, verify=verify, advance=advance)
     return lambda name, _origin: targets.tensor(name)  # the target says what it is
 
 
@@ -171,36 +250,46 @@ def describe(journal: Journal, ref: str | int) -> list[tuple[SegmentEntry, Segme
 def tensors(journal: Journal, ref: str | int) -> dict[str, TensorEntry]:
     """See `Store.tensors`."""
     with opened(journal, ref) as found:
-        return {name: chain.tensor for name, chain in found.chains.items()}
+        return dict(found.tensors)
 
 
 def tree(journal: Journal, ref: str | int) -> Any:
     """See `Store.tree`."""
     with opened(journal, ref) as found:
-        return found.tree
+        return found.merged
 
 
 def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """See `Store.chunks`."""
     with opened(journal, ref) as found:
-        yield from iterate_chain(_chain_of(found, name), verify=verify)
+        yield from stream(found, _named(found, name), verify=verify)
 
 
-def read_tensor(journal: Journal, ref: str | int, name: str, verify: bool) -> npt.NDArray[Any]:
+def read_tensor(
+    journal: Journal, ref: str | int, name: str, verify: bool, box: Sequence[slice] | slice | None = None
+) -> npt.NDArray[Any]:
     """See `Store.read_tensor`."""
     with opened(journal, ref) as found, workers(default_threads(), "read") as readers:
-        chain = _chain_of(found, name)
-        name = chain.tensor.name
-        if _in_place(chain):
-            return load_tensors(chain.layers[-1].reader, [chain.tensor], readers.pool, verify=verify)[name]
-        data = aligned(chain.tensor.nbytes)
-        restore_tensors({name: (chain, data)}, readers.pool, _staging(readers.threads), verify=verify)
-        return data
+        name = _named(found, name)
+        entry, staging = found.tensors[name], _staging(readers.threads)
+        if box is None and not found.sharded(name):
+            chain = found.chains[name]
+            if _in_place(chain):
+                return load_tensors(chain.links[-1].reader, [chain.tensor], readers.pool, verify=verify)[name]
+            data = aligned(entry.nbytes)
+            restore_tensors({name: (chain, data)}, readers.pool, staging, verify=verify)
+            return data
+        chosen = Box.whole(entry.shape) if box is None else chosen_box(entry.shape, box, f"tensor {name!r}")
+        parts = found.stored(name)
+        image = memory_for(parts, chosen)
+        sink = MemorySink(image, chosen, dtypes.get(entry.dtype).itemsize)
+        fill(jobs_of([Filling(parts, sink)]), readers, staging, verify=verify)
+        return image
 
 
-def _chain_of(found: Opened, name: str) -> Chain:
-    """Of a tensor, or of the tensor at a place (`formats.state.places`)."""
-    if name in found.chains:
-        return found.chains[name]
+def _named(found: Opened, name: str) -> str:
+    """A tensor, or the tensor at a place (`formats.state.places`)."""
+    if name in found.parts:
+        return name
     named = {place.name: place.tensor for place in places(found.tree)}
-    return found.chains[named[one_of(named, name, found.ref)]]
+    return named[one_of(named, name, found.ref)]

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
 from ckptstore.formats import hashing, jsontext
+from ckptstore.formats.boxes import Box
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.ranked import of_rank
 from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
 from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.shards import ShardKey, state_parts, together
 from ckptstore.formats.state import tensor_names
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
@@ -23,10 +26,16 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
 from ckptstore.restore.chain import Chain
+from ckptstore.restore.filling import Part
+from ckptstore.restore.parts import Parts, stored_parts
 from ckptstore.restore.plan import Plan, plan
+from ckptstore.segments.handles import Handles
 from ckptstore.segments.reading import SegmentReader
 
 __all__ = ["Opened", "opened"]
+
+_OPEN: Final = 128
+"""Segments that stay open; more of them (many ranks, long chains) are opened again when they are read."""
 
 
 @dataclass(frozen=True)  # no slots: what costs a walk over all tensors is computed once
@@ -62,27 +71,57 @@ class Opened:
 
     @cached_property
     def tree(self) -> Any:
-        """The typed JSON tree of the state."""
+        """The typed JSON tree of the state, as one process reads it that is none of several ranks."""
+        return of_rank(self.merged, None)
+
+    @cached_property
+    def merged(self) -> Any:
+        """The typed JSON tree as it is stored: of all ranks that saved it (`formats.ranked`)."""
         last = self.plan.encodings[-1]
         return tree_of([self.readers[segment] for segment in last.segments], last)
 
     @cached_property
     def chains(self) -> dict[str, Chain]:
-        """name -> what restores it, for every tensor of the state, in the order of the tree.
+        """name -> what restores it, for every tensor of the state, in the tree's order; key -> of its shards.
 
         Raises:
-            CorruptSegmentError: a layer is missing, or does not fit the one below it.
+            CorruptSegmentError: a link is missing, or does not fit the one below it.
         """
-        held = [self._held(encoding) for encoding in self.plan.encodings]
-        names = tensor_names(self.tree)
-        if missing := [name for name in names if name not in held[-1]]:
-            raise CorruptSegmentError(f"checkpoint {self.ref}: its segments lack tensor {missing[0]!r}")
-        return assemble(held, names)
+        return assemble(self._all_held, [key for keys in self.parts.values() for key in keys])
 
-    @property
-    def tensors(self) -> dict[str, tuple[TensorEntry, SegmentReader]]:
-        """name -> its entry in the last encoding, and the segment that holds it, in the order of the tree."""
-        return {name: (chain.tensor, chain.layers[-1].reader) for name, chain in self.chains.items()}
+    @cached_property
+    def parts(self) -> Parts:
+        """name -> keys of `chains`: its own name, or those of its shards; in the order of the tree.
+
+        Raises:
+            CorruptSegmentError: a tensor is missing, or its shards do not make it up.
+        """
+        return stored_parts(self._all_held[-1], tensor_names(self.merged), f"checkpoint {self.ref}")
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """name -> its entry in the last encoding (of a tensor in shards a `ShardedEntry`), in the order of the tree."""
+        return {name: self._entry(keys) for name, keys in self.parts.items()}
+
+    def stored(self, name: str) -> list[Part]:
+        """What restores a tensor: its chain, or those of its shards, each with what it has of the tensor."""
+        keys = self.parts[name]
+        if isinstance(keys[0], ShardKey):
+            return [(self.chains[key], key.box) for key in keys if isinstance(key, ShardKey)]
+        return [(self.chains[name], Box.whole(self.chains[name].tensor.shape))]
+
+    def sharded(self, name: str) -> bool:
+        """Whether a tensor is stored in shards."""
+        return isinstance(self.parts[name][0], ShardKey)
+
+    def _entry(self, keys: tuple[str, ...]) -> TensorEntry:
+        if isinstance(keys[0], ShardKey):
+            return together([self.chains[key].tensor for key in keys])
+        return self.chains[keys[0]].tensor
+
+    @cached_property
+    def _all_held(self) -> list[Held]:
+        return [self._held(encoding) for encoding in self.plan.encodings]
 
     def _held(self, encoding: Encoding) -> Held:
         """The tensors of one encoding, which builds on what the plan says."""
@@ -91,12 +130,12 @@ class Opened:
     def check_identity(self) -> None:
         """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
         try:
-            parts = [(name, held.dtype, held.shape, held.hash) for name, (held, _) in self.tensors.items()]
+            parts = state_parts(chain.tensor for chain in self.chains.values())
         except IncompatibleFormatError:
             raise  # nothing is damaged: a newer version reads it
         except FormatError as error:  # a chunk whose decoded bytes have no hash
             raise CorruptSegmentError(f"checkpoint {self.ref}: {error}") from error
-        if hashing.state_hash(jsontext.dumps(self.tree), parts) != self.entry.state:
+        if hashing.state_hash(jsontext.dumps(self.merged), parts) != self.entry.state:
             raise CorruptSegmentError(f"checkpoint {self.ref}: its segments describe another state than the log")
 
 
@@ -113,9 +152,15 @@ def opened(journal: Journal, ref: str | int) -> Iterator[Opened]:
         ExitStack() as stack,
     ):
         readers: dict[str, SegmentReader] = {}
-        for segment in chosen.segments:
-            readers[segment] = _open(journal, view.catalog.segments[segment])
-            stack.callback(readers[segment].close)
+        handles = Handles(journal.backend)
+        stack.callback(handles.close)
+        for number, segment in enumerate(chosen.segments):
+            readers[segment] = reader = _open(journal, view.catalog.segments[segment])
+            if number < _OPEN:
+                stack.callback(reader.close)
+            else:
+                reader.close()
+                reader.source = handles.source(reader.entry.key, reader.entry.size)
         found = Opened(view.catalog, entry, chosen, readers)
         found.check_identity()
         yield found

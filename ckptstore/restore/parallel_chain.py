@@ -1,6 +1,6 @@
 """Long chains of few chunks: parts of a chain are summed up by several threads, and the sums are added.
 
-Threads usually take whole chunks, and a chain is applied from its first layer to its last. Where there are fewer chunks
+Threads usually take whole chunks, and a chain is applied from its first link to its last. Where there are fewer chunks
 than threads, that leaves threads idle; but XOR and integer differences may be summed up in any grouping.
 """
 
@@ -13,30 +13,30 @@ from typing import Final
 from ckptstore.formats import codecs
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.threads import run_all
-from ckptstore.restore.link import Layer, apply_layer, check_decoded
+from ckptstore.restore.link import Link, apply_link, check_decoded
 
 __all__ = ["apply_in_parts", "parts_of"]
 
-_LAYERS: Final = 4
+_LINKS: Final = 4
 """Deltas that are worth a thread of their own."""
 
 
-def parts_of(layers: Sequence[Layer], threads: int) -> list[Sequence[Layer]]:
+def parts_of(links: Sequence[Link], threads: int) -> list[Sequence[Link]]:
     """Cut a chain into parts for so many threads: the first begins with the full, the others are additive deltas."""
-    first = len(layers)
-    while first > 1 and layers[first - 1].group is None and codecs.is_additive(layers[first - 1].codec):
-        if layers[first - 1].codec != layers[-1].codec:
+    first = len(links)
+    while first > 1 and links[first - 1].group is None and codecs.is_additive(links[first - 1].codec):
+        if links[first - 1].codec != links[-1].codec:
             break
         first -= 1
-    count = min(threads, (len(layers) - first) // _LAYERS)
+    count = min(threads, (len(links) - first) // _LINKS)
     if count < 2:
-        return [layers]
-    starts = [first + part * (len(layers) - first) // count for part in range(count)]
-    return [layers[: starts[1]], *(layers[a:b] for a, b in zip(starts[1:], [*starts[2:], len(layers)], strict=True))]
+        return [links]
+    starts = [first + part * (len(links) - first) // count for part in range(count)]
+    return [links[: starts[1]], *(links[a:b] for a, b in zip(starts[1:], [*starts[2:], len(links)], strict=True))]
 
 
 def apply_in_parts(
-    parts: Sequence[Sequence[Layer]],
+    parts: Sequence[Sequence[Link]],
     index: int,
     out: Bytes,
     pool: ThreadPoolExecutor,
@@ -55,15 +55,15 @@ def apply_in_parts(
     """
     sums = [out, *(aligned(len(out)) for _ in parts[1:])]
 
-    def job(layers: Sequence[Layer], total: Bytes) -> Callable[[], None]:
+    def job(links: Sequence[Link], total: Bytes) -> Callable[[], None]:
         def work() -> None:
             with staging.block() as scratch:
-                for layer in layers:
-                    apply_layer(layer, index, total if layer.base_ratio else None, total, scratch, verify=verify)
+                for link in links:
+                    apply_link(link, index, total if link.base_ratio else None, total, scratch, verify=verify)
 
         return work
 
-    run_all(pool, [job(layers, total) for layers, total in zip(parts, sums, strict=True)])
+    run_all(pool, [job(links, total) for links, total in zip(parts, sums, strict=True)])
     last = parts[-1][-1]
     for total in sums[1:]:
         codecs.add(last.codec, total, out)

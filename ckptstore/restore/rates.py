@@ -32,7 +32,7 @@ def measure_rates(found: Opened) -> Rates:
 def _delta_rate() -> float:
     old = np.linspace(-0.1, 0.1, _NUMBERS, dtype=np.float32)
     new = old + np.sin(np.arange(_NUMBERS, dtype=np.float32)) * np.float32(1e-5)
-    codec = codecs.codec("diff", {"word": 4})
+    codec = codecs.codec("sub", {"word": 4})
     payload = codecs.encode(codec, new, old)
     state = codecs.as_bytes(old).copy()
     began = time.perf_counter()

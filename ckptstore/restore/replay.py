@@ -1,6 +1,6 @@
 """Replaying optimizer steps: programs that restore, together, all tensors that steps have moved together.
 
-A *program* is what leads to the present of a set of tensors: apply this layer, apply that one, take this step, and the
+A *program* is what leads to the present of a set of tensors: apply this link, apply that one, take this step, and the
 next ... Chunk k of every tensor needs chunk k of the others only, so threads take whole chunks. Consecutive steps of
 the same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the
 next ones are read.
@@ -21,9 +21,9 @@ from ckptstore.formats import dtypes, optim
 from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.pages import BLOCK
-from ckptstore.restore.link import Layer, apply_layer, check_decoded, read_payload
+from ckptstore.restore.link import Link, apply_link, check_decoded, read_payload
 
-__all__ = ["Cell", "Program", "Room", "Stage", "take_step"]
+__all__ = ["Cell", "KeptBytes", "Program", "Stage", "take_step"]
 
 _WINDOW = 4 << 20
 """Payload bytes of steps taken in one pass: enough of them to keep the state in cache, few enough to read ahead."""
@@ -47,25 +47,25 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a program does next: apply one layer to its cell, or take some steps of one group.
+    """What a program does next: apply one link to its cell, or take some steps of one group.
 
     Attributes:
-        cells: what it changes, and all that it needs: the layer's cell, or the group's in the order of its names.
-        layers: the layer; or the leaders of the steps, in the order of the steps.
-        followers: for each step the layers of all tensors of the group, to be compared when something is wrong.
+        cells: what it changes, and all that it needs: the link's cell, or the group's in the order of its names.
+        links: the link; or the leaders of the steps, in the order of the steps.
+        followers: for each step the links of all tensors of the group, to be compared when something is wrong.
     """
 
     cells: tuple[Cell, ...]
-    layers: tuple[Layer, ...]
-    followers: tuple[tuple[Layer, ...], ...] = ()
+    links: tuple[Link, ...]
+    followers: tuple[tuple[Link, ...], ...] = ()
 
     @property
     def steps(self) -> bool:
-        """Whether it takes steps, rather than applying a layer."""
-        return self.layers[0].group is not None
+        """Whether it takes steps, rather than applying a link."""
+        return self.links[0].group is not None
 
 
-class Room:
+class KeptBytes:
     """Memory that the programs of one restore may keep results in."""
 
     def __init__(self, nbytes: int = _KEPT) -> None:
@@ -93,20 +93,20 @@ class Program:
 
     Attributes:
         stages: in the order of execution.
-        results: name -> cell and last layer of the tensors that it restores.
+        results: name -> cell and last link of the tensors that it restores.
         cells: every tensor that has memory while it runs.
         chunks: of each of its tensors: those of a parameter have one shape, several together fit into one chunk.
     """
 
     def __init__(
-        self, stages: tuple[Stage, ...], results: Mapping[str, tuple[Cell, Layer]], room: Room | None = None
+        self, stages: tuple[Stage, ...], results: Mapping[str, tuple[Cell, Link]], allowance: KeptBytes | None = None
     ) -> None:
-        """Make one that keeps things in `room`, which it shares with the other programs of a restore."""
+        """Make one that keeps things in `allowance`, which it shares with the other programs of a restore."""
         self.stages = stages
         self.results = results
         self.cells = tuple(dict.fromkeys(cell for stage in stages for cell in stage.cells))
         self.chunks = chunk_count(self.cells[0].nbytes)  # of all of them: `groups_of` has refused what is not so
-        self._room = Room() if room is None else room
+        self._allowance = KeptBytes() if allowance is None else allowance
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, int], Bytes] = {}
 
@@ -116,12 +116,12 @@ class Program:
         return tuple(self.results)
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Every layer that it goes through; of a step's, the leaders alone have bytes."""
+    def links(self) -> tuple[Link, ...]:
+        """Every link that it goes through; of a step's, the leaders alone have bytes."""
         return tuple(
-            layer
+            link
             for stage in self.stages
-            for layer in (stage.layers if not stage.steps else (one for step in stage.followers for one in step))
+            for link in (stage.links if not stage.steps else (one for step in stage.followers for one in step))
         )
 
     def nbytes(self, index: int) -> int:
@@ -132,7 +132,7 @@ class Program:
         self,
         index: int,
         outs: Mapping[str, Bytes],
-        rooms: tuple[Bytes, Bytes],
+        scratch: tuple[Bytes, Bytes],
         prefetch: ThreadPoolExecutor | None = None,
         *,
         verify: bool = True,
@@ -140,7 +140,7 @@ class Program:
         """Restore chunk `index` of the tensors that `outs` names into the memory it gives.
 
         Args:
-            rooms: memory for payloads, two of `CHUNK` + `SLACK`.
+            scratch: memory for payloads, two of `CHUNK` + `SLACK`.
             prefetch: reads payloads ahead of their use.
 
         Raises:
@@ -152,12 +152,12 @@ class Program:
             if cell not in memory:
                 memory[cell] = aligned(_length(cell, index))
         for stage in self.stages:
-            _run(stage, index, memory, rooms, prefetch, verify)
+            _run(stage, index, memory, scratch, prefetch, verify)
         try:
             for name, out in outs.items():
                 check_decoded(self.results[name][1], index, out, verify=verify)
         except CorruptSegmentError as error:
-            raise self._first_wrong_step(index, rooms) or error from None
+            raise self._first_wrong_step(index, scratch) or error from None
 
     def decode_one(self, name: str, index: int, out: Bytes, *, verify: bool = True) -> None:
         """Restore chunk `index` of one tensor. What comes with it is kept until it is asked for, as far as that fits.
@@ -168,24 +168,24 @@ class Program:
         with self._lock:
             kept = self._kept.pop((name, index), None)
             if kept is not None:
-                self._room.give(len(kept))
+                self._allowance.give(len(kept))
                 out[:] = kept
                 return
             outs = {name: out}
             for other, (cell, _) in self.results.items():
-                if other != name and (other, index) not in self._kept and self._room.take(_length(cell, index)):
+                if other != name and (other, index) not in self._kept and self._allowance.take(_length(cell, index)):
                     outs[other] = aligned(_length(cell, index))
-            rooms = (aligned(CHUNK + SLACK), aligned(CHUNK + SLACK))
-            self.decode(index, outs, rooms, verify=verify)
+            scratch = (aligned(CHUNK + SLACK), aligned(CHUNK + SLACK))
+            self.decode(index, outs, scratch, verify=verify)
             self._kept.update({(other, index): data for other, data in outs.items() if other != name})
 
-    def _first_wrong_step(self, index: int, rooms: tuple[Bytes, Bytes]) -> CorruptSegmentError | None:
+    def _first_wrong_step(self, index: int, scratch: tuple[Bytes, Bytes]) -> CorruptSegmentError | None:
         """Go through it again, comparing after every step: which of them gives other bytes than training had?"""
         memory = {cell: aligned(_length(cell, index)) for cell in self.cells}
         for stage in self.stages:
-            for number, layer in enumerate(stage.layers):
-                _run(Stage(stage.cells, (layer,)), index, memory, rooms, None, True)
-                checked = stage.followers[number] if stage.steps else stage.layers
+            for number, link in enumerate(stage.links):
+                _run(Stage(stage.cells, (link,)), index, memory, scratch, None, True)
+                checked = stage.followers[number] if stage.steps else stage.links
                 for cell, compared in zip(stage.cells, checked, strict=True):
                     try:
                         check_decoded(compared, index, memory[cell], verify=True)
@@ -194,11 +194,11 @@ class Program:
         return None
 
 
-def take_step(layer: Layer, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes) -> None:
+def take_step(link: Link, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes) -> None:
     """Take one step of a group, in place.
 
     Args:
-        layer: the leader.
+        link: the leader.
         cells: the tensors of the group, in the order of its names.
         memory: chunk `index` of each; worthless after an error.
         scratch: memory for the payload.
@@ -207,7 +207,7 @@ def take_step(layer: Layer, cells: tuple[Cell, ...], index: int, memory: Mapping
         CorruptSegmentError: the payload is not what was written.
         StorageError: the medium failed.
     """
-    _take_steps(Stage(cells, (layer,)), index, memory, (scratch, scratch), None, True)
+    _take_steps(Stage(cells, (link,)), index, memory, (scratch, scratch), None, True)
 
 
 # -- execution
@@ -221,75 +221,75 @@ def _run(
     stage: Stage,
     index: int,
     memory: Mapping[Cell, Bytes],
-    rooms: tuple[Bytes, Bytes],
+    scratch: tuple[Bytes, Bytes],
     prefetch: ThreadPoolExecutor | None,
     verify: bool,
 ) -> None:
     if stage.steps:
-        _take_steps(stage, index, memory, rooms, prefetch, verify)
+        _take_steps(stage, index, memory, scratch, prefetch, verify)
         return
     out = memory[stage.cells[0]]
-    layer = stage.layers[0]
-    apply_layer(layer, index, out if layer.base_ratio else None, out, rooms[0], verify=verify)
+    link = stage.links[0]
+    apply_link(link, index, out if link.base_ratio else None, out, scratch[0], verify=verify)
 
 
 def _take_steps(
     stage: Stage,
     index: int,
     memory: Mapping[Cell, Bytes],
-    rooms: tuple[Bytes, Bytes],
+    scratch: tuple[Bytes, Bytes],
     prefetch: ThreadPoolExecutor | None,
     verify: bool,
 ) -> None:
     with _EndToEnd(stage, memory) as state:
-        windows = list(_windows(stage.layers, index))
+        windows = list(_windows(stage.links, index))
         ahead: Future[list[Bytes]] | None = None
         for number, window in enumerate(windows):
-            payloads = _read(window, index, rooms[number % 2], verify) if ahead is None else ahead.result()
+            payloads = _read(window, index, scratch[number % 2], verify) if ahead is None else ahead.result()
             ahead = None
             if prefetch is not None and number + 1 < len(windows):
-                ahead = prefetch.submit(_read, windows[number + 1], index, rooms[(number + 1) % 2], verify)
+                ahead = prefetch.submit(_read, windows[number + 1], index, scratch[(number + 1) % 2], verify)
             try:
                 _decode(window, index, payloads, state)
             except BaseException:
                 if ahead is not None:
-                    ahead.exception()  # waits: it still writes into a room that will be given back
+                    ahead.exception()  # waits: it still writes into memory that will be given back
                 raise
 
 
-def _windows(layers: Sequence[Layer], index: int) -> Iterator[list[Layer]]:
+def _windows(links: Sequence[Link], index: int) -> Iterator[list[Link]]:
     """Steps whose payloads are read, and taken, at once."""
-    window: list[Layer] = []
+    window: list[Link] = []
     filled = 0
-    for layer in layers:
+    for link in links:
         # Every payload keeps its offset modulo the page in memory.
-        length = layer.tensor.chunks[index].length + 2 * BLOCK
+        length = link.tensor.chunks[index].length + 2 * BLOCK
         if window and filled + length > _WINDOW:
             yield window
             window, filled = [], 0
-        window.append(layer)
+        window.append(link)
         filled += length
     if window:
         yield window
 
 
-def _read(window: Sequence[Layer], index: int, room: Bytes, verify: bool) -> list[Bytes]:
+def _read(window: Sequence[Link], index: int, out: Bytes, verify: bool) -> list[Bytes]:
     payloads = []
     at = 0
-    for layer in window:
-        payload = read_payload(layer, index, room[at:], verify=verify)
+    for link in window:
+        payload = read_payload(link, index, out[at:], verify=verify)
         payloads.append(payload)
-        at += -(-(layer.tensor.chunks[index].offset % BLOCK + len(payload)) // BLOCK) * BLOCK
+        at += -(-(link.tensor.chunks[index].offset % BLOCK + len(payload)) // BLOCK) * BLOCK
     return payloads
 
 
 def _decode(
-    window: Sequence[Layer], index: int, payloads: Sequence[Bytes], state: Sequence[np.ndarray[Any, Any]]
+    window: Sequence[Link], index: int, payloads: Sequence[Bytes], state: Sequence[np.ndarray[Any, Any]]
 ) -> None:
     steps = []
-    for layer, payload in zip(window, payloads, strict=True):
-        assert layer.group is not None
-        steps.append(optim.Layer(layer.group.encoding, layer.group.rule, payload))
+    for link, payload in zip(window, payloads, strict=True):
+        assert link.group is not None
+        steps.append(optim.Link(link.group.encoding, link.group.rule, payload))
     try:
         optim.decode(steps, state)
     except (CorruptSegmentError, FormatError, ValueError) as error:
@@ -301,7 +301,7 @@ class _EndToEnd:
     """The slots of a group as contiguous arrays: the cells themselves, or for several parameters a copy and back."""
 
     def __init__(self, stage: Stage, memory: Mapping[Cell, Bytes]) -> None:
-        group = stage.layers[0].group
+        group = stage.links[0].group
         assert group is not None
         width = len(group.rule.slots)
         self._slots = [[memory[cell] for cell in stage.cells[slot::width]] for slot in range(width)]

@@ -8,10 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.errors import TensorNotFoundError
+from ckptstore.errors import TensorNotFoundError, UsageError
+from ckptstore.formats.boxes import Box
 from ckptstore.formats.state import Place, places, select_places, tensor_names
+from ckptstore.host.checks import texts
 
-__all__ = ["Selection", "choose", "one_of", "select_from"]
+__all__ = ["Selection", "choose", "chosen_box", "one_of", "select_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,13 @@ def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str
 
     Raises:
         TensorNotFoundError: a glob matches nothing; suggests names that are close.
+        UsageError: `chosen` is neither a text nor several.
     """
     names = list(available)
     if chosen is None:
         return names
     picked: set[str] = set()
-    for glob in [chosen] if isinstance(chosen, str) else chosen:
+    for glob in texts("select", chosen):
         matches = [name for name in names if name == glob] or fnmatch.filter(names, glob)
         if not matches:
             raise TensorNotFoundError(f"checkpoint {where}: no tensor matches {glob!r}; {_close(names, glob)}")
@@ -95,6 +98,22 @@ def one_of(available: Collection[str], name: str, where: str) -> str:
     else:
         hint = _close(names, name)
     raise TensorNotFoundError(f"checkpoint {where}: no tensor is named {name!r}; {hint}")
+
+
+def chosen_box(shape: Sequence[int], index: Sequence[slice] | slice, where: str) -> Box:
+    """The box that slices take of an array of `shape`, as in numpy; dimensions without one are taken whole.
+
+    Raises:
+        UsageError: something other than slices of neighbouring elements, or more of them than dimensions.
+    """
+    slices = [index] if isinstance(index, slice) else list(index)
+    if not all(isinstance(part, slice) and part.step in (None, 1) for part in slices):
+        raise UsageError(f"{where}: box= takes slices without a step, as in numpy.s_[0:10, :]")
+    if len(slices) > len(shape):
+        raise UsageError(f"{where}: box= has {len(slices)} slices, the tensor has {len(shape)} dimensions")
+    slices += [slice(None)] * (len(shape) - len(slices))
+    bounds = [part.indices(length) for part, length in zip(slices, shape, strict=True)]
+    return Box(tuple(start for start, _, _ in bounds), tuple(max(0, stop - start) for start, stop, _ in bounds))
 
 
 def _close(names: Sequence[str], name: str) -> str:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptstore.errors import UsageError
+from ckptstore.formats.boxes import Box
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
 from ckptstore.formats.state import FlatState, places
@@ -19,7 +21,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.selection import Selection
 
-__all__ = ["Targets", "find_targets", "sharing"]
+__all__ = ["TargetSink", "Targets", "find_targets", "sharing"]
 
 _MOST_WORK: Final = 1_000_000
 """Of `numpy.shares_memory`; views of one buffer take a few steps."""
@@ -43,10 +45,54 @@ class Targets:
             with nullcontext() if _by_range(target.tensor) else self._whole:
                 bridge.tensors().copy_into(target.tensor, data, offset)
 
+    def box(self, name: str) -> Box:
+        """What the caller has of a tensor: all of it, but of a DTensor what this rank has."""
+        target = self._found[name]
+        if (offset := _place(target)[1]) is None:
+            return Box.whole(target.shape)
+        return Box(offset, tuple(target.shape))
+
+    def put(self, name: str, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
+        """Overwrite a box of what the caller has of a tensor, with elements as `boxes.elements_of` gives them.
+
+        Called from several threads, for boxes that do not overlap.
+        """
+        target = self._found[name]
+        if isinstance(target, NumpySource):
+            array = target.array
+            np.copyto(array[index], elements.view(array.dtype.newbyteorder("<")))
+        else:
+            with nullcontext() if _by_range(target.tensor) else self._whole:
+                bridge.shards().copy_box_into(target.tensor, index, elements)
+
     def tensor(self, name: str) -> Any:
         """The caller's own tensor or array."""
         target = self._found[name]
-        return target.array if isinstance(target, NumpySource) else target.tensor
+        if isinstance(target, NumpySource):
+            return target.array
+        return getattr(target, "distributed", target.tensor)
+
+
+def _place(target: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Shape of the whole tensor, and where a target that is a part of it begins; None: it is all of it."""
+    offset = getattr(target, "offset", None)
+    return tuple(target.shape if offset is None else target.global_shape), offset
+
+
+class TargetSink:
+    """One of the targets as a `filling.Sink`. It has no memory of its own: it takes only what was verified."""
+
+    memory: Bytes | None = None
+
+    def __init__(self, targets: Targets, name: str) -> None:
+        """The target `name` of `targets`."""
+        self.box = targets.box(name)
+        self._targets = targets
+        self._name = name
+
+    def put(self, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
+        """See `Sink.put`."""
+        self._targets.put(self._name, index, elements)
 
 
 def find_targets(
@@ -62,7 +108,7 @@ def find_targets(
     Raises:
         UsageError: one is missing, superfluous or does not fit, or two share memory. Nothing has been overwritten.
     """
-    flat = bridge.flattened(into)
+    flat = bridge.flattened(into, sharded=True)
     names = picked.tensors  # those that the caller knows
     if select is None:
         targets: dict[str, Any] = dict(flat.tensors)
@@ -100,7 +146,7 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
     if extra := [name for name in targets if name not in wanted]:
         raise UsageError(f"into= has a tensor {extra[0]!r} that the checkpoint has not ({len(extra)} in all)")
     for name, tensor in wanted.items():
-        have = (targets[name].dtype, tuple(targets[name].shape))
+        have = (targets[name].dtype, _place(targets[name])[0])
         if have != (tensor.dtype, tensor.shape):
             raise UsageError(
                 f"into= tensor {name!r} is {have[0]} {list(have[1])}, "

@@ -1,19 +1,15 @@
 """Writing a state as plain segments: its bytes as they are, hashed and summed up by several threads.
 
 Tensors anywhere pass through staging blocks, and nothing else is allocated; a state that is laid out as its segments
-will be is written from its own memory. Where every byte goes is known beforehand, so that several threads work at
-once, each on bytes of its own:
-
-- A *unit* is a run of neighbouring chunks, up to 16 MiB: what one job copies, hashes and sends.
-- Chunks begin and end anywhere in a page of the file, and pages are what is written. A page belongs to the unit that
-  begins it: that one copies to the page's end, and the next one hashes what is its own there and sends it no more.
+will be is written from its own memory, and so is one that arrives in units (`arriving`). Where every byte goes is known
+beforehand, so that several threads work at once, each on a unit (`units`) with bytes of its own.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,36 +19,31 @@ import xxhash
 
 from ckptstore.backends.base import SegmentSink
 from ckptstore.formats import digest, hashing, jsontext
-from ckptstore.formats.layout import (
-    CHUNK,
-    HEADER_LIMIT,
-    SEGMENT_LIMIT,
-    Layout,
-    TensorSpec,
-    chunk_extents,
-    padded,
-    split,
-)
+from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, Layout, TensorSpec, split
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
+from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
+from ckptstore.host.arenas import Lease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
+from ckptstore.segments.arriving import Arrivals, ArrivingState
 from ckptstore.segments.packed import drafts
 from ckptstore.segments.regions import LaidOutState
 from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockWrites
+from ckptstore.segments.units import Fill, Unit, Units, filler, units
 
-__all__ = ["WrittenState", "write_full"]
+__all__ = ["WrittenState", "write_full", "write_plain"]
 
 _PIECE: Final = 1 << 20
 """Bytes copied, hashed and summed up while they are still in the core's cache: memory is read once."""
 
 _Sums: TypeAlias = tuple[str, int]
 """Hash of a chunk, and its share of its tensor's state digest."""
-_Fill: TypeAlias = Callable[[int, Bytes], None]
-"""Copies bytes of a tensor from an offset on."""
+_Passing: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "_Passage"]
+"""How the bytes of one segment get into the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,85 +72,82 @@ def write_full(
 
     Args:
         session: every staging block has to hold a chunk.
-        flat: the state; its tensors must not change until this returns. A `LaidOutState` is not copied.
+        flat: the state; its tensors must not change until this returns. A `LaidOutState` is not copied, nor is an
+            `ArrivingState`.
         draft: what its segments say of themselves; see `packed.drafts`.
-        limit: bytes of tensors per segment.
+        limit: bytes of tensors per segment; of an `ArrivingState`, its plan decides.
 
     Raises:
-        StorageError: the medium failed; what was written is removed as far as possible.
+        StorageError: it cannot fit, which is found out before anything is written, or the medium failed; what was
+            written is removed as far as possible.
     """
-    specs = [TensorSpec(name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()]
-    written: list[SegmentEntry] = []
-    hashes: list[tuple[str, str, Sequence[int], str]] = []
-    divided = split(specs, limit)
-    memories = _memories(flat, divided)
-    digests = flat.digests if isinstance(flat, LaidOutState) else bridge.device_digests(flat.tensors)
-    for doc, members, memory in zip(drafts(draft, flat.tree, len(divided)), divided, memories, strict=True):
-        entry, tensors = _write_plain(session, doc, members, flat.tensors, memory, digests)
-        written.append(entry)
-        hashes += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
+    segments, tensors = write_plain(session, flat, partial(drafts, draft, flat.tree), limit=limit)
+    hashes = [(tensor.name, tensor.dtype, tensor.shape, tensor.hash) for tensor in tensors]
     state = hashing.state_hash(jsontext.dumps(flat.tree), hashes)
-    return WrittenState(tuple(written), state, sum(spec.nbytes for spec in specs), len(specs))
+    return WrittenState(segments, state, sum(tensor.nbytes for tensor in tensors), len(tensors))
 
 
-def _memories(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Sequence[Bytes | None]:
-    """The memory that is laid out as each segment will be, or None: it was laid out for others, or not at all."""
-    if isinstance(flat, LaidOutState) and [region.specs for region in flat.regions] == [*map(tuple, divided)]:
-        return [region.memory for region in flat.regions]
-    return [None] * len(divided)
+def write_plain(
+    session: SegmentSession,
+    flat: FlatState,
+    documents: Callable[[int], Sequence[SegmentDoc]],
+    *,
+    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
+    """Write the tensors of `flat`, whole ones and shards, as plain segments and make them durable.
+
+    Args:
+        documents: makes the documents, without tensors, of so many segments.
+        session, flat, limit: as for `write_full`. The tree is not looked at.
+
+    Returns:
+        the segments, and the entries of all tensors.
+
+    Raises:
+        as `write_full`.
+    """
+    specs = [
+        TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
+    ]
+    written: list[SegmentEntry] = []
+    entries: list[TensorEntry] = []
+    # Units that are copied already lie in the segments that they were planned for.
+    planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, ArrivingState) else None
+    divided = planned or split(specs, limit)
+    session.backend.check_space(sum(spec.nbytes for spec in specs) + len(divided) * BLOCK)  # no header is shorter
+    for doc, members, passing in zip(documents(len(divided)), divided, _passages(flat, divided), strict=True):
+        entry, tensors = _write_plain(session, doc, members, passing)
+        written.append(entry)
+        entries += tensors.values()
+    return tuple(written), entries
+
+
+def _passages(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Sequence[_Passing]:
+    """How the bytes of each segment get into the file."""
+    cuts = [tuple(members) for members in divided]
+    if isinstance(flat, ArrivingState):
+        return [partial(_Arriving, digests=flat.digests, arrivals=flat.arrivals)] * len(cuts)
+    if isinstance(flat, LaidOutState) and [region.specs for region in flat.regions] == cuts:
+        return [partial(_InPlace, digests=flat.digests, memory=region.memory) for region in flat.regions]
+    # Also of memory that was laid out for other segments.
+    digests = bridge.device_digests(flat.tensors)
+    return [partial(_Copying, digests=digests, sources=flat.tensors)] * len(cuts)
 
 
 def _write_plain(
-    session: SegmentSession,
-    doc: SegmentDoc,
-    specs: Sequence[TensorSpec],
-    sources: Mapping[str, TensorSource],
-    memory: Bytes | None,
-    digests: Mapping[str, int],
+    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: _Passing
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     layout = plan_plain(specs, doc, digests=True)
     tensors: dict[str, TensorEntry] = {}
 
     def data(sink: SegmentSink) -> tuple[bytes, int]:
         with BlockWrites(sink, session.blocks, session.staging.blocks) as writes:
-            if memory is None:
-                passage: _Passage = _Copying(session, layout, writes, digests, sources)
-            else:
-                passage = _InPlace(session, layout, writes, digests, memory)
-            tensors.update(passage.run())
+            tensors.update(passing(session, layout, writes).run())
             writes.wait()
             writes.check()
         return encode_plain(layout, replace(doc, tensors={doc.steps[0]: tensors})), layout.size
 
     return session.write_segment(doc, layout.size, data), tensors
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Neighbouring chunks: tensor, start in it, length; and the range of the file that they are."""
-
-    chunks: tuple[tuple[TensorSpec, int, int], ...]
-    begin: int
-    end: int
-
-    @property
-    def pages(self) -> tuple[int, int]:
-        """The range of the file that it sends: from the first page that begins in it to the end of its last."""
-        return padded(self.begin), padded(self.end)
-
-
-def _units(layout: Layout) -> Iterator[_Unit]:
-    chunks: list[tuple[TensorSpec, int, int]] = []
-    begin = end = layout.header_size
-    for spec in layout.specs:
-        for start, length in chunk_extents(spec.nbytes):
-            if chunks and end + length - begin > CHUNK:
-                yield _Unit(tuple(chunks), begin, end)
-                chunks, begin = [], end
-            chunks.append((spec, start, length))
-            end += length
-    if chunks:
-        yield _Unit(tuple(chunks), begin, end)
 
 
 class _Passage(ABC):
@@ -182,8 +170,8 @@ class _Passage(ABC):
         specs = self.layout.specs
         hashes: dict[str, list[str]] = {spec.name: [] for spec in specs}
         shares: dict[str, list[int]] = {spec.name: [] for spec in specs}
-        units = list(_units(self.layout))
-        for unit, sums in zip(units, self._all(units), strict=True):
+        own = list(units(self.layout))
+        for unit, sums in zip(own, self._all(own), strict=True):
             for (spec, _, _), (text, share) in zip(unit.chunks, sums, strict=True):
                 hashes[spec.name].append(text)
                 shares[spec.name].append(share)
@@ -191,17 +179,21 @@ class _Passage(ABC):
         numbers.update((spec.name, self.digests[spec.name]) for spec in specs if spec.name in self.digests)
         return {spec.name: raw_entry(self.layout, spec, hashes[spec.name], numbers[spec.name]) for spec in specs}
 
-    def _all(self, units: Sequence[_Unit]) -> list[list[_Sums]]:
-        if len(units) == 1:  # a small state: to wake a thread takes longer
-            return [self.send(units[0])]
-        with closing(self.session.workers.in_order(partial(self.send, unit) for unit in units)) as done:
+    def _all(self, own: Sequence[Unit]) -> list[list[_Sums]]:
+        if len(own) == 1:  # a small state: to wake a thread takes longer
+            return [job() for job in self.jobs(own)]
+        with closing(self.session.workers.in_order(self.writes.paced(self.jobs(own)))) as done:
             return list(done)
 
+    def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
+        """What sends each unit. They are asked for one after the other, as threads have time for them."""
+        return (partial(self.send, unit) for unit in own)
+
     @abstractmethod
-    def send(self, unit: _Unit) -> list[_Sums]:
+    def send(self, unit: Unit) -> list[_Sums]:
         """Send the pages of a unit -> the sums of its chunks."""
 
-    def sums(self, spec: TensorSpec, place: Bytes, start: int, fill: _Fill | None = None) -> _Sums:
+    def sums(self, spec: TensorSpec, place: Bytes, start: int, fill: Fill | None = None) -> _Sums:
         """The sums of the chunk at `place`, which begins at byte `start` of its tensor, filled piece by piece."""
         known = spec.name in self.digests
         hasher = xxhash.xxh3_64()
@@ -231,7 +223,7 @@ class _InPlace(_Passage):
         super().__init__(session, layout, writes, digests)
         self._memory = memory
 
-    def send(self, unit: _Unit) -> list[_Sums]:
+    def send(self, unit: Unit) -> list[_Sums]:
         start, end = unit.pages
         if start < end:
             self.writes.send(start, self._range(start, end))
@@ -244,6 +236,60 @@ class _InPlace(_Passage):
     def _range(self, begin: int, end: int) -> Bytes:
         """Bytes of the file."""
         return self._memory[begin - self.layout.header_size : end - self.layout.header_size]
+
+
+class _Arriving(_Passage):
+    """From units that arrive in memory of their own: each is written while it is hashed, and freed after both."""
+
+    def __init__(
+        self,
+        session: SegmentSession,
+        layout: Layout,
+        writes: BlockWrites,
+        digests: Mapping[str, int],
+        arrivals: Arrivals,
+    ) -> None:
+        super().__init__(session, layout, writes, digests)
+        self._arrivals = arrivals
+        self._arrived: dict[int, Lease] = {}
+
+    def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
+        """Whoever asks waits for what has not arrived: no thread does that others need to make space for it."""
+        for unit in own:
+            self._arrived[unit.begin] = self._arrivals.take()
+            yield partial(self.send, unit)
+
+    def send(self, unit: Unit) -> list[_Sums]:
+        self.writes.check()  # before there is more to do in vain
+        lease = self._arrived.pop(unit.begin)
+        start, end = unit.pages
+        memory = lease.memory
+        both = _Both(lease.free)
+        try:
+            if start < end:
+                self.writes.send(start, memory[start - unit.first : end - unit.first], both.done)
+            else:
+                both.done()
+            sums = []
+            for spec, begin, length in unit.chunks:
+                at = self.layout.offsets[spec.name] + begin - unit.first
+                sums.append(self.sums(spec, memory[at : at + length], begin))
+        finally:
+            both.done()
+        return sums
+
+
+class _Both:
+    """Calls something when two have said that they are done."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._first = threading.Lock()
+
+    def done(self) -> None:
+        """One of the two is."""
+        if not self._first.acquire(blocking=False):
+            self._call()
 
 
 class _Copying(_Passage):
@@ -259,11 +305,11 @@ class _Copying(_Passage):
     ) -> None:
         super().__init__(session, layout, writes, digests)
         self._sources = sources
-        self._ends = [layout.offsets[spec.name] + spec.nbytes for spec in layout.specs]
+        self._bytes = Units(layout, sources)
 
-    def send(self, unit: _Unit) -> list[_Sums]:
+    def send(self, unit: Unit) -> list[_Sums]:
         start, end = unit.pages
-        first = unit.begin // BLOCK * BLOCK
+        first = unit.first
         self.writes.check()  # before there is more to do in vain
         staging = self.session.staging
         block = staging.take()
@@ -271,8 +317,8 @@ class _Copying(_Passage):
             sums = []
             for spec, begin, length in unit.chunks:
                 at = self.layout.offsets[spec.name] + begin - first
-                sums.append(self.sums(spec, block[at : at + length], begin, _filler(self._sources[spec.name])))
-            self._copy(unit.end, block[unit.end - first : end - first])
+                sums.append(self.sums(spec, block[at : at + length], begin, filler(self._sources[spec.name])))
+            self._bytes.copy(unit.end, block[unit.end - first : end - first])
         except BaseException:
             staging.give(block)
             raise
@@ -281,27 +327,3 @@ class _Copying(_Passage):
         else:
             staging.give(block)
         return sums
-
-    def _copy(self, offset: int, out: Bytes) -> None:
-        """What the file has from `offset` on: tensors, and behind the last of them zeros."""
-        done = 0
-        for spec in self.layout.specs[bisect_right(self._ends, offset) :]:
-            if done == len(out):
-                return
-            begin = max(0, offset - self.layout.offsets[spec.name])
-            part = out[done : done + spec.nbytes - begin]
-            _filler(self._sources[spec.name])(begin, part)
-            done += len(part)
-        out[done:] = 0
-
-
-def _filler(source: TensorSource) -> _Fill:
-    """Copies bytes of a tensor, from an offset on."""
-    view = source.view()
-    if view is None:
-        return source.read
-
-    def fill(offset: int, out: Bytes) -> None:
-        out[:] = view[offset : offset + len(out)]
-
-    return fill

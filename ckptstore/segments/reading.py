@@ -26,12 +26,18 @@ from ckptstore.host.threads import run_all
 __all__ = [
     "Piece",
     "SegmentReader",
+    "copy_jobs",
     "copy_tensors",
     "extents",
     "load_tensors",
     "map_tensors",
+    "placing_jobs",
     "read_chunk",
+    "straight",
 ]
+
+_WORTH_IT = 1 << 20
+"""Bytes of a tensor from which reading it by itself, past the page cache, pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +96,17 @@ class SegmentReader:
         return bytes(out)
 
 
-def extents(tensors: Iterable[TensorEntry], limit: int = BLOCK_BYTES) -> list[list[Piece]]:
-    """Neighbouring chunks, in file order, in groups that span at most `limit` bytes (one chunk may be all of it)."""
+def extents(
+    tensors: Iterable[TensorEntry], limit: int = BLOCK_BYTES, needed: Callable[[Piece], bool] | None = None
+) -> list[list[Piece]]:
+    """Neighbouring chunks, in file order, in groups that span at most `limit` bytes (one chunk may be all of it).
+
+    Args:
+        needed: which chunks; None: all.
+    """
     pieces = sorted(
-        (piece for tensor in tensors for piece in _pieces(tensor)), key=lambda piece: (piece.chunk.offset, piece.start)
+        (piece for tensor in tensors for piece in _pieces(tensor) if needed is None or needed(piece)),
+        key=lambda piece: (piece.chunk.offset, piece.start),
     )
     groups: list[list[Piece]] = []
     for piece in pieces:
@@ -123,6 +136,7 @@ def load_tensors(
         CorruptSegmentError: names segment, tensor and offset.
         StorageError: the medium failed.
     """
+    verify = verify or not reader.source.held
     result: dict[str, Bytes] = {tensor.name: aligned(0) for tensor in tensors if tensor.nbytes == 0}
     work: list[Callable[[], None]] = []
     for run in _runs(tensors):
@@ -154,7 +168,8 @@ def map_tensors(
     """
     mapping = reader.source.map()
     if mapping is None:
-        raise UsageError(f"{reader.entry.key}: mmap=True needs a local store")
+        raise UsageError(f"{reader.entry.key}: mmap=True needs a local store, and a checkpoint of few segments")
+    verify = verify or not reader.source.held
     memory = np.frombuffer(mapping, np.uint8)
 
     def job(extent: list[Piece]) -> Callable[[], None]:
@@ -190,6 +205,20 @@ def copy_tensors(
 
     `deliver` is called from several threads, in any order, and must copy. Nothing unverified is ever delivered.
     """
+    run_all(pool, copy_jobs(reader, extents(tensors), staging, deliver, verify=verify, advance=advance))
+
+
+def copy_jobs(
+    reader: SegmentReader,
+    found: Sequence[list[Piece]],
+    staging: Staging,
+    deliver: Callable[[TensorEntry, int, Bytes], None],
+    *,
+    verify: bool = True,
+    advance: Advance | None = None,
+) -> list[Callable[[], None]]:
+    """What `copy_tensors` does, as work for a pool: one job for each of the extents `found`."""
+    verify = verify or not reader.source.held
 
     def job(extent: list[Piece]) -> Callable[[], None]:
         def work() -> None:
@@ -202,7 +231,30 @@ def copy_tensors(
 
         return work
 
-    run_all(pool, [job(extent) for extent in extents(tensors)])
+    return [job(extent) for extent in found]
+
+
+def placing_jobs(
+    reader: SegmentReader, tensor: TensorEntry, memory: Bytes, *, verify: bool = True, advance: Advance | None = None
+) -> list[Callable[[], None]]:
+    """Work that reads an uncompressed tensor straight into memory of its size, wherever that lies.
+
+    Fast from a cold disk where memory and file agree modulo the page size (`straight`).
+    """
+    return [
+        _read_job(
+            reader, [piece], memory[piece.start : piece.start + piece.chunk.length], piece.chunk.offset, verify, advance
+        )
+        for piece in _pieces(tensor)
+    ]
+
+
+def straight(tensor: TensorEntry, memory: Bytes) -> bool:
+    """Whether reading an uncompressed tensor into `memory`, of its size, needs no other memory from a cold disk."""
+    address = memory.__array_interface__["data"][0]
+    return len(memory) >= _WORTH_IT and all(
+        (address + piece.start - piece.chunk.offset) % BLOCK == 0 for piece in _pieces(tensor)
+    )
 
 
 def read_chunk(
@@ -225,7 +277,7 @@ def read_chunk(
             f"{reader.entry.key}: tensor {tensor.name!r}: {chunk.length} stored bytes for a chunk of {chunk.logical}"
         )
     reader.source.read_into(chunk.offset, payload.data)
-    if verify:
+    if verify or not reader.source.held:
         check_chunk(reader.entry.key, tensor, chunk, payload)
     return payload
 

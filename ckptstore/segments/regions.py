@@ -33,7 +33,7 @@ class LaidOutState(FlatState):
 
     Attributes:
         regions: one for each segment, in order.
-        digests: state digests of those tensors that a device has computed, by name.
+        digests: state digests that are known already, by name of the tensor.
     """
 
     regions: tuple[Region, ...]
@@ -67,12 +67,13 @@ class RegionPlan:
 
 @lru_cache(maxsize=4)  # a run saves the same tensors again and again, and whoever asks here keeps training waiting
 def plan_regions(
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...], limit: int = SEGMENT_LIMIT - HEADER_LIMIT
+    tensors: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None], ...],
+    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> RegionPlan:
     """Lay tensors out as `plain.write_full` will with the same `limit`.
 
     Args:
-        tensors: name, dtype and shape of each, in access order.
+        tensors: name, dtype and shape of each, in access order; then global shape and offset of a shard, or None twice.
         limit: bytes of tensors per segment.
 
     Raises:

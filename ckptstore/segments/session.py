@@ -41,7 +41,11 @@ class SegmentSession:
     advance: Advance
 
     def write_segment(
-        self, draft: SegmentDoc, size: int, data: Callable[[SegmentSink], tuple[bytes, int]]
+        self,
+        draft: SegmentDoc,
+        size: int,
+        data: Callable[[SegmentSink], tuple[bytes, int]],
+        sink: SegmentSink | None = None,
     ) -> SegmentEntry:
         """Write one segment and make it durable (COMMIT step 1): its data, then its header, then the seal.
 
@@ -50,13 +54,15 @@ class SegmentSession:
             size: about how many bytes it will have.
             data: writes everything but the header -> the header, and the length of the file. When it returns or
                 raises, no thread writes any more.
+            sink: the segment, if it is open already (`direct`).
 
         Raises:
             StorageError: the medium failed; what was written is removed as far as possible.
         """
         self.begun(draft.segment)
-        crash_point("save.begin")
-        sink = self.backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, size)
+        if sink is None:
+            crash_point("save.begin")
+            sink = self.backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, size)
         try:
             header, size = data(sink)
             crash_point("save.before-header")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from ckptstore.backends.base import SegmentSink
 from ckptstore.host.buffers import BLOCK_BYTES, Bytes, Staging
@@ -19,6 +20,8 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.pages import BLOCK
 
 __all__ = ["BlockStream", "BlockWrites"]
+
+_T = TypeVar("_T")
 
 
 class BlockWrites:
@@ -34,9 +37,12 @@ class BlockWrites:
         """
         self._sink = sink
         self._pool = pool
-        self._room = threading.Semaphore(most)
+        self._free = threading.Semaphore(most)
         self._under_way: deque[Future[None]] = deque()
         self._lock = threading.Lock()
+        self._busy = 0
+        self._filling = 0
+        self._changed = threading.Condition()
 
     def __enter__(self) -> Self:
         return self
@@ -56,16 +62,39 @@ class BlockWrites:
         Raises:
             whatever an earlier write raised.
         """
-        self._room.acquire()
+        self._free.acquire()
+        self._busy_by(1)
         try:
             self.check()
             future = self._pool.submit(self._write, offset, data, written)
         except BaseException:
-            self._room.release()
+            self._busy_by(-1)
+            self._free.release()
             written()
             raise
         with self._lock:
             self._under_way.append(future)
+
+    def paced(self, jobs: Iterable[Callable[[], _T]]) -> Iterator[Callable[[], _T]]:
+        """The jobs, which `send`, one by one: the next when none before it runs, or when nothing is being written.
+
+        Threads that hash beside each other are in each other's way on the way to memory, and training's. So a second
+        one begins only where the medium would wait for the first.
+        """
+        for job in jobs:
+            with self._changed:
+                while self._filling and self._busy:
+                    self._changed.wait()
+                self._filling += 1
+            yield partial(self._fill, job)
+
+    def _fill(self, job: Callable[[], _T]) -> _T:
+        try:
+            return job()
+        finally:
+            with self._changed:
+                self._filling -= 1
+                self._changed.notify()
 
     def check(self) -> None:
         """Raise what a finished write raised, and forget the others: a segment may have many thousands."""
@@ -88,7 +117,13 @@ class BlockWrites:
             crash_point("save.first-block")
         finally:
             written()
-            self._room.release()
+            self._busy_by(-1)
+            self._free.release()
+
+    def _busy_by(self, count: int) -> None:
+        with self._changed:
+            self._busy += count
+            self._changed.notify()
 
 
 class BlockStream:

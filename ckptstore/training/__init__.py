@@ -1,6 +1,6 @@
-"""What trains: optimizers' steps as the store takes them, for users (`OptimizerStep`, `clip_factor`); needs torch.
+"""What trains: the `Checkpointer`, optimizers' steps as the store takes them, snapshots layer by layer; needs torch.
 
-Imports `frameworks`, `write` and what is below; importing the package itself imports nothing.
+Imports `store`, `write` and what is below; importing the package itself imports nothing.
 """
 
 from __future__ import annotations
@@ -9,15 +9,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptstore.training.checkpointer import Checkpointer
+    from ckptstore.training.gates import Gate, LayerwiseReport
+    from ckptstore.training.layerwise import LayerwiseSnapshots
     from ckptstore.training.optimizers import OptimizerStep, clip_factor
+    from ckptstore.training.settings import CheckpointerOptions, UnsavedStepWarning
+    from ckptstore.training.topk import TopKHook
 
-__all__ = ["OptimizerStep", "clip_factor"]
+_HOME = {
+    "Checkpointer": "checkpointer",
+    "CheckpointerOptions": "settings",
+    "Gate": "gates",
+    "LayerwiseReport": "gates",
+    "LayerwiseSnapshots": "layerwise",
+    "OptimizerStep": "optimizers",
+    "TopKHook": "topk",
+    "UnsavedStepWarning": "settings",
+    "clip_factor": "optimizers",
+}
+
+__all__ = [
+    "Checkpointer",
+    "CheckpointerOptions",
+    "Gate",
+    "LayerwiseReport",
+    "LayerwiseSnapshots",
+    "OptimizerStep",
+    "TopKHook",
+    "UnsavedStepWarning",
+    "clip_factor",
+]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'ckptstore.training' has no attribute {name!r}")
-    value = getattr(import_module("ckptstore.training.optimizers"), name)
+    value = getattr(import_module(f"ckptstore.training.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

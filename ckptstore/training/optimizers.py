@@ -116,15 +116,15 @@ class OptimizerStep:
         self._left_out: Counter[str] = Counter()
         """How many parameters are left out, by the reason."""
         found = [entry for one in optimizers for entry in _entries(one, self._left_out)]
-        if gradients == "grad" and all(parameter.grad is None for _, parameter, _, _ in found):
+        moved = [entry for entry in found if entry[1].grad is not None]
+        if gradients == "grad" and not moved:
             gradients = "none"  # they were freed before: predicting needs none
-        if gradients == "grad" and not skipped:  # torch's optimizers pass over parameters without a gradient
-            found = [entry for entry in found if entry[1].grad is not None]
+        if isinstance(gradients, str) and not skipped and moved:
+            found = moved  # torch's optimizers pass over parameters without a gradient
         counts = _counts([slots.get("step") for _, _, _, slots in found])
-        factor = float(clip)
         self._moves: list[_Move] = []
         for (settings, parameter, lr, slots), count in zip(found, counts, strict=True):
-            step = optim.Step(count, lr, factor, loss_scale, skipped)
+            step = optim.Step(count, lr, float(clip), loss_scale, skipped)
             tensors = _slots(settings, step, parameter, slots)
             if isinstance(tensors, str):
                 self._left_out[tensors] += 1

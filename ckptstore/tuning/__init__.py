@@ -1,9 +1,11 @@
-"""How often to store a full, and how many diffs to put in one write: LowDiff's wasted-time model and its controller.
+"""How often to save (PCcheck's Eq. (3)), to store a full, and how many diffs to put in one write (LowDiff's model).
 
-`docs/tuning.md` derives the model (LowDiff §V-C, Eq. (8)-(10)) and its units. Imports `store` and what is below it.
+`docs/tuning.md` derives the models and their units; both have a controller. Imports `store` and what is below it.
 """
 
 from ckptstore.tuning.controller import Change, Controller
+from ckptstore.tuning.interval_controller import IntervalController
+from ckptstore.tuning.intervals import Limits, Setting, Timing, best_setting, least_interval, recovery_bound, slowdown
 from ckptstore.tuning.model import Job, Model, Waste
 from ckptstore.tuning.optimum import Configuration, Point, best, continuous, fulls_only, neighbours, paper_optimum
 
@@ -11,13 +13,21 @@ __all__ = [
     "Change",
     "Configuration",
     "Controller",
+    "IntervalController",
     "Job",
+    "Limits",
     "Model",
     "Point",
+    "Setting",
+    "Timing",
     "Waste",
     "best",
+    "best_setting",
     "continuous",
     "fulls_only",
+    "least_interval",
     "neighbours",
     "paper_optimum",
+    "recovery_bound",
+    "slowdown",
 ]

@@ -5,41 +5,55 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import CkptError, CommitUnknownError, FencedError, WriterClosedError, WriterError
-from ckptstore.formats.catalog import CLOSED
 from ckptstore.formats.records import CheckpointEntry, CheckpointId
 from ckptstore.formats.state import FlatState
+from ckptstore.host import background
 from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.log import folding, refs, requests
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.segments.session import SegmentSession
+from ckptstore.write.commits import Commits
 from ckptstore.write.deltas import Deltas
+from ckptstore.write.encoding import Fed
+from ckptstore.write.feeding import Feed
+from ckptstore.write.interval import Decision
 from ckptstore.write.ledger import Labels, Saves
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.steps.batcher import Diffs, Waiting
+from ckptstore.write.steps.batcher import BecomesFullError, Diffs
 from ckptstore.write.steps.updates import Update, with_copies
 
-__all__ = ["Committer"]
+__all__ = ["Committer", "Made", "may_mean"]
 
 _UNLABELLED: Final = Labels()
 
 
-class Committer:
-    """What one thread of a writer does, one job after the other; all of it is called there and nowhere else.
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A checkpoint whose segments are durable, and which no record names yet.
 
     Attributes:
-        log: the term.
-        saves: its steps, as their savers know them.
-        ended: why nothing more can be committed; may be read by any thread.
+        change: what its COMMIT says.
+        segments: ids of its segments.
+    """
+
+    entry: CheckpointEntry
+    change: Change
+    segments: tuple[str, ...]
+
+
+class Committer(Commits):
+    """What one thread of a writer does, one job after the other; all but `make` and `abandon` is called there alone.
+
+    Attributes:
+        saves: the term's steps, as their savers know them.
     """
 
     def __init__(
@@ -59,9 +73,7 @@ class Committer:
             blocks: threads that write.
             later: puts a job at the end of this thread's; may be called from any.
         """
-        self.log = log
-        self.ended: WriterError | None = None
-        self._folds = folding.FoldThread(log)
+        super().__init__(log)
         self.saves = saves
         self._deltas = deltas
         self._diffs = diffs
@@ -69,10 +81,7 @@ class Committer:
         self._staging = staging
         self._blocks = blocks
         self._later = later
-        self._deadline: threading.Timer | None = None
-        self._abandoned: list[str] = []
-        self._missing = False  # a step failed after the last that was saved
-        self._complaints: set[str] = set()
+        self._deadline: Callable[[], None] | None = None  # cancels it
 
     def diff_now(
         self,
@@ -125,6 +134,11 @@ class Committer:
                 self.flush_in_time()
             return True
         self.flush_in_time()
+        return self._diff_full(snapshot, step, done, labels)
+
+    def _diff_full(self, snapshot: Snapshot, step: int, done: Future[CheckpointInfo], labels: Labels) -> bool:
+        """Store a full that gradient diffs build on -> True: `snapshot` stays in memory."""
+        assert self._diffs is not None
         began = time.monotonic()
         info, kept = self.persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot, labels=labels)
         seconds = time.monotonic() - began
@@ -138,17 +152,69 @@ class Committer:
         self._diffs.begin(CheckpointId(self.log.number, step, info.state), base, info.stored, seconds)
         return True
 
+    def diff_fed(
+        self,
+        feed: Feed,
+        updates: Sequence[Update],
+        step: int,
+        done: Future[CheckpointInfo],
+        labels: Labels = _UNLABELLED,
+    ) -> None:
+        """As `diff`, of a step that comes unit by unit: it takes the place of the one before in memory."""
+        assert self._diffs is not None
+        if self.ended is not None:
+            raise self.ended
+        if self._diffs.waiting and step < self._diffs.waiting[-1].step:
+            self.flush_in_time()  # the steps of a segment ascend
+        room = None if self._diffs.due(self.log.catalog.restorable) else self._diffs.room(feed.flat)
+        if room is None:
+            self.flush_in_time()
+            self._diffs.restart()  # what it had in memory gives place to the full
+            self._full_fed(feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks)), step, done, labels)
+            return
+        try:
+            if self._diffs.batch == 1 and not self._diffs.waiting:
+                done.set_result(self._stream(Fed(feed, room), updates, step, labels))
+                return
+            full = self._diffs.add_fed(Fed(feed, room), updates, step, done, labels)
+        except BecomesFullError as error:
+            self.flush_in_time()
+            self._full_fed(error.snapshot, step, done, labels)
+            return
+        if full or not self._wait_at_most(self._diffs.options.seconds):
+            self.flush_in_time()
+
+    def _full_fed(self, snapshot: Snapshot, step: int, done: Future[CheckpointInfo], labels: Labels) -> None:
+        try:
+            self._diff_full(snapshot, step, done, labels)
+        except BaseException:
+            if not done.done():
+                snapshot.free()
+            raise
+
+    def _stream(self, fed: Fed, updates: Sequence[Update], step: int, labels: Labels) -> CheckpointInfo:
+        """Write and commit a gradient diff as it is coded."""
+        assert self._diffs is not None
+        begun: list[str] = []
+        try:
+            written = self._diffs.stream(self._session(begun, None), fed, updates, step, labels)
+            self.commit(Change(written.segments, written.checkpoints, written.encodings, tags=written.tags))
+        except BaseException as error:
+            if not isinstance(error, FencedError | CommitUnknownError):
+                self._abandoned.extend(begun)
+            if not isinstance(error, BecomesFullError):
+                self._diffs.restart()
+            raise
+        return describe_checkpoint(self.log.catalog, written.became[0])
+
     def _wait_at_most(self, seconds: float | None) -> bool:
         """Flush in so many seconds, unless that was arranged before -> False: there is no thread to be had for it."""
         if seconds is None or self._deadline is not None:
             return True
-        deadline = threading.Timer(seconds, self._at_deadline)
-        deadline.daemon = True
         try:
-            deadline.start()
+            self._deadline = background.after(seconds, self._at_deadline)
         except RuntimeError:
             return False
-        self._deadline = deadline
         return True
 
     def _at_deadline(self) -> None:
@@ -162,9 +228,9 @@ class Committer:
 
     def flush(self) -> None:
         """Write and commit the steps that wait; each of them is done, or has failed."""
-        deadline, self._deadline = self._deadline, None
-        if deadline is not None:
-            deadline.cancel()
+        cancel, self._deadline = self._deadline, None
+        if cancel is not None:
+            cancel()
         if self._diffs is None or not self._diffs.waiting:
             return
         waiting = list(self._diffs.waiting)
@@ -176,7 +242,7 @@ class Committer:
             self.commit(Change(written.segments, written.checkpoints, written.encodings, tags=written.tags))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
-                self._abandoned += begun
+                self._abandoned.extend(begun)
             first, last = waiting[0].step, waiting[-1].step
             error.add_note(f"steps {first} to {last}, which waited for their batch, were not saved")
             self._diffs.restart()
@@ -194,30 +260,27 @@ class Committer:
 
     def tag(self, name: str, ref: str) -> CheckpointInfo:
         """Name a checkpoint. What waits is written first, if it may be meant."""
-        if self._diffs is not None and any(_may_mean(ref, one) for one in self._diffs.waiting):
+        if self._diffs is not None and any(may_mean(ref, one.step, one.labels) for one in self._diffs.waiting):
             self.flush()
-        entry = refs.resolve(self.log.catalog, ref)
-        self.commit(Change(tags={name: entry.node}))
-        return describe_checkpoint(self.log.catalog, entry)
+        return self.name(name, ref)
 
     def untag(self, name: str) -> None:
         """Remove a tag, also one that a step brings with it that waits."""
         if self._diffs is not None and any(name in one.labels.tags for one in self._diffs.waiting):
             self.flush()
-        refs.resolve(self.log.catalog, f"tag:{name}")
-        self.commit(Change(tags={name: None}))
+        self.unname(name)
 
     def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
         """A step was not saved. Does nothing to one whose saver knows already, or that is durable."""
         if done.done():
             return
-        self._missing = True
+        self.missing = True
         self.saves.fail(step, error, done)
 
     def finish(self) -> None:
         """The last thing a term does."""
         self.flush_and_close()
-        self._complain(self._folds.finish())
+        self.finish_folds()
         if self._diffs is not None:
             self._diffs.restart()
 
@@ -231,9 +294,44 @@ class Committer:
     def flush_and_close(self) -> None:
         """Flush, and if steps may wait at all, note that none was lost."""
         self.flush_in_time()
-        if self._diffs is not None and self._diffs.options.waits and self.ended is None and not self._missing:
-            with contextlib.suppress(CkptError):
-                self.commit(Change(extra={CLOSED: True}))
+        if self._diffs is not None and self._diffs.options.waits:
+            self.note_end()
+
+    def make(
+        self,
+        flat: FlatState,
+        step: int,
+        *,
+        labels: Labels,
+        writers: ThreadPoolExecutor,
+        progress: Progress | None = None,
+    ) -> Made:
+        """Write a full and make it durable, in any thread and several at once; only where no deltas are made.
+
+        Args:
+            writers: threads that write, used by nobody else meanwhile.
+            progress: told how many of the state's bytes are done.
+        """
+        return self._write(flat, step, labels, writers, progress)[0]
+
+    def publish(self, made: Made, claim: Callable[[], bool]) -> CheckpointInfo:
+        """Commit what was made.
+
+        Args:
+            claim: asked just before that, when nothing else can stop it -> whether it is wanted still.
+        """
+        try:
+            if self.ended is not None:
+                raise self.ended
+            if not claim():
+                raise WriterClosedError(f"step {made.entry.step} was not saved: interrupted")
+            self.commit(made.change)
+        except (FencedError, CommitUnknownError):
+            raise  # this term drops nothing any more
+        except BaseException:
+            self._abandoned.extend(made.segments)
+            raise
+        return describe_checkpoint(self.log.catalog, made.entry)
 
     def persist(
         self,
@@ -244,6 +342,8 @@ class Committer:
         interrupted: threading.Event,
         snapshot: Snapshot | None = None,
         labels: Labels = _UNLABELLED,
+        claim: Callable[[], bool] | None = None,
+        feed: Feed | None = None,
     ) -> tuple[CheckpointInfo, bool]:
         """Write, commit -> what was committed, and whether `snapshot` stays in memory as a base of deltas.
 
@@ -251,76 +351,86 @@ class Committer:
             progress: told how many of the state's bytes are done.
             interrupted: set when the caller has stopped waiting and may change the state.
             labels: what is said of the checkpoint.
+            claim: see `publish`; None: whether it was not interrupted.
+            feed: see `persist_fed`.
         """
+        made, decision, stored = self._write(flat, step, labels, self._blocks, progress, feed)
+        info = self.publish(made, claim or (lambda: not interrupted.is_set()))
+        return info, self._deltas.committed(decision, made.entry.id, flat, snapshot, stored, interrupted.is_set)
+
+    def persist_fed(
+        self,
+        feed: Feed,
+        step: int,
+        *,
+        labels: Labels,
+        claim: Callable[[], bool],
+        progress: Progress | None,
+    ) -> CheckpointInfo:
+        """As `persist`, of a state that comes unit by unit: what it replaces in memory is no base any more."""
+        try:
+            return self.persist(
+                feed.flat,
+                step,
+                progress=progress,
+                interrupted=threading.Event(),
+                labels=labels,
+                claim=claim,
+                feed=feed,
+            )[0]
+        except BaseException:
+            self._deltas.torn()
+            raise
+
+    def _write(
+        self,
+        flat: FlatState,
+        step: int,
+        labels: Labels,
+        writers: ThreadPoolExecutor,
+        progress: Progress | None,
+        feed: Feed | None = None,
+    ) -> tuple[Made, Decision, int]:
+        """Make a checkpoint durable -> it, how it was stored, and in how many bytes."""
         if self.ended is not None:
             raise self.ended
         begun: list[str] = []
         moment = time.time()
         try:
-            session = self._session(begun, progress, sum(source.nbytes for source in flat.tensors.values()))
-            written, decision, base = self._deltas.write(flat, step, moment, session, self.log.catalog.restorable)
-            if interrupted.is_set():
-                raise WriterClosedError(f"step {step} was not saved: interrupted")
+            session = self._session(begun, progress, sum(source.nbytes for source in flat.tensors.values()), writers)
+            written, decision, base = self._deltas.write(flat, step, moment, session, self.log.catalog.restorable, feed)
             used = {segment.id for segment in written.segments}
-            self._abandoned += [segment for segment in begun if segment not in used]
+            self._abandoned.extend([segment for segment in begun if segment not in used])
             begun = list(used)
             tensors, nbytes = written.tensors, written.nbytes
             entry = CheckpointEntry(self.log.number, step, written.state, moment, tensors, nbytes, labels.extra)
             encoding = self._deltas.encoding(written, entry.node, base)
             tags = dict.fromkeys(labels.tags, entry.node)
-            self.commit(Change(written.segments, (entry,), (encoding,), tags=tags))
-        except (FencedError, CommitUnknownError):
-            raise  # this term drops nothing any more
+            change = Change(written.segments, (entry,), (encoding,), tags=tags)
+            return Made(entry, change, tuple(begun)), decision, written.stored
         except BaseException:
-            self._abandoned += begun  # the next commit names them in a drop, so that gc may remove what is left
+            self._abandoned.extend(begun)  # the next commit names them in a drop, so that gc may remove what is left
             raise
-        info = describe_checkpoint(self.log.catalog, entry)
-        return info, self._deltas.committed(decision, entry.id, flat, snapshot, written.stored, interrupted.is_set)
 
-    def _session(self, begun: list[str], progress: Progress | None, total: int = 0) -> SegmentSession:
+    def _session(
+        self, begun: list[str], progress: Progress | None, total: int = 0, writers: ThreadPoolExecutor | None = None
+    ) -> SegmentSession:
         """What segments are written with: the ids of those begun are put to `begun`."""
         advance = Tally(progress, total).advance
         backend = self.log.journal.backend
-        return SegmentSession(backend, self._staging, self._blocks, self._deltas.workers, begun.append, advance)
-
-    def commit(self, change: Change) -> None:
-        """Commit a change in this term, and what was begun in vain as its drops."""
-        drops = tuple(self._abandoned)
-        try:
-            self.log.commit(replace(change, drops=(*change.drops, *drops)).record(self.log.number))
-        except (FencedError, CommitUnknownError) as error:
-            self.ended = error
-            raise
-        del self._abandoned[: len(drops)]
-        if change.checkpoints:
-            self._missing = False
+        return SegmentSession(
+            backend, self._staging, writers or self._blocks, self._deltas.workers, begun.append, advance
+        )
 
     def housekeeping(self) -> None:
         """Answer requests and begin a fold, after the save was acknowledged. Neither may fail a save."""
-        if self.ended is not None:
-            return
-        try:
-            # Prevents: granting a request to drop what a step that waits is coded against.
-            requests.handle(self.log, prepare=self.flush_in_time)
-        except (FencedError, CommitUnknownError) as error:
-            self.ended = error  # the next save says so
-        except CkptError as error:
-            self._complain(error)
-        else:
-            self._complain(self._folds.begin())
-
-    def _complain(self, error: Exception | None) -> None:
-        """Say what went wrong, once: it is tried again after every save."""
-        if error is not None and (why := str(error)) not in self._complaints:
-            self._complaints.add(why)
-            with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
-                text = f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}"
-                warnings.warn(text, stacklevel=1)
+        # Prevents: granting a request to drop what a step that waits is coded against.
+        self.tend(self.flush_in_time)
 
 
-def _may_mean(ref: str, waiting: Waiting) -> bool:
+def may_mean(ref: str, step: int, labels: Labels) -> bool:
     """Whether a REF may name a step that is not in the catalog yet."""
     text = ref.strip()
     if text.startswith("tag:"):
-        return text.removeprefix("tag:") in waiting.labels.tags
-    return text == "latest" or text.partition("@")[0].lstrip("0") == str(waiting.step).lstrip("0")
+        return text.removeprefix("tag:") in labels.tags
+    return text == "latest" or text.partition("@")[0].lstrip("0") == str(step).lstrip("0")

@@ -19,15 +19,18 @@ from ckptstore.formats.codecs import FAST_POLICY, Policy
 from ckptstore.formats.records import CheckpointId, Encoding
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
+from ckptstore.host.checks import whole
 from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase
+from ckptstore.segments.direct import DirectState, map_segments, regions_of, write_direct
 from ckptstore.segments.plain import WrittenState, write_full
 from ckptstore.segments.session import SegmentSession
-from ckptstore.write.encoding import Base, Choices, write_packed
+from ckptstore.write.encoding import Base, Choices, Fed, write_packed
+from ckptstore.write.feeding import Feed
 from ckptstore.write.interval import FULL, Decision, Form, RestoreBound, Schedule
-from ckptstore.write.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.snapshot import HostTensor, Snapshot, SnapshotPool
 
 __all__ = ["DeltaOptions", "Deltas", "MemoryBase"]
 
@@ -39,7 +42,7 @@ class DeltaOptions:
     Attributes:
         interval: checkpoints that share one base (T), or ``auto``: chosen from the sizes measured, within the bound.
         form: ``anchor`` (one state in memory) or ``paper`` (each checkpoint against the one T before; T states).
-        bound: what restoring any checkpoint may cost.
+        bound: what restoring any checkpoint may cost; a text is read as `RestoreBound.parse` does (``3x,30s``).
         policy: which codecs may be chosen, and what for.
         compress_fulls: code fulls, too. They are smaller, but other tools cannot load them.
         memory: host bytes for bases; a base that does not fit is read back from the store. None: no limit.
@@ -53,8 +56,15 @@ class DeltaOptions:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        if self.memory is not None and self.memory < 0:
-            raise UsageError(f"memory for bases: {self.memory} bytes")
+        if self.memory is not None:
+            whole("memory (bytes for bases)", self.memory, 0)
+        bound: object = self.bound
+        if isinstance(bound, str):
+            object.__setattr__(self, "bound", RestoreBound.parse(bound))
+        elif not isinstance(bound, RestoreBound):
+            raise UsageError(f"bound: {bound!r:.80}; a RestoreBound is needed, or a text as '3x,30s'")
+        if not isinstance(self.policy, Policy):
+            raise UsageError(f"policy: {self.policy!r:.80}; a Policy of ckptstore.formats.codecs is needed")
         Schedule(self.interval, self.form, self.bound)  # says what is wrong with them
 
 
@@ -64,12 +74,13 @@ class MemoryBase:
     Attributes:
         id: its identity.
         tensors: by name.
+        snapshot: what owns their memory.
     """
 
     def __init__(self, identity: CheckpointId, snapshot: Snapshot) -> None:
         self.id = identity
         self.tensors = snapshot.flat.tensors
-        self._snapshot = snapshot
+        self.snapshot = snapshot
 
     def spec(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """See `Base.spec`."""
@@ -89,7 +100,7 @@ class MemoryBase:
 
     def forget(self) -> None:
         """Give the memory back."""
-        self._snapshot.free()
+        self.snapshot.free()
 
 
 class Deltas:
@@ -127,7 +138,21 @@ class Deltas:
         self._reopen = reopen
         self._choices = Choices(self._options.policy)
         self._bases: dict[int, MemoryBase | StoredBase] = {}
+        self._fed: Snapshot | None = None  # what takes the state that is being fed
         self.workers = Workers.started(threads, "ckptstore-encode")
+
+    def map_full(self, flat: FlatState, step: int) -> DirectState | None:
+        """Segments for a full of a state like `flat`, mapped to be copied into; None: the medium has no such memory.
+
+        Raises `StorageError`. For a writer that makes no deltas; by any thread.
+        """
+        encoding = StepEncoding(self._draft.term, "full", None, time.time())
+        mapped = map_segments(self._backend, flat, replace(self._draft, encodings={step: encoding}))
+        if mapped is None:
+            return None
+        regions, places = regions_of(mapped, flat)
+        tensors: dict[str, TensorSource] = {name: HostTensor(one, places[name]) for name, one in flat.tensors.items()}
+        return DirectState(flat.tree, tensors, regions, mapped=mapped)
 
     def write(
         self,
@@ -136,6 +161,7 @@ class Deltas:
         moment: float,
         session: SegmentSession,
         restorable: Callable[[CheckpointId], bool],
+        feed: Feed | None = None,
     ) -> tuple[WrittenState, Decision, Base | None]:
         """Store `flat` as the schedule decides, and make it durable (COMMIT step 1).
 
@@ -143,14 +169,19 @@ class Deltas:
             moment: when the checkpoint was made, seconds since 1970.
             session: what it is written with; not every segment that it begins need be part of the result.
             restorable: whether the catalog to which the record will be applied can restore a checkpoint.
+            feed: how `flat` comes, if it is not read where it is. Whatever goes wrong from here on until `committed`,
+                `torn` has to be told.
         """
 
         def store(base: Base | None, gap: int) -> WrittenState:
             kind, below = ("full", None) if base is None else ("delta", base.id)
             encoding = StepEncoding(self._draft.term, kind, below, moment)
-            return self._store(session, flat, replace(self._draft, encodings={step: encoding}), base, gap)
+            return self._store(session, state, replace(self._draft, encodings={step: encoding}), base, gap, fed)
 
         decision, base = self._decide(restorable)
+        state, fed = flat, None
+        if feed is not None:
+            decision, base, state, fed = self._taken_in(decision, base, feed)
         began = time.monotonic()
         try:
             written = store(base, decision.gap)
@@ -180,12 +211,48 @@ class Deltas:
         self._restart()
         return self.schedule.decide(), None
 
+    def _taken_in(
+        self, decision: Decision, base: MemoryBase | StoredBase | None, feed: Feed
+    ) -> tuple[Decision, MemoryBase | StoredBase | None, FlatState, Fed | None]:
+        """Where a state that is fed goes: it replaces the base if that is no base afterwards, unit by unit."""
+        assert self.schedule is not None
+        if isinstance(base, MemoryBase):
+            if not decision.keep:
+                return decision, base, feed.flat, Fed(feed, None)
+            if decision.base not in decision.forget:
+                self._fed = self._snapshots.empty(feed.flat)
+                room = self._fed.room(feed.flat)
+                return decision, base, feed.flat, Fed(feed, room)
+            found = base.snapshot.room(feed.flat)
+            if found is not None:
+                self._fed = base.snapshot.turned(feed.flat, found)
+                return decision, base, feed.flat, Fed(feed, found)
+        # A full: no base is needed any more, and it takes the memory of one.
+        self._restart()
+        self._fed = feed.whole(lambda: self._snapshots.copy(feed.flat, self.workers.pool))
+        return self.schedule.decide(), None, self._fed.flat, None
+
+    def torn(self) -> None:
+        """A state that was fed is not history: what it has begun to replace is no base any more."""
+        fed, self._fed = self._fed, None
+        if fed is not None:
+            self._restart()
+            fed.free()
+
     def _store(
-        self, session: SegmentSession, flat: FlatState, draft: SegmentDoc, base: Base | None, gap: int
+        self,
+        session: SegmentSession,
+        flat: FlatState,
+        draft: SegmentDoc,
+        base: Base | None,
+        gap: int,
+        fed: Fed | None,
     ) -> WrittenState:
+        if isinstance(flat, DirectState) and (direct := write_direct(session, flat, draft)) is not None:
+            return direct
         if base is None and not self._options.compress_fulls:
             return write_full(session, flat, draft)
-        return write_packed(session, flat, draft, base=base, gap=gap, choices=self._choices)
+        return write_packed(session, flat, draft, base=base, gap=gap, choices=self._choices, fed=fed)
 
     @staticmethod
     def encoding(written: WrittenState, node: tuple[int, int], base: Base | None) -> Encoding:
@@ -214,11 +281,13 @@ class Deltas:
 
         Args:
             flat: the state that was written; still unchanged.
-            snapshot: what owns its memory, or None if that is the training's.
+            snapshot: what owns its memory, or None if that is the training's, or it was fed.
             interrupted: whether the training may have begun to change its memory, asked after it was copied.
         """
         if self.schedule is None:
             return False
+        if self._fed is not None:
+            snapshot, self._fed = self._fed, None
         number = self.schedule.written(decision, stored)
         for old in decision.forget:
             if old in self._bases:

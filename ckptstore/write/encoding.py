@@ -6,12 +6,12 @@ tried. Which codec a tensor gets is chosen from samples of it, and kept for a wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ckptstore.formats.codecs import CodecChoice, Policy, Sample
 from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, chunk_extents, split
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Advance
@@ -28,15 +29,23 @@ from ckptstore.segments.packed import drafts, write_stream
 from ckptstore.segments.plain import WrittenState
 from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
+from ckptstore.write.feeding import Feed, Piece, Unit, Window
 
 __all__ = [
     "Base",
     "Choices",
     "Coded",
+    "Fed",
+    "Read",
     "TensorPlan",
+    "append_tensor",
     "choose_all",
     "code_all",
+    "code_group",
+    "group_jobs",
     "host_bytes",
+    "units_of",
+    "write_coded",
     "write_packed",
 ]
 
@@ -45,6 +54,12 @@ _REUSE: Final = 16
 """How many times a choice is used before the tensor is sampled again: training drifts slowly, sampling costs as much as
 coding a small tensor four times."""
 _ELEMENTS: Final = 4096
+_Place = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]
+"""Shape, and of a shard global shape and offset."""
+
+
+Read: TypeAlias = Callable[[TensorSource, int, int], Bytes]
+"""Reads bytes of a tensor of the state: from where on, how many."""
 
 
 class Base(Protocol):
@@ -59,6 +74,19 @@ class Base(Protocol):
 
     def read(self, name: str, start: int, length: int) -> Bytes:
         """Bytes of one tensor. May run in several threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """How a state comes that training copies unit by unit.
+
+    Attributes:
+        feed: gives its units.
+        room: where each tensor goes once it is coded; None: nowhere.
+    """
+
+    feed: Feed
+    room: Mapping[str, Bytes] | None
 
 
 @dataclass(slots=True)
@@ -124,6 +152,7 @@ def write_packed(
     gap: int,
     choices: Choices,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    fed: Fed | None = None,
 ) -> WrittenState:
     """Code `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
 
@@ -134,22 +163,57 @@ def write_packed(
         gap: checkpoints between base and state; choices are kept apart by its magnitude.
         choices: what was chosen before; updated.
         limit: logical bytes per segment.
+        fed: how `flat` comes, if it is not read where it is.
 
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
+        UsageError: the budget of `fed` is too small.
     """
-    plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, session.workers)}
+    documents = partial(drafts, draft, flat.tree)
+    segments, tensors = write_coded(session, flat, documents, base=base, gap=gap, choices=choices, limit=limit, fed=fed)
+    parts = [(tensor.name, tensor.dtype, tensor.shape, tensor.hash) for tensor in tensors]
+    state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
+    return WrittenState(segments, state, sum(tensor.nbytes for tensor in tensors), len(tensors))
+
+
+def write_coded(
+    session: SegmentSession,
+    flat: FlatState,
+    documents: Callable[[int], Sequence[SegmentDoc]],
+    *,
+    base: Base | None,
+    gap: int,
+    choices: Choices,
+    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    fed: Fed | None = None,
+) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
+    """Code the tensors of `flat`, whole ones and shards, into packed segments and make them durable.
+
+    Args:
+        documents: makes the documents, without tensors, of so many segments.
+        base: has the same shards under the same names.
+        session, flat, gap, choices, limit, fed: as for `write_packed`. The tree is not looked at.
+
+    Returns:
+        the segments, and the entries of all tensors.
+
+    Raises:
+        as `write_packed`.
+    """
+    with nullcontext() if fed is None else fed.feed.reading():
+        plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, session.workers)}
     written: list[SegmentEntry] = []
-    parts: list[tuple[str, str, Sequence[int], str]] = []
-    divided = split([plan.spec for plan in plans.values()], limit)
-    for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
-        own = [plans[spec.name] for spec in members]
-        with closing(code_all(own, flat, base, session.workers, digests=True)) as coded:
+    entries: list[TensorEntry] = []
+    divided = [[plans[spec.name] for spec in part] for part in split([plan.spec for plan in plans.values()], limit)]
+    windows = None
+    if fed is not None:
+        windows = fed.feed.windows([unit for own in divided for unit in units_of(own, flat, fed.room)])
+    for doc, own in zip(documents(len(divided)), divided, strict=True):
+        with closing(code_all(own, flat, base, session.workers, digests=True, windows=windows)) as coded:
             entry, tensors = _write_segment(session, doc, own, coded)
         written.append(entry)
-        parts += [(name, tensor.dtype, tensor.shape, tensor.hash) for name, tensor in tensors.items()]
-    state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
-    return WrittenState(tuple(written), state, sum(plan.spec.nbytes for plan in plans.values()), len(plans))
+        entries += tensors.values()
+    return tuple(written), entries
 
 
 def _write_segment(
@@ -158,7 +222,7 @@ def _write_segment(
     tensors: dict[str, TensorEntry] = {}
 
     def fill(stream: BlockStream) -> dict[int, dict[str, TensorEntry]]:
-        tensors.update((plan.spec.name, _append(stream, plan, coded, session.advance)) for plan in plans)
+        tensors.update((plan.spec.name, append_tensor(stream, plan, coded, session.advance)) for plan in plans)
         return {draft.steps[0]: tensors}
 
     # Payloads are rarely longer than what they restore; the file is cut to its length in the end.
@@ -166,7 +230,7 @@ def _write_segment(
     return write_stream(session, draft, nbytes, fill), tensors
 
 
-def _append(stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded], advance: Advance) -> TensorEntry:
+def append_tensor(stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded], advance: Advance) -> TensorEntry:
     """Append the next coded chunks, which are those of one tensor."""
     chunks = []
     digests: list[int] = []
@@ -181,7 +245,17 @@ def _append(stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded], advan
         advance(piece.logical)
     spec = plan.spec
     number = digest.combine(*digests, nbytes=spec.nbytes)
-    return TensorEntry(spec.name, spec.dtype, spec.shape, tuple(chunks), plan.choice.name, plan.params, digest=number)
+    return TensorEntry(
+        spec.name,
+        spec.dtype,
+        spec.shape,
+        tuple(chunks),
+        plan.choice.name,
+        plan.params,
+        spec.global_shape,
+        spec.offset,
+        number,
+    )
 
 
 # -- choosing
@@ -201,7 +275,7 @@ def choose_all(
     for name, source in flat.tensors.items():
         if names is not None and name not in names:
             continue
-        spec = TensorSpec(name, source.dtype, tuple(source.shape))
+        spec = TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source))
         based = base is not None and base.spec(name) == (spec.dtype, spec.shape)
         waiting.append(workers.pool.submit(_choose, spec, source, base if based else None, gap, choices, masters, flat))
     try:
@@ -216,7 +290,7 @@ def _choose(
     base: Base | None,
     gap: int,
     choices: Choices,
-    masters: Mapping[tuple[int, ...], Sequence[str]],
+    masters: Mapping[_Place, Sequence[str]],
     flat: FlatState,
 ) -> TensorPlan:
     apart = gap if base is not None else 0
@@ -243,22 +317,27 @@ def _still_applies(choice: CodecChoice, master: str | None, spec: TensorSpec, fl
     if master is None:
         return True
     source = flat.tensors.get(master)
-    wanted = ("F32", spec.shape)
-    return source is not None and (source.dtype, tuple(source.shape)) == wanted and choice.params["to"] == spec.dtype
+    if source is None or source.dtype != "F32" or choice.params["to"] != spec.dtype:
+        return False
+    return _place(source) == (spec.shape, spec.global_shape, spec.offset)
 
 
-def _masters(flat: FlatState) -> dict[tuple[int, ...], list[str]]:
-    """Names of fp32 tensors by shape, where some half-width tensor has that shape, too."""
-    halves = {tuple(source.shape) for source in flat.tensors.values() if source.dtype in ("BF16", "F16")}
-    found: dict[tuple[int, ...], list[str]] = {}
+def _place(source: TensorSource) -> _Place:
+    return (tuple(source.shape), *place_of(source))
+
+
+def _masters(flat: FlatState) -> dict[_Place, list[str]]:
+    """Names of fp32 tensors by shape (of shards: and place), where some half-width tensor has the same."""
+    halves = {_place(source) for source in flat.tensors.values() if source.dtype in ("BF16", "F16")}
+    found: dict[_Place, list[str]] = {}
     for name, source in flat.tensors.items():
-        if source.dtype == "F32" and tuple(source.shape) in halves:
-            found.setdefault(tuple(source.shape), []).append(name)
+        if source.dtype == "F32" and (place := _place(source)) in halves:
+            found.setdefault(place, []).append(name)
     return found
 
 
 def _master_for(
-    spec: TensorSpec, source: TensorSource, masters: Mapping[tuple[int, ...], Sequence[str]], flat: FlatState
+    spec: TensorSpec, source: TensorSource, masters: Mapping[_Place, Sequence[str]], flat: FlatState
 ) -> str | None:
     """The fp32 tensor whose first numbers, rounded, are those of `source`; a zero tensor proves nothing."""
     if spec.dtype not in ("BF16", "F16") or not spec.nbytes:
@@ -268,7 +347,7 @@ def _master_for(
     if not half.any():
         return None
     codec = codecs.codec("derive", {"to": spec.dtype})
-    for name in masters.get(spec.shape, ()):
+    for name in masters.get((spec.shape, spec.global_shape, spec.offset), ()):
         if not len(codecs.encode(codec, half, host_bytes(flat.tensors[name], 0, 4 * count))):
             return name
     return None
@@ -284,11 +363,52 @@ def code_all(
     workers: Workers,
     *,
     digests: bool = False,
+    windows: Iterator[Window] | None = None,
 ) -> Generator[Coded]:
-    """Coded chunks in order; at most one group of chunks more than there are threads is under way."""
-    with closing(workers.in_order(partial(_code, group, flat, base, digests) for group in _groups(plans))) as groups:
+    """Coded chunks in order; at most one group of chunks more than there are threads is under way.
+
+    Args:
+        windows: through which the state is seen, one for each of `units_of`; None: where it is.
+    """
+    with closing(workers.in_order(group_jobs(plans, flat, base, digests, windows))) as groups:
         for group in groups:
             yield from group
+
+
+def group_jobs(
+    plans: Sequence[TensorPlan], flat: FlatState, base: Base | None, digests: bool, windows: Iterator[Window] | None
+) -> Iterator[Callable[[], list[Coded]]]:
+    """What codes the tensors of `plans`, group by group; arguments as for `code_all`."""
+    for group in _groups(plans):
+        if windows is None:
+            yield partial(code_group, group, flat, base, digests)
+        else:
+            yield partial(_code_window, group, flat, base, digests, next(windows))
+
+
+def _code_window(
+    group: Sequence[tuple[TensorPlan, int, int]], flat: FlatState, base: Base | None, digests: bool, window: Window
+) -> list[Coded]:
+    coded = code_group(group, flat, base, digests, window.read)
+    window.done()
+    return coded
+
+
+def units_of(plans: Sequence[TensorPlan], flat: FlatState, room: Mapping[str, Bytes] | None) -> Iterator[Unit]:
+    """What each group of `code_all` looks at.
+
+    Args:
+        room: where each tensor goes once it is coded; None: nowhere.
+    """
+    for group in _groups(plans):
+        pieces = []
+        for plan, start, length in group:
+            place = None if room is None else room[plan.spec.name][start : start + length]
+            pieces.append(Piece(plan.source, start, length, place))
+            if plan.choice.codec.base_ratio == 2:
+                assert plan.master is not None
+                pieces.append(Piece(flat.tensors[plan.master], 2 * start, 2 * length))
+        yield Unit(group[0][0].spec.name, tuple(pieces))
 
 
 def _groups(plans: Sequence[TensorPlan]) -> Iterator[list[tuple[TensorPlan, int, int]]]:
@@ -305,12 +425,22 @@ def _groups(plans: Sequence[TensorPlan]) -> Iterator[list[tuple[TensorPlan, int,
         yield group
 
 
-def _code(
-    group: Sequence[tuple[TensorPlan, int, int]], flat: FlatState, base: Base | None, digests: bool
+def code_group(
+    group: Sequence[tuple[TensorPlan, int, int]],
+    flat: FlatState,
+    base: Base | None,
+    digests: bool,
+    read: Read | None = None,
 ) -> list[Coded]:
+    """The payloads of chunks of one group: (tensor, start, length) each, coded in one thread.
+
+    Args:
+        read: reads the state from memory that does not last; None: `host_bytes`.
+    """
+    fleeting, read = read is not None, read or host_bytes
     coded = []
     for plan, start, length in group:
-        image = host_bytes(plan.source, start, length)
+        image = read(plan.source, start, length)
         codec = plan.choice.codec
         reference: Bytes | None = None
         if codec.base_ratio == 1:
@@ -318,8 +448,11 @@ def _code(
             reference = base.read(plan.spec.name, start, length)
         elif codec.base_ratio == 2:
             assert plan.master is not None
-            reference = host_bytes(flat.tensors[plan.master], 2 * start, 2 * length)
-        payload = image if codec.name == "raw" else codecs.encode(codec, image, reference, level=plan.choice.level)
+            reference = read(flat.tensors[plan.master], 2 * start, 2 * length)
+        if codec.name == "raw":
+            payload = image.copy() if fleeting else image
+        else:
+            payload = codecs.encode(codec, image, reference, level=plan.choice.level)
         share = digest.partial(image, start // 4) if digests else None
         coded.append(Coded(payload, length, hashing.chunk_hash(image.data), share))
     return coded

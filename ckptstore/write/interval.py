@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ckptstore.errors import UsageError
+from ckptstore.host.checks import real, whole
 
 __all__ = ["DEPTH_LIMIT", "FULL", "Decision", "DeltaSizes", "RestoreBound", "Schedule", "best_interval"]
 
@@ -47,6 +48,12 @@ class RestoreBound:
     nbytes: int | None = None
     seconds: float | None = None
     depth: int = DEPTH_LIMIT
+
+    def __post_init__(self) -> None:
+        for name in ("times", "nbytes", "seconds"):
+            if (value := getattr(self, name)) is not None:
+                real(f"RestoreBound: {name}", value, above=True)
+        whole("RestoreBound: depth", self.depth, 0)
 
     @classmethod
     def parse(cls, text: str) -> RestoreBound:

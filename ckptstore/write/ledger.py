@@ -6,16 +6,17 @@ import bisect
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
 from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.records import valid_tag
+from ckptstore.host.checks import texts
 from ckptstore.log.checkpoints import CheckpointInfo
 
-__all__ = ["Failures", "Labels", "PendingSave", "Saves"]
+__all__ = ["Claim", "Failures", "Labels", "PendingSave", "Saves"]
 
 _MAX_STEP: Final = 2**53 - 1
 
@@ -33,9 +34,9 @@ class Labels:
     tags: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any] | None, tags: str | Sequence[str]) -> Self:
+    def of(cls, metadata: Mapping[str, Any] | None, tags: str | Sequence[str] | None) -> Self:
         """As given to `Writer.save`. Raises `UsageError`."""
-        names = (tags,) if isinstance(tags, str) else tuple(tags)
+        names = texts("tags", tags)
         for name in names:
             if not valid_tag(name):
                 raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
@@ -51,22 +52,63 @@ class PendingSave:
     """
 
     def __init__(
-        self, step: int, future: Future[CheckpointInfo], seen: Callable[[], None], hurry: Callable[[], None]
+        self,
+        step: int,
+        future: Future[CheckpointInfo],
+        seen: Callable[[], None],
+        hurry: Callable[[], None] = lambda: None,
+        cancel: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             seen: called when somebody has been told that it failed.
             hurry: lets it wait for no batch any more.
+            cancel: gives it up, if that is still possible.
         """
         self.step = step
         self._future = future
         self._seen = seen
         self._hurry = hurry
+        self._cancel = cancel
         self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        if not self.done():
+            return f"<PendingSave of step {self.step}: on its way>"
+        error = self._future.exception()
+        what = "durable" if error is None else "cancelled" if self.cancelled() else f"failed: {error!r:.200}"
+        return f"<PendingSave of step {self.step}: {what}>"
+
+    def when_done(self, call: Callable[[bool], None], /) -> None:
+        """Have `call` told, once, whether it is durable: when that is known, or now if it is already.
+
+        It is called by the thread that knows, which persists: it has to be quick, and what it raises is only logged. A
+        failure stays unseen by that. Waits for nothing: a step waits for its batch as long as it would.
+        """
+        self._future.add_done_callback(lambda done: call(not done.cancelled() and done.exception() is None))
+
+    def hurry(self) -> None:
+        """Let it wait for no batch any more; returns at once."""
+        if not self._future.done() and self._process == os.getpid():
+            self._hurry()
 
     def done(self) -> bool:
         """Whether it is durable or has failed."""
         return self._future.done()
+
+    def cancel(self) -> bool:
+        """Give it up, unless it is being committed, is durable, or has failed -> whether it is cancelled.
+
+        Its memory is free again, what was written of it is dropped, and its step may be saved again. A step that is
+        stored as a gradient diff cannot be cancelled: the next one is coded against it.
+        """
+        if self._process != os.getpid():
+            return False
+        return self._cancel()
+
+    def cancelled(self) -> bool:
+        """Whether `cancel` has given it up."""
+        return self._future.done() and isinstance(self._future.exception(), CancelledError)
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Wait until it is durable. If it waits for its batch, that is written now, as `Writer.wait` would.
@@ -74,6 +116,7 @@ class PendingSave:
         Raises:
             TimeoutError: not within `timeout` seconds; the save goes on.
             StorageError, FencedError, CommitUnknownError: what stopped it.
+            concurrent.futures.CancelledError: it was cancelled.
             WriterClosedError: this is a fork of the process that saves, and will never hear of it.
         """
         if (error := self.exception(timeout)) is not None:
@@ -99,6 +142,43 @@ class PendingSave:
         if error is not None:
             self._seen()
         return error
+
+
+class Claim:
+    """Who decides what becomes of a save: its commit, its failure, or who cancels it. Whoever comes first.
+
+    Attributes:
+        done: answers with what was committed.
+        taken: the commit or the failure came first.
+    """
+
+    def __init__(self, saves: Saves, step: int) -> None:
+        self.done: Future[CheckpointInfo] = Future()
+        self.taken = False
+        self._saves = saves
+        self._step = step
+        self._free = threading.Lock()
+
+    def take(self) -> bool:
+        """It is committed now, or fails -> False: it was given up."""
+        if not self._free.acquire(blocking=False):
+            return False
+        self.taken = True
+        return True
+
+    def give_up(self, error: BaseException) -> bool:
+        """It becomes nothing, and may be given again; `done` raises `error` -> False: too late."""
+        if not self._free.acquire(blocking=False):
+            return False
+        self._saves.release(self._step, error)
+        self.done.set_exception(error)
+        return True
+
+    def cancel(self) -> bool:
+        """Give it up for one who asks for that -> whether it is, by whoever asked first."""
+        if self.give_up(CancelledError(f"step {self._step} was cancelled")):
+            return True
+        return self.done.done() and isinstance(self.done.exception(), CancelledError)
 
 
 class Failures:
@@ -172,7 +252,7 @@ class Saves:
             self._check_order(step)
 
     def take(self, step: int) -> None:
-        """Nobody else may save `step` from now on. Raises `StepOrderError` as `check` does."""
+        """Nobody else may save `step` from now on. Raises `StepOrderError` if it is not above all that were taken."""
         with self._lock:
             self._check_order(step)
             self._taken.append(step)

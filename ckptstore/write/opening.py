@@ -10,10 +10,10 @@ from typing import Any
 from ckptstore._version import __version__
 from ckptstore.errors import CheckpointNotFoundError, FencedError, ReadOnlyError
 from ckptstore.formats.catalog import CLOSED, Catalog
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.records import CheckpointId, ref_of
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
-from ckptstore.host.caller_warnings import DeterminismWarning, LostStepsWarning, warn
+from ckptstore.host.caller_warnings import DeterminismWarning, FreshStartWarning, LostStepsWarning, warn
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
@@ -22,15 +22,24 @@ from ckptstore.restore.stored_base import open_base
 from ckptstore.write.steps.batcher import DiffOptions
 from ckptstore.write.writer import Writer, WriterOptions
 
-__all__ = ["open_writer"]
+__all__ = ["TermOpener", "open_writer"]
 
 
-def open_writer(journal: Journal, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
+def open_writer(
+    journal: Journal,
+    parent: str | int | CheckpointInfo | None,
+    options: WriterOptions,
+    *,
+    environment: Mapping[str, Any] | None = None,
+    after: int | None = None,
+) -> Writer:
     """Begin a new term, which fences every earlier writer. Creates the store if there is none.
 
     Args:
         parent: what the term continues from: see `Store.writer`.
         options: what the writer may use.
+        environment: what decides the bits of the process that trains, where that is another one (`agent`).
+        after: the term that has to be the newest, so that nobody else's is fenced; None: whichever is.
 
     Raises:
         as `Store.writer`.
@@ -41,7 +50,10 @@ def open_writer(journal: Journal, parent: str | int | CheckpointInfo | None, opt
         raise ReadOnlyError(f"{journal.url}: read-only, cannot open it for writing")
     journal.backend.probe()
     about = _about_this_process(options.diffs, options.max_in_flight)
-    term, info = _begin(journal, _parent_chooser(parent), about)
+    if environment is not None:
+        about["environment"] = dict(environment)
+    term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about)
+    _warn_of_fresh_start(term, parent)
     own = term.journal
     return Writer(
         own,
@@ -64,13 +76,42 @@ def _begin(
     return term, describe_checkpoint(term.catalog, term.catalog.checkpoints[term.parent.node])
 
 
+class TermOpener:
+    """Opens the terms of a group of ranks, on the one that commits."""
+
+    def __init__(self, diffs: DiffOptions | None, max_in_flight: int, *, ranks: int) -> None:
+        """
+        Args:
+            diffs, max_in_flight: how the group stores steps: they tell how many a kill may cost.
+            ranks: how many write together.
+        """
+        self._about = _about_this_process(diffs, max_in_flight) | {"ranks": ranks}
+
+    def open(
+        self, journal: Journal, parent: str | int | CheckpointInfo | None, after: int | None = None
+    ) -> tuple[Term, CheckpointInfo | None]:
+        """Begin a term -> it, and the checkpoint it continues from.
+
+        Args:
+            parent: see `Store.writer`.
+            after: the term that has to be the newest; None: whichever is.
+
+        Raises:
+            as `open_writer`; `FencedError` if a newer term than `after` exists.
+        """
+        term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), self._about)
+        _warn_of_fresh_start(term, parent)
+        return term, info
+
+
 def _parent_chooser(
-    parent: str | int | CheckpointInfo | None, after: int | None = None
+    parent: str | int | CheckpointInfo | None, after: int | None = None, *, anything: bool = False
 ) -> Callable[[Catalog], CheckpointId | None]:
     """Looks the parent up in whatever view the OPEN is built on: it must be live there.
 
     Args:
         after: the term that has to be the newest there; None: whichever is.
+        anything: ``latest`` of a term that begins from nothing is nothing.
     """
 
     def choose(catalog: Catalog) -> CheckpointId | None:
@@ -84,7 +125,7 @@ def _parent_chooser(
             if found.state != parent.state:
                 raise CheckpointNotFoundError(f"{parent.ref} is another checkpoint now: the store was replaced")
             return found.id
-        if parent == "latest":
+        if parent == "latest" and anything:
             latest = catalog.latest()
             return None if latest is None else latest.id
         return refs.resolve(catalog, parent).id
@@ -105,14 +146,25 @@ def _about_this_process(diffs: DiffOptions | None, max_in_flight: int) -> dict[s
     }
 
 
+def _warn_of_fresh_start(term: Term, parent: object) -> None:
+    """Say so if nobody asked for a run from nothing, and the store holds another."""
+    if parent is None or term.parent is not None or not term.catalog.checkpoints:
+        return
+    newest = ref_of(max(term.catalog.checkpoints))
+    warn(
+        f"{term.journal.url}: term {term.number} begins from nothing, because the term before it does and holds no "
+        f"checkpoint; the newest of earlier terms is {newest}: to continue from it close this writer, and open one "
+        f"with parent={newest!r}",
+        FreshStartWarning,
+    )
+
+
 def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int) -> None:
     before = catalog.terms[parent.term].writer.get("environment") if parent.term in catalog.terms else None
     now = catalog.terms[term].writer.get("environment")
     if not before or not now:
         return
-    from ckptstore.frameworks.torch_environment import environment_differences
-
-    if differences := environment_differences(before, now):
+    if differences := bridge.environment_differences(before, now):
         warn(
             f"resuming {parent.ref}: the run will not be bit-identical to one that never stopped: "
             + "; ".join(differences),

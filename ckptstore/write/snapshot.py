@@ -5,30 +5,35 @@ It is laid out as its segments will be: what is written as it is needs no second
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Final, Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal, TypeAlias
 
+from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.threads import run_all
-from ckptstore.segments.regions import LaidOutState, plan_regions
+from ckptstore.host.touching import Touching
+from ckptstore.segments.regions import LaidOutState, RegionPlan, plan_regions
 
-__all__ = ["HostTensor", "Snapshot", "SnapshotPool"]
+__all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs"]
 
 _PIECE: Final = 8 << 20
 _PASSED: Final = 4
 _OVERHEAD: Final = 16 << 10
 """What looking at a tensor costs, as bytes that could be copied meanwhile."""
+_NEW: Final = 16
+"""If more than one byte in so many is of tensors that have changed their size, a state is laid out anew."""
 
 
 class HostTensor:
     """A tensor's bytes in host memory that nobody else changes (a `TensorSource`)."""
 
-    __slots__ = ("_data", "dtype", "identity", "nbytes", "origin", "shape")
+    __slots__ = ("_data", "dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape")
 
     def __init__(self, source: TensorSource, data: Bytes) -> None:
         self.dtype: str = source.dtype
@@ -36,6 +41,7 @@ class HostTensor:
         self.nbytes: int = source.nbytes
         self.origin: Literal["torch", "numpy"] = source.origin
         self.identity: Hashable = id(self)
+        self.global_shape, self.offset = place_of(source)
         self._data = data
 
     def view(self) -> Bytes:
@@ -67,40 +73,115 @@ class Snapshot:
         if free is not None:
             free()
 
+    def room(self, flat: FlatState) -> dict[str, Bytes] | None:
+        """Where each tensor of `flat` may take the place of this state's -> None: too much of it is new.
+
+        What has another size than here gets memory of its own.
+        """
+        new = {name: source.nbytes for name, source in flat.tensors.items() if not self._has(name, source)}
+        if sum(new.values()) * _NEW > sum(source.nbytes for source in flat.tensors.values()):
+            return None
+        return {name: aligned(new[name]) if name in new else _view(self.flat.tensors[name]) for name in flat.tensors}
+
+    def _has(self, name: str, source: TensorSource) -> bool:
+        mine = self.flat.tensors.get(name)
+        return mine is not None and (mine.dtype, mine.nbytes) == (source.dtype, source.nbytes)
+
+    def turned(self, flat: FlatState, room: Mapping[str, Bytes]) -> Snapshot:
+        """`flat` in this memory: every tensor has taken its place in `room`. This snapshot is no more."""
+        tensors: dict[str, TensorSource] = {name: HostTensor(one, room[name]) for name, one in flat.tensors.items()}
+        # Without regions it is written through staging blocks, as any state is.
+        regions = self.flat.regions if _specs(self.flat) == _specs(flat) else ()
+        turned = LaidOutState(flat.tree, tensors, regions)
+        free, self._free = self._free, None
+        return Snapshot(turned, lambda: None, free or (lambda: None))
+
+
+def _view(tensor: TensorSource) -> Bytes:
+    """The memory of a tensor of a snapshot."""
+    view = tensor.view()
+    assert view is not None  # snapshots are host memory
+    return view
+
 
 class SnapshotPool:
     """Memory for at most `limit` snapshots at once, kept and reused: touching fresh memory costs more than the copy.
 
-    `take` waits while `limit` snapshots are in flight, which bounds host memory to `limit` times the state.
+    `take` waits while `limit` snapshots are in flight, which bounds host memory to `limit` times the state, and what is
+    kept of them.
     """
 
-    def __init__(self, limit: int, *, digests: bool = False) -> None:
+    def __init__(self, limit: int, background: Callable[[Callable[[], None]], object]) -> None:
         """
         Args:
             limit: snapshots in flight.
-            digests: have devices compute the state digests of what `take` copies from them. That pays where it will be
-                written as it is: coding computes them anew.
+            background: has memory touched while others work.
         """
-        self._digests = digests
         self._slots = threading.BoundedSemaphore(limit)
-        self._free: list[tuple[Bytes, int]] = []  # memory, and how often it was not what was wanted
+        self._limit = limit
+        self._background = background
+        self._free: list[_Free] = []
+        self._out = 0
         self._lock = threading.Lock()
 
-    def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> Snapshot:
-        """Copy every tensor of `flat`, once fewer than `limit` snapshots are in flight."""
+    def expect(self, nbytes: int) -> None:
+        """Touch memory for a state of about so many bytes in the background, if there is none yet."""
+        self._prepare(nbytes + nbytes // 512 + (1 << 16), 1)
+
+    def prepare(self, flat: FlatState) -> None:
+        """Touch memory for a state like `flat` in the background. A second time does nothing."""
+        self._prepare(_plan(flat).size, 1)
+
+    def kept(self, flat: FlatState) -> None:
+        """A copy of `flat` stays in memory: the next one will need memory of its own, which is touched by then."""
+        self._prepare(_plan(flat).size, self._out + 1)
+
+    def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> tuple[Snapshot, float]:
+        """Copy every tensor of `flat`, once fewer than `limit` snapshots are in flight -> and the seconds waited."""
+        began = time.monotonic()
+        self._slots.acquire()
+        waited = time.monotonic() - began
+        try:
+            snapshot = self.copy(flat, pool, self._slots.release)
+            self._prepare(_plan(flat).size, self._limit)
+            return snapshot, waited
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def hold(self) -> Callable[[], None]:
+        """Wait until fewer than `limit` are in flight, and count one -> what lands it. Its memory is not the pool's."""
+        self._slots.acquire()
+        return self._slots.release
+
+    def empty(self, flat: FlatState) -> Snapshot:
+        """Memory for a state like `flat` at once, whatever is in flight; nothing is copied."""
+        return self._laid_out(flat, lambda: None)[0]
+
+    def reserve(self, flat: FlatState) -> Snapshot:
+        """Memory for a snapshot of `flat`, once fewer than `limit` are in flight. Nothing is copied: see `layered`."""
         self._slots.acquire()
         try:
-            digests = bridge.device_digests(flat.tensors) if self._digests else {}
-            snapshot = self.copy(flat, pool, self._slots.release)
-            snapshot.flat = replace(snapshot.flat, digests=digests)
-            return snapshot
+            return self._laid_out(flat, self._slots.release)[0]
         except BaseException:
             self._slots.release()
             raise
 
     def copy(self, flat: FlatState, pool: ThreadPoolExecutor, landed: Callable[[], None] = lambda: None) -> Snapshot:
         """Copy every tensor of `flat` at once, whatever is in flight. `landed` is called by `Snapshot.land`."""
-        plan = plan_regions(tuple((name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()))
+        snapshot, copies = self._laid_out(flat, landed)
+        try:
+            run_all(pool, copy_jobs(copies))
+        except BaseException:
+            snapshot.free()
+            raise
+        return snapshot
+
+    def _laid_out(
+        self, flat: FlatState, landed: Callable[[], None]
+    ) -> tuple[Snapshot, list[tuple[TensorSource, Bytes]]]:
+        """A snapshot that is not filled yet, and what is to be copied where."""
+        plan = _plan(flat)
         memory = self._memory(plan.size)
         copies: list[tuple[TensorSource, Bytes]] = []
         tensors: dict[str, TensorSource] = {}
@@ -109,28 +190,72 @@ class SnapshotPool:
             place = memory[start : start + source.nbytes]
             copies.append((source, place))
             tensors[name] = HostTensor(source, place)
-        run_all(pool, _jobs(copies))
         laid_out = LaidOutState(flat.tree, tensors, plan.regions(memory))
-        return Snapshot(laid_out, landed, lambda: self._give(memory))
+        return Snapshot(laid_out, landed, lambda: self._give(memory)), copies
+
+    def close(self) -> None:
+        """Touch nothing any more, and let go of all memory that is not in use."""
+        with self._lock:
+            for one in self._free:
+                one.touching.stop()
+            self._free.clear()
+
+    def _prepare(self, nbytes: int, count: int) -> None:
+        fresh = []
+        with self._lock, contextlib.suppress(MemoryError):  # who needs it will say so
+            for _ in range(self._out + sum(one.fits(nbytes) for one in self._free), count):
+                memory = aligned(nbytes)
+                fresh.append(Touching(memory))
+                self._free.insert(0, _Free(memory, 0, fresh[-1]))
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
+            for touching in fresh:
+                self._background(touching.run)
 
     def _give(self, memory: Bytes) -> None:
         with self._lock:
-            self._free.append((memory, 0))
+            self._out -= 1
+            self._free.append(_Free(memory, 0, Touching(memory[:0])))
 
     def _memory(self, nbytes: int) -> Bytes:
         with self._lock:
-            fitting = [
-                number
-                for number, (memory, _) in enumerate(self._free)
-                if nbytes <= len(memory) <= 2 * nbytes + (1 << 20)
-            ]
-            found = self._free.pop(fitting[-1])[0] if fitting else None
+            fitting = [number for number, one in enumerate(self._free) if one.fits(nbytes)]
+            found = self._free.pop(fitting[-1]) if fitting else _Free(aligned(nbytes), 0, Touching(aligned(0)))
+            self._out += 1
             # States and gradients take turns. What nobody has wanted for long is of a state that has changed its size.
-            self._free = [(memory, passed + 1) for memory, passed in self._free if passed < _PASSED]
-        return aligned(nbytes) if found is None else found
+            self._free = [replace(one, passed=one.passed + 1) for one in self._free if one.passed < _PASSED]
+        found.touching.use()
+        return found.memory
 
 
-def _jobs(copies: Sequence[tuple[TensorSource, Bytes]]) -> list[Callable[[], None]]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Free:
+    """Memory that nobody uses.
+
+    Attributes:
+        passed: how often it was not what was wanted.
+        touching: how far it has been touched.
+    """
+
+    memory: Bytes
+    passed: int
+    touching: Touching
+
+    def fits(self, nbytes: int) -> bool:
+        return nbytes <= len(self.memory) <= 2 * nbytes + (1 << 20)
+
+
+_Spec: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]
+
+
+def _specs(flat: FlatState) -> tuple[_Spec, ...]:
+    return tuple((name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items())
+
+
+def _plan(flat: FlatState) -> RegionPlan:
+    return plan_regions(_specs(flat))
+
+
+def copy_jobs(copies: Sequence[tuple[TensorSource, Bytes]]) -> list[Callable[[], None]]:
     """Jobs of about `_PIECE` bytes: handing one to a thread costs as much as some hundred kilobytes."""
     jobs: list[Callable[[], None]] = []
     small: list[Callable[[], None]] = []

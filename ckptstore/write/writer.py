@@ -1,6 +1,6 @@
 """The writer: one term, one thread that persists, every commit acknowledged only when it is durable.
 
-This is the caller's side, for any thread; what the committer's thread does is in `committing`.
+This is the caller's side, for any thread; what the committer's thread does is in `committer`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 from ckptstore.errors import UsageError, WriterClosedError, WriterError
 from ckptstore.formats.records import CheckpointId
@@ -20,9 +23,12 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting, sigterm
+from ckptstore.host.arenas import Arenas
+from ckptstore.host.background import Periodic
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
-from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
+from ckptstore.host.checks import MOST_BYTES, MOST_THREADS, seconds, whole
 from ckptstore.host.progress import Progress
+from ckptstore.host.reentrance import refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.journal import Journal
@@ -31,10 +37,15 @@ from ckptstore.log.term import Term
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.committer import Committer
 from ckptstore.write.deltas import DeltaOptions, Deltas
-from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
+from ckptstore.write.fed import FedSaves
+from ckptstore.write.filling import Filling
+from ckptstore.write.fulls import Fulls
+from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
+from ckptstore.write.ledger import Claim, Failures, Labels, PendingSave, Saves
+from ckptstore.write.metrics import Measured, Meter, OnMetrics
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import DiffOptions, Diffs
-from ckptstore.write.steps.updates import Found, Update, Updates, looked_up, with_copies
+from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies
 
 __all__ = ["Begin", "Writer", "WriterOptions"]
 
@@ -43,6 +54,8 @@ Begin: TypeAlias = Callable[[str | int | CheckpointInfo, int], tuple[Term, Check
 
 _T = TypeVar("_T")
 
+_MOST_IN_FLIGHT: Final = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class WriterOptions:
@@ -50,11 +63,16 @@ class WriterOptions:
 
     Attributes:
         staging_bytes: host memory between state and medium; at least 32 MiB. Coding deltas may take as much again.
-        threads: threads that write blocks; one or two saturate a local disk.
-        max_in_flight: snapshots that `Writer.save_async` may hold; each is a copy of the whole state.
-        poll_seconds: how often to look for requests of other processes while idle; None: only at commits.
+        threads: threads that write blocks of one checkpoint; one or two saturate a local disk.
+        max_in_flight: saves that `Writer.save_async` may have on their way. Plain fulls are made durable at the same
+            time, each by `threads` threads; deltas and gradient diffs in turn, because each is coded against another.
+        poll_seconds: how often to look for requests of other processes while idle; None or infinity: only at commits.
         deltas: how checkpoints are stored as deltas against earlier ones; None: every one is a full.
         diffs: how steps are stored as gradient diffs; None: not at all.
+        memory: bytes of host memory for what `Writer.save_async` has copied and the medium has not; training waits
+            while it is spent. None: `max_in_flight` times the state. With deltas or gradient diffs it is what they take
+            beside the state that they are coded against, and a save is coded as it is copied, when its turn has come.
+        on_metrics: told of each save; see `SaveMetrics`.
     """
 
     staging_bytes: int = DEFAULT_BUDGET
@@ -63,17 +81,36 @@ class WriterOptions:
     poll_seconds: float | None = 5.0
     deltas: DeltaOptions | None = None
     diffs: DiffOptions | None = None
+    memory: int | None = None
+    on_metrics: OnMetrics | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every checkpoint is an uncompressed full."""
+        return self.deltas is None and self.diffs is None
 
     def __post_init__(self) -> None:
         exiting.check()
         # Says what is wrong with it, before a term is opened and another one fenced.
-        Staging.for_chunks(budget=self.staging_bytes)
-        if self.threads < 1:
-            raise UsageError(f"threads: {self.threads}, at least 1 is needed")
-        if self.max_in_flight < 1:
-            raise UsageError(f"max_in_flight: {self.max_in_flight}, at least 1 is needed")
-        if self.poll_seconds is not None and not self.poll_seconds > 0:
-            raise UsageError(f"poll_seconds: {self.poll_seconds}, more than 0 is needed, or None")
+        Staging.for_chunks(budget=whole("staging_bytes", self.staging_bytes, 0, MOST_BYTES))
+        whole("threads", self.threads, 1, MOST_THREADS)
+        whole("max_in_flight", self.max_in_flight, 1, _MOST_IN_FLIGHT)
+        if self.memory is not None:
+            Arenas(whole("memory", self.memory, 0, MOST_BYTES))
+            self._check_fed()
+        if self.on_metrics is not None and not callable(self.on_metrics):
+            raise UsageError(f"on_metrics: {self.on_metrics!r}; it takes a function of one SaveMetrics")
+        object.__setattr__(self, "poll_seconds", seconds("poll_seconds", self.poll_seconds, above=True))
+
+    def _check_fed(self) -> None:
+        if self.deltas is not None and self.diffs is not None:
+            raise UsageError("memory: with deltas or with diffs, but not with both: each keeps a state of its own")
+        if self.deltas is not None and self.deltas.memory is not None:
+            raise UsageError(
+                "memory: not with DeltaOptions(memory=...), which has bases read back from the store; give one of them"
+            )
+        if self.diffs is not None and self.diffs.accumulate == "sum":
+            raise UsageError("memory: not with DiffOptions(accumulate='sum'), which keeps whole gradients in memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +120,13 @@ class _Copies:
     state: Snapshot
     updates: Sequence[Update]
     gradients: Snapshot | None
+    filling: Filling | None = None
+    """What still copies into `state` (`layered`)."""
 
     def let_go(self, *, kept: bool) -> None:
         """It is no longer in flight. Give its memory back: all of it, or if the state is `kept`, the gradients'."""
+        if self.filling is not None:
+            self.filling.wait()  # Prevents: a copy into memory that is another snapshot's already.
         self.state.land()
         if self.gradients is not None:
             self.gradients.free()
@@ -121,28 +162,68 @@ class Writer:
         self._begin = begin
         self._failures = Failures()
         self._staging = Staging.for_chunks(budget=options.staging_bytes)
-        plain = options.deltas is None and options.diffs is None
-        self._snapshots = SnapshotPool(options.max_in_flight, digests=plain)
-        # Payloads under way take no more memory than the staging blocks do.
-        encoders = min(os.cpu_count() or 1, self._staging.blocks - 1)
-        self._deltas = Deltas(options.deltas, self._backend, self._draft(term), self._snapshots, reopen, encoders)
+        self._background = started_pool(1, "ckptstore-touch")
+        self._snapshots = SnapshotPool(options.max_in_flight, self._background.submit)
+        cores = os.cpu_count() or 1
+        # Payloads under way take no more memory than the staging blocks do. What is not coded has none.
+        encoders = max(self._staging.blocks - 1, options.max_in_flight * options.threads if options.plain else 1)
+        draft = self._draft(term)
+        self._deltas = Deltas(options.deltas, self._backend, draft, self._snapshots, reopen, min(cores, encoders))
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
-        self._remarked = False  # that steps are not explained
+        self._explaining = Explaining(wanted=self._with_diffs)
         self._committer = self._serve(term, parent)
-        # One thread persists and commits: the log of a term has one author, and order needs no lock.
+        # One thread commits, and persists what is coded: the log of a term has one author, and order needs no lock.
         self._thread = started_pool(1, "ckptstore-commit")
+        self._fulls = self._lanes() if options.plain else None
+        self._fed = self._fed_saves()
+        # Else what is coded has a turn of its own, for which a save waits with nothing in hand.
+        self._needs_callers = self._fulls is not None or self._fed is not None
+        self._meter = Meter(options.on_metrics)
         self._process = os.getpid()
         self._ended: Future[None] | None = None
         self._lock = threading.Lock()
-        self._stop_polling = threading.Event()
+        self._polls: Periodic | None = None
+        self._layer_pool: ThreadPoolExecutor | None = None  # copies layers, behind nothing else; from the first `begin`
+        self._begun: Begun | None = None
         if options.poll_seconds is not None:
-            threading.Thread(
-                target=self._poll, args=(options.poll_seconds,), name="ckptstore-requests", daemon=True
-            ).start()
+            self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
+            self._polls.start()
         exiting.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             sigterm.watch(self)
+
+    def _upkeep(self) -> None:
+        self._committer.housekeeping()  # whichever it is by then
+
+    def _lanes(self) -> Fulls:
+        fulls = Fulls(
+            self._options.max_in_flight,
+            self._options.threads,
+            self._options.memory,
+            commit=self._thread,
+            tend=self._upkeep,
+            background=self._background.submit,
+        )
+        if self.parent is not None and (self._options.memory is not None or self._options.max_in_flight > 1):
+            # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.
+            fulls.prepare(self.parent.nbytes)
+        return fulls
+
+    def _fed_saves(self) -> FedSaves | None:
+        if self._options.memory is None or self._options.plain:
+            return None
+        fed = FedSaves(
+            self._options.memory,
+            with_diffs=self._with_diffs,
+            submit=self._submit,
+            tend=self._tend,
+            background=self._background.submit,
+        )
+        if self.parent is not None:
+            self._snapshots.expect(self.parent.nbytes)
+            fed.feeding.prepare(self.parent.nbytes)
+        return fed
 
     def _draft(self, term: Term) -> SegmentDoc:
         """What all segments of a term say of themselves."""
@@ -186,26 +267,60 @@ class Writer:
                 mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is in
                 `CheckpointInfo.metadata`.
             tags: a name or names for it, given in the same commit; a tag that exists moves.
-            updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs. With
-                a `DiffOptions.batch` above 1, everything that waits is written.
+            updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs, which
+                only a writer with `diffs` makes. With a `DiffOptions.batch` above 1, everything that waits is written.
             progress: called as bytes are copied, from other threads; the total is the state's bytes.
 
         Raises:
             UnsupportedStateError: something in `state` cannot be stored; names its key path. Nothing was written.
             StepOrderError: the step exists, or is not above the parent's. Nothing was written.
-            UsageError: `metadata` or `tags` cannot be stored. Nothing was written.
+            UsageError: `metadata` or `tags` cannot be stored; or a signal handler calls this while the same thread is
+                inside `save`, `save_async` or `begin`. Nothing was written.
             StorageError: the medium failed. The checkpoint does not exist; the writer may go on.
             FencedError: a newer term exists. This writer is finished.
             CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
         """
+        refuse_within(self, _SAVING)
         step = step_number(step)
         labels = Labels.of(metadata, tags)
+        self._explaining.remark_unused(updates)
+        began = time.monotonic()
         committer, flat = self._admit(state, step)
+        measured = self._meter.begin(flat, step, began)
+        try:
+            if self._fed is None:
+                info = self._saved(committer, flat, step, labels, updates, progress)
+            else:
+                found = self._found(committer, flat, step, updates)
+                fed = self._fed.save(committer, flat, found, step, labels, measured, now=True, progress=progress)
+                info = self._fed.result(committer, fed, step)
+        except BaseException as error:
+            measured.ended(None, error)
+            raise
+        else:
+            measured.ended(info)
+        finally:
+            measured.returned()
+        return info
+
+    def _saved(
+        self,
+        committer: Committer,
+        flat: FlatState,
+        step: int,
+        labels: Labels,
+        updates: Updates | None,
+        progress: Progress | None,
+    ) -> CheckpointInfo:
         interrupted = threading.Event()
         future: Future[CheckpointInfo] | None = None
-
         try:
-            found = self._updates(updates, flat)
+            if self._fulls is not None:
+                future = self._fulls.save(
+                    committer, flat, step, labels=labels, progress=progress, interrupted=interrupted
+                )
+                return future.result()
+            found = self._explaining.found(updates, flat)
 
             def work() -> CheckpointInfo:
                 if not self._with_diffs:
@@ -240,18 +355,88 @@ class Writer:
             state, step, metadata, tags: as for `save`.
             updates: as for `save`; gradients are copied, too.
 
-        Waits while `max_in_flight` earlier snapshots are not durable yet. An error that nobody asked for with `result`
-        is raised by the next call, or on leaving the ``with``.
+        Waits while `max_in_flight` earlier saves are not durable yet, and while `memory` is spent (`on_metrics` is told
+        how long). An error that nobody asked for with `result` is raised by the next call, or on leaving the ``with``.
 
         Raises:
             as `save`; what concerns the medium comes from `PendingSave.result`.
         """
+        refuse_within(self, _SAVING)
         step = step_number(step)
         labels = Labels.of(metadata, tags)
+        self._explaining.remark_unused(updates)
+        began = time.monotonic()
         committer, flat = self._admit(state, step)
-        copies = self._copied(committer, flat, step, updates)
+        measured = self._meter.begin(flat, step, began)
+        try:
+            if self._fulls is not None:
+                full = self._fulls.begin(committer, flat, step, labels, measured)
+                return PendingSave(step, full.done, lambda: committer.saves.seen(step), cancel=full.cancel)
+            if self._fed is not None:
+                found = self._found(committer, flat, step, updates)
+                fed = self._fed.save(committer, flat, found, step, labels, measured)
+                return PendingSave(
+                    step,
+                    fed.done,
+                    lambda: committer.saves.seen(step),
+                    partial(self._hurry, lambda: committer.flush_step(step)),
+                    fed.cancel,
+                )
+            # What is coded waits for its turn in the committer's thread.
+            copies = self._copied(committer, flat, step, updates, measured)
+            return self._hand_over(committer, copies, step, labels, measured)
+        except BaseException as error:
+            measured.failed(error)
+            raise
+        finally:
+            measured.returned()
+
+    def adopt(
+        self,
+        snapshot: Snapshot,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Sequence[Update] = (),
+        gradients: Snapshot | None = None,
+    ) -> PendingSave:
+        """Make durable what somebody else has copied, laid out as its segments will be (`agent`): without a copy.
+
+        Waits for nothing: how many are in flight is for whoever owns the memory to bound. It may be used again once
+        `Snapshot.free` is called, which for a base of deltas is much later than `Snapshot.land`.
+
+        Args:
+            snapshot: the state; unchanged until it is free.
+            step, metadata, tags: as for `save`.
+            updates: as for `save`, looked up already; they may refer to what `gradients` holds.
+            gradients: what owns the memory of the gradients.
+
+        Raises:
+            as `save_async`. The memory is the caller's again then: `land` and `free` it.
+        """
+        refuse_within(self, _SAVING)
+        step = step_number(step)
+        labels = Labels.of(metadata, tags)
+        began = time.monotonic()
+        committer, flat = self._admit(snapshot.flat, step)
+        measured = self._meter.begin(flat, step, began)
+        try:
+            return self._hand_over(committer, _Copies(snapshot, updates, gradients), step, labels, measured)
+        except BaseException as error:
+            measured.failed(error)
+            raise
+        finally:
+            measured.returned()
+
+    def _hand_over(
+        self, committer: Committer, copies: _Copies, step: int, labels: Labels, measured: Measured
+    ) -> PendingSave:
+        """Have a snapshot made durable by the committer's thread."""
         unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
-        done: Future[CheckpointInfo] = Future()
+        claim = Claim(committer.saves, step)
+        done = claim.done
+        measured.ends_with(done)
         committer.saves.watch(step, done)
 
         def work() -> None:
@@ -259,17 +444,23 @@ class Writer:
                 return
             kept, state = False, copies.state
             try:
+                if copies.filling is not None:
+                    copies.filling.check()
                 if self._with_diffs:
+                    claim.take()
                     kept = committer.diff(state, copies.updates, step, done, labels)
-                else:
+                elif not done.done():
                     info, kept = committer.persist(
-                        state.flat, step, interrupted=threading.Event(), snapshot=state, labels=labels
+                        state.flat, step, interrupted=threading.Event(), snapshot=state, labels=labels, claim=claim.take
                     )
                     done.set_result(info)
             except BaseException as error:
-                committer.fail(step, error, done)
+                if claim.taken or claim.take():
+                    committer.fail(step, error, done)
                 raise
             finally:
+                if kept:
+                    self._snapshots.kept(state.flat)
                 copies.let_go(kept=kept)
 
         try:
@@ -282,15 +473,49 @@ class Writer:
                 committer.saves.release(step, error)
                 done.cancel()
             raise
-        return PendingSave(
-            step, done, lambda: committer.saves.seen(step), lambda: self._hurry(lambda: committer.flush_step(step))
-        )
+        hurry = partial(self._hurry, lambda: committer.flush_step(step))
+        return PendingSave(step, done, lambda: committer.saves.seen(step), hurry, claim.cancel)
 
-    def _copied(self, committer: Committer, flat: FlatState, step: int, updates: Updates | None) -> _Copies:
+    def prepare(self, state: Any) -> None:
+        """Say what `save_async` will be given, so that it finds its memory ready. Returns at once, and writes nothing.
+
+        Memory that nobody has used yet costs several times what copying to it does, so the first `save_async` of a run
+        keeps training waiting for longer than the others. Call this when the state is complete (the optimizer's moments
+        are there) and something else is to be done still: the memory is touched in the background. A second time does
+        nothing.
+
+        Args:
+            state: as for `save`; only its tensors' names, types and shapes matter.
+
+        Raises:
+            UnsupportedStateError: something in `state` cannot be stored.
+            WriterClosedError, FencedError: as `save`.
+        """
+        self._check_open()
+        flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+        if self._fulls is not None:
+            self._fulls.prepare_for(flat)
+            return
+        self._snapshots.prepare(flat)
+        if self._fed is not None:
+            self._fed.feeding.prepare(sum(source.nbytes for source in flat.tensors.values()))
+
+    def _found(self, committer: Committer, flat: FlatState, step: int, updates: Updates | None) -> Sequence[Update]:
         try:
-            snapshot = self._snapshots.take(flat, self._blocks)
+            return self._explaining.found(updates, flat)
+        except BaseException as error:
+            committer.saves.release(step, error)
+            raise
+
+    def _copied(
+        self, committer: Committer, flat: FlatState, step: int, updates: Updates | None, measured: Measured
+    ) -> _Copies:
+        try:
+            snapshot, measured.waited = self._snapshots.take(flat, self._blocks)
             try:
-                return _Copies(snapshot, *with_copies(self._updates(updates, flat), self._snapshots, self._blocks))
+                return _Copies(
+                    snapshot, *with_copies(self._explaining.found(updates, flat), self._snapshots, self._blocks)
+                )
             except BaseException:
                 snapshot.land()
                 snapshot.free()
@@ -301,6 +526,92 @@ class Writer:
                 self._check_open()  # closed by another thread, and its pool with it
             raise
 
+    def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:
+        """Begin a save whose snapshot is filled layer by layer, as layers are updated (LightCheck, section III-B).
+
+        `training.LayerwiseSnapshots` does this for torch's optimizers. One at a time: it is finished or abandoned
+        before the next save.
+
+        Args:
+            state: as for `save_async`; the tensors of `layers` may still change, each until it is `ready`. Of others
+                only dtype and shape are looked at here.
+            step: as for `save`.
+            layers: names of tensors (`FlatState.tensors`) by the name of the layer that they belong to.
+            direct: copy straight into mapped segments of a medium that has them (``pmem://``), through no host memory.
+                Only without `deltas` and `diffs`.
+
+        Waits while `max_in_flight` earlier snapshots are not durable yet.
+
+        Raises:
+            as `save_async`.
+            UsageError: a tensor is in two layers, or not in the state; the medium cannot be copied into.
+            StorageError: `direct`, and the medium failed or is full.
+        """
+        refuse_within(self, _SAVING)
+        step = step_number(step)
+        committer, flat = self._admit(state, step)
+
+        def give_up(error: BaseException | None = None) -> None:
+            snapshot.land()
+            snapshot.free()
+            committer.saves.release(step, error)
+
+        def hand_over(now: FlatState, labels: Labels, updates: Updates | None, filling: Filling) -> PendingSave:
+            self._begun = None
+            measured = self._meter.begin(now, step, time.monotonic())
+            try:
+                try:
+                    self._check_open()
+                    changes = with_copies(self._explaining.found(updates, now), self._snapshots, self._blocks)
+                except BaseException as error:
+                    filling.stop()
+                    give_up(error)
+                    raise
+                return self._hand_over(committer, _Copies(snapshot, *changes, filling), step, labels, measured)
+            except BaseException as error:
+                measured.failed(error)
+                raise
+            finally:
+                measured.returned()
+
+        try:
+            checked_layers(flat, layers)
+            if self._layer_pool is None:
+                self._layer_pool = started_pool(self._options.threads, "ckptstore-layers")
+            snapshot = self._mapped(committer, flat, step) if direct else self._reserved(flat)
+        except BaseException as error:
+            committer.saves.release(step, error)
+            raise
+        owner = Owner(hand_over, give_up, self._check_open)
+        begun = LayeredSave(step, flat, layers, snapshot, self._layer_pool, owner)
+        self._begun = Begun(begun)
+        return begun
+
+    def _reserved(self, flat: FlatState) -> Snapshot:
+        if self._fed is not None:
+            raise UsageError("begin: a snapshot that is filled layer by layer is a whole state; leave out memory=")
+        return self._snapshots.reserve(flat)
+
+    def _mapped(self, committer: Committer, flat: FlatState, step: int) -> Snapshot:
+        """A snapshot whose memory is the medium's."""
+        if self._with_diffs or self._deltas.schedule is not None:
+            raise UsageError("direct: deltas and gradient diffs are coded from copies in host memory; leave it out")
+        landed = self._snapshots.hold()
+        try:
+            found = self._deltas.map_full(flat, step)
+            if found is None:
+                raise UsageError(f"direct: {self.url} has no memory to be copied into, as pmem:// has; leave it out")
+        except BaseException:
+            landed()
+            raise
+
+        def free() -> None:
+            lost = found.abort()  # harmless to those that are sealed
+            with contextlib.suppress(WriterClosedError):  # a collector finds them once the term is over
+                self._submit(lambda: committer.abandon(lost))
+
+        return Snapshot(found, landed, free)
+
     def wait(self) -> None:
         """Return when everything given so far is durable: what is in flight, and what waits for its batch, which is
         written now.
@@ -310,6 +621,8 @@ class Writer:
                 yet, with a note of every other one; no later call raises it again.
             WriterClosedError: the writer is closed; `close` has waited, and raised.
         """
+        if self._needs_callers:
+            refuse_within(self, _SAVING)
         self._told(self._committer.flush_in_time)
         self._failures.raise_unseen()
 
@@ -319,6 +632,19 @@ class Writer:
         Raises nothing that concerns the steps: their saves do.
         """
         self._submit(self._committer.flush_and_close).result()
+
+    def poll(self) -> None:
+        """Answer now what other processes ask for (`Store.merge`, `tag`, `retire` ... beside this writer), and fold the
+        log if that is due. A writer does it by itself after every save, and every `poll_seconds`.
+
+        What goes wrong fails no save: it is warned of, once, or the next save says so.
+
+        Raises:
+            WriterClosedError: the writer is closed.
+        """
+        if self._needs_callers:
+            refuse_within(self, _SAVING)
+        self._submit(self._committer.housekeeping).result()
 
     def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
         """Name a checkpoint, of this term or an earlier one; a tag that exists moves.
@@ -337,6 +663,8 @@ class Writer:
             CheckpointNotFoundError: nothing answers to `ref`.
             StorageError, FencedError, CommitUnknownError: as `save`.
         """
+        if self._needs_callers:
+            refuse_within(self, _SAVING)
         if isinstance(ref, CheckpointInfo):
             ref = ref.ref
         committer, text = self._committer, ref if isinstance(ref, str) else str(step_number(ref))
@@ -349,6 +677,8 @@ class Writer:
             CheckpointNotFoundError: there is no such tag.
             StorageError, FencedError, CommitUnknownError: as `save`.
         """
+        if self._needs_callers:
+            refuse_within(self, _SAVING)
         committer = self._committer
         self._told(lambda: committer.untag(name))
 
@@ -373,11 +703,17 @@ class Writer:
             the checkpoint that the new term continues from, to be loaded; `parent` and `term` say so, too.
 
         Raises:
+            UsageError: `ref` is no REF; the present term goes on.
             CheckpointNotFoundError: there is none of that name; the present term goes on.
             FencedError: a newer term exists, which is not fenced by this. This writer is finished.
             StorageError: the medium failed; if a term has been opened all the same, the next save says so.
             and what a `save_async` raised unseen, before anything is done.
         """
+        refuse_within(self, _SAVING)
+        if ref is None:  # Prevents: a term that continues from nothing, which fences the present one.
+            raise UsageError(
+                "rollback takes a checkpoint to go back to; to begin from nothing open a writer with parent=None"
+            )
         self._check_open()
         self._submit(self._committer.flush_and_close).result()
         self._failures.raise_unseen()
@@ -397,12 +733,25 @@ class Writer:
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins are the parent's
         sigterm.forget(self)
-        self._end()
-        self._stop_polling.set()
-        # Each of these may be repeated: after Ctrl-C in one of them a second close waits again.
+        # Prevents: a second close, after Ctrl-C in the first, that waits no more. A join that is interrupted makes
+        # Python (before 3.13) take the thread for ended, and every later one returns at once.
+        wait([self._end()])
+        if self._polls is not None:
+            self._polls.stop()
+        if self._fulls is not None:
+            self._fulls.close()
         self._thread.shutdown()
+        if self._fed is not None:
+            self._fed.close()
         self._blocks.shutdown()
+        if self._begun is not None:
+            self._begun.abandon()
+        if self._layer_pool is not None:
+            self._layer_pool.shutdown()
         self._deltas.close()
+        self._snapshots.close()
+        self._background.shutdown(cancel_futures=True)
+        self._meter.close()
         exiting.forget(self)
         self._failures.raise_unseen()
 
@@ -411,7 +760,9 @@ class Writer:
         with self._lock:
             if self._ended is None:
                 # Under one lock: a step submitted after that would wait for its batch for ever.
-                self._ended = self._thread.submit(self._committer.finish)
+                if self._fulls is not None:
+                    self._fulls.end(WriterClosedError(self._closed()))
+                self._ended = self._in_turn(self._committer.finish)
             return self._ended
 
     def _unfinished(self) -> list[int]:
@@ -420,7 +771,7 @@ class Writer:
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
         """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
-        return self._failures.take()
+        return sorted(self._failures.take(), key=itemgetter(0))  # several at once fail in any order
 
     def __enter__(self) -> Self:
         return self
@@ -438,6 +789,8 @@ class Writer:
     def _admit(self, state: Any, step: int) -> tuple[Committer, FlatState]:
         """Everything that can be refused is refused here, before a byte is written."""
         self._check_open()
+        if self._begun is not None:
+            self._begun.settle()
         self._failures.raise_unseen()
         committer = self._committer
         committer.saves.check(step)
@@ -462,33 +815,35 @@ class Writer:
             raise WriterClosedError(f"the writer of term {self.term} belongs to process {self._process}, not its fork")
 
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Have the committer's thread do `work` after all that was given before."""
         self._check_process()
         with self._lock:
             if self._ended is None:
-                return self._thread.submit(work)
+                return self._in_turn(work)
         raise WriterClosedError(self._closed())
+
+    def _in_turn(self, work: Callable[[], _T]) -> Future[_T]:
+        return self._thread.submit(work) if self._fulls is None else self._fulls.after(work)
 
     def _hurry(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going
             self._submit(work)
 
-    def _tend(self) -> None:
-        """Upkeep of the log, once what was submitted before is done."""
-        with contextlib.suppress(WriterClosedError):  # closed by another thread: that is no reason to fail a save
-            self._submit(self._committer.housekeeping)
+    def _tend(self) -> Future[None] | None:
+        """Upkeep of the log, once what the committer's thread has to do before is done; None: the writer is closed."""
+        with self._lock:  # if it was closed by another thread, that is no reason to fail a save
+            return self._thread.submit(self._committer.housekeeping) if self._ended is None else None
 
-    def _updates(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
-        if updates is None or not self._with_diffs:
-            return ()
-        found = looked_up(updates, flat)
-        if isinstance(found, Found) and found.left_out is not None and not self._remarked:
-            self._remarked = True
-            warn(found.left_out, UnexplainedStepWarning)
-        return found
-
-    def _poll(self, seconds: float) -> None:
-        while not self._stop_polling.wait(seconds):
-            try:
-                self._submit(self._committer.housekeeping).result()
-            except (WriterError, RuntimeError):  # closed meanwhile, or the interpreter is going
+    def _poll_beside(self) -> None:
+        try:
+            if (tended := self._tend()) is not None:
+                tended.result()
                 return
+        except (WriterError, RuntimeError):  # closed meanwhile, or the interpreter is going
+            pass
+        assert self._polls is not None
+        self._polls.stop()
+
+
+_SAVING: Final = frozenset(method.__code__ for method in (Writer.save, Writer.save_async, Writer.begin))
+"""Calls that wait for others while they hold something that those may need."""

@@ -209,7 +209,7 @@ def _codecs(found: Analysis) -> tuple[list[str], list[list[str]]]:
     gap = found.gap
     cells = {(one.group, one.method): one for one in found.summaries if one.gap in (None, gap)}
     rows = []
-    for method in (*METHODS, "bound", "bound-xor", "bound-diff"):
+    for method in (*METHODS, "bound", "bound-xor", "bound-sub"):
         row = [method]
         for number in range(len(found.groups)):
             one = cells.get((number, method))
@@ -228,7 +228,7 @@ def _gaps(found: Analysis) -> tuple[list[str], list[list[str]]]:
     cells = {(one.group, one.method, one.gap): one for one in found.summaries}
     rows = []
     for number, group in enumerate(found.groups):
-        for method in ("xor", "bound-xor", "diff", "bound-diff", "diff-context"):
+        for method in ("xor", "bound-xor", "sub", "bound-sub", "sub-context"):
             found_here = [cells.get((number, method, gap)) for gap in found.gaps]
             if any(found_here):
                 bits = 8 * word_size(group.dtype)

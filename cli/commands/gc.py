@@ -64,6 +64,7 @@ def _json(store: str, done: Collected, dry_run: bool) -> dict[str, Any]:
         "dry_run": dry_run,
         "segments": list(done.segments),
         "bytes": done.nbytes,
+        "spare_bytes": done.spare_nbytes,
         "pinned": list(done.pinned),
         "pinned_bytes": done.pinned_nbytes,
         "pins": [
@@ -79,6 +80,8 @@ def _json(store: str, done: Collected, dry_run: bool) -> dict[str, Any]:
 def _print(done: Collected, dry_run: bool) -> None:
     what = "would delete" if dry_run else "deleted"
     click.echo(f"{what} {len(done.segments):,} segments: {size(done.nbytes)}")
+    if done.spare_nbytes:
+        click.echo(f"kept as spare files, which new checkpoints overwrite: {size(done.spare_nbytes)}")
     if done.dead_pins:
         click.echo(f"{what} the pins of {len(done.dead_pins):,} dead readers: {some(done.dead_pins)}")
     if done.pinned and not done.unreadable_pins:

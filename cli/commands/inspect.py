@@ -14,7 +14,7 @@ from ckptstore.cli.plans import plan_step, plan_table
 
 if TYPE_CHECKING:
     from ckptstore.reports.explaining import Explanation
-    from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
+    from ckptstore.reports.inspection import CheckpointDescription, TensorDescription, TensorStatistics
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -71,6 +71,7 @@ def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[
         "stored_bytes": info.stored,
         "tags": list(info.tags),
         "metadata": dict(info.metadata),
+        "medium": found.medium,
         "chain": [
             {
                 "ref": link.ref,
@@ -98,6 +99,7 @@ def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[
                 "kind": tensor.kind,
                 "hash": tensor.hash,
                 "segment": tensor.segment,
+                "shards": tensor.shards,
             }
             for tensor in found.tensors
         ],
@@ -112,6 +114,7 @@ def _text(found: CheckpointDescription, plan: Explanation) -> Iterator[str]:
     yield f"saved {moment(info.time)}   state {info.state}" + ("   LOSSY" if info.lossy else "")
     smaller = ratio(info.nbytes, info.stored)
     yield f"{info.tensors:,} tensors, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
+    yield f"medium: {found.medium}"
     for name, value in info.metadata.items():
         yield f"{name}: {value if isinstance(value, str) else repr(value)}"
     yield ""
@@ -121,10 +124,15 @@ def _text(found: CheckpointDescription, plan: Explanation) -> Iterator[str]:
     yield ""
     yield table(
         ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"],
-        [[t.name, t.dtype, shape(t.shape), size(t.nbytes), size(t.stored), t.codec] for t in found.tensors],
+        [[t.name, t.dtype, _shape(t), size(t.nbytes), size(t.stored), t.codec] for t in found.tensors],
     )
     yield ""
     yield table(["DTYPE", "CODEC", ">TENSORS", ">SIZE", ">STORED"], _summary(found))
+
+
+def _shape(tensor: TensorDescription) -> str:
+    whole = shape(tensor.shape)
+    return whole if tensor.shards is None else f"{whole} in {tensor.shards} shard{'s' if tensor.shards > 1 else ''}"
 
 
 def _summary(found: CheckpointDescription) -> list[list[str]]:

@@ -83,7 +83,7 @@ def _cost(cost: RestoreCost) -> dict[str, Any]:
     return {
         "bytes_read": cost.nbytes,
         "segments": cost.segments,
-        "layers": cost.layers,
+        "links": cost.links,
         "seconds": round(cost.seconds, 4),
     }
 
@@ -120,7 +120,7 @@ def _print(done: Merged, timeout: float) -> None:
 
 
 def _row(cost: RestoreCost) -> list[str]:
-    return [size(cost.nbytes), f"{cost.segments:,}", f"{cost.layers:,}", duration(cost.seconds)]
+    return [size(cost.nbytes), f"{cost.segments:,}", f"{cost.links:,}", duration(cost.seconds)]
 
 
 def _closing(done: Merged, timeout: float) -> None:

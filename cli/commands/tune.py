@@ -1,8 +1,8 @@
-"""``ckpt tune``: models that choose a run's settings. So far one: ``wasted-time``."""
+"""``ckpt tune``: models that choose a run's settings: ``wasted-time`` here, ``interval`` in `tune_interval`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,47 +11,24 @@ import click
 
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.arguments import opened
+from ckptstore.cli.commands.tune_interval import command as interval
 from ckptstore.cli.output import duration, emit, note, number, size, table
+from ckptstore.cli.quantities import AMOUNT, RATE, TIME
 
 if TYPE_CHECKING:
     from ckptstore.tuning import Configuration, Job, Model
-    from ckptstore.tuning.measuring import Measurement
     from ckptstore.tuning.model import Recovery
-
-    ParamType = click.ParamType[Any]
-else:
-    ParamType = click.ParamType  # generic only since click 8.2
+    from ckptstore.tuning.profile import Measurement
 
 
 @click.group(
     "tune",
-    epilog="\b\nExamples:\n  ckpt tune wasted-time --paper\n  ckpt tune wasted-time --from runs/gpt --mtbf 4h --json",
+    epilog="\b\nExamples:\n  ckpt tune interval runs/gpt --iteration-time 250ms --size 4GB\n"
+    "  ckpt tune wasted-time --paper\n  ckpt tune wasted-time --from runs/gpt --mtbf 4h --json",
 )
 def command() -> None:
-    """Choose how often to store fulls and how to batch diffs."""
+    """Choose how often to save, how often to store fulls, how to batch diffs."""
 
-
-class _Quantity(ParamType):
-    """A quantity with its unit, parsed by a function of `ckptstore.tuning.units`."""
-
-    def __init__(self, name: str, parser: str) -> None:
-        self.name = name
-        self._parser = parser
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from ckptstore.errors import UsageError
-        from ckptstore.tuning import units
-
-        if isinstance(value, float):
-            return value
-        parse: Callable[[str], float] = getattr(units, self._parser)
-        try:
-            return parse(str(value))
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-
-_TIME, _SIZE, _RATE = _Quantity("TIME", "seconds"), _Quantity("SIZE", "nbytes"), _Quantity("RATE", "bandwidth")
 
 _OPTIONS: Final = {
     "full_bytes": "--full-bytes",
@@ -77,17 +54,17 @@ _OPTIONS: Final = {
 )
 @click.option("--from", "store", metavar="STORE", help="Measure what is not given in this store.")
 @click.option("--paper", is_flag=True, help="Take what is not given from LowDiff's Table I, and compare with it.")
-@click.option("--full-bytes", type=_SIZE, help="S: a full, as stored.")
-@click.option("--bandwidth", type=_RATE, help="W: write bandwidth: 1GB/s, 10Gbit/s.")
-@click.option("--mtbf", type=_TIME, help="M: mean time between failures of the whole job: 1h, 3d.")
-@click.option("--iteration-time", "iteration", type=_TIME, help="t: one iteration without checkpoints: 500ms.")
-@click.option("--load-time", "load_full", type=_TIME, help="R_F: reading a full (default: S / W).")
-@click.option("--merge-time", "merge_batch", type=_TIME, help="R_D: applying one batch, whatever its size.")
-@click.option("--replay-time", "replay_diff", type=_TIME, help="Applying one diff, for batches that keep them apart.")
-@click.option("--write-latency", type=_TIME, help="How long one write of a batch stalls training (default: 0s).")
-@click.option("--diff-bytes", type=_SIZE, help="One diff, as stored: tells whether the bandwidth suffices.")
+@click.option("--full-bytes", type=AMOUNT, help="S: a full, as stored.")
+@click.option("--bandwidth", type=RATE, help="W: write bandwidth: 1GB/s, 10Gbit/s.")
+@click.option("--mtbf", type=TIME, help="M: mean time between failures of the whole job: 1h, 3d.")
+@click.option("--iteration-time", "iteration", type=TIME, help="t: one iteration without checkpoints: 500ms.")
+@click.option("--load-time", "load_full", type=TIME, help="R_F: reading a full (default: S / W).")
+@click.option("--merge-time", "merge_batch", type=TIME, help="R_D: applying one batch, whatever its size.")
+@click.option("--replay-time", "replay_diff", type=TIME, help="Applying one diff, for batches that keep them apart.")
+@click.option("--write-latency", type=TIME, help="How long one write of a batch stalls training (default: 0s).")
+@click.option("--diff-bytes", type=AMOUNT, help="One diff, as stored: tells whether the bandwidth suffices.")
 @click.option("--recovery", type=click.Choice(["serial", "parallel"]), default="serial", show_default=True)
-@click.option("--run-time", type=_TIME, help="T: length of the run, for the wasted time in all.")
+@click.option("--run-time", type=TIME, help="T: length of the run, for the wasted time in all.")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, metavar="N", help="GPUs that wait, for the same.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw a heat map (PNG, SVG, PDF).")
 def _wasted_time(
@@ -113,7 +90,7 @@ def _wasted_time(
         refuse_missing_folder(plot)
     measured = None
     if store is not None:
-        from ckptstore.tuning.measuring import measure  # the engine; a model alone needs none of it
+        from ckptstore.tuning.profile import measure  # the engine; a model alone needs none of it
 
         measured = measure(opened(store))
     job, sources = _job(given, measured, paper, recovery)
@@ -136,6 +113,7 @@ def _wasted_time(
         click.echo("\n".join(_text(document)))
 
 
+command.add_command(interval)
 command.add_command(_wasted_time)
 
 

@@ -26,7 +26,7 @@ from ckptstore.formats.codecs.choice import (
     word_size,
 )
 from ckptstore.formats.codecs.coding import Buffer, Codec, apply, as_bytes, decode, encode
-from ckptstore.formats.codecs.deltas import MAX_CLASSES, RUN, Context, Diff, Xor
+from ckptstore.formats.codecs.deltas import MAX_CLASSES, RUN, Context, Sub, Xor
 from ckptstore.formats.codecs.derive import Derive
 from ckptstore.formats.codecs.measure import context_entropy, difference_entropy, plane_entropy
 from ckptstore.formats.codecs.plain import Planes, Raw
@@ -53,7 +53,6 @@ __all__ = [
     "CodecChoice",
     "Context",
     "Derive",
-    "Diff",
     "Member",
     "Planes",
     "Policy",
@@ -61,6 +60,7 @@ __all__ = [
     "Prefix",
     "Raw",
     "Sample",
+    "Sub",
     "Xor",
     "add",
     "apply",
@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 CODECS: Mapping[str, Callable[[Mapping[str, Any]], Codec]] = MappingProxyType(
-    {kind.name: kind.parse for kind in (Raw, Planes, Xor, Diff, Prefix, Derive)}
+    {kind.name: kind.parse for kind in (Raw, Planes, Xor, Sub, Prefix, Derive)}
 )
 """Every codec's parser of parameters, by name."""
 

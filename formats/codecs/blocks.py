@@ -51,7 +51,7 @@ def block_count(length: int) -> int:
 
 
 def bound(length: int) -> int:
-    """The room an encoder needs for a chunk of ``length`` bytes."""
+    """The space an encoder needs for a chunk of ``length`` bytes."""
     return length + block_count(length) * OVERHEAD + MARGIN
 
 
@@ -145,7 +145,7 @@ def _write_narrow(words: Words, out: Bytes, at: int, bits: int, level: int) -> i
 
 
 def read_group(cursor: Cursor, word: int, how: int, base: Words, out: Words) -> None:
-    """Decode the group at ``cursor`` into ``out``, one word for each it has room for, as ``kernels.combine`` says.
+    """Decode the group at ``cursor`` into ``out``, one word for each it has space for, as ``kernels.combine`` says.
 
     ``out`` may be ``base``. Raises ``CorruptSegmentError``, before ``out`` is touched, where the group is not
     well-formed.

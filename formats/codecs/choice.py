@@ -17,7 +17,7 @@ from ckptstore.formats import dtypes
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import BLOCK
 from ckptstore.formats.codecs.coding import Buffer, Codec, as_bytes, encode
-from ckptstore.formats.codecs.deltas import MAX_CLASSES, Context, Diff, Xor
+from ckptstore.formats.codecs.deltas import MAX_CLASSES, Context, Sub, Xor
 from ckptstore.formats.codecs.derive import TARGETS, Derive
 from ckptstore.formats.codecs.plain import Planes, Raw, words_of
 from ckptstore.formats.codecs.planecoder import FAST, THRIFTY
@@ -35,14 +35,14 @@ class Policy:
 
     Attributes:
         codecs: names of the codecs to try; ``raw`` always is.
-        context: whether ``diff`` may sort by the base's exponents: 3 to 25 % smaller at half the speed.
+        context: whether ``sub`` may sort by the base's exponents: 3 to 25 % smaller at half the speed.
         level: the encoder's level (``encode``).
         gain: the least share of the bytes a codec has to save against ``raw``.
         bandwidth: bytes per second at which payloads are written. If given, the candidate with the least time to
             encode and write wins (encoding by one core, measured on the samples); else the smallest payload.
     """
 
-    codecs: tuple[str, ...] = ("planes", "xor", "diff", "derive")
+    codecs: tuple[str, ...] = ("planes", "xor", "sub", "derive")
     context: bool = False
     level: int = FAST
     gain: float = 0.02
@@ -129,8 +129,8 @@ def candidates(dtype: str, samples: Sequence[Sample], policy: Policy) -> list[Co
             found += [Prefix(word, bits, group) for bits in (8, 9, 10, 12) for group in (0, 256, 1024, 4096)]
         elif name == "xor" and based:
             found.append(Xor(word))
-        elif name == "diff" and based:
-            found.append(Diff(word))
+        elif name == "sub" and based:
+            found.append(Sub(word))
             if policy.context and dtype in _MANTISSA:
                 found += _contexts(word, _MANTISSA[dtype], samples)
         elif name == "derive" and mastered and dtype in TARGETS:
@@ -192,7 +192,7 @@ def _planes(dtype: str, word: int) -> list[Codec]:
 
 
 def _contexts(word: int, mantissa: int, samples: Sequence[Sample]) -> list[Codec]:
-    """``diff`` with the exponents that most of the base's words have, all others in the outermost classes."""
+    """``sub`` with the exponents that most of the base's words have, all others in the outermost classes."""
     exponents = []
     for sample in samples:
         words, _ = words_of(as_bytes(sample.base if sample.base is not None else b""), word)
@@ -203,4 +203,4 @@ def _contexts(word: int, mantissa: int, samples: Sequence[Sample]) -> list[Codec
         return []
     low, high = (int(bound) for bound in np.percentile(present, (2, 99.5), method="nearest"))
     low = max(low, high - MAX_CLASSES + 1)
-    return [Diff(word, Context(mantissa, low, high))] if high > low else []
+    return [Sub(word, Context(mantissa, low, high))] if high > low else []

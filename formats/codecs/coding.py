@@ -57,7 +57,7 @@ def encode(
 
     Returns:
         A view of ``out`` (or of fresh memory), at most ``len(chunk)`` + 16 bytes per MiB long (one per MiB, except
-        for ``diff`` with context); empty for a chunk that is what its base says.
+        for ``sub`` with context); empty for a chunk that is what its base says.
 
     Raises:
         ValueError: a chunk beyond ``CHUNK``, or a base of the wrong length.
@@ -67,7 +67,7 @@ def encode(
         raise ValueError(f"a chunk has at most {CHUNK} bytes, not {len(data)}")
     target = np.empty(bound(len(data)), np.uint8) if out is None else out
     if len(target) < bound(len(data)):
-        raise ValueError(f"{len(target)} bytes of room for a chunk of {len(data)}, {bound(len(data))} needed")
+        raise ValueError(f"{len(target)} bytes of space for a chunk of {len(data)}, {bound(len(data))} needed")
     at, ratio = 0, codec.base_ratio
     for start in range(0, len(data), BLOCK):
         block = data[start : start + BLOCK]
@@ -95,20 +95,20 @@ def decode(codec: Codec, payload: Buffer, length: int, base: Buffer | None = Non
     return target
 
 
-def apply(layers: Sequence[tuple[Codec, Buffer]], out: Bytes) -> None:
-    """Apply a chain of payloads to ``out`` in one pass: block by block, every layer while the block is in cache.
+def apply(links: Sequence[tuple[Codec, Buffer]], out: Bytes) -> None:
+    """Apply a chain of payloads to ``out`` in one pass: block by block, every link while the block is in cache.
 
-    ``out`` holds the base of the first layer, unless that layer needs none. Every layer codes the same range; a layer
+    ``out`` holds the base of the first link, unless that link needs none. Every link codes the same range; a link
     of ``base_ratio`` 0 replaces what is below it, a delta is added to it. No intermediate state exists.
 
     Raises:
         CorruptSegmentError: as ``decode``. ``out`` is then partly changed, and worthless.
-        ValueError: a layer whose base is of another size (``derive``) cannot be applied.
+        ValueError: a link whose base is of another size (``derive``) cannot be applied.
     """
     _target(len(out), out)
-    if any(codec.base_ratio > 1 for codec, _ in layers):
+    if any(codec.base_ratio > 1 for codec, _ in links):
         raise ValueError("a copy derived from another tensor has no base to be applied to")
-    cursors = [(codec, _cursor(codec, payload, len(out))) for codec, payload in layers]
+    cursors = [(codec, _cursor(codec, payload, len(out))) for codec, payload in links]
     for start in range(0, len(out), BLOCK):
         block = out[start : start + BLOCK]
         for codec, cursor in cursors:
@@ -140,7 +140,7 @@ def _target(length: int, out: Bytes | None) -> Bytes:
     if out is None:
         return np.empty(length, np.uint8)
     if len(out) != length or out.dtype != np.uint8:
-        raise ValueError(f"{len(out)} elements of room for a chunk of {length} bytes")
+        raise ValueError(f"{len(out)} elements of space for a chunk of {length} bytes")
     return out
 
 

@@ -31,7 +31,7 @@ def _classify(base: Words, shift: int, low: int, high: int, labels: Bytes, count
 
 @loops("u", "u1", "u8!", "u!")
 def _sort(words: Words, labels: Bytes, places: Words, out: Words) -> None:
-    """Four quarters at once: each place follows from the one before, but four such chains overlap.
+    """Four quarters at once: each place follows from the one before, but four such sequences overlap.
 
     (Unsigned places and slices: an index that might be negative costs a comparison.)
     """

@@ -1,11 +1,11 @@
-"""Codecs against a base tensor of the same dtype and shape: ``xor`` and ``diff``.
+"""Codecs against a base tensor of the same dtype and shape: ``xor`` and ``sub``.
 
 Both make a number of every pair of words, small where the words are close, and code the numbers as byte planes.
-``xor`` is the delta of the XOR paper (section 3.2): layers commute. ``diff`` subtracts the bit patterns as
+``xor`` is the delta of the XOR paper (section 3.2): links commute. ``sub`` subtracts the bit patterns as
 integers, which is also a bijection for every pattern, and spends 0.6 to 0.7 bits per weight less, because a carry
 does not flip the bits above it.
 
-``diff`` may take the base's exponents as *context*: an optimizer moves weights of every magnitude by similar
+``sub`` may take the base's exponents as *context*: an optimizer moves weights of every magnitude by similar
 amounts, so the difference in units of the last place depends on the exponent. Sorting a block's words by the
 exponent of their base (which the decoder knows) and coding each class on its own brings the planes 3 to 10 % of
 their size (bf16: up to a quarter) below their order-0 entropy, at half the speed.
@@ -87,12 +87,12 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
+class Sub:
     """Difference of the bit patterns as integers, wrapping, as zigzag; with ``context``, class by class."""
 
     word: int
     context: Context | None = None
-    name: ClassVar[str] = "diff"
+    name: ClassVar[str] = "sub"
     base_ratio: ClassVar[int] = 1
 
     @property
@@ -102,18 +102,18 @@ class Diff:
         return {"word": self.word} | ({"context": [context.shift, context.low, context.high]} if context else {})
 
     @staticmethod
-    def parse(params: Mapping[str, Any]) -> Diff:
+    def parse(params: Mapping[str, Any]) -> Sub:
         """The codec of JSON parameters. Raises ``FormatError``."""
-        fields = Fields(Diff.name, params)
+        fields = Fields(Sub.name, params)
         word = fields.integer("word", None, WORD_SIZES)
         numbers = fields.integers("context", 3)
         fields.finish()
         context = Context(*numbers) if numbers else None
         if context and not (context.shift < 8 * word - 1 and 1 < context.count <= MAX_CLASSES):
-            raise FormatError(f"codec diff: parameter 'context' is {numbers!r}")
+            raise FormatError(f"codec sub: parameter 'context' is {numbers!r}")
         if context and context.high >= 1 << (8 * word - 1 - context.shift):
-            raise FormatError(f"codec diff: no {word}-byte word has class {context.high}")
-        return Diff(word, context)
+            raise FormatError(f"codec sub: no {word}-byte word has class {context.high}")
+        return Sub(word, context)
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
         """See `Codec.write`."""

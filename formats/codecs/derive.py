@@ -2,7 +2,7 @@
 
 Mixed-precision training keeps both. The decoder rounds the master again (to nearest, ties to even, in integers,
 so that no processor mode matters) and adds what is stored of the difference: nothing at all where the encoder
-found the copy exact, otherwise the exceptions, coded as ``diff`` does.
+found the copy exact, otherwise the exceptions, coded as ``sub`` does.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def positions_of_steps(stepped: Bytes) -> npt.NDArray[np.intp]:
 def take_exceptions(values: Words, limit: int, rest: Bytes) -> tuple[Bytes, Words]:
     """Separate the values from ``limit`` up: the steps to them (:func:`steps`), and what they exceed ``limit`` by.
 
-    ``rest``, if it has room for all values, takes those below ``limit``, and 0 in place of each exception.
+    ``rest``, if it has space for all values, takes those below ``limit``, and 0 in place of each exception.
     """
     where, stepped = steps(values >= limit)
     if len(rest):

@@ -15,7 +15,7 @@ def plane_entropy(words: Words, segment: int = SEGMENT) -> float:
     """Order-0 entropy of the byte planes in bits per word, histograms taken anew every ``segment`` words.
 
     The bound that ``planes`` over the same words is measured against: what a perfect entropy coder of bytes, with
-    tables that cost nothing, would spend. A coder with context (``diff`` with ``context``) may go below it.
+    tables that cost nothing, would spend. A coder with context (``sub`` with ``context``) may go below it.
     """
     bits = 0.0
     for start in range(0, len(words), segment):
@@ -25,14 +25,14 @@ def plane_entropy(words: Words, segment: int = SEGMENT) -> float:
 
 
 def difference_entropy(new: Words, base: Words, segment: int = SEGMENT) -> float:
-    """``plane_entropy`` of the integer difference as zigzag: the bound for ``diff``."""
+    """``plane_entropy`` of the integer difference as zigzag: the bound for ``sub``."""
     delta = np.empty(len(new), new.dtype)
     kernels.difference(new, base, delta)
     return plane_entropy(delta, segment)
 
 
 def context_entropy(new: Words, base: Words, context: Context, segment: int = SEGMENT) -> float:
-    """``difference_entropy`` with a histogram for every class of the base: the bound for ``diff`` with ``context``."""
+    """``difference_entropy`` with a histogram for every class of the base: the bound for ``sub`` with ``context``."""
     delta, labels = np.empty(len(new), new.dtype), np.empty(len(new), np.uint8)
     kernels.difference(new, base, delta)
     kernels.classify(base, context.shift, context.low, context.high, labels)

@@ -1,6 +1,6 @@
 """Tiny tensors coded together.
 
-A tensor of a few hundred numbers costs 70 microseconds to code alone and 7 as part of a pool, and has no room for
+A tensor of a few hundred numbers costs 70 microseconds to code alone and 7 as part of a pool, and has no space for
 code tables. A pool is one run of bytes: the images of tensors of one class, end to end. It is coded like any
 tensor's, against the pool of the same members of the base.
 """

@@ -13,7 +13,7 @@ from typing import Any
 from ckptstore.errors import IncompatibleFormatError
 from ckptstore.formats.optim import adam, predicted, replayed, settings, sgd, sparse
 from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
-from ckptstore.formats.optim.chains import Encoding, Layer, decode
+from ckptstore.formats.optim.chain import Encoding, Link, decode
 from ckptstore.formats.optim.choice import Choice, choose, choose_variant, evaluate
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
 from ckptstore.formats.optim.groups import from_group
@@ -32,7 +32,7 @@ __all__ = [
     "Choice",
     "Encoding",
     "Gradient",
-    "Layer",
+    "Link",
     "Optimizer",
     "Rule",
     "SGDRule",

@@ -14,7 +14,7 @@ import numpy as np
 from ckptstore.formats.codecs import FAST, sample_ranges
 from ckptstore.formats.codecs.choice import SAMPLE_BYTES, SAMPLES
 from ckptstore.formats.optim import predicted, replayed
-from ckptstore.formats.optim.chains import Encoding
+from ckptstore.formats.optim.chain import Encoding
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
 from ckptstore.formats.optim.settings import Optimizer, Rule, Skip, Step
 from ckptstore.formats.optim.stepping import Array
@@ -25,7 +25,7 @@ class Choice:
     """A way to store one step of one parameter, and what it did to the samples.
 
     Attributes:
-        encoding, rule: for ``chains.Layer``. With rule ``Skip``, ``predicted`` is a plain integer delta.
+        encoding, rule: for ``chains.Link``. With rule ``Skip``, ``predicted`` is a plain integer delta.
         variant: the optimizer's variant that the rule was made with; "" for ``Skip``.
         bits: stored bits per number of the parameter (of 32 for each slot).
         throughput: bytes of state encoded per second of one core: one measurement on this thread.

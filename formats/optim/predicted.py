@@ -28,7 +28,7 @@ CHUNK_NUMBERS = CHUNK // 4
 
 
 def bound(rule: Rule, count: int) -> int:
-    """The room that ``encode`` needs for a chunk of ``count`` numbers."""
+    """The space that ``encode`` needs for a chunk of ``count`` numbers."""
     blocks = -(-count // BLOCK_NUMBERS)
     return len(rule.slots) * (4 * count + blocks * residuals.OVERHEAD) + 64
 
@@ -49,7 +49,7 @@ def encode(
     """
     before, after = slots_of(rule, old), slots_of(rule, new)
     count = chunk_of(before, after)
-    target = room(out, bound(rule, count))
+    target = space(out, bound(rule, count))
     at = 0
     with exactly():
         for start in range(0, count, BLOCK_NUMBERS):
@@ -112,12 +112,12 @@ def chunk_of(before: Sequence[Floats], after: Sequence[Floats]) -> int:
     return count
 
 
-def room(out: Bytes | None, size: int) -> Bytes:
+def space(out: Bytes | None, size: int) -> Bytes:
     """Memory for a payload. Raises ``ValueError`` if ``out`` is too small."""
     if out is None:
         return np.empty(size, np.uint8)
     if len(out) < size:
-        raise ValueError(f"{len(out)} bytes of room for a payload, {size} needed")
+        raise ValueError(f"{len(out)} bytes of space for a payload, {size} needed")
     return out
 
 

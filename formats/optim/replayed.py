@@ -21,7 +21,7 @@ from ckptstore.formats.codecs.planecoder import Cursor
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
 from ckptstore.formats.optim.gradients import FORMS, Form, Gradient, form_of, read_gradient, write_gradient
-from ckptstore.formats.optim.predicted import blocks_of, chunk_of, finished, room
+from ckptstore.formats.optim.predicted import blocks_of, chunk_of, finished, space
 from ckptstore.formats.optim.predicted import bound as _bound_of_state
 from ckptstore.formats.optim.settings import Rule, copy_bits
 from ckptstore.formats.optim.stepping import BLOCK_NUMBERS, Array, slots_of, widen
@@ -30,7 +30,7 @@ _RESIDUALS = 128
 
 
 def bound(rule: Rule, count: int) -> int:
-    """The room that ``encode`` needs for a chunk of ``count`` numbers."""
+    """The space that ``encode`` needs for a chunk of ``count`` numbers."""
     return _bound_of_state(rule, count) + 8 * count + -(-count // BLOCK_NUMBERS) * residuals.OVERHEAD
 
 
@@ -62,7 +62,7 @@ def encode(
     count = chunk_of(before, before if after is None else after)
     if gradient.size != count or (isinstance(gradient, np.ndarray) and not _is_flat(gradient)):
         raise ValueError(f"a gradient of {gradient.size} numbers, flat and contiguous, for a chunk of {count}?")
-    target = room(out, bound(rule, count))
+    target = space(out, bound(rule, count))
     target[0] = FORMS.index(form) + (0 if after is None else _RESIDUALS)
     at = 1
     with exactly():

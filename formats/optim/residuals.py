@@ -1,6 +1,6 @@
 """What a prediction missed: the words that make it right, in as few bytes as there is to say.
 
-A *residual* is the difference of one block of one tensor to its prediction, as the codec ``diff`` writes it: one byte
+A *residual* is the difference of one block of one tensor to its prediction, as the codec ``sub`` writes it: one byte
 where every word was predicted, positions and differences where few were missed, narrow words where all are close.
 Whatever was predicted, adding it gives the true bits.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.codecs import THRIFTY, Diff, Planes, as_bytes, kernels
+from ckptstore.formats.codecs import THRIFTY, Planes, Sub, as_bytes, kernels
 from ckptstore.formats.codecs.blocks import ZERO_GROUP
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import Cursor
@@ -22,10 +22,10 @@ from ckptstore.formats.optim.arithmetic import Floats, Patterns
 from ckptstore.formats.optim.stepping import patterns_of
 
 OVERHEAD = 64
-"""The most bytes by which a block of anything may exceed its words, room for unfinished forms included."""
+"""The most bytes by which a block of anything may exceed its words, space for unfinished forms included."""
 _FEW = 64  # one in so many
 _HEAD = 2048
-_DIFFERENCE = Diff(4)
+_DIFFERENCE = Sub(4)
 _STEPS = Planes(1)
 _NOTHING = np.empty(0, np.uint8)
 _counts = struct.Struct("<II")

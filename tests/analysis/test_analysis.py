@@ -18,7 +18,7 @@ import zstandard
 
 import ckptstore
 from ckptstore.analysis import Analysis, Options, analyze, document
-from ckptstore.analysis.measuring import Measurement
+from ckptstore.analysis.measurement import Measurement
 from ckptstore.analysis.wording import what_to_do
 from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.formats import codecs
@@ -62,8 +62,8 @@ def test_ratios_are_those_of_the_codecs(found: Analysis, states: list[dict[str, 
     names = found.groups[group_of(found, kind)].tensors
     new, old = blocks(states[2], names), blocks(states[1], names)
     logical = sum(map(len, new))
-    for method in ("raw", "planes", "prefix", "prefix-grouped", "xor", "diff", "diff-context"):
-        delta = method in ("xor", "diff", "diff-context")
+    for method in ("raw", "planes", "prefix", "prefix-grouped", "xor", "sub", "sub-context"):
+        delta = method in ("xor", "sub", "sub-context")
         cell = one(found, kind, method, 2, 1 if delta else None)
         codec = codecs.codec(method.split("-")[0], cell.params)
         stored = [len(codecs.encode(codec, a, b if delta else None)) for a, b in zip(new, old, strict=True)]
@@ -107,12 +107,12 @@ def test_bounds_are_the_least_entropy_of_byte_planes(found: Analysis, states: li
     signed = [(a - b).view("<i4").astype(np.int64) for a, b in zip(new, old, strict=True)]
     mapped = [np.where(delta < 0, -2 * delta - 1, 2 * delta).astype("<u4") for delta in signed]
     expected = sum(map(min, map(entropy, mapped), alone)) / logical
-    assert one(found, "weight", "bound-diff", 2, 0).estimate.fraction == pytest.approx(expected, rel=1e-9)
+    assert one(found, "weight", "bound-sub", 2, 0).estimate.fraction == pytest.approx(expected, rel=1e-9)
 
 
 def test_no_codec_without_context_is_below_its_bound(found: Analysis) -> None:
     for kind in ("weight", "first_moment", "second_moment"):
-        for method, bound in (("xor", "bound-xor"), ("diff", "bound-diff")):
+        for method, bound in (("xor", "bound-xor"), ("sub", "bound-sub")):
             actual, least = (one(found, kind, name, 2, 1).estimate.fraction for name in (method, bound))
             assert least <= actual <= least * 1.05
 
@@ -128,13 +128,13 @@ def test_nothing_drawn_is_below_its_bound(tmp_path: Path, exact: bool) -> None:
         gradient = (rng.normal(0, 1e-3, (6000, 512)) * scale).astype(np.float32)
         moment = gradient if not states else (0.9 * states[-1]["exp_avg.w"] + 0.1 * gradient).astype(np.float32)
         states.append({"exp_avg.w": moment, "exp_avg_sq.w": gradient**2, "grad.w": gradient})
-    options = Options(sample=None if exact else 2 << 20, methods=("raw", "planes", "prefix-grouped", "xor", "diff"))
+    options = Options(sample=None if exact else 2 << 20, methods=("raw", "planes", "prefix-grouped", "xor", "sub"))
     found = analyze(write(tmp_path, states), options)
-    bounds = {"bound": ("planes", "prefix-grouped"), "bound-xor": ("planes", "xor"), "bound-diff": ("planes", "diff")}
+    bounds = {"bound": ("planes", "prefix-grouped"), "bound-xor": ("planes", "xor"), "bound-sub": ("planes", "sub")}
     cells = {(cell.group, cell.index, cell.base, cell.method): cell.estimate for cell in found.measurements}
     for (group, index, base, name), bound in cells.items():
         for method in bounds.get(name, ()):
-            own = base if method in ("xor", "diff") else None
+            own = base if method in ("xor", "sub") else None
             assert bound.fraction <= cells[group, index, own, method].fraction * (1 + 1e-12), (group, name, method)
     assert sum(name in bounds for _, _, _, name in cells) == 3 * (3 + 2 * 3)
 
@@ -150,7 +150,7 @@ def test_a_rate_is_that_of_the_codec_not_of_what_loads(tmp_path: Path) -> None:
     )
     script = f"""
 from ckptstore.analysis import Options, analyze
-found = analyze({paths!r}, Options(threads=1, methods=("raw", "planes", "prefix", "xor", "diff", "diff-context")))
+found = analyze({paths!r}, Options(threads=1, methods=("raw", "planes", "prefix", "xor", "sub", "sub-context")))
 assert [group.kind for group in found.groups] == ["weight", "gradient"]
 for one in found.summaries:
     if one.encode is not None and one.method != "raw":
@@ -188,7 +188,7 @@ def test_an_uneven_series_shows_every_step_against_the_one_before(tmp_path: Path
 
 
 @pytest.mark.parametrize("bound", [RestoreBound(), RestoreBound.parse("3x,2GB")])
-@pytest.mark.parametrize("methods", [("raw", "xor", "diff"), ("raw", "xor", "diff", "diff-context")])
+@pytest.mark.parametrize("methods", [("raw", "xor", "sub"), ("raw", "xor", "sub", "sub-context")])
 def test_the_last_sentence_can_be_followed(tmp_path: Path, methods: tuple[str, ...], bound: RestoreBound) -> None:
     options = Options(methods=methods, bound=bound, compress_fulls=True)
     states = trajectory(4, 300)
@@ -202,7 +202,7 @@ def test_the_last_sentence_can_be_followed(tmp_path: Path, methods: tuple[str, .
     assert wanted == DeltaOptions(
         interval=found.advice.best.interval,
         bound=bound,
-        policy=codecs.SMALL_POLICY if "diff-context" in methods else codecs.FAST_POLICY,
+        policy=codecs.SMALL_POLICY if "sub-context" in methods else codecs.FAST_POLICY,
         compress_fulls=True,
     )
     assert document(found)["recommendation"]["what_to_do"] == said
@@ -211,7 +211,7 @@ def test_the_last_sentence_can_be_followed(tmp_path: Path, methods: tuple[str, .
 
 
 def test_larger_gaps_cost_more(found: Analysis) -> None:
-    near, far = (one(found, "weight", "diff", 2, base) for base in (1, 0))
+    near, far = (one(found, "weight", "sub", 2, base) for base in (1, 0))
     assert (near.gap, far.gap) == (1, 2)
     assert near.estimate.fraction < far.estimate.fraction < 1
 
@@ -247,10 +247,10 @@ def test_a_sample_is_within_its_error(tmp_path: Path) -> None:
         for step, (a, b) in enumerate(zip(quiet, loud, strict=True))
     ]
     paths = write(tmp_path, both)
-    options = Options(sample=None, methods=("zstd", "xor", "diff"))
+    options = Options(sample=None, methods=("zstd", "xor", "sub"))
     exact = analyze(paths, options)
-    sampled = analyze(paths, Options(sample=10 << 20, methods=("zstd", "xor", "diff")))
-    again = analyze(paths, Options(sample=10 << 20, methods=("zstd", "xor", "diff")))
+    sampled = analyze(paths, Options(sample=10 << 20, methods=("zstd", "xor", "sub")))
+    again = analyze(paths, Options(sample=10 << 20, methods=("zstd", "xor", "sub")))
     assert (exact.groups[0].blocks, len(sampled.groups[0].units)) == (24, 10)
     for truth, guess, twin in zip(exact.measurements, sampled.measurements, again.measurements, strict=True):
         assert (truth.method, truth.index, truth.base) == (guess.method, guess.index, guess.base)
@@ -266,7 +266,7 @@ def test_memory_does_not_grow_with_the_checkpoints(tmp_path: Path) -> None:
     state = {"model.weight": rng.normal(0, 1, (24 << 18,)).astype(np.float32)}
     paths = write(tmp_path, [state, {"model.weight": state["model.weight"] * np.float32(1.0001)}])
     del state
-    options = Options(sample=None, methods=("planes", "xor", "diff"), threads=1)
+    options = Options(sample=None, methods=("planes", "xor", "sub"), threads=1)
     tracemalloc.start()
     try:
         analyze(paths, options)
@@ -292,12 +292,12 @@ def test_a_store_gives_what_its_files_give(
     with store.writer(poll_seconds=None, deltas=1) as writer:
         for step, state in enumerate(states, 1):
             writer.save(state, step)
-    few = replace(EXACT, methods=("planes", "diff"))
+    few = replace(EXACT, methods=("planes", "sub"))
     stored = analyze([str(tmp_path / "run")], few)
     assert [checkpoint.label for checkpoint in stored.series] == ["1@1", "2@1", "3@1"]
     for kind in ("weight", "second_moment"):
-        for method in ("planes", "diff"):
-            base = 1 if method == "diff" else None
+        for method in ("planes", "sub"):
+            base = 1 if method == "sub" else None
             expected = one(found, kind, method, 2, base).estimate.fraction
             assert one(stored, kind, method, 2, base).estimate.fraction == pytest.approx(expected, rel=1e-3)
     some = analyze([str(tmp_path / "run")], few, refs=["latest", "1"])
@@ -326,7 +326,7 @@ def test_awkward_tensors(tmp_path: Path) -> None:
     document(found)
     assert "empty" not in {name for group in found.groups for name in group.tensors}
     zero = group_of(found, "weight", "F64")
-    diff = [cell for cell in found.measurements if (cell.group, cell.method) == (zero, "diff")]
+    diff = [cell for cell in found.measurements if (cell.group, cell.method) == (zero, "sub")]
     assert diff[0].estimate.fraction == 0.0  # an unchanged tensor
     assert math.isinf(diff[0].estimate.ratio)
 

@@ -281,7 +281,7 @@ def test_the_cost_of_an_interval_is_what_the_schedule_writes(interval: int) -> N
 
 def test_the_recommended_interval_is_the_stores(tmp_path: Path) -> None:
     paths = write(tmp_path, trajectory(4, 300))
-    methods = ("planes", "xor", "diff")
+    methods = ("planes", "xor", "sub")
     tight = analyze(paths, Options(sample=None, methods=methods, bound=RestoreBound(times=1.2)))
     assert tight.advice.best.interval == 0
     assert tight.advice.best.mean == tight.advice.nbytes
@@ -297,7 +297,7 @@ def test_the_recommended_interval_is_the_stores(tmp_path: Path) -> None:
     assert advice.best.times <= 5.0
     assert advice.best.mean < advice.nbytes
     methods_chosen = {wide.groups[one.group].kind: one.method for one in advice.groups}
-    assert methods_chosen["weight"] in ("xor", "diff")
+    assert methods_chosen["weight"] in ("xor", "sub")
 
 
 def test_shipping_is_arithmetic(tmp_path: Path) -> None:
@@ -306,10 +306,10 @@ def test_shipping_is_arithmetic(tmp_path: Path) -> None:
     assert (raw.method, raw.link, raw.nbytes, raw.encode) == ("raw", 8e6, found.advice.nbytes, 0.0)
     assert raw.serial == raw.overlapped == found.advice.nbytes / 1e6
     cells = {(one.group, one.method): one for one in found.summaries if one.gap in (None, 1)}
-    diff = next(one for one in found.shipping if (one.method, one.link) == ("diff", 8e9))
-    expected = sum(group.nbytes * cells[number, "diff"].estimate.fraction for number, group in enumerate(found.groups))
+    diff = next(one for one in found.shipping if (one.method, one.link) == ("sub", 8e9))
+    expected = sum(group.nbytes * cells[number, "sub"].estimate.fraction for number, group in enumerate(found.groups))
     assert diff.nbytes == pytest.approx(expected)
-    seconds = sum(group.nbytes / (cells[number, "diff"].encode or 1) for number, group in enumerate(found.groups))
+    seconds = sum(group.nbytes / (cells[number, "sub"].encode or 1) for number, group in enumerate(found.groups))
     assert diff.encode == pytest.approx(seconds / 2)
     assert diff.serial == diff.encode + diff.send
     assert diff.overlapped == max(diff.encode, diff.send)

@@ -52,7 +52,7 @@ def test_two_checkpoints_of_one_tensor_are_enough(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     weight = np.random.default_rng(0).normal(0, 1, 5000).astype(np.float32)
     paths = write(tmp_path, [{"w.weight": weight}, {"w.weight": weight}])
-    found = analyze(paths, Options(methods=("diff",)))
+    found = analyze(paths, Options(methods=("sub",)))
     assert write_report(found, tmp_path / "report").stat().st_size > 10_000
 
 

@@ -98,7 +98,8 @@ class TestMemory(BackendConformance):
 
 
 def test_a_path_opens_a_folder(tmp_path: Path) -> None:
-    for url in (tmp_path / "new", str(tmp_path / "new"), f"file://{tmp_path}/new", f"file://localhost{tmp_path}/n%65w"):
+    urls = (f"file://{tmp_path}/new", f"file://localhost{tmp_path}/n%65w", f"pmem://{tmp_path}/n%65w")
+    for url in (tmp_path / "new", str(tmp_path / "new"), *urls):
         with pytest.raises(StoreNotFoundError, match="does not exist"):
             open_backend(url, create=False)
     backend = open_backend(f"file://{tmp_path}/new", create=True)
@@ -197,7 +198,18 @@ def test_memory_stores_have_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host/x", "gs://bucket/run", "memory://", "", "file://host/x", "file://x?y", "file://"]
+    "url",
+    [
+        "ftp://host/x",
+        "gs://bucket/run",
+        "memory://",
+        "",
+        "file://host/x",
+        "file://x?y",
+        "file://",
+        "pmem://x",
+        "pmem://",
+    ],
 )
 def test_what_cannot_be_opened_is_named(url: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -207,7 +219,7 @@ def test_what_cannot_be_opened_is_named(url: str) -> None:
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"gs://.*file, memory"):
+    with pytest.raises(UsageError, match=r"gs://.*file, pmem, memory"):
         open_backend("gs://bucket/run", create=True)
 
 

@@ -25,8 +25,9 @@ from ckptstore.errors import (
     KeyExistsError,
 )
 from ckptstore.formats.records import manifest_key, slot_key
-from ckptstore.log import folding, requests
+from ckptstore.log import folding
 from ckptstore.log.reading import read
+from ckptstore.log.term import open_term
 from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store, verify
 from ckptstore.store import open as open_store
@@ -281,7 +282,7 @@ def test_a_request_is_left_alone(store: Store, make: Callable[[Path], None]) -> 
     with store.writer(poll_seconds=None) as writer:
         key = f"req/{writer.term:010d}-{'a' * 32}"
         put(store, key, make)
-        assert peak(lambda: requests.handle(writer._committer.log)) < 10 << 20
+        assert peak(writer.poll) < 10 << 20
         writer.save(state(5), step=5)
     loads(store, 5)
     assert os.path.lexists(Path(store.url) / key)
@@ -304,8 +305,7 @@ def test_a_segment(store: Store, make: Callable[[Path], None]) -> None:
 
 @pytest.mark.parametrize("make", [*KINDS, giant])
 def test_a_manifest(store: Store, make: Callable[[Path], None]) -> None:
-    with store.writer(poll_seconds=None) as writer:
-        save(writer._committer.log, 5, tags={f"tag{number}": (1, 4) for number in range(20_000)})
+    save(open_term(store.journal, None), 5, tags={f"tag{number}": (1, 4) for number in range(20_000)})
     manifest = list(store.view().catalog.manifests)[-1]
     key = manifest_key(2, manifest)
     assert key in store.backend.list("seg/")

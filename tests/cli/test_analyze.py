@@ -18,7 +18,7 @@ from ckptstore.errors import UsageError
 from tests.cli.conftest import Run, assert_documented
 
 DOCS = Path(__file__).parents[2] / "docs" / "analyze.md"
-QUICK = ("--codecs", "planes,xor,diff")
+QUICK = ("--codecs", "planes,xor,sub")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
     assert "every byte of the compared checkpoints was measured" in lines[2]
     assert lines[3] == "left out: late.weight (in 1 of 4 checkpoints only)"
     assert any(line.split()[:3] == ["second_moment", "F32", "2"] for line in lines)
-    for method in ("gzip", "zstd", "planes", "prefix", "xor", "diff", "diff-context", "bound-diff"):
+    for method in ("gzip", "zstd", "planes", "prefix", "xor", "sub", "sub-context", "bound-sub"):
         assert any(line.startswith(method) for line in lines), method
     assert "distinct prefixes by length, at step 40:" in lines
     assert any("1 Gbit/s" in line and "100 Gbit/s" in line for line in lines)
@@ -82,7 +82,7 @@ def test_options_reach_the_engine(ckpt: Run, series: list[Path]) -> None:
         *QUICK[1].split(","),
         "bound",
         "bound-xor",
-        "bound-diff",
+        "bound-sub",
     }
     small = ckpt("analyze", *series, *QUICK, "--compress-fulls", "--json").json["recommendation"]
     assert small["full_bytes"] < found["recommendation"]["full_bytes"]

@@ -40,6 +40,8 @@ def test_commands_and_options() -> None:
     assert completions() == list(COMMANDS)
     assert completions(incomplete="in") == ["inspect"]
     assert "--json" in completions("log", "x", incomplete="--")
+    assert completions("tune") == ["interval", "wasted-time"]
+    assert "--iteration-time" in completions("tune", "interval", "x", incomplete="--i")
 
 
 def test_refs_and_tensors_come_from_the_store(pristine: Path) -> None:
@@ -49,6 +51,7 @@ def test_refs_and_tensors_come_from_the_store(pristine: Path) -> None:
     assert completions("retire", pristine, "1@1", incomplete="5") == ["5@3"]
     assert completions("restore", pristine, incomplete="4") == ["4@2", "4@1"]
     assert completions("diff", pristine, "1", incomplete="5") == ["5@3"]
+    assert completions("tune", "interval", pristine, "--like", incomplete="5") == ["5@3"]
     assert completions("inspect", pristine, "--tensor", incomplete="odd") == ["odd.half", "odd.empty", "odd.z"]
     assert completions("inspect", pristine, "1@1", "--tensor", incomplete="ex") == ["extra"]
 

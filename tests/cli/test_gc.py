@@ -11,6 +11,7 @@ import ckptstore
 from ckptstore.formats.records import pin_key
 from ckptstore.formats.retention import droppable
 from ckptstore.log import requests
+from ckptstore.log.change import Change
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance import gc
 from tests.cli.conftest import Run, assert_documented, documented, state
@@ -22,8 +23,8 @@ def litter(run: Path) -> Path:
     store = ckptstore.open(run)
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, [(1, 4)])
-        requests.post(store.journal, writer.term, "test", drops=drops, retires=[(1, 4)])
-        requests.handle(writer._committer.log)
+        requests.post(store.journal, writer.term, "test", Change(drops=tuple(drops), retires=((1, 4),)))
+        writer.poll()
         (segment,) = drops
     return Path(f"seg/0000000001/{segment}.safetensors")
 
@@ -66,7 +67,7 @@ def test_the_pin_of_a_dead_reader_is_found_out(
     ckpt: Run, run: Path, litter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin = Pin(ckptstore.open(run).backend, [litter.stem])
-    pin._renew()  # and never again
+    pin.renew()  # and never again
     monkeypatch.setattr(gc, "SHORTEST_TTL", 0.1)
     outcome = ckpt("gc", run, "--wait", "20", "--pin-ttl", "0.3")
     assert "deleted 1 segments" in outcome.out
@@ -110,3 +111,19 @@ def test_strangers_are_shown_and_kept(ckpt: Run, run: Path, litter: Path) -> Non
     assert "never deleted" in outcome.err
     assert stranger.read_text() == "do not delete"
     assert not (run / litter).exists()
+
+
+def test_what_is_kept_for_new_checkpoints_is_said(
+    ckpt: Run, run: Path, litter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_RECYCLE", "always")
+    if (why := ckptstore.open(run).backend.recycling).startswith("off"):
+        pytest.skip(f"recycling is {why}")
+    nbytes = (run / litter).stat().st_size
+    outcome = ckpt("gc", run)
+    assert "kept as spare files, which new checkpoints overwrite: " in outcome.out
+    assert ckpt("gc", run, "--json").json["spare_bytes"] == nbytes
+    assert ckpt("verify", run).code == 0
+    monkeypatch.setenv("CKPTSTORE_RECYCLE", "never")
+    assert "spare" not in ckpt("gc", run).out
+    assert not list((run / ".spare").iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import ckptstore
+from ckptstore.backends import open_backend
 from ckptstore.write.steps.batcher import DiffOptions
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.write.test_diffs import Trainer
@@ -16,6 +17,7 @@ def test_text(ckpt: Run, pristine: Path) -> None:
     lines = outcome.out.splitlines()
     assert lines[0] == "checkpoint 5@3  tag:best"
     assert lines[2].startswith("5 tensors, 11.8 KiB; stored in")
+    assert lines[3] == f"medium: {open_backend(pristine, create=False).medium()}"
     assert any(line.startswith("5@3    full") and line.endswith(".safetensors") for line in lines)
     assert next(line for line in lines if line.startswith("model.embedding.weight")).split() == [
         *["model.embedding.weight", "F32", "100x30", "11.7", "KiB", "11.7", "KiB", "raw"]
@@ -32,6 +34,12 @@ def test_json(ckpt: Run, pristine: Path) -> None:
     ]
     assert sum(tensor["bytes"] for tensor in found["tensors"]) == found["bytes"]
     assert len(found["chain"]) == 1
+    assert found["medium"].startswith("folder (")
+
+
+def test_the_medium_of_a_store_on_persistent_memory(ckpt: Run, pristine: Path) -> None:
+    assert ckpt("inspect", f"pmem://{pristine}", "3@1", "--json").json["medium"].startswith("pmem (")
+    assert "\nmedium: pmem (" in ckpt("inspect", f"pmem://{pristine}", "3@1").out
 
 
 def test_select(ckpt: Run, pristine: Path) -> None:

@@ -119,13 +119,13 @@ def test_only_what_is_shown_is_described(ckpt: Run, tmp_path: Path, monkeypatch:
         for step in range(1, 31):
             writer.save({"step": step}, step=step)
     described: list[int] = []
-    one = checkpoints._described
+    one = checkpoints.described
 
     def counted(*args: Any) -> ckptstore.CheckpointInfo:
         described.append(args[1].step)
         return one(*args)
 
-    monkeypatch.setattr(checkpoints, "_described", counted)
+    monkeypatch.setattr(checkpoints, "described", counted)
     assert "... and 27 more" in ckpt("log", tmp_path / "many", "-n", 3).out
     assert described == [30, 29, 28]
 

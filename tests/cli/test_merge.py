@@ -45,8 +45,8 @@ def test_a_plan_and_what_becomes_of_it(ckpt: Run, chain: Path) -> None:
     found = ckpt("merge", chain, "1..6", "--take-over", "--json").json
     assert_documented(found, documented("ckpt merge")[0])
     assert found["answer"] == "accepted"
-    assert found["restore_before"]["layers"] == 6
-    assert found["restore_after"]["layers"] == 4
+    assert found["restore_before"]["links"] == 6
+    assert found["restore_after"]["links"] == 4
     assert steps(chain) == [1, 3, 6]
     collected = ckpt("gc", chain, "--json").json
     assert sorted(collected["segments"]) == sorted(found["dropped"])

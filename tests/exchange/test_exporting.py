@@ -20,12 +20,12 @@ import torch
 
 import ckptstore
 from ckptstore.errors import FormatError, StorageError, TensorNotFoundError, UnsupportedStateError, UsageError
-from ckptstore.exchange import exporting
 from ckptstore.exchange.atomic_files import refuse_store
 from ckptstore.exchange.exporting import export
 from ckptstore.exchange.importing import import_files
 from ckptstore.exchange.weight_files import STATE_MEMBER, open_file
 from ckptstore.formats import jsontext
+from tests.exchange import inside
 from tests.store.states import every_dtype, same, tensor_bytes, training_state
 
 
@@ -138,7 +138,7 @@ def test_selection_leaves_the_rest_of_the_state(tmp_path: Path) -> None:
 def test_a_hostile_dtype_name_stays_out_of_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = stored({"a": 1})
     with pytest.raises(FormatError, match="no dtype"):
-        exporting._REVIVE["$dtype"]("float32\nposix\nsystem")
+        inside.revived_dtype("float32\nposix\nsystem")
     export(store.journal, 1, tmp_path / "x.pt", "pt")
 
 

@@ -159,7 +159,7 @@ def test_a_header_that_lies(tmp_path: Path, header: Any, error: type[CkptError] 
 
 
 @pytest.mark.parametrize(
-    ("offsets", "room", "message"),
+    ("offsets", "length", "message"),
     [
         ([(0, 24), (8, 16)], 24, "tensors 't0' and 't1' overlap"),
         ([(0, 8), (4, 12)], 12, "tensors 't0' and 't1' overlap"),
@@ -173,11 +173,11 @@ def test_a_header_that_lies(tmp_path: Path, header: Any, error: type[CkptError] 
     ],
 )
 def test_every_byte_belongs_to_one_tensor(
-    tmp_path: Path, offsets: list[tuple[int, int]], room: int, message: str | None
+    tmp_path: Path, offsets: list[tuple[int, int]], length: int, message: str | None
 ) -> None:
     """As the safetensors library sees it."""
     header = {f"t{n}": entry("U8", [end - begin], begin, end) for n, (begin, end) in enumerate(offsets)}
-    path = raw(tmp_path / "x", header, bytes(room))
+    path = raw(tmp_path / "x", header, bytes(length))
     if message is None:
         assert len(contents(path)) == len(safetensors.torch.load_file(path)) == len(offsets)
         return

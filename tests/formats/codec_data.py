@@ -80,13 +80,13 @@ def pair(dtype: str, kind: str, change: str, count: int, seed: int) -> tuple[Byt
 def codecs_of(dtype: str) -> list[codecs.Codec]:
     """Every codec that takes a dtype, in several configurations."""
     word = codecs.word_size(dtype)
-    found: list[codecs.Codec] = [codecs.Raw(), codecs.Xor(word), codecs.Diff(word)]
+    found: list[codecs.Codec] = [codecs.Raw(), codecs.Xor(word), codecs.Sub(word)]
     found += [codecs.Planes(word, mapping) for mapping in ("none", "rotate", "fold")]
     found += [codecs.Prefix(word, bits, group) for bits in (1, 7, 9, 12) if bits < 8 * word for group in (0, 256)]
     shift = MANTISSA.get(dtype, 8 * word - 5)
     top = (1 << (8 * word - 1 - shift)) - 1
     found += [
-        codecs.Diff(word, codecs.Context(shift, low, low + width))
+        codecs.Sub(word, codecs.Context(shift, low, low + width))
         for low, width in ((0, 1), (top // 2, min(7, top // 2)))
     ]
     if dtype in ("BF16", "F16"):

@@ -14,7 +14,7 @@ Columns = dict[str, list[Any]]
 
 LAYOUT = {
     "checkpoints": {"term": "Q", "step": "Q", "state": "x", "time": "d", "tensors": "Q", "bytes": "Q", "slot": "Q"},
-    "bases": {"term": "Q", "step": "Q", "state": "x", "time": "d", "tensors": "Q", "bytes": "Q"},
+    "held": {"term": "Q", "step": "Q", "state": "x", "time": "d", "tensors": "Q", "bytes": "Q"},
     "segments": {"id": "x", "term": "Q", "size": "Q", "header": "Q", "hash": "x"},
     "encodings": {
         "term": "Q",

@@ -174,7 +174,7 @@ def test_a_million_encodings_of_one_checkpoint_take_linear_time() -> None:
 
 @pytest.mark.parametrize("rows", [2**20, 2**53])
 def test_rows_that_have_no_bytes_cost_nothing(rows: int) -> None:
-    for table in ("checkpoints", "bases", "segments", "encodings"):
+    for table in ("checkpoints", "held", "segments", "encodings"):
         document = base()
         document[table]["rows"] = rows
         data, digest16 = fold(document)

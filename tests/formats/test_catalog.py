@@ -204,7 +204,7 @@ class TestHostileFold:
         with pytest.raises(FormatError, match=r"bytes of a column|behind the last column"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
 
-    @pytest.mark.parametrize("table", ["checkpoints", "bases", "segments", "encodings"])
+    @pytest.mark.parametrize("table", ["checkpoints", "held", "segments", "encodings"])
     @pytest.mark.parametrize("rows", [0, 2**53, -1, "4"])
     def test_another_number_of_rows_is_refused(self, table: str, rows: Any) -> None:
         found, columns = document(self.MANY)
@@ -214,9 +214,7 @@ class TestHostileFold:
         with pytest.raises(FormatError):
             folds.decode_fold(text, seq=5, run=RUN, digest16=name, what="fold")
 
-    @pytest.mark.parametrize(
-        ("table", "more"), [("checkpoints", 0), ("checkpoints", 1), ("bases", 0), ("encodings", 1)]
-    )
+    @pytest.mark.parametrize(("table", "more"), [("checkpoints", 0), ("checkpoints", 1), ("held", 0), ("encodings", 1)])
     def test_rows_out_of_order_or_twice_are_refused(self, table: str, more: int) -> None:
         records = [*CHAIN, change(retires=((1, 1), (1, 2)))]
         found, columns = document(records)
@@ -257,11 +255,11 @@ class TestApply:
     def test_a_retired_base_stays_until_its_segments_are_dropped(self) -> None:
         catalog = applied([*CHAIN, change(retires=((1, 1), (1, 2)))])
         assert set(catalog.checkpoints) == {(1, 3), (1, 4)}
-        assert set(catalog.bases) == {(1, 1), (1, 2)}
+        assert set(catalog.held) == {(1, 1), (1, 2)}
         assert catalog.restorable(CheckpointId(1, 2, digest(2)))
         catalog = applied([change(retires=((1, 3),), drops=(digest(1), digest(2), digest(3)))], catalog)
         assert set(catalog.encodings) == {(1, 4)}
-        assert not catalog.bases
+        assert not catalog.held
         assert catalog.dropped == {digest(1), digest(2), digest(3)}
 
     def test_restorable_follows_bases_and_compares_states(self) -> None:
@@ -551,7 +549,7 @@ def assert_promises(catalog: Catalog) -> None:
         for edge in edges:
             assert all(name in catalog.segments for name in edge.segments)
     assert set(catalog.slots) == set(catalog.checkpoints)
-    assert not catalog.checkpoints.keys() & catalog.bases.keys()
+    assert not catalog.checkpoints.keys() & catalog.held.keys()
 
 
 @st.composite
@@ -585,7 +583,7 @@ class TestDroppable:
         check_commit(catalog, record)
         stay = needed(catalog, set(promised) - retires)
         reachable_before = needed(catalog, promised)
-        assert set(droppable(catalog, retires.union(catalog.bases))) == {
+        assert set(droppable(catalog, retires.union(catalog.held))) == {
             name
             for node, edges in catalog.encodings.items()
             if node not in stay

@@ -45,9 +45,9 @@ def chosen(dtype: str, kind: str, change: str, policy: codecs.Policy = codecs.FA
 
 
 def test_the_data_decides() -> None:
-    assert chosen("F32", "numbers", "near").name == "diff"
+    assert chosen("F32", "numbers", "near").name == "sub"
     assert chosen("F32", "numbers", "other").name == "raw"
-    assert chosen("F32", "noise", "few").name in ("diff", "xor")
+    assert chosen("F32", "noise", "few").name in ("sub", "xor")
     assert chosen("U8", "bits", "other").name == "raw"
     assert chosen("I64", "ramp", "same").ratio == float("inf")
     unrelated = image("F32", "numbers", 60_000, 99)
@@ -73,7 +73,7 @@ def test_a_copy_of_the_master_is_derived() -> None:
     older = copy + np.uint16(1)
     choice = codecs.choose("BF16", [codecs.Sample(copy, older, master)])
     assert (choice.name, choice.params, choice.ratio) == ("derive", {"to": "BF16"}, float("inf"))
-    assert codecs.choose("BF16", [codecs.Sample(copy, older)]).name in ("diff", "xor")
+    assert codecs.choose("BF16", [codecs.Sample(copy, older)]).name in ("sub", "xor")
 
 
 def test_policies() -> None:
@@ -81,11 +81,11 @@ def test_policies() -> None:
     assert chosen("F32", "numbers", "near", codecs.Policy(codecs=())).name == "raw"
     assert chosen("F32", "numbers", "near", codecs.Policy(gain=0.9)).name == "raw"
     assert chosen("F32", "numbers", "near", codecs.Policy(bandwidth=1e15)).name == "raw", "a link faster than any codec"
-    assert chosen("F32", "numbers", "near", codecs.Policy(bandwidth=1e3)).name == "diff"
+    assert chosen("F32", "numbers", "near", codecs.Policy(bandwidth=1e3)).name == "sub"
     paper = codecs.candidates("F32", [codecs.Sample(b"", b"")], codecs.PAPER_POLICY)
     assert {codec.name for codec in paper} == {"planes", "xor", "prefix"}
     small = codecs.candidates("F32", [codecs.Sample(*pair("F32", "numbers", "near", 999, 0))], codecs.SMALL_POLICY)
-    assert any(isinstance(codec, codecs.Diff) and codec.context for codec in small)
+    assert any(isinstance(codec, codecs.Sub) and codec.context for codec in small)
 
 
 def test_nothing_to_sample() -> None:
@@ -96,7 +96,7 @@ def test_nothing_to_sample() -> None:
 
 def test_evaluation_reports_every_candidate() -> None:
     base, data = pair("F32", "numbers", "near", 30_000, 7)
-    tried = [codecs.Raw(), codecs.Planes(4), codecs.Diff(4), codecs.Prefix(4, 9, 256)]
+    tried = [codecs.Raw(), codecs.Planes(4), codecs.Sub(4), codecs.Prefix(4, 9, 256)]
     found = codecs.evaluate([codecs.Sample(data, base)], tried)
     assert {choice.codec for choice in found} == set(tried)
     assert [choice.ratio for choice in found] == sorted((choice.ratio for choice in found), reverse=True)

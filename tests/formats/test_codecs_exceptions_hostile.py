@@ -24,7 +24,7 @@ WRONG = {
     "fewer than there are": ([3, 255], 2),
     "none at all": ([255], 1),
     "more than there are": ([3, 5], 1),
-    "more than there is room for": ([0] * 101, 101),
+    "more than there is space for": ([0] * 101, 101),
 }
 
 
@@ -69,19 +69,19 @@ FORMS = (narrow, sparse, sparse_top, packed)
 
 
 def decode(payload: bytes, codec: str) -> np.ndarray:
-    room = np.full(COUNT * WORD + 2 * GUARD, 0xC3, np.uint8)
-    out = room[GUARD:-GUARD]
+    space = np.full(COUNT * WORD + 2 * GUARD, 0xC3, np.uint8)
+    out = space[GUARD:-GUARD]
     base = np.zeros(COUNT * WORD, np.uint8)
     try:
         codecs.decode(codecs.codec(codec, {"word": WORD}), payload, out.size, None if codec == "planes" else base, out)
     finally:
-        assert (room[:GUARD] == 0xC3).all()
-        assert (room[-GUARD:] == 0xC3).all()
+        assert (space[:GUARD] == 0xC3).all()
+        assert (space[-GUARD:] == 0xC3).all()
     return out.view("<u4")
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("codec", ["planes", "xor", "diff"])
+@pytest.mark.parametrize("codec", ["planes", "xor", "sub"])
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_that_fit(form: object, codec: str) -> None:
     words = decode(form(*GOOD), codec)  # type: ignore[operator]
@@ -121,7 +121,7 @@ def test_an_unknown_form_of_a_prefix_block() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("codec", ["planes", "diff"])
+@pytest.mark.parametrize("codec", ["planes", "sub"])
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_that_do_not_fit(form: object, wrong: str, codec: str) -> None:

@@ -22,15 +22,15 @@ DTYPES = ("F32", "BF16", "U8", "F64")
 
 def attempt(codec: codecs.Codec, payload: bytes, length: int, base: np.ndarray | None) -> bytes | None:
     """Decode between guard bytes; None where it was refused."""
-    room = np.full(length + 128, 0xC3, np.uint8)
+    space = np.full(length + 128, 0xC3, np.uint8)
     try:
-        codecs.decode(codec, payload, length, base, out=room[64 : 64 + length])
+        codecs.decode(codec, payload, length, base, out=space[64 : 64 + length])
     except (CorruptSegmentError, FormatError):
         return None
     finally:
-        assert (room[:64] == 0xC3).all()
-        assert (room[64 + length :] == 0xC3).all()
-    return room[64 : 64 + length].tobytes()
+        assert (space[:64] == 0xC3).all()
+        assert (space[64 + length :] == 0xC3).all()
+    return space[64 : 64 + length].tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,7 +112,7 @@ def test_what_a_payload_claims_is_not_allocated() -> None:
         b"\0" + zstd_piece(zstandard.ZstdCompressor().compress(bytes(1 << 29))),
         bytes([1]) + b"\xff" * 500,
     ]
-    kinds = [codecs.Planes(1), codecs.Diff(1), codecs.Prefix(4, 12, 256), codecs.Prefix(4, 12)]
+    kinds = [codecs.Planes(1), codecs.Sub(1), codecs.Prefix(4, 12, 256), codecs.Prefix(4, 12)]
     length = 1 << 16
     base = np.zeros(length, np.uint8)
     for codec in kinds:
@@ -151,7 +151,7 @@ def test_every_claim_of_uncoded_bytes(word: int) -> None:
 def test_nothing_is_no_payload_of_a_broken_length() -> None:
     base = np.zeros(9, np.uint8)
     with pytest.raises(CorruptSegmentError):
-        codecs.decode(codecs.Diff(4), b"", 9, base)
+        codecs.decode(codecs.Sub(4), b"", 9, base)
 
 
 def test_positions_stay_in_the_plane() -> None:
@@ -189,13 +189,13 @@ def test_a_prefix_index_past_its_dictionary() -> None:
 
 def test_a_failing_chain_names_the_damage_and_stays_in_bounds() -> None:
     base, image = pair("F32", "numbers", "near", 3000, 4)
-    payload = codecs.encode(codecs.Diff(4), image, base).tobytes()
-    room = np.full(len(base) + 64, 0xC3, np.uint8)
-    room[32:-32] = base
+    payload = codecs.encode(codecs.Sub(4), image, base).tobytes()
+    space = np.full(len(base) + 64, 0xC3, np.uint8)
+    space[32:-32] = base
     with pytest.raises(CorruptSegmentError, match="ends early"):
-        codecs.apply([(codecs.Diff(4), payload), (codecs.Diff(4), payload[:-1])], room[32:-32])
-    assert (room[:32] == 0xC3).all()
-    assert (room[-32:] == 0xC3).all()
+        codecs.apply([(codecs.Sub(4), payload), (codecs.Sub(4), payload[:-1])], space[32:-32])
+    assert (space[:32] == 0xC3).all()
+    assert (space[-32:] == 0xC3).all()
 
 
 def test_narrow_groups_do_not_nest() -> None:

@@ -62,14 +62,14 @@ def test_planes(sizes: tuple[int, ...], count: int) -> None:
     """Every way to take words apart, and everything that may be done when they are put together again."""
     word = sum(sizes)
     values, base = numbers(word, 4, count), numbers(word, 5, count)
-    room = np.full(count * word + 9, 0xC3, np.uint8)  # planes may begin at any byte, and none is overrun
+    space = np.full(count * word + 9, 0xC3, np.uint8)  # planes may begin at any byte, and none is overrun
     planes, at = [], 1
     for size in sizes:
-        planes.append(room[at : at + size * count].view(kernels.WORDS[size]))
+        planes.append(space[at : at + size * count].view(kernels.WORDS[size]))
         at += size * count
     kernels.split(values, planes)
-    assert room[0] == 0xC3
-    assert (room[at:] == 0xC3).all()
+    assert space[0] == 0xC3
+    assert (space[at:] == 0xC3).all()
     at = 0
     for plane, size in zip(planes, sizes, strict=True):
         assert (plane == values >> values.dtype.type(8 * at) & values.dtype.type((1 << 8 * size) - 1)).all()
@@ -187,12 +187,12 @@ def test_exceptions_that_do_not_fit(word: int) -> None:
     kind = kernels.WORDS[word]
 
     def put(steps: list[int], greater: list[int], count: int) -> list[int] | None:
-        room = np.full(count + 20, 99, kind)
-        room[10 : 10 + count] = 0
-        fits = kernels.put_exceptions(np.array(steps, np.uint8), np.array(greater, kind), 16, room[10 : 10 + count])
-        assert (room[:10] == 99).all()
-        assert (room[10 + count :] == 99).all()
-        return np.flatnonzero(room[10 : 10 + count]).tolist() if fits else None
+        space = np.full(count + 20, 99, kind)
+        space[10 : 10 + count] = 0
+        fits = kernels.put_exceptions(np.array(steps, np.uint8), np.array(greater, kind), 16, space[10 : 10 + count])
+        assert (space[:10] == 99).all()
+        assert (space[10 + count :] == 99).all()
+        return np.flatnonzero(space[10 : 10 + count]).tolist() if fits else None
 
     assert put([], [], 0) == []
     assert put([0, 255, 0, 2], [1, 2, 3], 300) == [0, 256, 259]

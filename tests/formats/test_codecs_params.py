@@ -25,21 +25,21 @@ PARAMS: list[tuple[str, dict[str, Any]]] = [
     ("planes", {"word": 4, "map": None}),
     ("planes", {"word": 4, "more": 1}),
     ("xor", {"word": 4, "more": 1}),
-    ("diff", {"word": 4, "more": 1}),
-    ("diff", {"word": 4, "context": 5}),
-    ("diff", {"word": 4, "context": [23, 110]}),
-    ("diff", {"word": 4, "context": [23, 110, 120, 1]}),
-    ("diff", {"word": 4, "context": [True, 110, 120]}),
-    ("diff", {"word": 4, "context": [23.0, 110, 120]}),
-    ("diff", {"word": 4, "context": [-1, 110, 120]}),
-    ("diff", {"word": 4, "context": [23, -5, 5]}),
-    ("diff", {"word": 8, "context": [0, 69_999, 70_001]}),
-    ("diff", {"word": 4, "context": [31, 0, 1]}),
-    ("diff", {"word": 4, "context": [200, 0, 1]}),
-    ("diff", {"word": 4, "context": [23, 110, 110]}),
-    ("diff", {"word": 4, "context": [23, 120, 110]}),
-    ("diff", {"word": 4, "context": [23, 100, 116]}),
-    ("diff", {"word": 4, "context": [23, 250, 256]}),
+    ("sub", {"word": 4, "more": 1}),
+    ("sub", {"word": 4, "context": 5}),
+    ("sub", {"word": 4, "context": [23, 110]}),
+    ("sub", {"word": 4, "context": [23, 110, 120, 1]}),
+    ("sub", {"word": 4, "context": [True, 110, 120]}),
+    ("sub", {"word": 4, "context": [23.0, 110, 120]}),
+    ("sub", {"word": 4, "context": [-1, 110, 120]}),
+    ("sub", {"word": 4, "context": [23, -5, 5]}),
+    ("sub", {"word": 8, "context": [0, 69_999, 70_001]}),
+    ("sub", {"word": 4, "context": [31, 0, 1]}),
+    ("sub", {"word": 4, "context": [200, 0, 1]}),
+    ("sub", {"word": 4, "context": [23, 110, 110]}),
+    ("sub", {"word": 4, "context": [23, 120, 110]}),
+    ("sub", {"word": 4, "context": [23, 100, 116]}),
+    ("sub", {"word": 4, "context": [23, 250, 256]}),
     ("prefix", {"word": 4, "bits": 13}),
     ("prefix", {"word": 4, "bits": 0}),
     ("prefix", {"word": 1, "bits": 8}),
@@ -75,7 +75,7 @@ def test_forms_of_groups(word: int, form: int) -> None:
         codecs.decode(codecs.Planes(word), bytes([form]) + bytes(len(image) * 2), len(image))
 
 
-@pytest.mark.parametrize("codec", [codecs.Planes(4), codecs.Xor(4), codecs.Diff(4), codecs.Raw()])
+@pytest.mark.parametrize("codec", [codecs.Planes(4), codecs.Xor(4), codecs.Sub(4), codecs.Raw()])
 def test_what_follows_the_last_block(codec: codecs.Codec) -> None:
     image = np.arange(4000, dtype=np.uint8)
     base = np.ones(4000, np.uint8)

@@ -194,12 +194,12 @@ def test_a_shard_may_end_where_its_tensor_ends() -> None:
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_a_segment_is_filled_to_its_limit(over: int) -> None:
-    room = SEGMENT_LIMIT - HEADER_LIMIT
+    space = SEGMENT_LIMIT - HEADER_LIMIT
     specs = [
-        TensorSpec(f"t{row}", "U8", (size,)) for row, size in enumerate((room // 2, room - room // 2 - 3, 3 + over))
+        TensorSpec(f"t{row}", "U8", (size,)) for row, size in enumerate((space // 2, space - space // 2 - 3, 3 + over))
     ]
     assert [len(part) for part in split(specs)] == ([2, 1] if over else [3])
-    assert [len(part) for part in split(specs, limit=room + over)] == [3]
+    assert [len(part) for part in split(specs, limit=space + over)] == [3]
 
 
 @pytest.mark.parametrize("letters", [0, 1])
@@ -531,13 +531,13 @@ def test_a_pin_names_any_number_of_segments() -> None:
 @pytest.mark.parametrize(
     ("name", "taken", "refused"),
     [
-        ("diff", {"word": 4, "context": [23, 0, 15]}, {"word": 4, "context": [23, 0, 16]}),  # 16 classes
-        ("diff", {"word": 4, "context": [23, 0, 1]}, {"word": 4, "context": [23, 0, 0]}),  # and 2
-        ("diff", {"word": 4, "context": [30, 0, 1]}, {"word": 4, "context": [31, 0, 1]}),  # shift
-        ("diff", {"word": 4, "context": [23, 240, 255]}, {"word": 4, "context": [23, 241, 256]}),  # the highest class
-        ("diff", {"word": 8, "context": [0, 65520, 65535]}, {"word": 8, "context": [0, 65521, 65536]}),
-        ("diff", {"word": 1, "context": [6, 0, 1]}, {"word": 1, "context": [7, 0, 1]}),
-        ("diff", {"word": 8, "context": [0, 0, 1]}, {"word": 8, "context": [0, -1, 0]}),
+        ("sub", {"word": 4, "context": [23, 0, 15]}, {"word": 4, "context": [23, 0, 16]}),  # 16 classes
+        ("sub", {"word": 4, "context": [23, 0, 1]}, {"word": 4, "context": [23, 0, 0]}),  # and 2
+        ("sub", {"word": 4, "context": [30, 0, 1]}, {"word": 4, "context": [31, 0, 1]}),  # shift
+        ("sub", {"word": 4, "context": [23, 240, 255]}, {"word": 4, "context": [23, 241, 256]}),  # the highest class
+        ("sub", {"word": 8, "context": [0, 65520, 65535]}, {"word": 8, "context": [0, 65521, 65536]}),
+        ("sub", {"word": 1, "context": [6, 0, 1]}, {"word": 1, "context": [7, 0, 1]}),
+        ("sub", {"word": 8, "context": [0, 0, 1]}, {"word": 8, "context": [0, -1, 0]}),
         ("prefix", {"word": 4, "bits": 1}, {"word": 4, "bits": 0}),
         ("prefix", {"word": 4, "bits": 12}, {"word": 4, "bits": 13}),
         ("prefix", {"word": 1, "bits": 7}, {"word": 1, "bits": 8}),
@@ -558,7 +558,7 @@ def test_parameters_of_codecs(name: str, taken: dict[str, Any], refused: dict[st
 def test_a_payload_is_no_longer_than_its_chunk_and_16_bytes_for_each_block(length: int) -> None:
     image = np.random.default_rng(1).integers(0, 256, length, np.uint8)
     blocks = -(-length // codecs.BLOCK)
-    for name in ("planes", "prefix", "xor", "diff"):
+    for name in ("planes", "prefix", "xor", "sub"):
         codec = codecs.codec(name, {"word": 1} | ({"bits": 7} if name == "prefix" else {}))
         base = np.zeros(length, np.uint8)
         payload = codecs.encode(codec, image, base)

@@ -181,11 +181,11 @@ def test_chunks_and_threads_give_the_same_bits():
         assert equal(state, new)
 
 
-def test_a_chain_is_its_layers_one_after_another():
+def test_a_chain_is_its_links_one_after_another():
     count = stepping.BLOCK_NUMBERS + 100
     rule = ADAM.rule(STEP)
     start, _, _ = training(rule, count)
-    state, layers = copy(start), []
+    state, links = copy(start), []
     for index, encoding in enumerate(("predicted", "replayed", "sparse", "predicted")):
         rule = ADAM.rule(optim.Step(41 + index, 1e-3, skipped=index == 3))
         gradient = training(rule, count, seed=index)[1]
@@ -197,16 +197,16 @@ def test_a_chain_is_its_layers_one_after_another():
             payload = optim.predicted.encode(rule, state, after)
         else:
             payload = optim.replayed.encode(rule, state, after, kept if encoding == "sparse" else gradient)
-        layers.append(optim.Layer(encoding, rule, payload))
+        links.append(optim.Link(encoding, rule, payload))
         state = after
     restored = copy(start)
-    optim.decode(layers, restored)
+    optim.decode(links, restored)
     assert equal(restored, state)
     optim.decode([], restored)
     with pytest.raises(CorruptSegmentError, match="sparse"):
-        optim.decode([optim.Layer("sparse", layers[1].rule, layers[1].payload)], copy(start))
+        optim.decode([optim.Link("sparse", links[1].rule, links[1].payload)], copy(start))
     with pytest.raises(ValueError, match="slots"):
-        optim.decode([layers[0], optim.Layer("predicted", optim.SGD().rule(STEP), b"")], copy(start))
+        optim.decode([links[0], optim.Link("predicted", optim.SGD().rule(STEP), b"")], copy(start))
 
 
 # ------------------------------------------------------------------------------------------------- what it costs
@@ -319,7 +319,7 @@ def test_states_and_gradients_that_do_not_fit():
         optim.predicted.decode(rule, b"", large)
     with pytest.raises(ValueError, match="numbers"):
         optim.predicted.encode(rule, old, [part[:50] for part in new])
-    with pytest.raises(ValueError, match="room"):
+    with pytest.raises(ValueError, match="space"):
         optim.predicted.encode(rule, old, new, out=np.empty(10, np.uint8))
     for bad in (gradient[:50], gradient.astype("<f8"), gradient.reshape(10, 10), gradient.repeat(2)[::2]):
         with pytest.raises(ValueError):

@@ -28,7 +28,7 @@ from ckptstore.formats.tables import NodeTable, Table
 from tests.formats import log_strategies as some
 from tests.formats.log_strategies import RUN, digest
 
-TABLES = ("checkpoints", "slots", "bases", "encodings", "segments")
+TABLES = ("checkpoints", "slots", "held", "encodings", "segments")
 
 
 class Plain:
@@ -38,7 +38,7 @@ class Plain:
         self.term = 0
         self.checkpoints: dict[Node, CheckpointEntry] = {}
         self.slots: dict[Node, int] = {}
-        self.bases: dict[Node, CheckpointEntry] = {}
+        self.held: dict[Node, CheckpointEntry] = {}
         self.encodings: dict[Node, tuple[Encoding, ...]] = {}
         self.segments: dict[str, SegmentEntry] = {}
 
@@ -57,7 +57,7 @@ class Plain:
             self.slots.pop(node, None)
             retired = self.checkpoints.pop(node, None)
             if retired is not None and node in self.encodings:
-                self.bases[node] = retired
+                self.held[node] = retired
         for name in record.drops:
             self.segments.pop(name, None)
             for node, edges in list(self.encodings.items()):
@@ -67,7 +67,7 @@ class Plain:
                 self.encodings[node] = kept
                 if not kept:
                     del self.encodings[node]
-                    self.bases.pop(node, None)
+                    self.held.pop(node, None)
 
     def frozen(self) -> dict[str, dict[Any, Any]]:
         return {name: dict(getattr(self, name)) for name in TABLES}

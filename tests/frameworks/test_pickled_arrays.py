@@ -87,12 +87,15 @@ def dtype(code: Any = "u4", state: Any = (3, "<", None, None, None, -1, -1, 0)) 
         Made(_MAKE, _EMPTY, (1, (1,), dtype("u4,u4", None), False, b"12345678")),
         Made(_MAKE, _EMPTY, (1, (1,), dtype("u9", None), False, b"123456789")),
         Made(_MAKE, _EMPTY, (1, (1,), dtype(4, None), False, b"1234")),
+        Made(_MAKE, _EMPTY, (1, (1,), dtype("uint32", None), False, b"1234")),
+        Made(_MAKE, _EMPTY, (1, (1,), dtype(state=7), False, b"1234")),
+        Made(_MAKE, _EMPTY, (1, (1,), dtype("V4", None), False, b"1234")),
         Made(bytes, (1 << 40,)),
         Made(_SCALAR, (dtype(), b"12345")),
         Made(_SCALAR, (dtype(), "1234")),
         Made(_SCALAR, (dtype("O", None), b"12345678")),
     ],
-    ids=range(27),
+    ids=range(30),
 )
 def test_anything_else_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(FormatError, match=r"step_1\.pt: .*pickled|only numbers are taken from a pickle"):
@@ -108,3 +111,14 @@ def test_what_the_process_allows_itself_changes_nothing(tmp_path: Path) -> None:
         same(imported(tmp_path, np.arange(3, dtype=np.uint32)), np.arange(3, dtype=np.uint32))
         assert set(torch.serialization.get_safe_globals()) == before | set(own)
     assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_of_two_functions_of_one_name_the_process_own_is_never_taken(tmp_path: Path) -> None:
+    def theirs(*_arguments: Any) -> None:
+        raise AssertionError("taken")
+
+    for kind in range(16):  # each set has another order
+        names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")] + ["numpy.dtype", f"x.{kind}"]
+        (tmp_path / f"{kind}").mkdir()
+        with torch.serialization.safe_globals([(theirs, name) for name in names]):
+            same(imported(tmp_path / f"{kind}", np.arange(3.0)), np.arange(3.0))

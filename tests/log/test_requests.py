@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from ckptstore.errors import FencedError
+from ckptstore.errors import FencedError, UsageError
 from ckptstore.formats.records import CheckpointId, Encoding, Request, SegmentEntry
 from ckptstore.formats.texts import encode_request
 from ckptstore.log import requests
+from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term, read
 from tests.log.log_world import HASTE, World, save, scripted, segments_of
@@ -41,7 +42,8 @@ class Setting:
         return Encoding(of.node, "full", None, (entry.id,), False, 100)
 
     def post(self, term: int = 1, **changes: Any) -> Request:
-        return requests.post(self.world.journal, term, "a test", **changes)
+        plain = {name: value if isinstance(value, dict) else tuple(value) for name, value in changes.items()}
+        return requests.post(self.world.journal, term, "a test", Change(**plain))
 
     def outcome(self, request: Request) -> requests.Outcome:
         return requests.wait(self.world.journal, request, timeout=0)
@@ -74,6 +76,14 @@ def test_retirement_and_tags(here: Setting) -> None:
     catalog = read(Journal(here.world, here.world.fmt)).catalog
     assert set(catalog.checkpoints) == {(1, 1), (1, 2)}
     assert catalog.tags == {"best": (1, 2)}
+
+
+def test_what_only_a_writer_may_commit_is_not_asked_for(here: Setting) -> None:
+    entry = here.term.catalog.checkpoints[here.last.node]
+    for change in (Change(checkpoints=(entry,)), Change(requests={"0" * 32: None}), Change(extra={"closed": True})):
+        with pytest.raises(UsageError, match="committed by a writer alone"):
+            requests.post(here.world.journal, 1, "add a checkpoint", change)
+    assert here.world.list("req/") == []
 
 
 REFUSALS: dict[str, tuple[Callable[[Setting, SegmentEntry], dict[str, Any]], str]] = {
@@ -230,7 +240,7 @@ def test_an_answer_of_an_earlier_term_is_found_by_its_effect(here: Setting) -> N
 
 def test_a_lost_answer_to_the_post_does_no_harm(here: Setting) -> None:
     backend = scripted(here.world, ["duplicate"], prefix="req/")
-    request = requests.post(Journal(backend, here.world.fmt), 1, "twice", tags={"best": here.last.node})
+    request = requests.post(Journal(backend, here.world.fmt), 1, "twice", Change(tags={"best": here.last.node}))
     requests.handle(here.term)
     here.world.deliver(0)
     requests.handle(here.term)

@@ -17,6 +17,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.formats import hashing, jsontext, texts
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import NO_SLOT
+from ckptstore.formats.shards import name_of, state_parts
 from ckptstore.formats.state import tensor_names
 from ckptstore.restore.assembly import held_by, tree_of
 from ckptstore.segments.reading import SegmentReader
@@ -118,6 +119,16 @@ class Crafted:
             return self.slots[key]
         return getattr(self.segments[key], {"header": "head"}.get(kind, kind))
 
+    def shard(self) -> None:
+        """Every tensor becomes one shard that is all of it. `write` it with `restate`."""
+        for segment in self.segments.values():
+            if segment.index is None:
+                shapes = [info["shape"] for info in segment.head.values()]
+                segment.document["shards"] = [[place, shape, [0] * len(shape)] for place, shape in enumerate(shapes)]
+            else:
+                for row in segment.index["tensors"]:
+                    row += [list(row[2]), [0] * len(row[2])]
+
     def clone(self) -> Crafted:
         return copy.deepcopy(self)
 
@@ -159,8 +170,8 @@ class Crafted:
             held, tree = held_by(readers, edge), tree_of(readers, edge)
             entry = catalog.find(edge.checkpoint)
             assert entry is not None
-            described = [(name, held[name].tensor) for name in tensor_names(tree) if name in held]
-            parts = [(name, one.dtype, one.shape, one.hash) for name, one in described]
+            names = set(tensor_names(tree))
+            parts = state_parts(layer.tensor for key, layer in held.items() if name_of(key) in names)
             changed[entry.state] = hashing.state_hash(jsontext.dumps(tree), parts)
         for slot in self.slots.values():
             _replace(slot, changed)

@@ -10,6 +10,7 @@ import random
 import re
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +20,8 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.formats import hashing, jsontext
+from ckptstore.formats.codecs import Derive, Sub, Xor
+from ckptstore.formats.shards import state_parts
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.chain import iterate_chain
 from ckptstore.restore.opened import opened
@@ -26,6 +29,7 @@ from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.maintenance.crafted import Crafted, mutate
 from tests.write.test_diffs import Trainer
+from tools.golden.shard_stores import Piece, ShardStore, by_rank, cut, rows
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100), compress_fulls=True)
 
@@ -59,11 +63,27 @@ def _merged(store: ckptstore.Store) -> None:
     merge(store.journal, "1..5", keep_steps=True, take_over=True)
 
 
+def _shards(store: ckptstore.Store) -> None:
+    """Two ranks: a full, a delta, a delta that is cut in another order; a tensor that is whole, and rounded copies."""
+    made, boxes = ShardStore(store), rows((60, 5), 2)
+    old = np.random.default_rng(0).standard_normal((60, 5)).astype("<f4")
+    whole = [Piece("n", np.arange(7))]
+    copies = cut("copy", old.astype("<f2"), boxes, codec=Derive("F16"), base=old, params={"of": "w"})
+    made.commit(1, by_rank(cut("w", old, boxes), whole, copies))
+    for step, codec in ((2, Xor(4)), (3, Sub(4))):
+        new = old * np.float32(1.001)
+        copies = cut("copy", new.astype("<f2"), boxes, codec=Derive("F16"), base=new, params={"of": "w"})
+        made.commit(step, by_rank(cut("w", new, boxes, codec=codec, base=old), copies, whole)[::-1], base=step - 1)
+        old = new
+
+
 KINDS: dict[str, Callable[[ckptstore.Store], None]] = {
     "fulls": _fulls,
     "deltas": _deltas,
     "steps": _steps,
     "merged": _merged,
+    "shards": _shards,
+    "one shard": _steps,
 }
 TRIALS = int(os.environ.get("CRAFTED_TRIALS", "20"))
 """Changes of each kind for each store; a campaign sets more, and CRAFTED_SEED."""
@@ -75,6 +95,9 @@ def valid(request: pytest.FixtureRequest) -> tuple[str, Crafted]:
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
     KINDS[request.param](store)
     crafted = Crafted.read(store)
+    if request.param == "one shard":
+        crafted.shard()
+        crafted = Crafted.read(crafted.write(restate=True))
     again = crafted.clone().write()
     report = ckptstore.verify(again, deep=True)
     assert report.ok, report.damage
@@ -90,11 +113,17 @@ def loadable(store: ckptstore.Store) -> tuple[list[str], dict[str, ckptstore.Ckp
         try:
             store.load(ref, framework="numpy")
             with opened(store.journal, ref) as found:
-                parts = []
-                for name, chain in found.chains.items():
-                    hashes = [hashing.chunk_hash(data.data) for _, data in iterate_chain(chain)]
-                    parts.append((name, chain.tensor.dtype, chain.tensor.shape, hashing.tensor_hash(hashes)))
-                assert hashing.state_hash(jsontext.dumps(found.tree), parts) == entry.state
+                entries = [
+                    replace(
+                        chain.tensor,
+                        chunks=tuple(
+                            replace(chunk, decoded_hash=hashing.chunk_hash(data.data))
+                            for chunk, (_, data) in zip(chain.tensor.chunks, iterate_chain(chain), strict=True)
+                        ),
+                    )
+                    for chain in found.chains.values()
+                ]
+                assert hashing.state_hash(jsontext.dumps(found.merged), state_parts(entries)) == entry.state
             right.append(ref)
         except ckptstore.CkptError as error:
             wrong[ref] = error
@@ -257,7 +286,7 @@ WRONG: dict[str, tuple[Callable[[Crafted], Any], bool, str, tuple[str, ...]]] = 
     "unknown word": (lambda one: _codec(one, 2, "w", None, word=3), False, "'w'", ALL[1:]),
     "no master": (lambda one: _codec(one, 3, "copy", None, of="no"), False, "derived from 'no'", ("3@1",)),
     "wrong master": (lambda one: _codec(one, 3, "copy", None, of="counts"), False, "another dtype or shape", ("3@1",)),
-    "from nothing": (lambda one: _codec(one, 1, "counts", "diff", word=2), False, "builds on nothing", ALL),
+    "from nothing": (lambda one: _codec(one, 1, "counts", "sub", word=2), False, "builds on nothing", ALL),
     "base without it": (_renamed, True, "'counts' of 2@1 builds on 1@1, which has no U16", ALL[1:]),
     "another shape": (lambda one: _spec(one, 1, "counts", 2, [2, 1000]), True, "has no U16", ALL[1:]),
     "another dtype": (lambda one: _spec(one, 1, "counts", 1, "I16"), True, "has no U16", ALL[1:]),

@@ -16,6 +16,7 @@ from ckptstore.errors import ForeignObjectError, ReadOnlyError, UsageError
 from ckptstore.formats.records import Node, pin_key, segment_key
 from ckptstore.formats.retention import droppable
 from ckptstore.log import requests
+from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import Pin, PinWatch
 from ckptstore.maintenance.gc import Collected, collect, collect_patiently
@@ -68,8 +69,8 @@ def state(step: int) -> dict[str, Any]:
 def retire(store: Store, *nodes: Node) -> None:
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, nodes)
-        requests.post(store.journal, writer.term, "test", drops=drops, retires=nodes)
-        requests.handle(writer._committer.log)
+        requests.post(store.journal, writer.term, "test", Change(drops=tuple(drops), retires=tuple(nodes)))
+        writer.poll()
 
 
 def segments(store: Store) -> list[str]:
@@ -114,7 +115,7 @@ def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
 def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store) -> None:
     segment = collect(store.journal, dry_run=True).segments[0]
     pin = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
-    pin._renew()  # and never again
+    pin.renew()  # and never again
     now = [0.0]
     watch = PinWatch(store.backend, dead_after=60, clock=lambda: now[0])
     assert collect(store.journal, watch).pinned == (segment,)
@@ -129,7 +130,7 @@ def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store)
 def test_a_patient_collector_waits_for_readers_and_finds_the_dead_ones_out(store: Store) -> None:
     segment = collect(store.journal, dry_run=True).segments[0]
     pin = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
-    pin._renew()
+    pin.renew()
     now = [0.0]
     told: list[tuple[int, int]] = []
 
@@ -139,7 +140,7 @@ def test_a_patient_collector_waits_for_readers_and_finds_the_dead_ones_out(store
         def sleep(seconds: float) -> None:
             now[0] += seconds
             if ends is not None and now[0] < ends:
-                pin._renew()
+                pin.renew()
 
         return collect_patiently(
             store.journal,

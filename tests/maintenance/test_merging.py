@@ -28,6 +28,7 @@ from ckptstore.errors import (
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.log import requests
 from ckptstore.log.authors import Successor
+from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.merge import Merged, merge
@@ -95,8 +96,8 @@ def test_a_chain_becomes_one_delta(store: Store, states: list[dict[str, Any]]) -
     assert done.merged == ("2@1", "3@1", "4@1", "5@1", "6@1")
     assert done.fulls == ("1@1",)
     assert done.held == {}
-    assert done.before.layers == 6
-    assert done.after.layers == 2
+    assert done.before.links == 6
+    assert done.after.links == 2
     assert done.after.nbytes < done.before.nbytes
     assert done.before.segments == 6
     assert done.after.segments == 2
@@ -113,7 +114,7 @@ def test_all_steps_in_one_segment(store: Store, states: list[dict[str, Any]]) ->
     assert (done.answer, done.method, done.retired) == ("accepted", "concatenated", ())
     assert len(done.written) == 1
     assert len(done.dropped) == 6
-    assert done.before.layers == done.after.layers == 7
+    assert done.before.links == done.after.links == 7
     assert (done.before.segments, done.after.segments) == (7, 2)
     check(store, states, *range(1, 9))
     assert len(segments(store)) == 3
@@ -154,7 +155,7 @@ def test_what_is_smaller_is_taken(store: Store, states: list[dict[str, Any]]) ->
     assert (planned.method, planned.retired, planned.dropped) == (done.method, done.retired, done.dropped)
     assert done.retired == ("4@1", "5@1")
     assert store.view().end == end + 3
-    assert done.after.layers == done.before.layers == 6
+    assert done.after.links == done.before.links == 6
     assert done.after.segments == 4
     check(store, states, 1, 2, 3, 6, 7, 8)
     assert segments(store).isdisjoint(done.dropped)
@@ -170,10 +171,10 @@ def test_two_changes_may_be_answered_by_halves(store: Store, states: list[dict[s
     with store.writer(poll_seconds=None) as writer, pytest.MonkeyPatch.context() as patch:
         post = requests.post
 
-        def posted(*arguments: Any, **changes: Any) -> Any:
-            request = post(*arguments, **changes)
-            if answers and changes.get("segments"):
-                requests.handle(writer._committer.log)
+        def posted(journal: Journal, term: int, what: str, change: Change) -> Any:
+            request = post(journal, term, what, change)
+            if answers and change.segments:
+                writer.poll()
             return request
 
         patch.setattr(requests, "post", posted)
@@ -228,7 +229,7 @@ def test_a_full_where_no_tensor_gains_from_a_base(tmp_path: Path) -> None:
     assert done.method == "materialized"
     assert segments(store) == before | set(done.written)
     assert (store.checkpoint(3).kind, store.checkpoint(3).base) == ("full", None)
-    assert done.after.layers == 1
+    assert done.after.links == 1
     check(store, states, 1, 3)
 
 
@@ -259,7 +260,7 @@ def test_tensors_of_many_chunks_in_little_memory(tmp_path: Path) -> None:
     assert owned(store, "2..3", keep_steps=True).method == "concatenated"
     assert owned(store, "1..3").method == "materialized"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10  # kilobytes; blocks and chunks
-    assert {name: entry.codec for name, entry in store.tensors(3).items()} == {"master": "diff", "copy": "derive"}
+    assert {name: entry.codec for name, entry in store.tensors(3).items()} == {"master": "sub", "copy": "derive"}
     check(store, states, 1, 3)
 
 
@@ -298,8 +299,8 @@ def test_a_retired_base_in_the_range_serves_those_outside(tmp_path: Path, states
 def test_a_base_that_is_retired_already_serves_the_new_delta(store: Store, states: list[dict[str, Any]]) -> None:
     """2@1 is promised no longer, and nothing but the range is built on it."""
     with store.writer(poll_seconds=None) as writer:
-        requests.post(store.journal, writer.term, "test", retires=[(1, 2)])
-        requests.handle(writer._committer.log)
+        requests.post(store.journal, writer.term, "test", Change(retires=((1, 2),)))
+        writer.poll()
     done = owned(store, "3@1..7@1")
     assert done.method == "materialized"
     assert store.checkpoint("7@1").base == "2@1"
@@ -646,7 +647,7 @@ def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.
             with Store(store.backend).writer(poll_seconds=None):
                 pass
 
-    monkeypatch.setattr("ckptstore.maintenance.merge.committing.Successor", Late)
+    monkeypatch.setattr("ckptstore.maintenance.merge.merging.Successor", Late)
     with pytest.raises(FencedError, match="term 3 began after term 2"):
         owned(store, "2..6")
     assert segments(store) == before
@@ -708,7 +709,7 @@ def test_a_medium_that_fails_leaves_nothing_behind(store: Store, monkeypatch: py
     before = segments(store)
 
     def fails(*_: Any, **__: Any) -> None:
-        raise StorageError("no room for a pin")
+        raise StorageError("no space for a pin")
 
     monkeypatch.setattr(preparing_module, "check_state", fails)
     with pytest.raises(StorageError):

@@ -84,7 +84,7 @@ def test_the_end_of_the_range_stays(tmp_path: Path, how: dict[str, Any], last: i
         assert done.method == "materialized"
         assert (store.checkpoint(last).kind, store.checkpoint(last).base) == ("delta", "1@1")
         assert store.checkpoint(last).stored == done.written_nbytes
-        assert done.after.layers == 2
+        assert done.after.links == 2
         assert done.after.nbytes < done.before.nbytes
     check(store, truth, [1, *range(last, 17)])
 

@@ -77,7 +77,7 @@ def share(doc: SegmentDoc, size: int, step: int) -> int:
 def compare(store: ckptstore.Store, folder: Path) -> None:
     catalog = store.view().catalog
     checkpoints, encodings, parents = rebuilt([one for one in described(folder) if one[0].segment in catalog.segments])
-    wanted = {**catalog.bases, **catalog.checkpoints}
+    wanted = {**catalog.held, **catalog.checkpoints}
     assert {node: entry.id for node, entry in checkpoints.items()} == {node: one.id for node, one in wanted.items()}
     assert checkpoints == wanted
     edges = [edge for found in catalog.encodings.values() for edge in found]

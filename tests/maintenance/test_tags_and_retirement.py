@@ -120,10 +120,10 @@ class TestBesideALiveWriter:
     ) -> None:
         post = requests.post
 
-        def late(journal: Any, term: int, what: str, **changes: Any) -> Any:
+        def late(journal: Any, term: int, what: str, change: Any) -> Any:
             monkeypatch.setattr(requests, "post", post)
             store.retire("4@1")
-            return post(journal, term, what, **changes)
+            return post(journal, term, what, change)
 
         monkeypatch.setattr(requests, "post", late)
         with pytest.raises(ckptstore.RequestRefusedError, match=r"refused to tag 4@1 as 'best': .* is not promised"):

@@ -152,13 +152,13 @@ def test_deep_by_command(store: ckptstore.Store) -> None:
 def forged(monkeypatch: pytest.MonkeyPatch, change: Callable[[TensorEntry], TensorEntry]) -> ckptstore.Store:
     """A chain of three whose second delta is described otherwise than it is."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
-    original, seen = encoding._append, []
+    original, seen = encoding.append_tensor, []
 
     def append(*arguments: Any) -> TensorEntry:
         seen.append(original(*arguments))
         return change(seen[-1]) if len(seen) == 1 else seen[-1]
 
-    monkeypatch.setattr(encoding, "_append", append)
+    monkeypatch.setattr(encoding, "append_tensor", append)
     save_chain(store, 3)
     return store
 

@@ -23,7 +23,7 @@ from ckptstore.restore import chain
 from ckptstore.write import encoding
 
 
-@pytest.mark.parametrize("names", [("diff",), ("xor",), ("diff", "xor")], ids=str)
+@pytest.mark.parametrize("names", [("sub",), ("xor",), ("sub", "xor")], ids=str)
 def test_a_long_chain_of_one_chunk(names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(3)
     state = {"w": rng.normal(0, 1, 700_001).astype("<f4"), "odd": rng.integers(0, 255, 3 << 20, np.uint8)}
@@ -65,7 +65,7 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
     rng = np.random.default_rng(3)
     weight = rng.normal(0, 1, 300_000).astype("<f4")
     store = ckptstore.open(tmp_path / "store", create=True)
-    append, applied = encoding._append, chain.apply_in_parts
+    append, applied = encoding.append_tensor, chain.apply_in_parts
     seen: list[int] = []
 
     def misled(*arguments: Any) -> TensorEntry:
@@ -76,11 +76,11 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
         seen.append(len(parts))
         applied(parts, *args, **more)
 
-    policy = Policy(codecs=("planes", "diff", "xor"))
+    policy = Policy(codecs=("planes", "sub", "xor"))
     with store.writer(deltas=DeltaOptions(interval=1, bound=RestoreBound(times=None), policy=policy)) as writer:
         for step in range(1, 25):
             if step == 24:
-                monkeypatch.setattr(encoding, "_append", misled)
+                monkeypatch.setattr(encoding, "append_tensor", misled)
             writer.save({"w": weight}, step)
             weight.view("<u4")[rng.integers(0, 300_000, 900)] += 1
     monkeypatch.setattr(chain, "apply_in_parts", counted)
@@ -92,7 +92,7 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([codecs.Xor(1), codecs.Xor(4), codecs.Diff(1), codecs.Diff(2), codecs.Diff(8)]),
+    st.sampled_from([codecs.Xor(1), codecs.Xor(4), codecs.Sub(1), codecs.Sub(2), codecs.Sub(8)]),
     st.lists(st.binary(min_size=83, max_size=83), min_size=3, max_size=6),
 )
 def test_sums_are_the_chain(codec: codecs.Codec, images: list[bytes]) -> None:
@@ -109,7 +109,7 @@ def test_sums_are_the_chain(codec: codecs.Codec, images: list[bytes]) -> None:
 
 def test_what_is_no_sum() -> None:
     zeros = np.zeros(8, np.uint8)
-    for codec in (codecs.Planes(4), codecs.Diff(4, codecs.Context(24, 0, 3))):
+    for codec in (codecs.Planes(4), codecs.Sub(4, codecs.Context(24, 0, 3))):
         assert not codecs.is_additive(codec)
         with pytest.raises(ValueError, match="is not summed up"):
             codecs.add(codec, zeros, zeros)

@@ -240,8 +240,9 @@ def test_a_bad_sector_costs_what_lies_there(layered: Layered, monkeypatch: pytes
     root, truth = layered
     newest = list(truth)[-1]
     with opened(ckptstore.open(root).journal, newest) as found:
-        tensor, reader = found.tensors["random" if "random" in truth[newest] else "master.wide"]
-    bad, key = tensor.chunks[0].offset + 5, reader.entry.key
+        link = found.chains["random" if "random" in truth[newest] else "master.wide"].links[-1]
+    tensor, key = link.tensor, link.reader.entry.key
+    bad = tensor.chunks[0].offset + 5
     read_into = directio.FileSource.read_into
 
     def failing(self: Any, offset: int, out: memoryview) -> None:

@@ -54,7 +54,7 @@ def test_the_golden_store_has_everything() -> None:
             codecs.add(tensor.codec)
             if "encoding" in tensor.params:
                 codecs.add(tensor.params["encoding"])
-    assert codecs >= {"raw", "planes", "xor", "diff", "derive", "step", "predicted", "replayed", "sparse"}
+    assert codecs >= {"raw", "planes", "xor", "sub", "derive", "step", "predicted", "replayed", "sparse"}
     assert {"full", "delta", "gradient"} == {info.kind for info in store.checkpoints()}
     assert list((GOLDEN / "store-1" / "fold").iterdir())
 

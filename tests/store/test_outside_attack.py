@@ -170,12 +170,13 @@ import ckptstore
 if "exit" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 diffs = ckptstore.DiffOptions() if "diffs" in sys.argv else None
-writer = ckptstore.open(sys.argv[1]).writer(max_in_flight=4, poll_seconds=None, diffs=diffs)
-sink = writer._backend.open_sink
+store = ckptstore.open(sys.argv[1])
+writer = store.writer(max_in_flight=4, poll_seconds=None, diffs=diffs)
+sink = store.backend.open_sink
 def slow(*arguments, **options):
     time.sleep(0.3)
     return sink(*arguments, **options)
-writer._backend.open_sink = slow
+store.backend.open_sink = slow
 for step in range(1, 4):
     writer.save_async({"w": np.full(1 << 12, step, "<f4")}, step)
 os.kill(os.getpid(), signal.SIGTERM)

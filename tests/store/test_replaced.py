@@ -101,7 +101,10 @@ def test_a_deleted_store_is_reported_and_the_same_object_creates_anew(tmp_path: 
     for ask in (store.checkpoints, store.view, lambda: verify(store), lambda: store.load("latest")):
         with pytest.raises(StoreNotFoundError, match="was deleted while it was open"):
             ask()
+    with pytest.raises(StoreNotFoundError, match=r"deleted while it was open; .* Store\.create"):
+        store.writer(poll_seconds=None)
     assert not (tmp_path / "run").exists()
+    store.create()
     with store.writer(poll_seconds=None) as anew:
         anew.save(state(5), step=5)
         with pytest.raises(CkptError):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
-from tools.bench import commands, markdown, pagecache, report, save_load
+from tools.bench import commands, concurrent, markdown, pagecache, pmem, recycling, report, save_load, tensors
 from tools.bench.catalogue import SAVES
 from tools.bench.machine import filesystem_type
 from tools.bench.measure import Ballast, Measurement
 from tools.bench.rounds import CASES
+from tools.crash.media import obstacle
 
 
 def run(command: click.Command, *arguments: str) -> Result:
@@ -47,6 +49,20 @@ def test_a_small_comparison_is_complete_and_every_loaded_bit_is_right(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["save_load.json", "save_load.png"]
 
 
+def test_several_at_once_are_measured(tmp_path: Path) -> None:
+    arguments = ["--size", "20MB", "--saves", "2", "--rounds", "1", "--seconds", "0.01", "--dir", str(tmp_path)]
+    result = run(concurrent.main, *arguments, "--only", "N=2", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [entry["case"]["in_flight"] for entry in document["results"]] == [2] * 4
+    for entry in document["results"]:
+        (sample,) = entry["samples"]
+        assert 0 <= sample["waited"] <= sample["stall"] <= sample["durable"]
+        assert sample["rate"] > 0
+    assert not list(tmp_path.iterdir())
+    assert run(concurrent.main, "--only", "N=9").exit_code == 2
+
+
 @pytest.mark.slow
 def test_a_worker_that_fails_is_reported_and_the_run_exits_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
@@ -60,6 +76,42 @@ def test_a_worker_that_fails_is_reported_and_the_run_exits_1(tmp_path: Path, mon
     assert "broken on purpose" in entries["save/safetensors"]["error"]
     assert "nothing to load" in entries["warm/safe-open"]["error"]
     assert entries["save/raw-buffered"]["samples"]
+
+
+@pytest.mark.slow
+def test_a_segment_on_persistent_memory_is_measured_every_way(tmp_path: Path) -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("no tmpfs here")
+    arguments = ["--size", "2MiB", "--rounds", "1", "--disk", str(tmp_path)]
+    document = json.loads(run(pmem.main, *arguments, "--json").stdout)
+    ratios = {row["name"]: row["ratio"] for row in document["results"]}
+    assert ratios[pmem.LIMIT] == 1.0
+    assert len(ratios) == (8 if obstacle("pmem") is None else 5)
+    assert all(len(row["samples"]) == 1 and row["seconds"] > 0 for row in document["results"])
+    assert "pmem:// msync, on" in run(pmem.main, *arguments).stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_training_loop_is_measured_with_saves_of_every_kind(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from tools.bench import layerwise
+
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
+    small = ["--width=16", "--blocks=1", "--rows=8", "--every=1", "--saves=2", "--rounds=1"]
+    document = json.loads(
+        run(layerwise.main, *small, "--shared", str(tmp_path / "none"), str(tmp_path), "--json").stdout
+    )
+    torch.set_num_threads(before[0])
+    rows = {row["way"]: row for row in document["results"]}
+    assert list(rows) == [way for way in layerwise.WAYS if "direct" not in way]
+    assert document["state"] > 3 * 4 * 16 * 2000
+    for way, row in rows.items():
+        assert (row["loss"] == 0) == (row["stall"] < 1e-5) == way.endswith("no saves"), way
+        assert (row["copying"] > 0) == ("layer by layer" in way), way
+    assert os.sched_getaffinity(0) == before[1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:
@@ -191,3 +243,31 @@ def test_the_benchmark_of_the_command_writes_its_report(tmp_path: Path) -> None:
     assert all(entry["objects"] > 0 for entry in document["opening"])
     assert document["help_over_imports"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["commands.json"]
+
+
+def test_new_files_are_compared_with_overwritten_ones(tmp_path: Path) -> None:
+    if filesystem_type(tmp_path) == "tmpfs":
+        pytest.skip("tmpfs may have no O_DIRECT")
+    result = run(recycling.main, "--dir", str(tmp_path), "--size", "32", "--rounds", "2", "--json")
+    document = json.loads(result.stdout)
+    assert set(document["seconds"]) == set(recycling.WAYS)
+    assert all(len(taken) == 2 and min(taken) > 0 for taken in document["seconds"].values())
+    assert len(document["probe"]["ratios"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert "raw, overwritten" in run(recycling.main, "--dir", str(tmp_path), "--size", "32", "--rounds", "1").stdout
+
+
+def test_many_tensors_are_equal_however_they_are_stored(tmp_path: Path) -> None:
+    arguments = ["--count", "30", "--elements", "64", "--rounds", "1", "--dir", str(tmp_path)]
+    document = json.loads(run(tensors.main, *arguments, "--json").stdout)
+    assert set(document["medians"]) == set(tensors.CASES)
+    loads = [one for name, one in document["medians"].items() if "load" in name or "open" in name]
+    assert [one["same"] for one in loads] == [1.0] * 3
+    assert document["nbytes"] == 30 * 64 * 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_that_differs_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors.torch, "load", lambda *_arguments, **_options: tensors.experts(3, 128))
+    found = tensors.CASES["torch.load"](tensors.experts(3, 64), tmp_path)
+    assert found["same"] == 0.0

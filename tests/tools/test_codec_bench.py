@@ -31,7 +31,7 @@ def test_every_method_returns_what_it_was_given() -> None:
     found, _ = codec_methods.others(CASE)
     methods = [*codec_methods.ours(CASE, parts()), *found]
     labels = {method.label for method in methods}
-    assert {"planes", "xor", "diff", "diff + context", "gzip-6", "zstd-1", "zstd-3", "zstd-9"} <= labels
+    assert {"planes", "xor", "sub", "sub + context", "gzip-6", "zstd-1", "zstd-3", "zstd-9"} <= labels
     for method, row in zip(methods, bench.measure(methods, parts(), 2), strict=True):
         stored = sum(len(bytes(method.encode(part, {}))) for part in parts())
         assert row["stored"] == stored
@@ -49,20 +49,20 @@ def test_a_method_that_lies_is_caught() -> None:
 def test_a_whole_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Large enough for code tables to weigh little: with blocks of 60,000 values they are a percent of the payload.
     monkeypatch.setattr(bench, "load", lambda case, limit: parts(524_288, 5_000))
-    options = argparse.Namespace(limit=None, methods="[dxz]*", rounds=1, one_core=False)
+    options = argparse.Namespace(limit=None, methods="[sxz]*", rounds=1, one_core=False)
     result = bench.run(CASE, options)
-    diff, xor = codec_report.row_of(result, "diff"), codec_report.row_of(result, "xor")
+    diff, xor = codec_report.row_of(result, "sub"), codec_report.row_of(result, "xor")
     assert diff is not None
     assert xor is not None
     assert diff["ratio"] > xor["ratio"] > 1
     assert diff["encode_all"] > 0
-    assert result["bound"]["diff"] < codec_report.bits(result, diff) < 1.02 * result["bound"]["diff"]
+    assert result["bound"]["sub"] < codec_report.bits(result, diff) < 1.02 * result["bound"]["sub"]
     promised = codec_report.promises([result])
     assert promised[0]["kept"]
     assert promised[0]["what"].endswith("above the order-0 bound")
     codec_report.show(result)
     codec_report.show_promises(promised)
-    assert "diff" in capsys.readouterr().out
+    assert "sub" in capsys.readouterr().out
     codec_report.draw([result], tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
     assert "| weights, late, 1 step apart (F32, 2 MB) |" in codec_report.markdown({"cases": [result]})
@@ -70,10 +70,10 @@ def test_a_whole_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
 
 def test_a_broken_promise_is_shown_as_broken() -> None:
     rows = [
-        {"method": "diff", "ratio": 1.5, "encode": 1e9, "decode": 1e9},
+        {"method": "sub", "ratio": 1.5, "encode": 1e9, "decode": 1e9},
         {"method": "ZipNN", "ratio": 1.45, "encode": 2e9, "decode": 1e9},
     ]
-    case = {"label": "weights, mid", "dtype": "F32", "gap": 1, "nbytes": 4, "bound": {"diff": 21.0}, "rows": rows}
+    case = {"label": "weights, mid", "dtype": "F32", "gap": 1, "nbytes": 4, "bound": {"sub": 21.0}, "rows": rows}
     found = codec_report.promises([case])
     assert found[1]["bound"] == pytest.approx(32 / 21 / 1.45)
     assert [(p["shown"], p["kept"]) for p in found] == [

@@ -59,7 +59,7 @@ def test_the_set_has_everything() -> None:
     unknown = {name for name, one in expected.items() if isinstance(one.get("latest"), dict)}
     assert unknown == {"orphan", "damage-after", "empty-damaged", "lost-end"}
     lost = {name for name, one in expected.items() for c in one.get("checkpoints", {}).values() if "error" in c}
-    assert lost == {"damaged-segment", "unknown-rule"}
+    assert lost == {"damaged-segment", "unknown-rule", "shards-broken"}
     assert any(one["lossy"] for one in expected["../store-1"]["checkpoints"].values())
 
 

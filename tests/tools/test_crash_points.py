@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.backends.local import LocalBackend
-from ckptstore.host.crash_points import CRASH_POINTS
+from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS
 from tools.crash.scenario import live
 from tools.mutants.copies import repository
 
@@ -58,9 +58,10 @@ def test_the_calls_are_the_documented_ones(called: list[Place]) -> None:
 
 
 def test_the_register_names_what_is_called_and_nothing_else(called: list[Place]) -> None:
-    assert len(set(CRASH_POINTS)) == len(CRASH_POINTS)
-    assert set(CRASH_POINTS) == {name for name, _, _ in called}
-    assert list(dict.fromkeys(name for name, _, _ in documented())) == list(CRASH_POINTS)
+    registered = [*CRASH_POINTS, *RANK_POINTS]
+    assert len(set(registered)) == len(registered)
+    assert set(registered) == {name for name, _, _ in called}
+    assert list(dict.fromkeys(name for name, _, _ in documented())) == registered
 
 
 @pytest.mark.slow
@@ -78,5 +79,6 @@ def test_a_life_of_the_crash_tests_comes_to_every_call(
     for name, module in list(sys.modules.items()):
         if name.startswith("ckptstore.") and hasattr(module, "crash_point") and name != "ckptstore.host.crash_points":
             monkeypatch.setattr(module, "crash_point", reach)
-    live(LocalBackend(tmp_path), lambda _: None)
-    assert reached == set(called)
+    for mode in ("never", "always"):
+        live(LocalBackend(tmp_path / mode, recycle=mode), lambda _: None)
+    assert reached == {place for place in called if place[0] in CRASH_POINTS}

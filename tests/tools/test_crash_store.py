@@ -20,6 +20,11 @@ def test_every_state_after_a_power_cut_keeps_its_promises() -> None:
     assert done.restored > done.states
 
 
+def test_a_store_that_recycles_files_keeps_them_as_well() -> None:
+    done = states.explore(limit=4, medium="recycled")
+    assert done.restored > done.states > 100
+
+
 @pytest.mark.parametrize(
     ("calls", "what"),
     [
@@ -43,6 +48,14 @@ def test_sigkill_at_every_crash_point(tmp_path: Path) -> None:
 
 def test_faults_surface_and_lose_nothing() -> None:
     done = faultsweep.sweep(every=17, cuts=3)
+    _check_sweep(done)
+
+
+def test_faults_in_a_store_that_recycles_files_surface_and_lose_nothing() -> None:
+    _check_sweep(faultsweep.sweep(every=29, cuts=3, medium="recycled"))
+
+
+def _check_sweep(done: faultsweep.Sweep) -> None:
     assert set(done.injected) == set(faultsweep.KINDS)
     assert done.surfaced["StorageError"] > 0
     assert done.states > 0

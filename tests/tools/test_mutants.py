@@ -121,9 +121,20 @@ def test_every_kind_is_found_in_the_tree() -> None:
     assert len({site.name for site in sites}) == len(sites)
     known = {(site.path, site.where, site.kind) for site in sites}
     assert known >= {
-        ("ckptstore/backends/local.py", "LocalBackend._write", "durability"),
+        ("ckptstore/backends/local.py", "LocalBackend._write_once", "durability"),
         ("ckptstore/backends/local.py", "LocalBackend._create", "durability"),
         ("ckptstore/backends/directio.py", "FileSink.seal", "durability"),
+        ("ckptstore/backends/directio.py", "FileSink._finish_contents", "durability"),
+        ("ckptstore/backends/posix.py", "Posix.msync", "durability"),
+        ("ckptstore/backends/libpmem.py", "Libpmem.flush", "durability"),
+        ("ckptstore/backends/libpmem.py", "Libpmem.drain", "durability"),
+        ("ckptstore/backends/pmem.py", "PmemSink.write", "durability"),
+        ("ckptstore/backends/pmem.py", "PmemSink.persist", "durability"),
+        ("ckptstore/backends/pmem.py", "PmemSink._finish_contents", "durability"),
+        ("ckptstore/backends/pmem_stores.py", "NonTemporal.drain", "durability"),
+        ("ckptstore/backends/pmem_stores.py", "NonTemporal.persist", "durability"),
+        ("ckptstore/backends/pmem_stores.py", "Synced.persist", "durability"),
+        ("ckptstore/backends/pmem_stores.py", "Synced.sync", "durability"),
         ("ckptstore/segments/reading.py", "SegmentReader._read_doc", "checksum"),
         ("ckptstore/segments/reading.py", "check_chunk", "checksum"),
         ("ckptstore/restore/opened.py", "Opened.check_identity", "checksum"),

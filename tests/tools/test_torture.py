@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.posix import Posix
+from ckptstore.log.change import Change
 from ckptstore.store import Store
 from tools.crash import torture, torture_actors
 from tools.crash.faults import FaultyPosix
@@ -85,27 +87,34 @@ def test_a_reader_notices_a_collector_that_ignores_pins(stage: Stage, monkeypatc
 
     def meanwhile(_: float) -> None:
         with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
-            term = writer._committer.log
             view = store.view()
             node = (first.term, first.step)
             drops = torture_actors.droppable(view.catalog, [node])
-            torture_actors.requests.post(store.journal, term.number, "test", drops=drops, retires=[node])
-            torture_actors.requests.handle(term)
+            torture_actors.requests.post(
+                store.journal, writer.term, "test", Change(drops=tuple(drops), retires=(node,))
+            )
+            writer.poll()
         collector(stage)
 
     monkeypatch.setattr(torture_actors.time, "sleep", meanwhile)
     collector = steals
     with pytest.raises(Violation, match="is pinned for 1@1, and is gone"):
-        torture_actors._hold(stage, store, first.ref)
+        torture_actors.hold(stage, store, first.ref)
 
 
-def test_actors_get_on_with_faults_and_note_what_they_were_promised(stage: Stage) -> None:
+def test_actors_get_on_with_faults_and_note_what_they_were_promised(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Posix] = []
+    posix = Stage.posix
+    monkeypatch.setattr(Stage, "posix", lambda stage: made.append(posix(stage)) or made[-1])  # type: ignore[func-returns-value]
     stage.faulty = (torture_actors.faults.short_reads(1, None), torture_actors.faults.interrupted(3, 5))
     train(stage)
     events = Acknowledged.read(stage.notes)
+    assert made
+    assert all(isinstance(posix, FaultyPosix) and posix.calls for posix in made)
     saved = {event["saved"] for event in events if "saved" in event}
     assert saved == {info.ref for info in Store(LocalBackend(stage.root)).checkpoints()}
-    assert isinstance(stage.store().backend._posix, FaultyPosix)
 
 
 def test_a_journal_cut_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:

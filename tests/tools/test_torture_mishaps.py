@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.log import reading
-from ckptstore.log.term import Term
+from tests.tools.inside import Rule, break_rule
 from tools.crash.scenario import Violation
 from tools.crash.torture_actors import Acknowledged, Stage
 from tools.crash.torture_mishaps import mishap
@@ -45,19 +44,9 @@ def test_nothing_is_silent(place: Path) -> None:
     assert not list(place.glob("mishap-*"))
 
 
-def only_the_next(one: reading._Reading) -> int:
-    return one.seq + 1 if reading.exists(one.backend, reading.slot_key(one.seq + 1)) else -1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["look above", "look before", "chain"])
-def test_it_finds_what_the_rules_prevent(place: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    if rule == "look above":
-        monkeypatch.setattr(reading._Reading, "_slot_above", only_the_next)
-    elif rule == "look before":
-        monkeypatch.setattr(Term, "_check_log_is_mine", lambda _term, _seq: None)
-    else:
-        monkeypatch.setattr(reading._Reading, "_follows", lambda _reading, _record: True)
-        monkeypatch.setattr(Term, "_check_log_is_mine", lambda _term, _seq: None)
+def test_it_finds_what_the_rules_prevent(place: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
+    break_rule(monkeypatch, rule)
     with pytest.raises(Violation):
         run(place, range(400))

@@ -94,7 +94,7 @@ def restored(update: Update, before: dict[str, np.ndarray], after: dict[str, np.
         payload = optim.replayed.encode(rule, old, new, gradient)
         explained = len(optim.replayed.encode(rule, old, None, gradient))
     state = [part.copy() for part in old]
-    optim.decode([optim.Layer(encoding, rule, payload)], state)
+    optim.decode([optim.Link(encoding, rule, payload)], state)
     for part, wanted in zip(state, new, strict=True):
         assert np.array_equal(part, wanted)
     assert optim.choose(update.optimizer, update.step, old, new, gradient, variant).bits < 32 * len(old)
@@ -442,7 +442,8 @@ def test_subclasses_are_taken_for_what_they_derive_from() -> None:
 
 
 def test_the_package_finds_its_names_lazily() -> None:
-    assert dir(training) == ["OptimizerStep", "clip_factor"]
+    assert {"LayerwiseSnapshots", "OptimizerStep", "clip_factor"} <= set(dir(training))
+    assert dir(training) == sorted(training.__all__)
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = training.nothing_such
     code = "import sys, ckptstore.training; sys.exit('torch' in sys.modules)"

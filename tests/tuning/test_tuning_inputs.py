@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import ckptstore
 from ckptstore.errors import CheckpointNotFoundError, MissingDependencyError, StorageError, UsageError
 from ckptstore.tuning import Job, units
-from ckptstore.tuning.measuring import measure
 from ckptstore.tuning.paper import TABLE_JOB
 from ckptstore.tuning.plotting import heat_map
+from ckptstore.tuning.profile import measure
 
 
 @pytest.mark.parametrize(

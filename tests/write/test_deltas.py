@@ -19,10 +19,12 @@ import ckptstore
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
+from ckptstore.log.change import Change
 from ckptstore.write import encoding
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.store.states import every_dtype, same
+from tests.write import inside
 
 
 def trajectory(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -115,7 +117,7 @@ def test_a_delta_may_build_on_a_derived_copy(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = [{"c": (master + n).bfloat16(), "m": master + n} for n in range(3)]
     states += [{"c": (master + 3).bfloat16()}, {"c": (master + 4).bfloat16()}]
     store = fill(tmp_path / "store", states, 1)
-    assert [store.tensors(step)["c"].codec for step in (3, 4, 5)] == ["derive", "diff", "diff"]
+    assert [store.tensors(step)["c"].codec for step in (3, 4, 5)] == ["derive", "sub", "sub"]
     for step, state in enumerate(states, 1):
         same(state, store.load(step))
     same(states[4], store.load(5, into={"c": torch.zeros(300, 70, dtype=torch.bfloat16)}))
@@ -203,8 +205,8 @@ def test_wrong_bases_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     original = link.read_payload
 
-    def spoiled(layer: link.Layer, index: int, scratch: Any, *, verify: bool) -> Any:
-        return original(layer, index, scratch, verify=verify) ^ (1 if layer.tensor.codec == "raw" else 0)
+    def spoiled(one: link.Link, index: int, scratch: Any, *, verify: bool) -> Any:
+        return original(one, index, scratch, verify=verify) ^ (1 if one.tensor.codec == "raw" else 0)
 
     monkeypatch.setattr(link, "read_payload", spoiled)
     with pytest.raises(ckptstore.CorruptSegmentError, match="other bytes than were saved in step 2"):
@@ -287,7 +289,9 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "store")
     with store.writer(deltas=3, poll_seconds=None) as writer:
         first = writer.save(states[0], step=1)
-        asked = requests.post(store.journal, writer.term, "retire", retires=[(first.term, 1)], drops=first.segments)
+        asked = requests.post(
+            store.journal, writer.term, "retire", Change(retires=((first.term, 1),), drops=first.segments)
+        )
         writer.wait()
         writer.tag("nothing", 1)
         # Answered by the upkeep that follows the next save, which is still a delta of the base and keeps it needed.
@@ -298,8 +302,10 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
         drops = [*first.segments, *second.segments]
         nodes = [(first.term, 1), (first.term, 2)]
         tags = {"nothing": None}
-        asked = requests.post(store.journal, writer.term, "retire", retires=nodes, drops=drops, tags=tags)
-        writer._submit(writer._committer.housekeeping).result()
+        asked = requests.post(
+            store.journal, writer.term, "retire", Change(retires=tuple(nodes), drops=tuple(drops), tags=tags)
+        )
+        writer.poll()
         assert requests.outcome(store.view().catalog, asked).answer == "accepted"
         kinds = [writer.save(states[step - 1], step=step).kind for step in (3, 4, 5)]
     assert kinds == ["full", "delta", "delta"]
@@ -312,15 +318,14 @@ def test_a_base_that_cannot_be_kept_fails_no_save(tmp_path: Path, monkeypatch: p
     states = trajectory(4)
     store = ckptstore.open(tmp_path / "store")
     with store.writer(deltas=DeltaOptions(interval=1, memory=0)) as writer:
-        working = writer._deltas._reopen
 
-        def broken(identity: Any) -> Any:
-            raise ckptstore.StorageError(5, "input/output error")
+        def broken(_backend: Any, key: str, _data: bytes) -> None:
+            raise ckptstore.StorageError(5, "input/output error", key)
 
-        writer._deltas._reopen = broken
-        with pytest.warns(UserWarning, match="1@1 cannot be kept as a base"):
-            assert writer.save(states[0], step=1).ref == "1@1"
-        writer._deltas._reopen = working
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalBackend, "replace", broken)  # a base that is not in memory is pinned
+            with pytest.warns(UserWarning, match="1@1 cannot be kept as a base.*pins/"):
+                assert writer.save(states[0], step=1).ref == "1@1"
         kinds = [writer.save(states[step - 1], step=step).kind for step in (2, 3, 4)]
     assert kinds == ["full", "delta", "delta"]
     for step, state in enumerate(states, 1):
@@ -355,7 +360,7 @@ def test_bases_use_the_memory_they_may(tmp_path: Path) -> None:
     ) as writer:
         for step, state in enumerate(states, 1):
             writer.save(state, step=step)
-            held = [type(base).__name__ for base in writer._deltas._bases.values()]
+            held = [type(base).__name__ for base in inside.bases(writer)]
             assert held.count("MemoryBase") == 1, (step, held)
 
 
@@ -371,7 +376,7 @@ def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypa
 
     running = threading.Semaphore(0)
     active: list[int] = []
-    original = encoding._code
+    original = encoding.code_group
 
     def slow(*arguments: Any) -> Any:
         active.append(1)
@@ -389,7 +394,7 @@ def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypa
     states = [{f"w{n}": rng.standard_normal(1 << 19) for n in range(12)} for _ in range(2)]
     with ckptstore.open(tmp_path / "store").writer(deltas=1, poll_seconds=None) as writer:
         writer.save(states[0], step=1)
-        monkeypatch.setattr(encoding, "_code", slow)
+        monkeypatch.setattr(encoding, "code_group", slow)
         monkeypatch.setattr(FileSink, "write", fails)
         with pytest.raises(ckptstore.StorageError):
             writer.save(states[1], step=2)
@@ -403,28 +408,18 @@ def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
     states = trajectory(3)
     store = ckptstore.open(tmp_path / "store")
     with store.writer(deltas=1, poll_seconds=None) as writer:
-        copy = writer._snapshots.copy
         changed = threading.Event()
         copying = threading.Event()
 
-        def late(*arguments: Any) -> Any:
+        def late() -> None:
             copying.set()
             assert changed.wait(20)
-            return copy(*arguments)
 
-        monkeypatch.setattr(writer._snapshots, "copy", late)
+        def reached() -> None:
+            assert copying.wait(20)
 
-        class Impatient:
-            """A future of which every wait is interrupted."""
-
-            def result(self) -> Any:
-                assert copying.wait(20)
-                raise KeyboardInterrupt
-
-            exception = result
-
-        submit = writer._submit
-        monkeypatch.setattr(writer, "_submit", lambda work: (submit(work), Impatient())[1])
+        inside.copies_late(writer, monkeypatch, late)
+        inside.interrupt_after_submit(writer, monkeypatch, reached)
         state = {"w": states[0]["optimizer"]["master"]["layer0.weight"].clone()}
         with pytest.raises(KeyboardInterrupt):
             writer.save(state, step=1)

@@ -30,7 +30,7 @@ pending = []
 for step in range(1, last + 1):
     trainer.train()
     pending.append(writer.save_async(trainer.state(), step, updates=trainer.updates()))
-writer._submit(lambda: None).result()  # coded, all of them
+writer.poll()  # coded, all of them
 print(*[one.step for one in pending if one.done()], flush=True)
 if end == "close":
     writer.close()

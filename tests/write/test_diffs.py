@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +23,7 @@ from ckptstore.formats import optim
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding
 from ckptstore.formats.sources import NumpySource
+from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import describe_checkpoint
 from ckptstore.reports.explaining import explain
 from ckptstore.store import verify
@@ -269,7 +273,7 @@ def test_who_asks_for_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None
 
         first, second = save(), save()
         assert first.result(60).kind == "full"
-        writer._submit(lambda: None).result()
+        writer.poll()
         assert not second.done(), "only what it is asked for is written"
         third = save()
         assert second.result(60).segments == third.result(60).segments
@@ -397,7 +401,28 @@ def test_going_back_on_purpose_loses_nothing(tmp_path: Path) -> None:
             store.writer(parent="5@1").close()
 
 
-def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path) -> None:
+@pytest.fixture
+def settle() -> Iterator[Callable[[], None]]:
+    """What a scheduler does some seconds before it kills: every writer writes what waits, and says nothing is missing.
+
+    Until a writer is opened afterwards, a second one is nobody's.
+    """
+    settled: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: settled.append(number))
+
+    def send() -> None:
+        settled.clear()
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while not settled:  # the writers' handler sends it on when everything is written
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    yield send
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path, settle: Callable[[], None]) -> None:
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
 
@@ -409,11 +434,11 @@ def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path) -> None:
     first = store.writer(diffs=options)
     save(first)
     save(first)
-    first._settle()
+    settle()
     second = store.writer(diffs=options)  # no warning: everything is there
     save(second)
     save(second)
-    second._settle()
+    settle()
     save(second)
     save(second)
     save(second)
@@ -437,11 +462,11 @@ def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
         for step in range(1, 4):
             trainer.train()
             last = writer.save_async(trainer.state(), step, updates=trainer.updates())
-        writer._submit(lambda: None).result()
+        writer.poll()
         catalog = store.view().catalog
         segments = catalog.encodings[1, 1][0].segments
-        asked = requests.post(store.journal, 1, "test", retires=[(1, 1)], drops=segments)
-        writer._submit(writer._committer.housekeeping).result()
+        asked = requests.post(store.journal, 1, "test", Change(retires=((1, 1),), drops=tuple(segments)))
+        writer.poll()
         assert last.done()
         found = requests.outcome(store.view().catalog, asked)
         assert found.answer == "refused"
@@ -526,10 +551,10 @@ def test_the_first_wrong_step_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     decode = optim.decode
     fifth = ADAM.rule(optim.Step(count=5, lr=1e-3 / 6, clip=0.7)).params
 
-    def wrong(layers: Any, state: Any) -> None:
-        for layer in layers:
-            decode([layer], state)
-            if layer.rule.params == fifth and len(state[0]) > 1000:
+    def wrong(links: Any, state: Any) -> None:
+        for link in links:
+            decode([link], state)
+            if link.rule.params == fifth and len(state[0]) > 1000:
                 state[1].view("<u4")[7] ^= 1 << 20
 
     monkeypatch.setattr(optim, "decode", wrong)

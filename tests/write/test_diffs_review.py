@@ -16,10 +16,12 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import optim
+from ckptstore.host import sigterm
 from ckptstore.restore.replay import Program
 from ckptstore.store import verify
 from ckptstore.write.snapshot import SnapshotPool
 from tests.store.states import same
+from tests.write.held import elsewhere, hold
 from tests.write.test_diffs import ADAM, Trainer
 
 
@@ -38,7 +40,7 @@ def test_steps_that_overtake_each_other(tmp_path: Path, accumulate: Any) -> None
 
         def slow(_: Any) -> Any:
             updates = trainer.updates()
-            save(6)
+            elsewhere(lambda: save(6))
             return updates
 
         save(3)
@@ -147,8 +149,7 @@ def test_sparse_gradients_may_change_when_save_async_returns(tmp_path: Path) -> 
         writer.save_async(trainer.state(), 0)
         for step in range(1, 5):
             trainer.train(0.02)
-            gate = threading.Event()
-            writer._submit(gate.wait)
+            gate = hold(store, writer)
             try:
                 writer.save_async(trainer.state(), step, updates=trainer.updates())
                 for gradient in trainer.gradients.values():
@@ -229,26 +230,31 @@ def test_a_handler_of_sigterm_that_calls_the_one_before(tmp_path: Path, kind: st
 
 def test_a_writer_that_cannot_settle_leaves_the_others_their_signal(tmp_path: Path) -> None:
     """Whatever goes wrong with it; the order of the writers is nobody's."""
+
+    class Broken:
+        def _settle(self) -> None:
+            settled.append(self)
+            raise RuntimeError("no thread to be had")
+
+    settled: list[Broken] = []
     handed_on = threading.Event()
     original = signal.signal(signal.SIGTERM, lambda *_: handed_on.set())
-    writers, pending = [], []
+    writers, pending, broken = [], [], [Broken(), Broken()]
     try:
-        for number in range(3):
+        for number in range(2):
             trainer, store = Trainer(), ckptstore.open(tmp_path / str(number), create=True)
             writer = store.writer(diffs=DiffOptions(batch=50, seconds=None), poll_seconds=None)
             writers.append(writer)
             pending.append([writer.save_async(trainer.state(), step) for step in (1, 2)])
-
-        def broken() -> None:
-            raise RuntimeError("no thread to be had")
-
-        writers[1]._settle = broken  # type: ignore[method-assign]
+            sigterm.watch(broken[number])
         os.kill(os.getpid(), signal.SIGTERM)
         assert handed_on.wait(30)
-        for number in (0, 2):
-            assert pending[number][1].result(30).step == 2
-        assert not pending[1][1].done()
+        for one in pending:
+            assert one[1].result(30).step == 2
+        assert set(settled) == set(broken)
     finally:
+        for one in broken:
+            sigterm.forget(one)
         for writer in writers:
             writer.close()
         signal.signal(signal.SIGTERM, original)

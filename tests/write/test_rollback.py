@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,11 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions
+from ckptstore.log.reading import Patience
 from ckptstore.store import Store
 from tests.store.states import same
+from tests.write import inside
+from tests.write.held import elsewhere
 from tests.write.test_diffs import Trainer
 
 
@@ -58,7 +60,7 @@ def test_the_order_is_looked_at_before_the_state_and_once_more_after_it(
 
         def slowly(value: Any) -> Any:
             monkeypatch.setattr(bridge, "flattened", flattened)
-            writer.save(state(9, 1), 9)
+            elsewhere(lambda: writer.save(state(9, 1), 9))
             return flattened(value)
 
         monkeypatch.setattr(bridge, "flattened", slowly)
@@ -74,7 +76,7 @@ def test_commits_may_finish_out_of_order(store: ckptstore.Store) -> None:
     with store.writer(diffs=DiffOptions(), max_in_flight=3, poll_seconds=None) as writer:
 
         def overtaken(_: Any) -> Any:
-            writer.save(state(6), 6)
+            elsewhere(lambda: writer.save(state(6), 6))
             return ()
 
         writer.save_async(state(5), 5, updates=overtaken)
@@ -185,7 +187,7 @@ def test_a_save_that_rollback_overtook_is_not_saved(store: ckptstore.Store) -> N
         save(writer, 1, 2)
 
         def overtaken(_: Any) -> Any:
-            assert writer.rollback(1).step == 1
+            assert elsewhere(lambda: writer.rollback(1)).step == 1
             return ()
 
         late = writer.save_async(state(3), 3, updates=overtaken)
@@ -211,17 +213,11 @@ def test_an_interrupted_rollback_saves_nothing_as_what_it_is_not(
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1, 2)
         writer.wait()
-        gate = threading.Event()
-
-        def interrupted(term: Any, parent: Any) -> None:
-            gate.set()
-            raise KeyboardInterrupt
-
         with monkeypatch.context() as patched:
-            patched.setattr(writer, "_succeed", interrupted)
+            begun = inside.interrupt_succession(writer, patched)
             with pytest.raises(KeyboardInterrupt):
                 writer.rollback(1)
-        assert gate.is_set()
+        assert begun.is_set()
         with pytest.raises(ckptstore.FencedError):
             writer.save(state(3), 3)
     assert [info.ref for info in store.checkpoints()] == ["1@1", "2@1"]
@@ -235,13 +231,29 @@ def test_a_writer_that_does_not_know_what_it_committed_begins_no_term(
         save(writer, 1)
         writer.wait()
 
-        def unknown(_: Any) -> int:
-            raise ckptstore.CommitUnknownError("slot 2 may or may not be committed")
+        def silent(_medium: Any, key: str, _data: bytes) -> None:
+            raise ckptstore.StorageError(110, "no answer", key)
 
         with monkeypatch.context() as patched:
-            patched.setattr(writer._committer.log, "commit", unknown)
+            patched.setattr(type(store.backend), "create", silent)
+            patched.setattr(Patience, "pause", lambda _patience, _done: None)
             with pytest.raises(ckptstore.CommitUnknownError):
                 writer.save(state(2), 2)
         with pytest.raises(ckptstore.CommitUnknownError):
             writer.rollback(1)
     assert len(store.terms()) == 1
+
+
+def test_going_back_to_nothing_is_refused_before_a_term_is_opened(store: ckptstore.Store) -> None:
+    """By an outside attacker: it opened a term from nothing, and then failed an assertion."""
+    with store.writer(poll_seconds=None) as writer:
+        for ref, kind in ((None, ckptstore.UsageError), ("latest", ckptstore.CheckpointNotFoundError)):
+            with pytest.raises(kind):
+                writer.rollback(ref)  # type: ignore[arg-type]
+        save(writer, 1, 2)
+        with pytest.raises(ckptstore.UsageError, match="parent=None"):
+            writer.rollback(None)  # type: ignore[arg-type]
+        assert [term.term for term in store.terms()] == [1]
+        assert writer.rollback("latest").ref == "2@1"
+        save(writer, 3)
+    assert store.latest_step() == 3

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
+import time
 import uuid
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from ckptstore import DiffOptions
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import FlatState
 from ckptstore.store import Store
+from tests.write import inside
+from tests.write.held import hold
 from tests.write.test_diffs import Trainer
 
 LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
@@ -60,13 +64,23 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
     """The pool that copies goes with the writer; its own error would say nothing to anybody."""
     writer = store.writer(poll_seconds=None)
 
+    closing = threading.Thread(target=writer.close)
+    starting = threading.Lock()  # `Thread.start` is not for two at once
+
     class Closing(NumpySource):
         def view(self) -> Any:
-            writer.close()
+            with starting, contextlib.suppress(RuntimeError):  # two threads copy: one of them starts it
+                closing.start()
+            with contextlib.suppress(ckptstore.WriterClosedError):
+                while True:
+                    writer.prepare(LARGE)
+                    time.sleep(0.001)
             return super().view()
 
     with pytest.raises(ckptstore.WriterClosedError, match="closed"):
         writer.save_async(FlatState(None, {name: Closing(array) for name, array in LARGE.items()}), 1)
+    closing.join(60)
+    assert not closing.is_alive()
     assert not store.backend.list("seg/")
 
 
@@ -86,7 +100,7 @@ def test_a_fenced_writer_refuses_at_once(store: ckptstore.Store) -> None:
 
 def test_what_was_on_its_way_when_the_term_ended_is_not_written(store: ckptstore.Store) -> None:
     """Nobody may drop segments of a term that is over: so none is written any more."""
-    with store.writer(poll_seconds=None, max_in_flight=2) as writer, ThreadPoolExecutor(1) as other:
+    with store.writer(poll_seconds=None) as writer, ThreadPoolExecutor(1) as other:
         reached, goes_on = threading.Event(), threading.Event()
 
         def waits(_done: int, _total: int) -> None:
@@ -153,21 +167,6 @@ def test_no_step_waits_for_a_batch_that_cannot_be_written(store: ckptstore.Store
         waiting.result(60)
 
 
-class Interrupted:
-    """What a caller waits for who presses Ctrl-C; `known` is set once the writer knows that he does not wait."""
-
-    def __init__(self, future: Future[Any], known: threading.Event) -> None:
-        self._future = future
-        self._known = known
-
-    def result(self) -> Any:
-        raise KeyboardInterrupt
-
-    def exception(self) -> BaseException | None:
-        self._known.set()
-        return self._future.exception(60)
-
-
 @pytest.mark.parametrize("diffs", [None, DiffOptions(batch=1)], ids=["full", "diffs"])
 def test_an_interrupted_save_is_not_committed(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, diffs: DiffOptions | None
@@ -175,19 +174,13 @@ def test_an_interrupted_save_is_not_committed(
     """The caller may change the state as soon as he was interrupted: what is written by then is not what he saved."""
     with store.writer(diffs=diffs, poll_seconds=None) as writer:
         known = threading.Event()
-        submit, copy, write = writer._submit, writer._snapshots.copy, writer._deltas.write
 
-        def late(what: Any) -> Any:
-            def call(*arguments: Any, **options: Any) -> Any:
-                assert known.wait(60)
-                return what(*arguments, **options)
-
-            return call
+        def wait() -> None:
+            assert known.wait(60)
 
         with monkeypatch.context() as patched:
-            patched.setattr(writer, "_submit", lambda work: Interrupted(submit(work), known))
-            patched.setattr(writer._snapshots, "copy", late(copy))
-            patched.setattr(writer._deltas, "write", late(write))
+            inside.interrupt_waits_of_save(writer, patched, known)
+            inside.copies_late(writer, patched, wait, writes=True)
             with pytest.raises(KeyboardInterrupt):
                 writer.save({"w": np.zeros(5)}, 1)
         assert store.checkpoints() == []
@@ -210,11 +203,11 @@ def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp
 
 def test_a_fork_does_not_wait_for_what_its_parent_saves(tmp_path: Path) -> None:
     """It would never hear of it. What it knows already it may ask for."""
-    with ckptstore.open(tmp_path / "store").writer(poll_seconds=None, max_in_flight=2) as writer:
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(poll_seconds=None, max_in_flight=2) as writer:
         done = writer.save_async({"w": np.zeros(5)}, 1)
         done.result(60)
-        gate = threading.Event()
-        writer._submit(gate.wait)
+        gate = hold(store, writer)
         pending = writer.save_async({"w": np.ones(5)}, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
@@ -240,14 +233,9 @@ def test_an_interrupted_save_async_commits_nothing_of_another_step(
 ) -> None:
     """Its job is queued when Ctrl-C comes, and finds in its memory what the next save has copied there."""
     with store.writer(poll_seconds=None) as writer:
-        gate = threading.Event()
-        writer._submit(gate.wait)
-
-        def interrupted() -> None:
-            raise KeyboardInterrupt
-
+        gate = hold(store, writer)
         with monkeypatch.context() as patched:
-            patched.setattr(writer, "_tend", interrupted)
+            inside.interrupt_last_line_of_save_async(writer, patched)
             with pytest.raises(KeyboardInterrupt):
                 writer.save_async({"w": np.full(5, 1.0)}, 1)
         second = writer.save_async({"w": np.full(5, 2.0)}, 2)
@@ -264,7 +252,7 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
     from ckptstore.write import encoding, writer
 
     lock, ready, under_way, most = threading.Lock(), threading.Event(), [0], [0]
-    code = encoding._code
+    code = encoding.code_group
 
     def counted(*arguments: Any) -> Any:
         with lock:
@@ -277,7 +265,7 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
             with lock:
                 under_way[0] -= 1
 
-    monkeypatch.setattr(encoding, "_code", counted)
+    monkeypatch.setattr(encoding, "code_group", counted)
     monkeypatch.setattr(writer.os, "cpu_count", lambda: 64)
     state = {str(number): np.zeros(1 << 20, np.uint8) for number in range(12)}
     options = ckptstore.DeltaOptions(interval=1, compress_fulls=True)
@@ -327,8 +315,7 @@ class TestWaiting:
 
         with store.writer(poll_seconds=None) as writer:
             assert writer.save_async({"w": np.ones(5)}, 1).exception() is None
-            gate = threading.Event()
-            writer._submit(gate.wait)
+            gate = hold(store, writer)
             with monkeypatch.context() as patched:
                 patched.setattr(type(store.backend), "open_sink", full)
                 failed = writer.save_async({"w": np.ones(5)}, 2)

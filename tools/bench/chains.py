@@ -202,17 +202,17 @@ def _decode_everything(store: ckptstore.Store, step: int) -> float:
         jobs = []
         for chain in found.chains.values():
             for index, chunk in enumerate(chain.tensor.chunks):
-                layers = []
-                for layer in chain.layers:
-                    stored = layer.tensor.chunks[index]
+                links = []
+                for link in chain.links:
+                    stored = link.tensor.chunks[index]
                     payload = aligned(stored.length)
-                    layer.reader.source.read_into(stored.offset, payload.data)
-                    layers.append((layer.codec, payload))
-                jobs.append((layers, aligned(chunk.logical)))
+                    link.reader.source.read_into(stored.offset, payload.data)
+                    links.append((link.codec, payload))
+                jobs.append((links, aligned(chunk.logical)))
 
         def work(lane: int) -> None:
-            for layers, out in jobs[lane::2]:
-                codecs.apply(layers, out)
+            for links, out in jobs[lane::2]:
+                codecs.apply(links, out)
 
         began = time.perf_counter()
         for future in [pool.submit(work, lane) for lane in range(2)]:

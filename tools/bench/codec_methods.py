@@ -183,9 +183,9 @@ def ours(case: Case, parts: list[Part]) -> list[Method]:
     if case.master:
         found.append(Ours("derive", codecs.Derive(case.dtype)))
     if case.gap:
-        small = codecs.candidates(case.dtype, samples, codecs.Policy(codecs=("diff",), context=True))
-        found += [Ours("xor", codecs.Xor(word)), Ours("diff", codecs.Diff(word))]
-        found += [Ours("diff + context", codec, codecs.THRIFTY) for codec in small if codec != codecs.Diff(word)]
+        small = codecs.candidates(case.dtype, samples, codecs.Policy(codecs=("sub",), context=True))
+        found += [Ours("xor", codecs.Xor(word)), Ours("sub", codecs.Sub(word))]
+        found += [Ours("sub + context", codec, codecs.THRIFTY) for codec in small if codec != codecs.Sub(word)]
     elif word == 4:
         found += [Ours("prefix 9", codecs.Prefix(4, 9)), Ours("prefix 9, groups", codecs.Prefix(4, 9, 1024))]
     return found

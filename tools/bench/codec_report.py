@@ -67,17 +67,17 @@ def promises(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """
     found = []
     for case in cases:
-        diff, peer = row_of(case, "diff"), row_of(case, "ZipNN")
+        diff, peer = row_of(case, "sub"), row_of(case, "ZipNN")
         if diff is None or not case["label"].lower().replace("bf16 ", "").startswith("weights"):
             continue
         name = title(case)
         if case["dtype"] == "F32":
-            excess = bits(case, diff) / case["bound"]["diff"] - 1
+            excess = bits(case, diff) / case["bound"]["sub"] - 1
             found.append(_promise(f"{name}: above the order-0 bound", excess, "<=", 0.02, "{:+.2%}"))
         if peer is None:
             continue
         least = 1.05 if case["dtype"] == "F32" else 1.3
-        for row, kind in ((diff, "diff"), (row_of(case, "diff + context"), "context")):
+        for row, kind in ((diff, "sub"), (row_of(case, "sub + context"), "context")):
             if row is not None:
                 what = f"{name}: ratio of {row['method']} / ZipNN+XOR"
                 bound = {"bound": 8 * _word(case) / case["bound"][kind] / peer["ratio"]}
@@ -132,14 +132,14 @@ def draw(cases: Sequence[Case], path: Path) -> None:
         panel.set_visible(False)
     for panel, case in zip(panels.flat, shown, strict=False):
         for row in case["rows"]:
-            own = row["method"] in ("xor", "diff", "diff + context")
+            own = row["method"] in ("xor", "sub", "sub + context")
             if row["method"] == "planes" or not row["ratio"]:
                 continue
             panel.plot(row["encode"] / GIGA, row["ratio"], "o" if own else "s", color="#2563eb" if own else "#9ca3af")
             panel.annotate(
                 row["method"], (row["encode"] / GIGA, row["ratio"]), (4, 4), textcoords="offset points", fontsize=7
             )
-        bound = 8 * _word(case) / case["bound"]["diff"]
+        bound = 8 * _word(case) / case["bound"]["sub"]
         panel.axhline(bound, color="#d97706", linewidth=1, linestyle="--", label="order-0 bound, integer difference")
         panel.set(title=title(case), xlabel="encode, GB/s of one core", ylabel="ratio", xscale="log")
         panel.title.set_fontsize(9)
@@ -159,7 +159,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         for method in _DOC_METHODS:
             row = row_of(case, method)
             cells.append(f"{row['ratio']:.2f}" if row and row["ratio"] else "-")
-        bound = 8 * _word(case) / case["bound"].get("diff", case["bound"]["raw"])
+        bound = 8 * _word(case) / case["bound"].get("sub", case["bound"]["raw"])
         lines.append(f"| {title(case)} | {bound:.2f} | " + " | ".join(cells) + " |")
     lines += ["", *_against_zipnn(report)]
     lines += [
@@ -189,7 +189,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 def _against_zipnn(report: Mapping[str, Any]) -> list[str]:
     """Ratio and rates of the deltas over ZipNN's on the XOR with the base."""
     lines = [
-        "| data | `diff`: bound | ratio | encode | decode | with context: bound | ratio | encode | decode |",
+        "| data | `sub`: bound | ratio | encode | decode | with context: bound | ratio | encode | decode |",
         "|---|" + "---:|" * 8,
     ]
     for case in report["cases"]:
@@ -197,7 +197,7 @@ def _against_zipnn(report: Mapping[str, Any]) -> list[str]:
         if not case["gap"] or peer is None:
             continue
         cells = []
-        for method, kind in (("diff", "diff"), ("diff + context", "context")):
+        for method, kind in (("sub", "sub"), ("sub + context", "context")):
             row = row_of(case, method)
             if row is None:
                 cells += ["-"] * 4
@@ -218,8 +218,8 @@ _DOC_METHODS = (
     "ZipNN",
     "planes",
     "xor",
-    "diff",
-    "diff + context",
+    "sub",
+    "sub + context",
 )
 _DOC_RATES = ("delta/weights, mid/1", "delta/bf16 weights/1", "raw/weights, mid")
 

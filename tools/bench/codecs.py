@@ -115,7 +115,7 @@ def bounds(case: Case, parts: Sequence[Part], context: codecs.Context | None) ->
     with a histogram for every class of the base. Histograms are of 64 Ki words; the last one's of a block, as coded."""
     word = codecs.word_size(case.dtype)
     total = sum(len(part.data) // word for part in parts)
-    found = {"raw": 0.0} | ({"xor": 0.0, "diff": 0.0} if case.gap else {}) | ({"context": 0.0} if context else {})
+    found = {"raw": 0.0} | ({"xor": 0.0, "sub": 0.0} if case.gap else {}) | ({"context": 0.0} if context else {})
     for part in parts:
         new = part.data.view(f"<u{word}")
         share = len(new) / total
@@ -123,7 +123,7 @@ def bounds(case: Case, parts: Sequence[Part], context: codecs.Context | None) ->
         if part.base is not None:
             base = part.base.view(new.dtype)
             found["xor"] += share * codecs.plane_entropy(new ^ base)
-            found["diff"] += share * codecs.difference_entropy(new, base)
+            found["sub"] += share * codecs.difference_entropy(new, base)
             if context:
                 found["context"] += share * codecs.context_entropy(new, base, context, codecs.BLOCK // word)
     return found
@@ -173,9 +173,9 @@ def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def context_of(methods: Sequence[Method]) -> codecs.Context | None:
-    """The context that the case's ``diff`` was given, if any."""
+    """The context that the case's ``sub`` was given, if any."""
     tried = [method.codec for method in methods if isinstance(method, Ours)]
-    return next((codec.context for codec in tried if isinstance(codec, codecs.Diff) and codec.context), None)
+    return next((codec.context for codec in tried if isinstance(codec, codecs.Sub) and codec.context), None)
 
 
 def name_of(case: Case) -> str:

@@ -86,7 +86,7 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=as_json)
     if not console.is_terminal:
-        console = Console(stderr=as_json, width=160)  # a log file has room for whole tables
+        console = Console(stderr=as_json, width=160)  # a log file has the width for whole tables
     with _scratch(parent or out) as scratch:
         described = machine.describe(scratch)
         bench = Bench(nbytes, scratch, Ballast(int(2.5 * nbytes) + (1 << 30) if settle else 0))

@@ -22,7 +22,7 @@ def answer(folder: Path) -> dict[str, Any]:
         store = ckptstore.open(folder)
         found = store.checkpoints()
     except CkptError as error:
-        return {"refused": str(error)}
+        return {"refused": str(error).removeprefix(f"{folder}: ")}  # wherever the set lies
     try:
         latest: Any = store.checkpoint("latest").ref
     except CheckpointNotFoundError:

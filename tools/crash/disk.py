@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = 0
+LINE = 64
+"""Bytes: what is stored into mapped memory gets to the medium in whole lines, each in its own time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,26 @@ class Allocate:
 
     node: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """`data` stored at `offset` of a mapped file: no line is certain before a `Drain`. It never makes the file longer.
+
+    `number` tells stores apart.
+    """
+
+    node: int
+    offset: int
+    data: bytes = field(repr=False)
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """These stores have reached the medium, by a fence or msync. Length and name of the file need a `Sync`."""
+
+    stores: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +112,9 @@ class Acknowledge:
     label: Hashable
 
 
-ContentOperation = Write | Truncate | Allocate
+ContentOperation = Write | Truncate | Allocate | Store
 NameOperation = Name | Unname | Rename
-Operation = ContentOperation | NameOperation | Sync | SyncFailed | Acknowledge
+Operation = ContentOperation | NameOperation | Sync | SyncFailed | Drain | Acknowledge
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +201,13 @@ class Tree:
                 grow(held, size)
             case Allocate(node, size):
                 grow(self._writable(node), size)
+            case Store(node, offset, data):
+                put(self._writable(node), offset, data)
             case Name() | Unname() | Rename():
                 if isinstance(operation, Name):
                     give_birth(operation, self.folders, self.files)
                 rename(self.folders[operation.folder], operation)
-            case Sync() | SyncFailed() | Acknowledge():
+            case Sync() | SyncFailed() | Drain() | Acknowledge():
                 pass
 
     def freeze(self) -> Image:
@@ -196,6 +220,13 @@ def grow(data: bytearray, size: int) -> None:
     """Extend `data` to at least `size` bytes with zeros."""
     if len(data) < size:
         data.extend(bytes(size - len(data)))
+
+
+def put(held: bytearray, offset: int, data: bytes) -> None:
+    """Replace bytes of `held`, which gets no longer."""
+    end = min(offset + len(data), len(held))
+    if offset < end:
+        held[offset:end] = data[: end - offset]
 
 
 def give_birth(operation: Name, folders: dict[int, dict[str, int]], files: dict[int, Any]) -> None:

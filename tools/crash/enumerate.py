@@ -20,11 +20,14 @@ What the model lets a crash do, which is what POSIX lets it do (real file system
   its 512-byte sectors on disk, the others as before; the length grown or not; where it grew, zeros or stale bytes.
 - A name made, removed or renamed that no later fsync of its folder covers is kept or lost, in any combination. The
   fsync of a file does not save its name, that of a folder not the folder's own name in its parent.
+- What was *stored* into a mapped file and not drained since (`Drain`: the fence of the thread that stored, or msync)
+  is there or not, line of 64 bytes by line. An fsync of the file drains nothing; a drain saves no length and no name.
 - What was pending when a sync *failed* stays in doubt for ever: a later sync that succeeds does not save it.
 
-Cuts are taken just before each sync, each acknowledgement, and at the end: a cut anywhere else leaves a state that the
-next of these leaves too, with the operations between lost. While the combinations at a cut number `limit` or fewer all
-are visited, else the telling ones (nothing, everything, all but one, one alone, everything up to one) and random ones.
+Cuts are taken just before each sync, drain and acknowledgement, and at the end: a cut anywhere else leaves a state that
+the next of these leaves too, with the operations between lost. While the combinations at a cut number `limit` or fewer
+all are visited, else the telling ones (nothing, everything, all but one, one alone, everything up to one) and random
+ones.
 Torn patterns are a sample in either case. The same `seed` gives the same states; equal states are visited once.
 """
 
@@ -41,11 +44,13 @@ from tools.crash.disk import (
     Allocate,
     Blob,
     ContentOperation,
+    Drain,
     Image,
     Name,
     NameOperation,
     Operation,
     Rename,
+    Store,
     Sync,
     SyncFailed,
     Truncate,
@@ -95,7 +100,12 @@ class _Pending:
     operation: ContentOperation | NameOperation
     fates: tuple[Fate, ...]
     doubtful: bool = False  # a sync that should have saved it failed
-    certain: bool = False  # saved, but to be applied after a doubtful one
+    certain: bool = False  # saved, but to be applied after one that is not
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a sync of the file does not save it."""
+        return self.doubtful or (isinstance(self.operation, Store) and not self.certain)
 
     @property
     def owner(self) -> int:
@@ -118,9 +128,9 @@ class _Disk:
 
     def sync(self, node: int) -> None:
         mine = [pending for pending in self.pending if pending.owner == node]
-        if any(pending.doubtful for pending in mine):
+        if any(pending.unsaved for pending in mine):
             for pending in mine:
-                pending.certain = not pending.doubtful
+                pending.certain = not pending.unsaved
             return
         self.pending = [pending for pending in self.pending if pending.owner != node]
         writes: list[tuple[ContentOperation, Fate]] = []
@@ -132,6 +142,11 @@ class _Disk:
                 writes.append((pending.operation, KEPT))
         if writes:
             self.files[node] = contents(self.files[node], writes)
+
+    def drain(self, stores: frozenset[int]) -> None:
+        for pending in self.pending:
+            operation = pending.operation
+            pending.certain |= isinstance(operation, Store) and operation.number in stores and not pending.doubtful
 
     def fail_sync(self, node: int) -> None:
         for pending in self.pending:
@@ -194,7 +209,7 @@ def crash_states(
     seen: set[tuple[bytes, int]] = set()
     source = random.Random(seed)
     for position, operation in enumerate([*recording.history, None]):
-        cut = operation is None or isinstance(operation, Sync | SyncFailed | Acknowledge)
+        cut = operation is None or isinstance(operation, Sync | SyncFailed | Drain | Acknowledge)
         if cut and position >= begin:
             for state in _cut(disk, position, tuple(acknowledged), limit, source):
                 key = state.image.digest(), len(acknowledged)
@@ -206,6 +221,8 @@ def crash_states(
                 disk.sync(node)
             case SyncFailed(node):
                 disk.fail_sync(node)
+            case Drain(stores):
+                disk.drain(stores)
             case Acknowledge(label):
                 acknowledged.append(label)
             case None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.crash.disk import Allocate, Blob, ContentOperation, NameOperation, Truncate, Write, grow
+from tools.crash.disk import LINE, Allocate, Blob, ContentOperation, NameOperation, Store, Truncate, Write, grow, put
 from tools.crash.ramfs import SECTOR
 
 STALE = b"\xa5"
@@ -19,7 +19,8 @@ class Fate:
 
     Attributes:
         what: for messages.
-        sectors: bit i: whether the i-th sector of a write is on disk. For other operations 1 (kept) or 0 (lost).
+        sectors: bit i: whether the i-th sector of a write, or line of a store, is on disk. For other operations 1
+            (kept) or 0 (lost).
         grows: whether a write's new length is on disk.
         stale: what the sectors that are not on disk hold where the file grew: stale bytes instead of zeros.
     """
@@ -46,6 +47,8 @@ def contents(before: Blob, history: Sequence[tuple[ContentOperation, Fate]]) -> 
                 grow(data, size)
             case Allocate(_, size):
                 grow(data, size)
+            case Store():
+                _store(data, operation, fate)
             case Write():
                 _tear(data, operation, fate)
     return Blob(bytes(data))
@@ -66,6 +69,21 @@ def _tear(data: bytearray, write: Write, fate: Fate) -> None:
             data[begin:stop] = write.data[begin - write.offset : stop - write.offset]
 
 
+def _store(data: bytearray, store: Store, fate: Fate) -> None:
+    if fate is KEPT:
+        put(data, store.offset, store.data)
+        return
+    end = store.offset + len(store.data)
+    for index, line in enumerate(_lines(store)):
+        if fate.sectors >> index & 1:
+            begin = max(line, store.offset)
+            put(data, begin, store.data[begin - store.offset : min(line + LINE, end) - store.offset])
+
+
+def _lines(store: Store) -> range:
+    return range(store.offset // LINE * LINE, store.offset + len(store.data), LINE)
+
+
 def _sectors(write: Write) -> range:
     return range(write.offset // SECTOR * SECTOR, write.offset + len(write.data), SECTOR)
 
@@ -74,6 +92,8 @@ def possible_fates(
     operation: ContentOperation | NameOperation, length: int, torn: int, source: random.Random
 ) -> tuple[Fate, ...]:
     """What may become of `operation` on a file of `length` bytes; `torn` random patterns beside the regular ones."""
+    if isinstance(operation, Store):
+        return _fates_of_lines(len(_lines(operation)), torn, source)
     if not isinstance(operation, Write):
         return KEPT, LOST
     extends = operation.offset + len(operation.data) > length
@@ -86,3 +106,16 @@ def possible_fates(
         fates += [Fate("torn, first half kept", half, extends), Fate("torn, last half kept", ~half, extends)]
         fates += [Fate("torn", source.getrandbits(count), extends, source.random() < 0.5) for _ in range(torn)]
     return tuple(fates)
+
+
+def _fates_of_lines(count: int, torn: int, source: random.Random) -> tuple[Fate, ...]:
+    """Any subset of the lines may be there: all subsets of a few lines, of many the telling ones and a sample."""
+    everything = (1 << count) - 1
+    if count <= 3:
+        subsets = range(1, everything)
+        return KEPT, LOST, *(Fate(f"lines {lines:0{count}b} of {count} kept", lines) for lines in subsets)
+    half = (1 << count // 2) - 1
+    telling = {"first half kept": half, "last half kept": everything & ~half, "first line lost": everything & ~1}
+    telling |= {"last line lost": everything >> 1, "only the first line kept": 1}
+    fates = [Fate(f"{what}, of {count} lines", lines) for what, lines in telling.items()]
+    return KEPT, LOST, *fates, *(Fate(f"some of {count} lines kept", source.getrandbits(count)) for _ in range(torn))

@@ -24,10 +24,21 @@ from ckptstore.backends.posix import Posix
 from tools.crash.ramfs import RamPosix
 from tools.crash.recording import RecordingPosix
 
-SYNCS = frozenset({"fsync", "fdatasync"})
+SYNCS = frozenset({"fsync", "fdatasync", "msync"})
 READS = frozenset({"preadv", "preadv_cached"})
 CHANGES = frozenset(
-    {"pwrite", "ftruncate", "fallocate", "link", "rename_exclusive", "replace", "unlink", "mkdir", "create"}
+    {
+        "pwrite",
+        "ftruncate",
+        "fallocate",
+        "link",
+        "rename_exclusive",
+        "rename_between",
+        "replace",
+        "unlink",
+        "mkdir",
+        "create",
+    }
 )
 """Calls that change something; "create" is an `open` with O_CREAT."""
 
@@ -192,6 +203,24 @@ class FaultyPosix(Posix):
     def map(self, fd: int, size: int) -> memoryview:
         return self._do(lambda: self.inner.map(fd, size), "map")
 
+    def map_shared(self, fd: int, offset: int, size: int, *, sync: bool) -> memoryview:
+        return self._do(lambda: self.inner.map_shared(fd, offset, size, sync=sync), "map_shared")
+
+    def unmap(self, memory: memoryview) -> None:
+        self.inner.unmap(memory)
+
+    def populate(self, memory: memoryview) -> None:
+        self._do(lambda: self.inner.populate(memory), "populate")
+
+    def msync(self, memory: memoryview) -> None:
+        fault = self._fault("msync")
+        if fault is None:
+            self.inner.msync(memory)
+        elif fault.code is not None:
+            if isinstance(self.inner, RecordingPosix):
+                self.inner.fail_msync(memory)
+            raise OSError(fault.code, os.strerror(fault.code))
+
     def ftruncate(self, fd: int, size: int) -> None:
         self._do(lambda: self.inner.ftruncate(fd, size), "ftruncate")
 
@@ -212,6 +241,21 @@ class FaultyPosix(Posix):
 
     def replace(self, source: str, target: str, dir_fd: int | None = None) -> None:
         self._do(lambda: self.inner.replace(source, target, dir_fd), "replace")
+
+    def rename_between(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
+        self._do(lambda: self.inner.rename_between(source, source_fd, target, target_fd), "rename_between")
+
+    def flock(self, fd: int, operation: int) -> None:
+        self._do(lambda: self.inner.flock(fd, operation), "flock")
+
+    def set_lease(self, fd: int, kind: int) -> None:
+        self._do(lambda: self.inner.set_lease(fd, kind), "set_lease")
+
+    def statvfs(self, fd: int) -> os.statvfs_result:
+        return self._do(lambda: self.inner.statvfs(fd), "statvfs")
+
+    def file_system(self, fd: int) -> int:
+        return self._do(lambda: self.inner.file_system(fd), "file_system")
 
     def unlink(self, path: str, dir_fd: int | None = None) -> None:
         self._do(lambda: self.inner.unlink(path, dir_fd), "unlink")

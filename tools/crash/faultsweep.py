@@ -9,18 +9,19 @@ For faults of the disk itself (a sync that fails, a full disk) the crash states 
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CkptError
 from tools.crash import faults
 from tools.crash.disk import SyncFailed
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.media import MEDIA, backend_on
 from tools.crash.recording import RecordingPosix
 from tools.crash.scenario import Violation, check, live
 
@@ -30,6 +31,7 @@ KINDS: dict[str, tuple[str, Callable[[int], tuple[Fault, ...]]]] = {
     "EIO on fsync": ("sync", lambda nth: (faults.sync_fails(nth),)),
     "every fsync fails from here": ("sync", lambda nth: (faults.sync_fails(nth, None),)),
     "disk full": ("pwrite", faults.disk_full),
+    "nothing can be allocated": ("fallocate", lambda nth: (Fault(frozenset({"fallocate"}), nth, None, errno.ENOSPC),)),
     "short writes": ("pwrite", lambda nth: (faults.short_writes(nth),)),
     "short reads": ("read", lambda nth: (faults.short_reads(nth),)),
     "EIO on read": ("read", lambda nth: (faults.read_fails(nth),)),
@@ -41,6 +43,7 @@ KINDS: dict[str, tuple[str, Callable[[int], tuple[Fault, ...]]]] = {
 _COUNTED = {
     "sync": faults.SYNCS,
     "pwrite": frozenset({"pwrite"}),
+    "fallocate": frozenset({"fallocate"}),
     "read": faults.READS,
     "transfer": faults.READS | {"pwrite"},
     "link": frozenset({"link", "rename_exclusive"}),
@@ -66,7 +69,7 @@ class Sweep:
     restored: int
 
 
-def inject(*chosen: Fault, cuts: int = 0, seed: int = 0) -> tuple[str | None, int, int]:
+def inject(*chosen: Fault, cuts: int = 0, seed: int = 0, medium: str = "folder") -> tuple[str | None, int, int]:
     """One life with faults, then a check by a healthy process, and of up to `cuts` states of a crash from the fault on.
 
     Returns:
@@ -84,7 +87,7 @@ def inject(*chosen: Fault, cuts: int = 0, seed: int = 0) -> tuple[str | None, in
 
     surfaced = None
     try:
-        live(LocalBackend("/store", FaultyPosix(disk, *chosen)), acknowledge)
+        live(backend_on(medium, "/store", FaultyPosix(disk, *chosen), disk), acknowledge)
     except CkptError as error:
         surfaced = type(error).__name__
     # What is seen without a power cut is judged first, on a copy, because the check writes.
@@ -94,21 +97,26 @@ def inject(*chosen: Fault, cuts: int = 0, seed: int = 0) -> tuple[str | None, in
     failed = (at for at, operation in enumerate(disk.history) if isinstance(operation, SyncFailed))
     begin = next(failed, max(0, len(disk.history) - cuts))
     for state in itertools.islice(crash_states(disk, limit=3, seed=seed, begin=begin), cuts):
-        restored += check(LocalBackend("/store", state.mount()), map(str, state.acknowledged), write=False)
+        after = state.mount()
+        restored += check(backend_on(medium, "/store", after, after), map(str, state.acknowledged), write=False)
         states += 1
-    restored += check(LocalBackend("/store", disk), promised)
+    restored += check(backend_on(medium, "/store", disk, disk), promised)
     return surfaced, states, restored
 
 
-def places(kind: str) -> int:
+def places(kind: str, medium: str = "folder") -> int:
     """How many places a healthy life has for a kind of fault."""
-    healthy = FaultyPosix(RecordingPosix())
-    live(LocalBackend("/store", healthy), lambda _: None)
+    disk = RecordingPosix()
+    healthy = FaultyPosix(disk)
+    live(backend_on(medium, "/store", healthy, disk), lambda _: None)
     return sum(healthy.calls[name] for name in _COUNTED[KINDS[kind][0]])
 
 
-def sweep(every: int = 1, *, cuts: int = 0, seed: int = 0, start: int = 0) -> Sweep:
+def sweep(every: int = 1, *, cuts: int = 0, seed: int = 0, start: int = 0, medium: str = "folder") -> Sweep:
     """Inject every kind of fault at every `every`-th place.
+
+    Args:
+        medium: one of `MEDIA`.
 
     Raises:
         Violation: names the kind, the place and the seed.
@@ -117,9 +125,10 @@ def sweep(every: int = 1, *, cuts: int = 0, seed: int = 0, start: int = 0) -> Sw
     surfaced: Counter[str] = Counter()
     survived = states = restored = 0
     for kind, (_, make) in KINDS.items():
-        for nth in range(1 + start % every, places(kind) + 1, every):
+        cut_short = cuts if kind.startswith(("EIO on f", "disk", "nothing")) else 0
+        for nth in range(1 + start % every, places(kind, medium) + 1, every):
             try:
-                error, cut, found = inject(*make(nth), cuts=cuts if kind.startswith(("EIO on f", "disk")) else 0)
+                error, cut, found = inject(*make(nth), cuts=cut_short, medium=medium)
             except Exception as broken:
                 raise Violation(f"{kind} at place {nth} (seed {seed}): {broken}") from broken
             injected[kind] += 1
@@ -138,9 +147,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="inject at every N-th place only")
     parser.add_argument("--cuts", type=int, default=20, help="crash states to check after each fault of the disk")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--medium", choices=MEDIA, default="folder")
     options = parser.parse_args()
     begin = time.monotonic()
-    done = sweep(options.every, cuts=options.cuts, seed=options.seed)
+    done = sweep(options.every, cuts=options.cuts, seed=options.seed, medium=options.medium)
     for kind, count in done.injected.items():
         print(f"{count:6} {kind}")
     print(f"surfaced: {done.surfaced}; survived: {done.survived}")

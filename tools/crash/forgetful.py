@@ -20,8 +20,10 @@ __all__ = ["SITES", "ForgetfulBackend", "ForgetfulPosix", "site_of"]
 SITES: Final = {
     "slot bytes": "fsync of the temporary file in create: without it the name may be there before the bytes",
     "slot name": "fsync of log/ or fold/ in create: without it an acknowledged slot has no name",
-    "segment bytes": "fdatasync in seal: without it a committed segment lacks blocks or its length",
+    "segment bytes": "fdatasync (and msync) in seal: without it a committed segment lacks blocks or its length",
     "segment name": "fsync of seg/<term>/ in seal: without it a committed segment has no name",
+    "old header": "fdatasync of a recycled file's cleared header: without it the old header may be over new data",
+    "recycled data": "fdatasync of a recycled file's data before its header: without it that may be over old data",
     "folder names": "fsync of the parents of new folders, and of FORMAT's name: without it whole folders go",
     "settle": "fsync before acting on what was only seen: without it the act outlives what it rests on",
 }
@@ -53,32 +55,64 @@ class ForgetfulPosix(FaultyPosix):
         self._root = root
         self._site = site
         self._paths: dict[int, str] = {}
+        self._recycled: dict[int, int] = {}
         self.settling = False
 
     def open(self, path: str, flags: int, dir_fd: int | None = None) -> int:
         descriptor = super().open(path, flags, dir_fd)
         self._paths[descriptor] = path if dir_fd is None else f"{self._paths[dir_fd]}/{path}".removesuffix("/.")
+        self._recycled.pop(descriptor, None)
+        if flags & os.O_WRONLY and not flags & (os.O_CREAT | os.O_DIRECT):
+            self._recycled[descriptor] = 0
         return descriptor
 
+    def site(self, fd: int) -> str | None:
+        """Which of `SITES` the next sync of `fd` belongs to."""
+        if fd in self._recycled and self._recycled[fd] < 2:
+            return ("old header", "recycled data")[self._recycled[fd]]  # then comes the seal
+        return "settle" if self.settling else site_of(self._paths[fd], self._root)
+
+    def path(self, fd: int) -> str:
+        """What `fd` was opened as."""
+        return self._paths[fd]
+
     def _sync(self, call: Callable[[int], None], name: str, fd: int) -> None:
-        site = "settle" if self.settling else site_of(self._paths[fd], self._root)
+        site = self.site(fd)
+        if fd in self._recycled:
+            self._recycled[fd] += 1
         if site != self._site:
             super()._sync(call, name, fd)
 
+    def msync(self, memory: memoryview) -> None:
+        if self._site != "segment bytes":  # nothing else is mapped
+            super().msync(memory)
+
 
 class ForgetfulBackend(LocalBackend):
-    """The store at `path` without one of `SITES`."""
+    """The store at `path` without one of `SITES`.
 
-    def __init__(self, path: str | os.PathLike[str], site: str, posix: Posix = SYSTEM, *, direct: bool = True) -> None:
+    Attributes:
+        forgetful: the calls that it makes.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        site: str,
+        posix: Posix = SYSTEM,
+        *,
+        direct: bool = True,
+        recycle: str | None = None,
+    ) -> None:
         if site not in SITES:
             raise ValueError(f"no site {site!r}; known: {', '.join(SITES)}")
-        self._forgetful = ForgetfulPosix(posix, os.fspath(path), site)
-        super().__init__(path, self._forgetful, direct=direct)
+        self.forgetful = ForgetfulPosix(posix, os.fspath(path), site)
+        super().__init__(path, self.forgetful, direct=direct, recycle=recycle)
 
     def settle(self, prefix: str) -> None:
         """See `Backend.settle`; its syncs are the site ``settle``, whatever folder they are of."""
-        self._forgetful.settling = True
+        self.forgetful.settling = True
         try:
             super().settle(prefix)
         finally:
-            self._forgetful.settling = False
+            self.forgetful.settling = False

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.posix import Posix
 from ckptstore.errors import StoreNotFoundError
 from ckptstore.formats.records import slot_of
@@ -28,6 +27,8 @@ from tools.crash import faults
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import Fault, FaultyPosix
 from tools.crash.forgetful import SITES, ForgetfulBackend
+from tools.crash.media import MEDIA, backend_on
+from tools.crash.old_headers import files_of, mixed
 from tools.crash.recording import RecordingPosix
 from tools.crash.scenario import Violation, check, live, state_of
 
@@ -47,6 +48,10 @@ class MortalPosix(FaultyPosix):
 
     def __init__(self, inner: Posix, life: int, calls: frozenset[str] = CHANGES) -> None:
         super().__init__(inner)
+        self.lives(life, calls)
+
+    def lives(self, life: int, calls: frozenset[str]) -> None:
+        """From here on it lives for `life` of these calls."""
         self._left = life
         self._calls = calls
 
@@ -84,12 +89,14 @@ def kill_then_cut(
     calls: frozenset[str] = CHANGES,
     site: str | None = None,
     folds: bool = False,
+    medium: str = "folder",
 ) -> tuple[bool, int, int]:
     """Let a writer die after `life` calls, let a successor go on, and cut the power wherever it works.
 
     Args:
         calls: which calls count.
         site: leave out these syncs (`tools.crash.forgetful.SITES`), for negative controls.
+        medium: one of `MEDIA`; with `site` one of the folders.
         folds: the successor folds and trims before it opens the store, as a maintenance process would.
 
     Returns:
@@ -102,7 +109,9 @@ def kill_then_cut(
     died = False
 
     def backend(posix: Posix) -> Backend:
-        return LocalBackend("/store", posix) if site is None else ForgetfulBackend("/store", site, posix)
+        if site is None:
+            return backend_on(medium, "/store", posix, disk)
+        return ForgetfulBackend("/store", site, posix, recycle="always" if medium == "recycled" else "never")
 
     try:
         live(backend(MortalPosix(disk, life, calls)), disk.acknowledge)
@@ -112,8 +121,11 @@ def kill_then_cut(
     _go_on(Store(backend(disk)), disk.acknowledge, folds)
     states = restored = 0
     for state in crash_states(disk, limit=limit, seed=seed, begin=begin):
-        survivor = LocalBackend("/store", state.mount())
+        after = state.mount()
+        survivor = backend_on(medium, "/store", after, after)
         try:
+            if found := mixed(files_of(state.image)):
+                raise Violation(f"old headers over new data: {found}")
             restored += check(survivor, map(str, state.acknowledged), write=states % 5 == 0)
             _check_anchors(survivor)
         except Exception as error:
@@ -162,6 +174,7 @@ def explore(
     start: int = 0,
     calls: frozenset[str] = CHANGES,
     site: str | None = None,
+    medium: str = "folder",
 ) -> KillCuts:
     """Kill after `start`, `start` + `every` ... calls, until a writer lives to its end.
 
@@ -172,7 +185,9 @@ def explore(
     life, died = start, True
     while died:
         folds = (life - start) // every % 2 == 1
-        died, cut, found = kill_then_cut(life, limit=limit, seed=seed, calls=calls, site=site, folds=folds)
+        died, cut, found = kill_then_cut(
+            life, limit=limit, seed=seed, calls=calls, site=site, folds=folds, medium=medium
+        )
         kills, states, restored = kills + died, states + cut, restored + found
         life += every
     return KillCuts(kills, states, restored)
@@ -186,10 +201,18 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=60, help="states per instant at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without", choices=SITES, help="leave these syncs out: must end in a Violation")
+    parser.add_argument("--medium", choices=MEDIA, default="folder")
     options = parser.parse_args()
     begin = time.monotonic()
     calls = LINKS if options.links else CHANGES
-    done = explore(options.every, limit=options.limit, seed=options.seed, calls=calls, site=options.without)
+    done = explore(
+        options.every,
+        limit=options.limit,
+        seed=options.seed,
+        calls=calls,
+        site=options.without,
+        medium=options.medium,
+    )
     print(
         f"{done.kills} kills, {done.states} post-crash states, {done.restored} checkpoints restored, 0 violations, "
         f"{time.monotonic() - begin:.0f} s"

@@ -18,8 +18,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptstore.backends.local import LocalBackend
 from ckptstore.host import crash_points
+from tools.crash.media import MEDIA, backend_on, obstacle
+from tools.crash.old_headers import files_below, mixed
 from tools.crash.scenario import Violation, check, live, warm_up
 
 __all__ = ["Kills", "kill_at", "sweep"]
@@ -42,8 +43,11 @@ class Kills:
     restored: int
 
 
-def kill_at(root: Path, point: str, count: int) -> tuple[bool, list[str]]:
+def kill_at(root: Path, point: str, count: int, medium: str = "folder") -> tuple[bool, list[str]]:
     """Let a process live in the store at `root` until it passes `point` for the `count`-th time.
+
+    Args:
+        medium: one of `MEDIA`.
 
     Returns:
         whether it was killed, and the REFs that it had been promised.
@@ -56,7 +60,7 @@ def kill_at(root: Path, point: str, count: int) -> tuple[bool, list[str]]:
             os.close(reading)
             crash_points.arm(point, count)
             # The pipe holds what was promised even if the victim dies right after.
-            live(LocalBackend(root), lambda ref: os.write(writing, f"{ref}\n".encode()) and None)
+            live(backend_on(medium, root), lambda ref: os.write(writing, f"{ref}\n".encode()) and None)
             status = 0
         finally:
             os._exit(status)
@@ -71,7 +75,7 @@ def kill_at(root: Path, point: str, count: int) -> tuple[bool, list[str]]:
     raise Violation(f"the victim at {point}:{count} ended with status {status}")
 
 
-def sweep(kills: int, *, seed: int = 0, folder: Path | None = None) -> Kills:
+def sweep(kills: int, *, seed: int = 0, folder: Path | None = None, medium: str = "folder") -> Kills:
     """Kill at every crash point in turn, with growing counts, until `kills` victims have died.
 
     A store lives on over several kills, so that recoveries are killed too; every few kills a new one begins.
@@ -94,13 +98,18 @@ def sweep(kills: int, *, seed: int = 0, folder: Path | None = None) -> Kills:
             points = crash_points.CRASH_POINTS
             point = points[number % len(points)] if number < 2 * len(points) else chance.choice(points)
             count = 1 + number // len(points) if number < 2 * len(points) else chance.randint(1, 12)
-            killed, acknowledged = kill_at(root, point, count)
+            # Every other folder recycles; and one may be used by writers that do, and others that do not.
+            recycles = medium == "folder" and (number // 4 % 2 or point.startswith("recycle."))
+            chosen = "recycled" if recycles else medium
+            killed, acknowledged = kill_at(root, point, count, chosen)
             promised |= set(acknowledged)
             done[point] += killed
             completed += not killed
             try:
                 # Checked without writing every other time, so that the next victim meets what this one left.
-                restored += check(LocalBackend(root), promised, write=number % 2 == 0)
+                restored += check(backend_on(chosen, root), promised, write=number % 2 == 0)
+                if found := mixed(files_below(root)):
+                    raise Violation(f"old headers over new data: {found}")
             except Exception as error:
                 raise Violation(f"seed {seed}, kill {number} at {point}:{count}: {error}") from error
             if number % 4 == 3:
@@ -118,9 +127,12 @@ def main() -> None:
     parser.add_argument(
         "--dir", type=Path, default=None, help="where to make the stores (default: the temporary folder)"
     )
+    parser.add_argument("--medium", choices=MEDIA, default="folder")
     options = parser.parse_args()
+    if (why := obstacle(options.medium)) is not None:
+        parser.error(why)
     begin = time.monotonic()
-    done = sweep(options.kills, seed=options.seed, folder=options.dir)
+    done = sweep(options.kills, seed=options.seed, folder=options.dir, medium=options.medium)
     for point in crash_points.CRASH_POINTS:
         print(f"{done.points.get(point, 0):6} {point}")
     print(f"{done.kills} kills, {done.restored} checkpoints restored, 0 violations, {time.monotonic() - begin:.0f} s")

@@ -9,6 +9,8 @@ cloning began has to be there, bit for bit, whatever else is visible has to be w
 Some cuts follow the SIGKILL of the writer and catch its successor. Then the same is done to backends that leave one
 sync out each (`tools.crash.forgetful`): these have to be caught, or the file system is known to hide that omission, and
 enumeration catches it.
+
+``--medium pmem-msync`` is the same with segments that are written through mappings of their files and msync.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from pathlib import Path
 from typing import Final
 
 from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.pmem import PmemBackend
+from ckptstore.backends.posix import SYSTEM
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.host.caller_warnings import LostStepsWarning
 from ckptstore.log import folding
@@ -39,7 +43,9 @@ from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.steps.batcher import DiffOptions
-from tools.crash.forgetful import SITES, ForgetfulBackend
+from tools.crash.forgetful import SITES, ForgetfulBackend, ForgetfulPosix
+from tools.crash.media import no_library
+from tools.crash.old_headers import files_below, mixed
 from tools.crash.powercut_rig import FILE_SYSTEMS, Rig, isolated, obstacle
 from tools.crash.scenario import CHAIN, Violation, check, create, state_of
 
@@ -66,6 +72,12 @@ HIDDEN: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[bool, ...], st
         ("settle",),
         _EITHER,
         "the journal keeps the order of names, so that what was built on one does not outlive it",
+    ),
+    (
+        _EVERYWHERE,
+        ("old header", "recycled data"),
+        _EITHER,
+        "the cut has to fall into milliseconds of a save, and the old segment and the new one have to be of one length",
     ),
 )
 """(file systems, sites, O_DIRECT or not, why leaving that sync out cannot show there). Enumeration catches them all."""
@@ -214,8 +226,17 @@ class Victim:
 # ------------------------------------------------------------------------------------------------ the cuts
 
 
+def _backend(root: Path, site: str | None, direct: bool, medium: str, recycle: str) -> LocalBackend:
+    if medium == "pmem-msync":
+        posix = SYSTEM if site is None else ForgetfulPosix(SYSTEM, str(root), site)
+        return PmemBackend(root, posix, library=no_library)
+    if site is None:
+        return LocalBackend(root, direct=direct, recycle=recycle)
+    return ForgetfulBackend(root, site, direct=direct, recycle=recycle)
+
+
 def _cuts(
-    rig: Rig, chance: random.Random, site: str | None, direct: bool, tally: Counter[str]
+    rig: Rig, chance: random.Random, site: str | None, direct: bool, tally: Counter[str], medium: str = "folder"
 ) -> Generator[int, None, None]:
     """Endless power cuts, each checked before the next -> checkpoints restored after it.
 
@@ -225,7 +246,9 @@ def _cuts(
     while True:
         root = rig.disk / f"store-{tally['stores']}"
         tally["stores"] += 1
-        backend = LocalBackend(root, direct=direct) if site is None else ForgetfulBackend(root, site, direct=direct)
+        # Every other store recycles, and of those without one sync all where only recycling can show it.
+        recycle = "always" if tally["stores"] % 2 == 0 or site == "old header" else "never"
+        backend = _backend(root, site, direct, medium, recycle)
         promised: set[str] = set()
         victim = Victim(backend, chance.getrandbits(32))
         try:
@@ -241,28 +264,32 @@ def _cuts(
                 tally["acknowledged"] += len(promised)
                 image = rig.cut()
                 victim.pause()
-                yield _check(rig, image, root.name, promised)
+                yield _check(rig, image, root.name, promised, recycle)
                 victim.resume()
         finally:
             victim.kill()
         shutil.rmtree(root)  # the next store is written where this one was: what is not synced shows its bytes
 
 
-def _check(rig: Rig, image: Path, store: str, promised: set[str]) -> int:
+def _check(rig: Rig, image: Path, store: str, promised: set[str], recycle: str) -> int:
     """Mount what the cut left, and check it -> checkpoints restored."""
     with rig.after(image) as disk:
         if not (disk / store).is_dir() and promised:
             raise Violation(f"the store's folder is gone, and with it {sorted(promised)}")
-        with contextlib.closing(LocalBackend(disk / store)) as backend:  # its handles would keep the disk mounted
+        if found := mixed(files_below(disk / store)):
+            raise Violation(f"old headers over new data: {found}")
+        # Closed: its handles would keep the disk mounted.
+        with contextlib.closing(LocalBackend(disk / store, recycle=recycle)) as backend:
             return check(backend, promised)
 
 
-def campaign(inner: str, cuts: int, *, seed: int = 0, folder: Path | None = None) -> Cuts:
+def campaign(inner: str, cuts: int, *, seed: int = 0, folder: Path | None = None, medium: str = "folder") -> Cuts:
     """Cut the power `cuts` times.
 
     Args:
         inner: the file system under the store, one of `FILE_SYSTEMS`.
         folder: where to make the images.
+        medium: ``folder`` or ``pmem-msync``.
 
     Raises:
         Violation: a promise is broken; names the cut and the seed. The seed repeats the actions, not the instants.
@@ -271,7 +298,7 @@ def campaign(inner: str, cuts: int, *, seed: int = 0, folder: Path | None = None
     # Every other store past the page cache and not: the two lose different things.
     with Rig(inner, folder) as rig:
         for direct in (True, False):
-            source = _cuts(rig, random.Random(f"{seed} {inner} {direct}"), None, direct, tally)
+            source = _cuts(rig, random.Random(f"{seed} {inner} {direct}"), None, direct, tally, medium)
             with contextlib.closing(source):
                 for _ in range(cuts // 2 if direct else cuts - cuts // 2):
                     try:
@@ -302,11 +329,18 @@ class Control:
 
 
 def control(
-    inner: str, site: str, tries: int, *, direct: bool = True, seed: int = 0, folder: Path | None = None
+    inner: str,
+    site: str,
+    tries: int,
+    *,
+    direct: bool = True,
+    seed: int = 0,
+    folder: Path | None = None,
+    medium: str = "folder",
 ) -> Control:
     """Cut the power under a backend that leaves one sync out, until that is noticed, or `tries` times."""
     chance = random.Random(f"{seed} {inner} {site} {direct}")
-    with Rig(inner, folder) as rig, contextlib.closing(_cuts(rig, chance, site, direct, Counter())) as source:
+    with Rig(inner, folder) as rig, contextlib.closing(_cuts(rig, chance, site, direct, Counter(), medium)) as source:
         for number in range(1, tries + 1):
             try:
                 next(source)
@@ -332,6 +366,7 @@ def main() -> int:
     parser.add_argument("--controls", type=int, default=40, help="power cuts at most under each backend without a sync")
     parser.add_argument("--on", choices=FILE_SYSTEMS, action="append", help="only this file system (repeatable)")
     parser.add_argument("--site", choices=SITES, action="append", help="only this negative control (repeatable)")
+    parser.add_argument("--medium", choices=("folder", "pmem-msync"), default="folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=None, help="where to make the images")
     options = parser.parse_args()
@@ -351,16 +386,23 @@ def main() -> int:
     escaped = [
         done
         for inner in kinds
-        for site in options.site or SITES
-        for direct in ((True, False) if site == "segment bytes" else (True,))
+        for site in options.site or (SITES if options.medium == "folder" else ("segment bytes",))
+        for direct in _ways(site, options.medium)
         if options.controls and _escaped(done := _controlled(inner, site, direct, options))
     ]
     return 1 if escaped else 0
 
 
+def _ways(site: str, medium: str) -> tuple[bool, ...]:
+    """With O_DIRECT or not: what a control of this site is tried with."""
+    if medium != "folder":
+        return (False,)
+    return (True, False) if site == "segment bytes" else (True,)
+
+
 def _report(inner: str, cuts: int, options: argparse.Namespace) -> None:
     begin = time.monotonic()
-    done = campaign(inner, cuts, seed=options.seed, folder=options.dir)
+    done = campaign(inner, cuts, seed=options.seed, folder=options.dir, medium=options.medium)
     print(
         f"{inner:5}: {done.cuts} power cuts ({done.kills} soon after a SIGKILL), {done.acknowledged} acknowledgements, "
         f"{done.restored} checkpoints restored, 0 violations, {time.monotonic() - begin:.0f} s",
@@ -370,7 +412,9 @@ def _report(inner: str, cuts: int, options: argparse.Namespace) -> None:
 
 def _controlled(inner: str, site: str, direct: bool, options: argparse.Namespace) -> Control:
     why = hidden(inner, site, direct)
-    done = control(inner, site, options.controls, direct=direct, seed=options.seed, folder=options.dir)
+    done = control(
+        inner, site, options.controls, direct=direct, seed=options.seed, folder=options.dir, medium=options.medium
+    )
     name = site if direct else f"{site}, through the page cache"
     if done.caught:
         verdict = f"caught at cut {done.cuts}: {done.caught.splitlines()[0][:90]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -10,23 +11,29 @@ from dataclasses import dataclass
 
 from ckptstore.backends.posix import Posix
 from tools.crash.disk import (
+    LINE,
     ROOT,
     Allocate,
+    Drain,
     Image,
     Name,
     Operation,
     Rename,
+    Store,
     Sync,
     Tree,
     Truncate,
     Unname,
     Write,
 )
+from tools.crash.rammaps import SharedMaps
 
 SECTOR = 512
 """Bytes: the disk writes one whole or not at all, and O_DIRECT wants offsets and lengths to be multiples."""
 
 _WRITING = os.O_WRONLY | os.O_RDWR
+EXT4 = 0xEF53
+"""The kind of file system it says that it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,8 @@ class _Open:
 class RamPosix(Posix):
     """A file system that starts as `image`. Thread-safe; several backends on one object are several processes.
 
-    It is as strict as a disk: O_DIRECT wants whole sectors, nothing is in the page cache, a rename stays in its folder.
+    It is as strict as a disk: O_DIRECT wants whole sectors, nothing is in the page cache. A rename to another folder is
+    two changes, of which a power cut may keep either: that is more than any journal allows.
 
     Args:
         image: what is there at first.
@@ -51,7 +59,17 @@ class RamPosix(Posix):
         self._lock = threading.RLock()
         self._descriptors: dict[int, _Open] = {}
         self._next_descriptor = 1 << 20  # far from real ones: a mix-up shows at once
+        self._locks: dict[int, int] = {}
+        self._leases: dict[int, int] = {}
         self._next_node = 1 + max([*self._tree.folders, *self._tree.files])
+        self._maps = SharedMaps()
+        self._stores: list[Store] = []  # that nothing has drained yet
+        self._stored = 0
+
+    @property
+    def mapped(self) -> bool:
+        """Whether a file is mapped."""
+        return bool(self._maps.nodes)
 
     @property
     def open_descriptors(self) -> int:
@@ -61,10 +79,18 @@ class RamPosix(Posix):
     def image(self) -> Image:
         """What a process sees now, synced or not."""
         with self._lock:
+            self._look()
             return self._tree.freeze()
 
     def _apply(self, operation: Operation) -> None:
         self._tree.apply(operation)
+        match operation:
+            case Write(node, offset, data):
+                self._maps.write(node, offset, data)
+            case Truncate(node, size):
+                self._maps.resize(node, size)
+            case Allocate(node):
+                self._maps.resize(node, len(self._tree.contents(node)))
 
     # Paths
 
@@ -110,8 +136,15 @@ class RamPosix(Posix):
                 raise _error(errno.EISDIR, path)
             if flags & os.O_DIRECTORY and node not in self._tree.folders:
                 raise _error(errno.ENOTDIR, path)
+            if node in self._leases.values():
+                raise _error(errno.EWOULDBLOCK, path)  # as with O_NONBLOCK
             if flags & os.O_TRUNC:
                 self._apply(Truncate(node, 0))
+            return self.open_node(node, flags)
+
+    def open_node(self, node: int, flags: int) -> int:
+        """Open a file whose path was looked up before, whatever bears its name now -> a descriptor."""
+        with self._lock:
             self._next_descriptor += 1
             self._descriptors[self._next_descriptor] = _Open(node, flags)
             return self._next_descriptor
@@ -124,7 +157,8 @@ class RamPosix(Posix):
         is_folder = node in self._tree.folders
         mode = stat.S_IFDIR | 0o755 if is_folder else stat.S_IFREG | 0o644
         size = 0 if is_folder else len(self._tree.contents(node))
-        return os.stat_result((mode, node, 1, 1, 0, 0, size, 0, 0, 0))
+        names = 1 if is_folder else sum(list(names.values()).count(node) for names in self._tree.folders.values())
+        return os.stat_result((mode, node, 1, names, 0, 0, size, 0, 0, 0))
 
     def writable(self, fd: int) -> bool:
         return bool(self.fstat(fd).st_mode & stat.S_IWUSR)
@@ -152,6 +186,18 @@ class RamPosix(Posix):
             if folder != target_folder:
                 raise _error(errno.EXDEV, target)
             self._apply(Rename(folder, name, target_name, self._node(source, dir_fd)))
+
+    def rename_between(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
+        with self._lock:
+            (folder, name), (target_folder, target_name) = (
+                self._place(source, source_fd),
+                self._place(target, target_fd),
+            )
+            node = self._node(source, source_fd)
+            if target_name in self._tree.folders[target_folder]:
+                raise _error(errno.EEXIST, target)
+            self._apply(Name(target_folder, target_name, node))
+            self._apply(Unname(folder, name, node))
 
     def unlink(self, path: str, dir_fd: int | None = None) -> None:
         with self._lock:
@@ -196,10 +242,110 @@ class RamPosix(Posix):
             raise _error(errno.EINVAL)
         return opened.node
 
+    # Mappings
+
+    def map_shared(self, fd: int, offset: int, size: int, *, sync: bool) -> memoryview:
+        with self._lock:
+            if sync:
+                raise _error(errno.EOPNOTSUPP)
+            node = self._written(fd, errno.EACCES)
+            if offset + size > len(self._tree.contents(node)):
+                raise _error(errno.ESTALE)
+            self._look()
+            return self._maps.map(node, self._tree.contents(node), offset, size)
+
+    def unmap(self, memory: memoryview) -> None:
+        with self._lock:
+            self._look()
+            self._maps.unmap(memory)
+        super().unmap(memory)
+
+    def populate(self, memory: memoryview) -> None:
+        with self._lock:
+            node, offset = self._maps.place(memory)
+            if offset + len(memory) > len(self._tree.contents(node)):
+                raise _error(errno.EFAULT)
+
+    def msync(self, memory: memoryview) -> None:
+        self.drained(frozenset(store.number for store in self.pending_stores(memory)))
+
+    def _look(self, *bounds: int) -> None:
+        """Note what was stored into mapped memory since, as stores that are divided at `bounds`."""
+        for node in self._maps.nodes:
+            for offset, data in self._maps.stored(node, self._tree.contents(node), bounds):
+                self._store(node, offset, data)
+
+    def _store(self, node: int, offset: int, data: bytes) -> int:
+        self._stored += 1
+        self._stores.append(Store(node, offset, data, self._stored))
+        self._apply(self._stores[-1])
+        return self._stored
+
+    def store(self, target: memoryview, data: memoryview) -> int:
+        """Copy into mapped memory, as one store -> its number."""
+        with self._lock:
+            node, offset = self._maps.place(target)
+            self._look()
+            target[:] = data
+            return self._store(node, offset, bytes(data))
+
+    def pending_stores(self, memory: memoryview) -> list[Store]:
+        """Stores that lie wholly in the lines of mapped `memory` and that nothing has drained yet."""
+        with self._lock:
+            node, offset = self._maps.place(memory)
+            begin, end = offset // LINE * LINE, -(-(offset + len(memory)) // LINE) * LINE
+            self._look(begin, end)
+            return [
+                store
+                for store in self._stores
+                if store.node == node and begin <= store.offset and store.offset + len(store.data) <= end
+            ]
+
+    def drained(self, stores: frozenset[int]) -> None:
+        """These stores have reached the medium."""
+        with self._lock:
+            self._stores = [store for store in self._stores if store.number not in stores]
+            self._apply(Drain(stores))
+
     def close(self, fd: int) -> None:
         with self._lock:
             self._opened(fd, file=False)
             del self._descriptors[fd]
+            self._locks.pop(fd, None)
+            self._leases.pop(fd, None)
+
+    def flock(self, fd: int, operation: int) -> None:
+        with self._lock:
+            node = self._opened(fd, file=False).node
+            kind = operation & ~fcntl.LOCK_NB
+            if kind == fcntl.LOCK_UN:
+                self._locks.pop(fd, None)
+                return
+            others = {held for other, held in self._locks.items() if other != fd and self._opened(other).node == node}
+            if others and (kind == fcntl.LOCK_EX or fcntl.LOCK_EX in others):
+                raise _error(errno.EWOULDBLOCK)
+            self._locks[fd] = kind
+
+    def set_lease(self, fd: int, kind: int) -> None:
+        with self._lock:
+            node = self._opened(fd).node
+            users = [other for other, opened in self._descriptors.items() if opened.node == node]
+            if kind == fcntl.F_UNLCK:
+                self._leases.pop(fd, None)
+                return
+            if users != [fd]:
+                raise _error(errno.EAGAIN)
+            self._leases[fd] = node
+
+    def statvfs(self, fd: int) -> os.statvfs_result:
+        with self._lock:
+            self._opened(fd, file=False)
+            return os.statvfs_result((4096, 4096, 1 << 30, 1 << 30, 1 << 30, 0, 0, 0, 0, 255))
+
+    def file_system(self, fd: int) -> int:
+        with self._lock:
+            self._opened(fd, file=False)
+            return EXT4
 
     def fstat(self, fd: int) -> os.stat_result:
         with self._lock:
@@ -207,6 +353,7 @@ class RamPosix(Posix):
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         with self._lock:
+            self._look()
             node = self._written(fd, errno.EBADF)
             self._transfer(fd, len(data), offset)
             self._apply(Write(node, offset, bytes(data)))
@@ -214,6 +361,7 @@ class RamPosix(Posix):
 
     def preadv(self, fd: int, out: memoryview, offset: int) -> int:
         with self._lock:
+            self._look()
             contents = self._tree.contents(self._transfer(fd, len(out), offset))
             count = max(0, min(len(out), len(contents) - offset))
             out[:count] = memoryview(contents)[offset : offset + count]
@@ -224,18 +372,22 @@ class RamPosix(Posix):
 
     def map(self, fd: int, size: int) -> memoryview:
         with self._lock:
+            self._look()
             return memoryview(bytearray(self._tree.contents(self._opened(fd).node)[:size]))
 
     def ftruncate(self, fd: int, size: int) -> None:
         with self._lock:
+            self._look()
             self._apply(Truncate(self._written(fd, errno.EINVAL), size))
 
     def fallocate(self, fd: int, size: int) -> None:
         with self._lock:
+            self._look()
             self._apply(Allocate(self._written(fd, errno.EBADF), size))
 
     def fsync(self, fd: int) -> None:
         with self._lock:
+            self._look()
             self._apply(Sync(self._opened(fd, file=False).node))
 
     def fdatasync(self, fd: int) -> None:

@@ -33,6 +33,11 @@ class RecordingPosix(RamPosix):
         with self._lock:
             self._apply(Acknowledge(label))
 
+    def fail_msync(self, memory: memoryview) -> None:
+        """The same of an msync of mapped `memory`."""
+        with self._lock:
+            self._apply(SyncFailed(self._maps.place(memory)[0]))
+
     def fail_sync(self, fd: int) -> None:
         """Note that a sync of `fd` reported an error, without syncing. (`FaultyPosix` calls this.)"""
         with self._lock:

@@ -1,6 +1,6 @@
 """Every state in which a power cut may leave a store: from each, it opens and keeps its promises.
 
-python -m tools.crash.states --limit 2000
+python -m tools.crash.states --limit 2000 --medium pmem
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from ckptstore.restore.plan import plan
 from ckptstore.store import Store
 from tools.crash.enumerate import CrashState, crash_states
 from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.media import MEDIA, backend_on
+from tools.crash.old_headers import mixed
 from tools.crash.recording import RecordingPosix
 from tools.crash.scenario import Violation, check, compare, live, promised
 
@@ -48,6 +50,7 @@ class Known:
 
     def __init__(self) -> None:
         self._right: set[tuple[str, bytes, str]] = set()
+        self._unmixed: set[tuple[str, bytes]] = set()
 
     def check(self, state: CrashState) -> int:
         """Check one state without writing; returns the number of checkpoints that are there, and right.
@@ -55,6 +58,7 @@ class Known:
         Raises:
             Violation: a promise is broken.
         """
+        self.check_headers(state)
         wanted = promised(map(str, state.acknowledged))
         posix = state.mount()
         store = Store(LocalBackend("/store", posix))
@@ -81,22 +85,46 @@ class Known:
                     self._right.add((ref, blob.digest, found.hash))
         return len(refs)
 
+    def check_headers(self, state: CrashState) -> None:
+        """No file has the header of one segment and bytes of another. Raises `Violation`."""
+        fresh = {
+            (path, blob.digest): blob.data
+            for path, blob in state.image.walk()
+            if blob is not None and (path, blob.digest) not in self._unmixed
+        }
+        if found := mixed((path, data) for (path, _), data in fresh.items()):
+            raise Violation(f"old headers over new data: {found}")
+        self._unmixed.update(fresh)
+
 
 def explore(
-    limit: int, *, seed: int = 0, rounds: int = 1, stop_after: float | None = None, broken: Fault | None = None
+    limit: int,
+    *,
+    seed: int = 0,
+    rounds: int = 1,
+    stop_after: float | None = None,
+    broken: Fault | None = None,
+    medium: str = "folder",
+    forgets: frozenset[str] = frozenset(),
 ) -> Campaign:
     """Record one life of a store and check every state that a crash may leave, `limit` at each instant at most.
 
     Args:
         stop_after: seconds after which to stop early.
         broken: a fault of the disk during the recording, for negative controls.
+        medium: one of `MEDIA`; on ``pmem`` lines of 64 bytes are pending from one fence to the next.
+        forgets: ``drain`` or ``flush``, which then do nothing there, for negative controls.
 
     Raises:
         Violation: a promise is broken; the message explains the crash.
     """
     posix = RecordingPosix()
     disk = posix if broken is None else FaultyPosix(posix, broken)
-    live(LocalBackend("/store", disk), posix.acknowledge, rounds=rounds)
+    live(backend_on(medium, "/store", disk, posix, forgets), posix.acknowledge, rounds=rounds)
+    return _checked(posix, limit, seed, stop_after, medium)
+
+
+def _checked(posix: RecordingPosix, limit: int, seed: int, stop_after: float | None, medium: str) -> Campaign:
     states = restored = 0
     begin = time.monotonic()
     known = Known()
@@ -105,7 +133,9 @@ def explore(
             if states % FULL_EVERY:
                 restored += known.check(state)
             else:
-                restored += check(LocalBackend("/store", state.mount()), map(str, state.acknowledged))
+                known.check_headers(state)
+                disk = state.mount()
+                restored += check(backend_on(medium, "/store", disk, disk), map(str, state.acknowledged))
         except Exception as error:
             raise Violation(f"seed {seed}: {error}\n{state.explain()}") from error
         states += 1
@@ -120,13 +150,16 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=500, help="states per instant at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1, help="lives of the store, one after the other")
+    parser.add_argument("--medium", choices=MEDIA, default="folder")
     parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
     options = parser.parse_args()
     begin = time.monotonic()
-    done = explore(options.limit, seed=options.seed, rounds=options.rounds, stop_after=options.seconds)
+    done = explore(
+        options.limit, seed=options.seed, rounds=options.rounds, stop_after=options.seconds, medium=options.medium
+    )
     print(
-        f"{done.states} post-crash states of {done.operations} recorded calls, {done.restored} checkpoints restored, "
-        f"0 violations, {time.monotonic() - begin:.0f} s"
+        f"{options.medium}: {done.states} post-crash states of {done.operations} recorded calls, "
+        f"{done.restored} checkpoints restored, 0 violations, {time.monotonic() - begin:.0f} s"
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import SYSTEM
+from ckptstore.backends.posix import SYSTEM, Posix
 from ckptstore.errors import (
     CheckpointNotFoundError,
     CkptError,
@@ -32,6 +32,7 @@ from ckptstore.errors import (
 from ckptstore.formats.records import Node
 from ckptstore.formats.retention import droppable
 from ckptstore.log import folding, requests
+from ckptstore.log.change import Change
 from ckptstore.log.pins import PinWatch, UnpinnedWarning, claim
 from ckptstore.log.reading import exists
 from ckptstore.maintenance.gc import collect
@@ -97,8 +98,11 @@ class Stage:
 
     def backend(self, folder: Path) -> LocalBackend:
         """A way to the store in `folder`, through this actor's faults."""
-        posix = FaultyPosix(SYSTEM, *self.faulty) if self.faulty else SYSTEM
-        return LocalBackend(folder, posix, direct=self.chance.random() < 0.7)
+        return LocalBackend(folder, self.posix(), direct=self.chance.random() < 0.7)
+
+    def posix(self) -> Posix:
+        """The calls of a way to a store: through this actor's faults, counted anew."""
+        return FaultyPosix(SYSTEM, *self.faulty) if self.faulty else SYSTEM
 
     def note(self, **event: Any) -> None:
         """See `Acknowledged.note`."""
@@ -146,7 +150,7 @@ def read(stage: Stage) -> None:
         begin = time.monotonic()
         try:
             if stage.chance.random() < 0.3:
-                _hold(stage, store, ref)
+                hold(stage, store, ref)
             else:
                 term, step = _node(ref)
                 if not same_state(store.load(ref, framework="numpy"), state_of(term, step)):
@@ -161,7 +165,7 @@ def read(stage: Stage) -> None:
             stage.note(slow=ref)
 
 
-def _hold(stage: Stage, store: Store, ref: str) -> None:
+def hold(stage: Stage, store: Store, ref: str) -> None:
     node = _node(ref)
 
     def plan(catalog: Any) -> tuple[str, ...]:
@@ -205,7 +209,9 @@ def request(stage: Stage) -> None:
     refs = [f"{step}@{term}" for term, step in retires]
     stage.note(retiring=refs)  # before it is asked for: from here on they may be gone
     drops = droppable(view.catalog, retires)
-    posted = requests.post(store.journal, view.catalog.term, "torture", drops=drops, retires=retires, tags=tags)
+    posted = requests.post(
+        store.journal, view.catalog.term, "torture", Change(drops=tuple(drops), retires=tuple(retires), tags=tags)
+    )
     answer = requests.wait(store.journal, posted, timeout=5, poll=0.05).answer
     stage.note(**{answer: 1}, **({"retired": refs} if answer == "accepted" else {}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,12 +42,14 @@ class Checks:
     """Logical bytes of the tensors of all checkpoints."""
     corpus: dict[str, Any]
     environment: dict[str, Any]
+    stored: dict[str, int]
+    """Bytes of a checkpoint of each kind (full, gradient), the median."""
 
 
 def check(store: Store, reference: Reference, config: DemoConfig, advance: Callable[[], None]) -> Checks:
     """Compare the last state whole and ``config.samples`` earlier ones by their hashes; `advance` counts the loads."""
     checkpoints = store.checkpoints()
-    final = store.load("latest", framework="numpy")
+    final = as_recorded(store.load("latest", framework="numpy"))
     parts = compare(reference.final, list(leaves(final)))
     advance()
     restored = []
@@ -64,6 +67,10 @@ def check(store: Store, reference: Reference, config: DemoConfig, advance: Calla
         nbytes=sum(info.nbytes for info in checkpoints),
         corpus=final["corpus"],
         environment=final["environment"],
+        stored={
+            kind: int(statistics.median(info.stored for info in checkpoints if info.kind == kind))
+            for kind in sorted({info.kind for info in checkpoints})
+        },
     )
 
 
@@ -78,6 +85,25 @@ def _restore(store: Store, reference: Reference, info: CheckpointInfo) -> Restor
     began = time.monotonic()
     state = store.load(info.ref, framework="numpy")
     seconds = time.monotonic() - began
+    state = as_recorded(state)
     expected, actual = reference.hashes[info.step], part_hashes(state)
     differing = tuple(part for part in expected if expected[part] != actual[part])
     return RestoredStep(info.step, info.ref, seconds, info.nbytes, differing)
+
+
+def as_recorded(state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint, in the form in which the reference run has recorded its states (`Training.state`)."""
+    python, numpy, run = state["random"]["python"], state["random"]["numpy"], state["extra"]["run"]
+    return {
+        "step": state["step"],
+        "model": state["model"],
+        "optimizer": state["optimizer"],
+        "schedule": state["scheduler"],
+        "rng": {
+            "python": (python["version"], tuple(int(word) for word in python["words"]), python["spare"]),
+            "numpy": (numpy["name"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"]),
+            "torch": state["random"]["torch"],
+        },
+        "loader": state["loader"],
+        **run,
+    }

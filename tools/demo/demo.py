@@ -18,10 +18,10 @@ from tools.demo.config import DemoConfig
 from tools.demo.corpus import read_corpus
 from tools.demo.events import Event
 from tools.demo.killing import Kill, plan_kills
-from tools.demo.measuring import losses_of, save_costs
 from tools.demo.outcome import Outcome
 from tools.demo.output import OutputFolder
 from tools.demo.reference import Reference
+from tools.demo.save_costs import losses_of, save_costs
 from tools.demo.supervisor import Attempt, DemoError, Supervisor, run_with_kills, strikes
 
 

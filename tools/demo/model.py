@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """int64 ``(batch, context)`` to logits ``(batch, context, 256)``."""
-        places = torch.arange(inputs.shape[1])
+        places = torch.arange(inputs.shape[1], device=inputs.device)
         hidden = functional.dropout(self.tokens(inputs) + self.positions(places), self.dropout, self.training)
         for block in self.blocks:
             hidden = block(hidden)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.demo.checking import Checks
 from tools.demo.config import DemoConfig
-from tools.demo.measuring import SaveCosts
+from tools.demo.save_costs import SaveCosts
 from tools.demo.supervisor import Strike
 
 
@@ -81,6 +81,7 @@ class Outcome:
                 "tensors": self.checks.tensors,
                 "logical_bytes": self.checks.nbytes,
                 "bytes": self.store_bytes,
+                "bytes_by_kind": self.checks.stored,
             },
             "seconds": {"reference": self.reference_seconds, "run": self.run_seconds},
             "final_loss": self.final_loss,

@@ -7,55 +7,63 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ckptstore
-from tools.demo.config import Mode
+from ckptstore.training import Checkpointer
+from tools.demo.config import DemoConfig, Mode
 from tools.demo.events import emit
 
-State = dict[str, Any]
+if TYPE_CHECKING:
+    from tools.demo.training import Training
 
 
 class StoreKeeper:
-    """Checkpoints every step into a store, and knows where a killed run continues.
+    """Checkpoints every step into a store as gradient diffs, and knows where a killed run continues.
 
     In mode ``save`` a checkpoint is durable when `keep` returns. In mode ``save_async`` it becomes durable while the
     next step computes; at most one is on its way, and its error, if any, surfaces at the next `keep` or at the end.
     """
 
-    def __init__(self, folder: Path, mode: Mode) -> None:
-        self._store = ckptstore.open(folder)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", ckptstore.DeterminismWarning)
-            self._writer = self._store.writer(parent="latest")
-        for warning in caught:
-            emit("warning", text=str(warning.message))
-        alternating: Mode = "save" if self._writer.term % 2 else "save_async"
-        self.mode = alternating if mode == "both" else mode
+    def __init__(self, folder: Path, config: DemoConfig, training: Training) -> None:
+        self._training = training
+        self._mode = config.mode
+        self._checkpointer = Checkpointer(
+            folder,
+            model=training.model,
+            optimizer=training.optimizer,
+            scheduler=training.schedule,
+            loader=training.loader,
+            extra={"run": training.notes},
+            strategy="gradient",
+            full_every=config.full_every,
+        )
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="demo-ack")
         self._on_its_way: Future[None] | None = None
 
-    @property
-    def term(self) -> int:
-        """The term that this process writes."""
-        return self._writer.term
+    def resume(self) -> dict[str, Any]:
+        """Restore what to continue from, if there is anything -> what the supervisor is told of it."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ckptstore.DeterminismWarning)
+            self._training.step = self._checkpointer.resume()
+        for warning in caught:
+            emit("warning", text=str(warning.message))
+        term = self._checkpointer.term
+        assert term is not None  # it is open
+        alternating: Mode = "save" if term % 2 else "save_async"
+        self._mode = alternating if self._mode == "both" else self._mode
+        return {"term": term, "mode": self._mode}
 
-    def last_state(self) -> State | None:
-        """What to continue from, or None at the very beginning."""
-        if self._writer.parent is None:
-            return None
-        state: State = self._store.load(self._writer.parent.ref)
-        return state
-
-    def keep(self, state: State, step: int) -> None:
-        """Make `state` the checkpoint of `step`, and tell the supervisor when the store has acknowledged it."""
+    def keep(self, step: int) -> None:
+        """Make the state the checkpoint of `step`, and tell the supervisor when the store has acknowledged it."""
         began = time.monotonic()
-        if self.mode == "save":
-            self._acknowledge(self._writer.save(state, step=step), began)
-            return
         self._settle()
-        handle = self._writer.save_async(state, step=step)
-        self._on_its_way = self._waiter.submit(lambda: self._acknowledge(handle.result(), began))
+        pending = self._checkpointer.step(metrics={"loss": self._training.notes.losses[-1]})
+        assert pending is not None, f"step {step} is not saved"
+        if self._mode == "save":
+            self._acknowledge(pending.result(), began)
+            return
+        self._on_its_way = self._waiter.submit(lambda: self._acknowledge(pending.result(), began))
 
     def _acknowledge(self, info: ckptstore.CheckpointInfo, began: float) -> None:
         emit(
@@ -73,7 +81,7 @@ class StoreKeeper:
             self._on_its_way = None
 
     def __enter__(self) -> Self:
-        self._writer.__enter__()
+        self._checkpointer.__enter__()
         return self
 
     def __exit__(
@@ -84,4 +92,4 @@ class StoreKeeper:
                 self._settle()
         finally:
             self._waiter.shutdown()
-            self._writer.__exit__(kind, error, trace)
+            self._checkpointer.__exit__(kind, error, trace)

@@ -8,7 +8,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools.demo.measuring import losses_of
+from tools.demo.save_costs import losses_of
 from tools.demo.supervisor import Attempt, Strike
 
 _BY_CLOCK, _IN_COMMIT = "#d95f02", "#c2185b"

@@ -6,9 +6,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tools.demo.fingerprint import Leaf, leaves, part_hashes, read_leaves, write_leaves
+
+if TYPE_CHECKING:
+    from tools.demo.training import Training
 
 _HASHES = "hashes.jsonl"
 _FINAL = "final.leaves"
@@ -17,18 +20,20 @@ _FINAL = "final.leaves"
 class ReferenceRecorder:
     """Takes the store's place in the training loop: notes the hashes of every state, and the last one whole."""
 
-    def __init__(self, folder: Path, last_step: int) -> None:
+    def __init__(self, folder: Path, last_step: int, training: Training) -> None:
+        self._training = training
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._last_step = last_step
         self._hashes = (folder / _HASHES).open("w")
 
-    def last_state(self) -> None:
+    def resume(self) -> dict[str, Any]:
         """A reference run always begins at the beginning."""
-        return
+        return {}
 
-    def keep(self, state: dict[str, Any], step: int) -> None:
-        """Record `state` as the one after `step` steps."""
+    def keep(self, step: int) -> None:
+        """Record the state as the one after `step` steps."""
+        state = self._training.state()
         self._hashes.write(json.dumps({"step": step, "parts": part_hashes(state)}) + "\n")
         if step == self._last_step:
             write_leaves(self._folder / _FINAL, list(leaves(state)))

@@ -133,6 +133,12 @@ def _print_totals(console: Console, outcome: Outcome) -> None:
         f"store: {checks.checkpoints} checkpoints of {checks.tensors} tensors in {checks.terms} terms, "
         f"{outcome.store_bytes / 1e9:.2f} GB",
     ]
+    if "gradient" in checks.stored and "full" in checks.stored:
+        diff, full = checks.stored["gradient"], checks.stored["full"]
+        lines.append(
+            f"bytes per step: {diff / 1e6:.2f} MB as a gradient diff, {full / 1e6:.2f} MB as a full: "
+            f"{diff / full:.0%} of it"
+        )
     if checks.restored:
         rate = statistics.median(step.nbytes / step.seconds for step in checks.restored) / 1e9
         lines.append(

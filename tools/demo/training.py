@@ -21,6 +21,28 @@ from tools.demo.model import GPT
 State = dict[str, Any]
 
 
+class Notes:
+    """What a run says of itself, beside what it trains: its losses, its data, its environment."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.losses: list[float] = []
+
+    def state_dict(self) -> State:
+        """Losses as float32, one for each step."""
+        return {
+            "losses": np.array(self.losses, np.float32),
+            "corpus": self.corpus.identity(),
+            # str(): torch.__version__ is of a subclass, and the store keeps exact types only
+            "environment": {name: str(value) for name, value in describe_environment().items()},
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue. Raises `tools.demo.corpus.CorpusError` if the run was on other data."""
+        self.corpus.require(state["corpus"])
+        self.losses = [float(loss) for loss in state["losses"]]
+
+
 class Training:
     """Model, optimizer, schedule, loader and RNGs of one run.
 
@@ -36,7 +58,7 @@ class Training:
         self.config = config
         self.corpus = corpus
         self.step = 0
-        self.losses: list[float] = []
+        self.notes = Notes(corpus)
         self.model = GPT(config)
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(self.model, config), lr=config.learning_rate, betas=(0.9, 0.95), foreach=True
@@ -57,8 +79,8 @@ class Training:
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
-        self.losses.append(loss.item())
-        return self.losses[-1]
+        self.notes.losses.append(loss.item())
+        return self.notes.losses[-1]
 
     def state(self) -> State:
         """Everything the next step depends on. Tensors are the live ones, not copies."""
@@ -73,17 +95,13 @@ class Training:
                 "torch": torch.get_rng_state(),
             },
             "loader": self.loader.state_dict(),
-            "losses": np.array(self.losses, np.float32),
-            "corpus": self.corpus.identity(),
-            # str(): torch.__version__ is of a subclass, and the store keeps exact types only
-            "environment": {name: str(value) for name, value in describe_environment().items()},
+            **self.notes.state_dict(),
         }
 
     def restore(self, state: State) -> None:
         """Continue from `state`. Raises `tools.demo.corpus.CorpusError` if it belongs to other data."""
-        self.corpus.require(state["corpus"])
+        self.notes.load_state_dict(state)
         self.step = state["step"]
-        self.losses = [float(loss) for loss in state["losses"]]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])

@@ -19,11 +19,8 @@ REFUSED = 3
 
 
 def train(training: Training, keeper: StoreKeeper | ReferenceRecorder) -> None:
-    """Continue from what `keeper` has, hand it the state after every step, and report each event."""
-    state = keeper.last_state()
-    if state is not None:
-        training.restore(state)
-    resumed = {"term": keeper.term, "mode": keeper.mode} if isinstance(keeper, StoreKeeper) else {}
+    """Continue from what `keeper` has, have it keep the state after every step, and report each event."""
+    resumed = keeper.resume()
     emit("resumed", step=training.step, **resumed)
     for step in range(training.step + 1, training.config.steps + 1):
         emit("begin", step=step)
@@ -31,7 +28,7 @@ def train(training: Training, keeper: StoreKeeper | ReferenceRecorder) -> None:
         loss = training.run_step()
         computed = time.monotonic()
         emit("computed", step=step, loss=loss, seconds=computed - started)
-        keeper.keep(training.state(), step)
+        keeper.keep(step)
         emit("released", step=step, seconds=time.monotonic() - computed)
 
 
@@ -47,9 +44,9 @@ def main() -> int:
     emit("built")
     try:
         with (
-            StoreKeeper(options.folder, config.mode)
+            StoreKeeper(options.folder, config, training)
             if options.role == "store"
-            else ReferenceRecorder(options.folder, config.steps)
+            else ReferenceRecorder(options.folder, config.steps, training)
         ) as keeper:
             train(training, keeper)
     except CorpusError as error:

@@ -29,11 +29,11 @@ KINDS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("raw", {}),
     *(("planes", {"word": word, "map": name}) for word in (1, 2, 4, 8) for name in ("none", "rotate", "fold")),
     *(("xor", {"word": word}) for word in (1, 2, 4, 8)),
-    *(("diff", {"word": word}) for word in (1, 2, 4, 8)),
-    ("diff", {"word": 4, "context": [23, 110, 125]}),
-    ("diff", {"word": 2, "context": [7, 110, 125]}),
-    ("diff", {"word": 1, "context": [3, 0, 15]}),
-    ("diff", {"word": 8, "context": [52, 1000, 1003]}),
+    *(("sub", {"word": word}) for word in (1, 2, 4, 8)),
+    ("sub", {"word": 4, "context": [23, 110, 125]}),
+    ("sub", {"word": 2, "context": [7, 110, 125]}),
+    ("sub", {"word": 1, "context": [3, 0, 15]}),
+    ("sub", {"word": 8, "context": [52, 1000, 1003]}),
     ("prefix", {"word": 4, "bits": 9}),
     ("prefix", {"word": 2, "bits": 12, "group": 256}),
     ("prefix", {"word": 1, "bits": 1, "group": 16384}),
@@ -109,13 +109,13 @@ def _base(length: int, seed: int) -> Bytes:
 
 
 def _decoded(codec: codecs.Codec, payload: bytes, length: int, base: Any) -> bytes:
-    room = np.full(length + 2 * _GUARD, 0xC3, np.uint8)
+    space = np.full(length + 2 * _GUARD, 0xC3, np.uint8)
     try:
-        codecs.decode(codec, payload, length, base if codec.base_ratio else None, out=room[_GUARD : _GUARD + length])
+        codecs.decode(codec, payload, length, base if codec.base_ratio else None, out=space[_GUARD : _GUARD + length])
     finally:
-        if not (room[:_GUARD] == 0xC3).all() or not (room[_GUARD + length :] == 0xC3).all():
+        if not (space[:_GUARD] == 0xC3).all() or not (space[_GUARD + length :] == 0xC3).all():
             raise Violation(f"{codec}: wrote outside of its memory")
-    return room[_GUARD : _GUARD + length].tobytes()
+    return space[_GUARD : _GUARD + length].tobytes()
 
 
 def _moves(change: int, rng: np.random.Generator, count: int, bits: int) -> Any:

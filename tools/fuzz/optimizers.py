@@ -52,17 +52,17 @@ def _run(data: bytes) -> bool:
     if len(data) < _HEAD.size:
         return False
     encoding, number, seed, count = _HEAD.unpack_from(data)
-    layer = optim.Layer(ENCODINGS[encoding % 3], RULES[number % len(RULES)], data[_HEAD.size :])
+    link = optim.Link(ENCODINGS[encoding % 3], RULES[number % len(RULES)], data[_HEAD.size :])
     count %= _LONGEST
-    first = both_forms(lambda: _moved([layer], seed, count), (CorruptionError,))
+    first = both_forms(lambda: _moved([link], seed, count), (CorruptionError,))
     poison()
-    if _moved([layer], seed, count) != first:
-        raise Violation(f"{layer.encoding}: one payload makes two states")
-    if _moved(None, seed, count, layer) != first:
-        raise Violation(f"{layer.encoding}: a chain of one step is another step")
-    if _moved([layer, layer], seed, count) != _moved(None, seed, count, layer, layer):
-        raise Violation(f"{layer.encoding}: a chain of two steps is not one step after the other")
-    _encoded_again(layer.rule, seed, count, first)
+    if _moved([link], seed, count) != first:
+        raise Violation(f"{link.encoding}: one payload makes two states")
+    if _moved(None, seed, count, link) != first:
+        raise Violation(f"{link.encoding}: a chain of one step is another step")
+    if _moved([link, link], seed, count) != _moved(None, seed, count, link, link):
+        raise Violation(f"{link.encoding}: a chain of two steps is not one step after the other")
+    _encoded_again(link.rule, seed, count, first)
     return True
 
 
@@ -73,7 +73,7 @@ def _encoded_again(rule: optim.Rule, seed: int, count: int, image: bytes) -> Non
     payload = optim.predicted.encode(rule, old, new)
     if len(payload) > optim.predicted.bound(rule, count):
         raise Violation(f"a payload of {len(payload)} bytes is longer than its bound")
-    if _moved([optim.Layer("predicted", rule, payload)], seed, count) != image:
+    if _moved([optim.Link("predicted", rule, payload)], seed, count) != image:
         raise Violation("the state that a step led to is encoded as another")
 
 
@@ -89,20 +89,20 @@ def _state(rule: optim.Rule, seed: int, count: int) -> list[Floats]:
     return [np.abs(part) if place >= 2 else part for place, part in enumerate(state)]
 
 
-def _moved(layers: Sequence[optim.Layer] | None, seed: int, count: int, *one_by_one: optim.Layer) -> bytes:
+def _moved(links: Sequence[optim.Link] | None, seed: int, count: int, *one_by_one: optim.Link) -> bytes:
     """The bits after some steps, taken as a chain or (`one_by_one`) each by its encoding's own decoder."""
-    rule = (layers or one_by_one)[0].rule
-    room = np.full((len(rule.slots), count + 2 * _GUARD), _PATTERN, np.uint32)
-    state = [row[_GUARD : _GUARD + count].view(np.float32) for row in room]
+    rule = (links or one_by_one)[0].rule
+    space = np.full((len(rule.slots), count + 2 * _GUARD), _PATTERN, np.uint32)
+    state = [row[_GUARD : _GUARD + count].view(np.float32) for row in space]
     for part, values in zip(state, _state(rule, seed, count), strict=True):
         part.view(np.uint32)[:] = values.view(np.uint32)
     try:
-        if layers is not None:
-            optim.decode(layers, state)
-        for layer in one_by_one:
-            _DECODERS[layer.encoding].decode(layer.rule, layer.payload, state)
+        if links is not None:
+            optim.decode(links, state)
+        for link in one_by_one:
+            _DECODERS[link.encoding].decode(link.rule, link.payload, state)
     finally:
-        if not (room[:, :_GUARD] == _PATTERN).all() or not (room[:, _GUARD + count :] == _PATTERN).all():
+        if not (space[:, :_GUARD] == _PATTERN).all() or not (space[:, _GUARD + count :] == _PATTERN).all():
             raise Violation(f"{rule}: wrote outside of its memory")
     return b"".join(part.tobytes() for part in state)
 
@@ -127,8 +127,8 @@ def _json(data: bytes) -> bool:
         for encoding in ENCODINGS[:2]:
             gradient = new[0] if encoding == "replayed" else None
             payload = _encode(encoding, again, old, new, gradient)
-            layer = optim.Layer(encoding, again, payload)
-            if both_forms(lambda layer=layer: _moved([layer], seed, 500), ()) != image:  # type: ignore[misc]  # noqa: B023
+            link = optim.Link(encoding, again, payload)
+            if both_forms(lambda link=link: _moved([link], seed, 500), ()) != image:  # type: ignore[misc]  # noqa: B023
                 raise Violation(f"{rule}: {encoding} loses bits")
     return True
 

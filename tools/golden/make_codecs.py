@@ -93,16 +93,16 @@ def _with_base() -> Iterator[Example]:
         base, data = _weights(count, count, kind, moved)
         word = codecs.word_size(dtype)
         yield Example(f"xor.{name}", dtype, data, codecs.Xor(word), base)
-        yield Example(f"diff.{name}", dtype, data, codecs.Diff(word), base, codecs.THRIFTY)
+        yield Example(f"diff.{name}", dtype, data, codecs.Sub(word), base, codecs.THRIFTY)
     base, data = _weights(5, 20_000, ml_dtypes.bfloat16, 1e-4)
     large = base.view("<u2") << 1 >> 8 >= 121  # the class of the largest did not change
     data.view("<u2")[large] = base.view("<u2")[large]
-    yield Example("diff.context", "BF16", data, codecs.Diff(2, codecs.Context(7, 115, 122)), base, codecs.THRIFTY)
+    yield Example("diff.context", "BF16", data, codecs.Sub(2, codecs.Context(7, 115, 122)), base, codecs.THRIFTY)
     base, data = _weights(6, 3000, np.float32, 0)
-    yield Example("diff.unchanged", "F32", data, codecs.Diff(4), base)
+    yield Example("diff.unchanged", "F32", data, codecs.Sub(4), base)
     few = base.copy().view("<u4")
     few[[5, 700, 2999]] += np.array([1, 300, 70_000], "<u4")
-    yield Example("diff.few", "F32", codecs.as_bytes(few), codecs.Diff(4), base)
+    yield Example("diff.few", "F32", codecs.as_bytes(few), codecs.Sub(4), base)
 
 
 def _derived() -> Iterator[Example]:

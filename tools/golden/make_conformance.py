@@ -45,6 +45,7 @@ from ckptstore.write.steps.batch_segments import write_batch
 from tools.conformance.ours import answer
 from tools.golden import make_codecs, make_steps
 from tools.golden.make_segments import RUN, packed, plain, state_of
+from tools.golden.make_shards import broken, shards
 from tools.golden.make_store import Run
 from tools.golden.still import MOMENT, still
 
@@ -353,7 +354,7 @@ def _lossy_base(folder: Path) -> None:
     below, above = np.arange(3000, dtype="<u4"), np.arange(3000, dtype="<u4") // 3 * 3
     base, doc = _word_segment(below, codecs.Planes(4), b"", 1, StepEncoding(1, "full", lossy=True))
     told = StepEncoding(1, "delta", CheckpointId(1, 1, state_of(_named(doc))))
-    delta, _ = _word_segment(above, codecs.Diff(4), below, 2, told)
+    delta, _ = _word_segment(above, codecs.Sub(4), below, 2, told)
     _of_segments(folder, {"base": base, "delta": delta})
 
 
@@ -417,6 +418,8 @@ STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "empty-damaged": ("nothing is left but a damaged slot: latest is an error", _nothing_left),
     "wide-gap": ("a slot lies far above all others: refused", _gap),
     "fold-incompat": ("the newest fold has an unknown feature in incompat: refused", _fold_incompat),
+    "shards": ("tensors in shards: fulls, deltas, rounded copies, cut in four ways; values of each rank", shards),
+    "shards-broken": ("shards that do not make up a tensor: each step but the first is refused", broken),
 }
 
 

@@ -159,11 +159,11 @@ def batch() -> tuple[bytes, SegmentDoc]:
         201: [
             entry("ckptstore/gradient/w", 201, dtype="BF16", codec="sparse", params={"k": 1}),
             predicted("w", 201),
-            entry("m", 201, codec="diff", params={"base": 0}, decoded="0123456789abcdef"),
+            entry("m", 201, codec="sub", params={"base": 0}, decoded="0123456789abcdef"),
         ],
         205: [entry("ckptstore/gradient/w", 205, dtype="BF16", codec="sparse", params={"k": True})],
     }
-    steps[205].append(entry("v2", 205, codec="diff"))
+    steps[205].append(entry("v2", 205, codec="sub"))
     trees = {step: {"step": step, "w": {"$t": "w"}} for step in steps}
     below = CheckpointId(2, 40, "2" * 32)
     told = {

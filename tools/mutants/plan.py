@@ -14,7 +14,9 @@ __all__ = ["tests_of"]
 _FORMATS: Final = "tests/formats/test_"
 _ENGINE: Final = "tests/[!c]*/test_"  # of every room but the command's, which has a `log`, too
 _REGRESSIONS: Final = (f"{_FORMATS}limits.py", f"{_FORMATS}regressions.py")
-_CRASHES: Final = tuple(f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "powercut", "crash_store"))
+_CRASHES: Final = tuple(
+    f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "crash_pmem", "powercut", "crash_store")
+)
 _LOG: Final = tuple(
     f"{_ENGINE}{name}.py" for name in ("log", "lost_slots", "replaced", "folding", "pins", "requests", "log_machine")
 )
@@ -50,7 +52,10 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/columns.py": (f"{_FORMATS}tables.py", f"{_FORMATS}catalog.py"),
     "formats/retention.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
-    "ckptstore/backends/*": (f"{_ENGINE}local_backend.py", f"{_ENGINE}backends.py", *_CRASHES),
+    "ckptstore/backends/*": (
+        *(f"{_ENGINE}{tests}.py" for tests in ("recycling", "space", "local_backend", "backends")),
+        *_CRASHES,
+    ),
     "ckptstore/exchange/weight_files.py": (f"{_ENGINE}weight_files.py", f"{_ENGINE}importing.py"),
     "ckptstore/exchange/safetensors_files.py": (f"{_ENGINE}weight_files.py",),
     "ckptstore/exchange/checkpoint_folders.py": (f"{_ENGINE}checkpoint_folders.py",),
@@ -67,11 +72,15 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         *(f"{_ENGINE}{tests}.py" for tests in ("verification", "crafted_stores", "damage")),
         "tests/cli/test_verify.py",
     ),
-    "ckptstore/maintenance/gc.py": _LOG,
+    "ckptstore/maintenance/gc.py": (f"{_ENGINE}recycling.py", *_LOG),
+    **{
+        f"ckptstore/maintenance/{name}.py": (f"{_ENGINE}tags_and_retirement.py", "tests/cli/test_tag.py")
+        for name in ("changing", "retiring", "tagging")
+    },
     "ckptstore/log/*": _LOG,
     **{
         f"ckptstore/write/{name}.py": tuple(
-            f"{_ENGINE}{tests}.py" for tests in ("writer", "folding_beside", "store", "diffs", "deltas*")
+            f"{_ENGINE}{tests}.py" for tests in ("writer", "rollback", "folding_beside", "store", "diffs", "deltas*")
         )
         for name in ("writer", "committer", "ledger", "opening")
     },

@@ -3,7 +3,8 @@
 A *site* is one check; its mutant is the program without it. What is looked for:
 
 ===========  ====================================================================================================
-durability   a call of ``fsync``, ``fdatasync``, ``settle`` or a folder's ``sync`` as a statement: left out
+durability   a call of ``fsync``, ``fdatasync``, ``msync``, ``settle`` or a folder's ``sync`` as a statement: left out;
+             so are the flushes and fences of persistent memory
 checksum     a condition about hashes, a call of ``check_chunk`` and the like, bytes compared with what was read back
 fence        a condition about terms, ended writers and slots that others own
 anchor       a condition about anchors, and what only they allow to delete
@@ -30,7 +31,10 @@ __all__ = ["KINDS", "ROOMS", "Site", "find_sites", "numbered", "sites_in"]
 KINDS: Final = ("durability", "checksum", "fence", "anchor", "pin", "bounds", "rule")
 ROOMS: Final = ("formats", "ckptstore")
 
-_SYNCS: Final = frozenset({"fsync", "fdatasync", "_fsync", "settle", "sync", "_sync"})
+_SYNCS: Final = frozenset({"fsync", "fdatasync", "_fsync", "msync", "settle", "sync", "_sync"})
+_FENCING: Final = frozenset({"drain", "flush", "persist", "_drain", "_flush"})
+"""The same in what writes to persistent memory; elsewhere these words mean other things."""
+_PERSISTENT: Final = ("ckptstore/backends/pmem", "ckptstore/backends/libpmem")
 _CHECKING: Final = re.compile(r"_?(check|require|verify)_\w+|finish|_?finished")
 _CHECKSUMS: Final = re.compile(r"check_(header|chunk|identity|decoded|digest)")
 _PREDICATES: Final = {"intact": "checksum", "never_deleted": "anchor"}
@@ -163,7 +167,8 @@ class _Finder(ast.NodeVisitor):
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Call):
             called = _called(node.value)
-            if called in _SYNCS and not self.path.startswith("formats/optim/"):  # `settle` there is about NaN
+            durable = called in _SYNCS and not self.path.startswith("formats/optim/")  # `settle` there is about NaN
+            if durable or (called in _FENCING and self.path.startswith(_PERSISTENT)):
                 self._add(node, "durability", "pass")
             elif _CHECKING.fullmatch(called):
                 self._add(node, "checksum" if _CHECKSUMS.fullmatch(called) else "bounds", "pass")
@@ -348,8 +353,12 @@ class _Finder(ast.NodeVisitor):
 
 
 def _called(call: ast.expr) -> str:
-    """The last name of what is called."""
+    """The last name of what is called; of ``_call("msync", ...)``, which calls it of libc, ``msync``."""
     function = call.func if isinstance(call, ast.Call) else call
+    if isinstance(function, ast.Name) and function.id.startswith("_call") and _arguments(call):
+        named = _arguments(call)[0]
+        if isinstance(named, ast.Constant) and isinstance(named.value, str):
+            return named.value
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""

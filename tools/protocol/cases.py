@@ -13,6 +13,7 @@ from tools.protocol.explore import Model
 from tools.protocol.log_model import LogModel, LogRules
 from tools.protocol.loss_model import LossModel, LossRules
 from tools.protocol.power_model import PowerModel, PowerRules
+from tools.protocol.recycle_model import RecycleModel, RecycleRules
 from tools.protocol.store_model import StoreModel, StoreRules
 
 __all__ = ["Case", "cases"]
@@ -148,7 +149,7 @@ LOSS_HOLDS_FULL: dict[str, LossRules] = {
 }
 LOSS_MUTANTS: dict[str, LossRules] = {
     "nobody looks for slots above an absent one": LossRules(look_above=False, copies=0),
-    "slots do not name the one before": LossRules(chained=False, copies=0, opens=(2, 1), commits=(2, 2)),
+    "slots do not name the one before": LossRules(linked=False, copies=0, opens=(2, 1), commits=(2, 2)),
     "commits do not repeat the nonce of their OPEN": LossRules(nonces=False, copies=0, opens=(2, 1), commits=(2, 2)),
     "folds do not name their last slot": LossRules(folds_carry_last=False, copies=0),
     "a fold is not compared with the slot that it ends with": LossRules(
@@ -157,6 +158,25 @@ LOSS_MUTANTS: dict[str, LossRules] = {
     "an OPEN's parent is not looked for": LossRules(parents_found=False, copies=0),
     "a writer does not look at the slot before its own": LossRules(writers_look=False, losses=0, damages=0),
     "latest looks past damage": LossRules(refuse_behind_damage=False, copies=0),
+}
+
+
+RECYCLE_HOLDS: dict[str, RecycleRules] = {
+    "locks and leases, a reader, a stranger, a zombie, a power cut": RecycleRules(),
+    "our reader is safe by the locks alone": RecycleRules(lease=False, strangers=False),
+    "everybody is safe by the leases alone": RecycleRules(writers_lock=False, readers_lock=False),
+}
+RECYCLE_MUTANTS: dict[str, RecycleRules] = {
+    "neither a writer's lock nor a lease": RecycleRules(writers_lock=False, lease=False, strangers=False),
+    "neither a reader's lock nor a lease": RecycleRules(readers_lock=False, lease=False, strangers=False),
+    "no lease": RecycleRules(lease=False),
+    "the lease is given back before the header is cleared": RecycleRules(lease_until_cleared=False),
+    "the header is not cleared": RecycleRules(clear=False),
+    "the header goes out first": RecycleRules(header_last=False),
+    "a reader does not compare the header": RecycleRules(readers_compare=False),
+    "a second name is not looked for": RecycleRules(one_name=False),
+    "whose name it is is not looked at": RecycleRules(own_name=False),
+    "names are looked at before the lease is there": RecycleRules(names_under_lease=False),
 }
 
 
@@ -175,6 +195,10 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case("power", name, PowerModel(power), "holds")
     for name, power in POWER_MUTANTS.items():
         yield Case("power", f"mutant: {name}", PowerModel(power), "violated")
+    for name, recycle in RECYCLE_HOLDS.items():
+        yield Case("recycle", name, RecycleModel(recycle), "holds")
+    for name, recycle in RECYCLE_MUTANTS.items():
+        yield Case("recycle", f"mutant: {name}", RecycleModel(recycle), "violated")
     for name, log in (LOG_HOLDS | ({} if quick else LOG_HOLDS_FULL)).items():
         yield Case("log", name, LogModel(log), "holds")
     for name, log in LOG_MUTANTS.items():

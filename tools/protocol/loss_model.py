@@ -39,7 +39,7 @@ class LossRules:
     slow_opens: bool = False
     # -- the rules
     look_above: bool = True
-    chained: bool = True
+    linked: bool = True
     nonces: bool = True
     folds_carry_last: bool = True
     compare_folds: bool = True
@@ -166,7 +166,7 @@ class LossModel:
 
     def _follows(self, view: View, record: Rec) -> bool:
         after_damage = bool(view.entries) and view.entries[-1] is None
-        if self.rules.chained and not after_damage and view.last != _NOTHING and record.previous != view.last:
+        if self.rules.linked and not after_damage and view.last != _NOTHING and record.previous != view.last:
             return False
         newest = view.newest
         term = newest.term if newest else 0

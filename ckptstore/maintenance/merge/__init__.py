@@ -5,8 +5,8 @@ Imports what `maintenance` may.
 
 from __future__ import annotations
 
-from ckptstore.maintenance.merge.committing import Merged, merge
 from ckptstore.maintenance.merge.costs import RestoreCost
+from ckptstore.maintenance.merge.merging import Merged, merge
 from ckptstore.maintenance.merge.ranges import Selection, parse_range, select_range
 
 __all__ = ["Merged", "RestoreCost", "Selection", "merge", "parse_range", "select_range"]

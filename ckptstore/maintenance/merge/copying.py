@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptSegmentError, UsageError
@@ -27,7 +27,10 @@ from ckptstore.segments.reading import SegmentReader, read_chunk
 from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 
-__all__ = ["copied_bytes", "copy_encodings", "merged_draft"]
+__all__ = ["copied_bytes", "copy_encodings", "merged_draft", "refuse_shards"]
+
+_OF_RANKS: Final = frozenset({"rank", "ranks"})
+"""Members that tell the segments of many ranks apart (SPEC 5.1): one that has all of their tensors has neither."""
 
 _INDEX_BYTES: Final = HEADER_LIMIT // 2
 """Estimated bytes of an index at which the next segment begins."""
@@ -80,7 +83,7 @@ def copy_encodings(
         The segments, and the encodings that they are read by: those of `edges`, each in its new place.
 
     Raises:
-        UsageError: a segment says that this version must not rewrite it.
+        UsageError: a segment says that this version must not rewrite it, or has shards.
         CorruptSegmentError: a chunk is not what was written.
         StorageError: the medium failed.
     """
@@ -146,11 +149,22 @@ def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _Piece:
                 )
             if step in doc.trees:
                 trees.append(doc.trees[step])
-            entries += [(segment, entry) for entry in doc.tensors.get(step, {}).values()]
-            extra |= doc.extra
+            tensors = list(doc.tensors.get(step, {}).values())
+            if any(entry.offset is not None for entry in tensors):
+                refuse_shards(ref_of(edge.checkpoint))
+            entries += [(segment, entry) for entry in tensors]
+            extra |= {name: value for name, value in doc.extra.items() if name not in _OF_RANKS}
     if len(trees) != 1:
         raise CorruptSegmentError(f"{_keys(catalog, edge)}: {len(trees)} trees of step {step}, there has to be one")
     return _Piece(edge, trees[0], tuple(entries), extra)
+
+
+def refuse_shards(ref: str) -> NoReturn:
+    """Raises `UsageError`: a segment has a name once, and shards of one tensor have the same."""
+    raise UsageError(
+        f"checkpoint {ref} is stored in shards, which cannot be merged: one segment holds one shard of a tensor; "
+        "retire steps instead of merging them"
+    )
 
 
 def _common(group: Sequence[_Piece]) -> dict[str, Any]:

@@ -19,13 +19,13 @@ class RestoreCost:
     Attributes:
         nbytes: stored bytes to read.
         segments: objects to read them from.
-        layers: encodings on the way, the full included.
+        links: encodings on the way, the full included.
         seconds: at the rates measured: reading, decoding deltas, replaying optimizer steps.
     """
 
     nbytes: int
     segments: int
-    layers: int
+    links: int
     seconds: float
 
 
@@ -36,6 +36,6 @@ def restore_cost(catalog: Catalog, encodings: Sequence[Encoding], rates: Rates) 
     return RestoreCost(
         nbytes=sum(edge.bytes for edge in encodings),
         segments=len(segments),
-        layers=len(encodings),
+        links=len(encodings),
         seconds=sum(map(seconds, encodings)),
     )

@@ -1,4 +1,4 @@
-"""Steps 1 to 3 of a merge: choose and pin, write, read back (`committing` has the whole order)."""
+"""Steps 1 to 3 of a merge: choose and pin, write, read back (`merging` has the whole order)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.sources import Origin
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
+from ckptstore.maintenance.merge.copying import refuse_shards
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.session import SegmentSession
@@ -71,13 +72,16 @@ def recode(
         The segments, the encoding that they make, and the hash of the state that was read.
 
     Raises:
+        UsageError: it is stored in shards.
         CorruptSegmentError: what is stored is not what was saved.
         StorageError: the medium failed.
     """
+    if any(found.sharded(name) for name in found.parts):
+        refuse_shards(found.ref)
     state = StoredBase(found.entry.id, found.chains, _nothing)
     lossy = found.plan.encodings[-1].lossy  # what is stored is what it is, however it is coded
     sources: dict[str, TensorSource] = {name: ChainSource(state, name) for name in found.chains}
-    flat = FlatState(found.tree, sources)
+    flat = FlatState(found.merged, sources)
     base = None if below is None else StoredBase(below.entry.id, below.chains, _nothing)
     choices = Choices(SMALL_POLICY)
     gap = 1 if below is None else max(1, found.entry.step - below.entry.step)

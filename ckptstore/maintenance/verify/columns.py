@@ -13,7 +13,7 @@ from ckptstore.formats.layout import chunk_count
 from ckptstore.maintenance.verify.branches import Branch
 from ckptstore.restore.assembly import Held, spec_of
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.link import Layer
+from ckptstore.restore.link import Link
 from ckptstore.restore.replay import Cell
 
 __all__ = ["Column", "Step", "cell_of", "columns_of"]
@@ -24,12 +24,12 @@ class Step:
     """What one encoding does to a column.
 
     Attributes:
-        layers: tensors by themselves, and leaders of groups.
+        links: tensors by themselves, and leaders of groups.
         copies: rounded copies, which are made of what the others give.
     """
 
-    layers: tuple[Layer, ...]
-    copies: tuple[Layer, ...]
+    links: tuple[Link, ...]
+    copies: tuple[Link, ...]
 
 
 @dataclass(slots=True)
@@ -65,9 +65,9 @@ class Column:
         return 2 if self.paired and cell.dtype == "F32" else 1
 
 
-def cell_of(layer: Layer) -> Cell:
+def cell_of(link: Link) -> Cell:
     """A tensor as something that has memory."""
-    return Cell(layer.tensor.name, *spec_of(layer.tensor))
+    return Cell(link.tensor.name, *spec_of(link.tensor))
 
 
 def columns_of(held: Mapping[Branch, Held]) -> list[Column]:
@@ -75,16 +75,16 @@ def columns_of(held: Mapping[Branch, Held]) -> list[Column]:
     joined = _Joined()
     paired: list[Cell] = []
     for tensors in held.values():
-        for layer in tensors.values():
-            cell = cell_of(layer)
+        for link in tensors.values():
+            cell = cell_of(link)
             joined.find(cell)
-            if layer.group is not None:
-                for name in layer.group.names:
+            if link.group is not None:
+                for name in link.group.names:
                     if name in tensors:
                         joined.join(cell, cell_of(tensors[name]))
-            elif layer.base_ratio == 2:
+            elif link.base_ratio == 2:
                 paired.append(cell)
-                joined.join(cell, cell_of(tensors[str(master_of(layer.tensor))]))
+                joined.join(cell, cell_of(tensors[(master_of(link.tensor) or "")]))
     columns: dict[Cell, Column] = {}
     for cell in joined.cells:
         columns.setdefault(joined.find(cell), Column()).cells.append(cell)
@@ -96,12 +96,12 @@ def columns_of(held: Mapping[Branch, Held]) -> list[Column]:
 
 def _divide(held: Mapping[Branch, Held], columns: Mapping[Cell, Column], joined: _Joined) -> None:
     for branch, tensors in held.items():
-        layers: dict[Cell, tuple[list[Layer], list[Layer]]] = {}
-        for layer in tensors.values():
-            if layer.group is None or layer.tensor.name == layer.group.leader:
-                column = layers.setdefault(joined.find(cell_of(layer)), ([], []))
-                column[layer.base_ratio == 2].append(layer)
-        for top, (alone, copies) in layers.items():
+        links: dict[Cell, tuple[list[Link], list[Link]]] = {}
+        for link in tensors.values():
+            if link.group is None or link.tensor.name == link.group.leader:
+                column = links.setdefault(joined.find(cell_of(link)), ([], []))
+                column[link.base_ratio == 2].append(link)
+        for top, (alone, copies) in links.items():
             columns[top].steps[branch] = Step(tuple(alone), tuple(copies))
 
 

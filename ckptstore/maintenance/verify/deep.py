@@ -27,11 +27,11 @@ from ckptstore.host.task_pool import Task, sweep
 from ckptstore.maintenance.verify.branches import Branch
 from ckptstore.maintenance.verify.columns import Column, Step, cell_of, columns_of
 from ckptstore.maintenance.verify.findings import Findings, edge_of
-from ckptstore.maintenance.verify.open_segments import Handles
 from ckptstore.restore.assembly import Held, held_by
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.link import Layer, apply_layer, check_decoded
+from ckptstore.restore.link import Link, apply_link, check_decoded
 from ckptstore.restore.replay import Cell, take_step
+from ckptstore.segments.handles import Handles
 from ckptstore.segments.reading import SegmentReader
 
 __all__ = ["decoded_bytes", "prove"]
@@ -99,10 +99,8 @@ class _Tree:
         except CkptError as error:  # it has been changed since it was read first
             self._found.blame(encoding, self._catalog.segments[encoding.segments[0]].key, error, whole=True)
             return {}
-        sound = {name: layer for name, layer in held.items() if flaw is None or name not in flaw.names}
-        return {
-            name: layer for name, layer in sound.items() if layer.base_ratio != 2 or master_of(layer.tensor) in sound
-        }
+        sound = {name: link for name, link in held.items() if flaw is None or name not in flaw.names}
+        return {name: link for name, link in sound.items() if link.base_ratio != 2 or master_of(link.tensor) in sound}
 
     def _reader(self, segment: str) -> SegmentReader:
         if segment not in self._readers:
@@ -142,19 +140,19 @@ class _Tree:
             for number, child in enumerate(branch.children):
                 waiting.append((child, memory, number == 0))  # the first is taken last
 
-    def unread(self, layer: Layer, index: int, error: StorageError) -> None:
+    def unread(self, link: Link, index: int, error: StorageError) -> None:
         """A payload could not be read."""
-        entry = layer.reader.entry
-        self._found.add(entry.key, error, entry.id, [layer.tensor.chunks[index].offset])
+        entry = link.reader.entry
+        self._found.add(entry.key, error, entry.id, [link.tensor.chunks[index].offset])
 
-    def wrong(self, branch: Branch, layer: Layer, error: CkptError, names: Iterable[str]) -> None:
-        """What a layer gives is not what was saved: the tensors `names` are lost."""
-        self._found.blame(branch.encoding, layer.reader.entry.key, error, names=names)
+    def wrong(self, branch: Branch, link: Link, error: CkptError, names: Iterable[str]) -> None:
+        """What a link gives is not what was saved: the tensors `names` are lost."""
+        self._found.blame(branch.encoding, link.reader.entry.key, error, names=names)
 
-    def damaged(self, layer: Layer, index: int) -> bool:
+    def damaged(self, link: Link, index: int) -> bool:
         """Whether a payload is known to be damaged."""
-        chunk = layer.tensor.chunks[index]
-        return bool(chunk.length) and chunk.offset in self._found.bad_chunks.get(layer.reader.entry.id, ())
+        chunk = link.tensor.chunks[index]
+        return bool(chunk.length) and chunk.offset in self._found.bad_chunks.get(link.reader.entry.id, ())
 
     def advance(self, nbytes: int) -> None:
         """So many logical bytes were decoded."""
@@ -163,19 +161,19 @@ class _Tree:
     def _check_digests(self, column: Column) -> None:
         for branch in column.steps:
             for cell in column.cells:
-                layer = self.held[branch].get(cell.name)
-                if layer is None or cell_of(layer) != cell or layer.tensor.digest is None:
+                link = self.held[branch].get(cell.name)
+                if link is None or cell_of(link) != cell or link.tensor.digest is None:
                     continue
-                tensor = layer.tensor
+                tensor = link.tensor
                 total, count = column.sums.get((branch, cell.name), (0, 0))
                 if count < len(tensor.chunks):  # something of it is lost, which was said
                     continue
                 if digest.combine(total, nbytes=tensor.nbytes) != tensor.digest:
                     error = CorruptSegmentError(
-                        f"{layer.where}: its state digest is not that of step {layer.step}, as training had it"
+                        f"{link.where}: its state digest is not that of step {link.step}, as training had it"
                     )
                     # Only what was computed is compared when it is loaded.
-                    self._found.blame(branch.encoding, layer.reader.entry.key, error, state=layer.base_ratio == 1)
+                    self._found.blame(branch.encoding, link.reader.entry.key, error, state=link.base_ratio == 1)
 
 
 @dataclass(slots=True)
@@ -193,15 +191,15 @@ class _Decoding:
 
     def run(self, step: Step) -> _Memory:
         """What the column holds after it."""
-        for layer in step.layers:
-            for index in self.column.chunks(cell_of(layer), self.place):
-                if layer.group is not None:
-                    self._step(layer, index)
+        for link in step.links:
+            for index in self.column.chunks(cell_of(link), self.place):
+                if link.group is not None:
+                    self._step(link, index)
                 else:
-                    self._apply(layer, index)
-        for layer in step.copies:
-            for index in self.column.chunks(cell_of(layer), self.place):
-                self._copy(layer, index)
+                    self._apply(link, index)
+        for link in step.copies:
+            for index in self.column.chunks(cell_of(link), self.place):
+                self._copy(link, index)
         return self.memory
 
     def _base(self, cell: Cell, index: int) -> Bytes | None:
@@ -209,51 +207,47 @@ class _Decoding:
         base = self.below.get((cell, index))
         return base if base is None or self.owned else base.copy()
 
-    def _apply(self, layer: Layer, index: int) -> None:
-        cell = cell_of(layer)
-        out = self._base(cell, index) if layer.base_ratio else _room(layer, index)
+    def _apply(self, link: Link, index: int) -> None:
+        cell = cell_of(link)
+        out = self._base(cell, index) if link.base_ratio else _memory(link, index)
         if out is not None:
-            base = out if layer.base_ratio else None
-            self._try(
-                layer, index, [layer], [out], lambda: apply_layer(layer, index, base, out, self.scratch, verify=True)
-            )
+            base = out if link.base_ratio else None
+            self._try(link, index, [link], [out], lambda: apply_link(link, index, base, out, self.scratch, verify=True))
 
-    def _copy(self, layer: Layer, index: int) -> None:
+    def _copy(self, link: Link, index: int) -> None:
         held = self.tree.held[self.branch]
-        master = cell_of(held[str(master_of(layer.tensor))])
+        master = cell_of(held[(master_of(link.tensor) or "")])
         parts = [self.memory.get((master, number)) for number in self.column.chunks(master, self.place)]
         whole = [part for part in parts if part is not None]
         if len(whole) == len(parts):
             base = whole[0] if len(whole) == 1 else np.concatenate(whole)
-            out = _room(layer, index)
-            self._try(
-                layer, index, [layer], [out], lambda: apply_layer(layer, index, base, out, self.scratch, verify=True)
-            )
+            out = _memory(link, index)
+            self._try(link, index, [link], [out], lambda: apply_link(link, index, base, out, self.scratch, verify=True))
 
-    def _step(self, layer: Layer, index: int) -> None:
-        assert layer.group is not None
+    def _step(self, link: Link, index: int) -> None:
+        assert link.group is not None
         held = self.tree.held[self.branch]
-        members = [held[name] for name in layer.group.names if name in held]
+        members = [held[name] for name in link.group.names if name in held]
         bases = [self._base(cell_of(member), index) for member in members]
         outs = [base for base in bases if base is not None]
-        if len(outs) == len(layer.group.names):
+        if len(outs) == len(link.group.names):
             cells = tuple(map(cell_of, members))
             memory = dict(zip(cells, outs, strict=True))
-            self._try(layer, index, members, outs, lambda: take_step(layer, cells, index, memory, self.scratch))
+            self._try(link, index, members, outs, lambda: take_step(link, cells, index, memory, self.scratch))
 
     def _try(
-        self, layer: Layer, index: int, results: Sequence[Layer], outs: Sequence[Bytes], work: Callable[[], Any]
+        self, link: Link, index: int, results: Sequence[Link], outs: Sequence[Bytes], work: Callable[[], Any]
     ) -> None:
         """Decode a payload, and keep those of its results that are right."""
-        if self.tree.damaged(layer, index):
+        if self.tree.damaged(link, index):
             return
         try:
             work()
         except StorageError as error:
-            self.tree.unread(layer, index, error)
+            self.tree.unread(link, index, error)
             return
         except CorruptSegmentError as error:
-            self.tree.wrong(self.branch, layer, error, [one.tensor.name for one in results])
+            self.tree.wrong(self.branch, link, error, [one.tensor.name for one in results])
             return
         for result, out in zip(results, outs, strict=True):
             name = result.tensor.name
@@ -272,5 +266,5 @@ class _Decoding:
                     self.column.sums[key] = (total + part, count + 1)
 
 
-def _room(layer: Layer, index: int) -> Bytes:
-    return np.empty(layer.tensor.chunks[index].logical, np.uint8)
+def _memory(link: Link, index: int) -> Bytes:
+    return np.empty(link.tensor.chunks[index].logical, np.uint8)

@@ -15,11 +15,14 @@ from typing import Any
 from ckptstore.errors import CkptError, CorruptionError, CorruptSegmentError, FormatError
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.ranked import of_rank
 from ckptstore.formats.records import Encoding, Node, ref_of
+from ckptstore.formats.shards import state_parts
 from ckptstore.formats.state import tensor_names, unflatten
 from ckptstore.maintenance.verify.findings import Edge, Findings, edge_of
-from ckptstore.restore.assembly import Held, Spec, held_by, master_layer, spec_of, tree_of
-from ckptstore.restore.link import Layer
+from ckptstore.restore.assembly import Held, Spec, held_by, master_link, spec_of, tree_of
+from ckptstore.restore.link import Link
+from ckptstore.restore.parts import Parts, stored_parts
 from ckptstore.segments.reading import SegmentReader
 
 __all__ = ["Descriptions", "reading_order"]
@@ -98,17 +101,17 @@ class Descriptions:
             self._found.blame(edge, _guilty(error, readers), error, whole=True)
             return
         based: set[tuple[str, Spec]] = set()
-        for name, layer in held.items():
+        for name, link in held.items():
             try:
-                ratio = layer.base_ratio
+                ratio = link.base_ratio
                 if ratio == 2:
-                    master_layer(held, layer)
+                    master_link(held, link)
             except (CorruptionError, FormatError) as error:
-                self._found.blame(edge, layer.reader.entry.key, error, names=[name])
+                self._found.blame(edge, link.reader.entry.key, error, names=[name])
                 continue
             if ratio == 1:
-                based.add((name, spec_of(layer.tensor)))
-        tensors = frozenset((name, spec_of(layer.tensor)) for name, layer in held.items())
+                based.add((name, spec_of(link.tensor)))
+        tensors = frozenset((name, spec_of(link.tensor)) for name, link in held.items())
         with self._lock:
             kept = [self._known.setdefault(one, one) for one in (tensors, frozenset(based))]
             self._tensors[edge_of(edge)] = (kept[0], kept[1])
@@ -119,22 +122,20 @@ class Descriptions:
 
     def _compare_state(self, edge: Encoding, readers: Sequence[SegmentReader], held: Held) -> None:
         tree = tree_of(readers, edge)
-        names = tensor_names(tree)
         where = f"checkpoint {ref_of(edge.checkpoint)}"
-        if missing := [name for name in names if name not in held]:
-            raise CorruptSegmentError(f"{where}: its segments lack tensor {missing[0]!r}")
-        unflatten(tree, lambda _name, _origin: None)
+        parts = stored_parts(held, tensor_names(tree), where)
+        unflatten(of_rank(tree, None), lambda _name, _origin: None)
         entry = self._catalog.find(edge.checkpoint)
-        if entry is not None and _state(tree, names, held) != entry.state:
+        if entry is not None and _state(tree, parts, held) != entry.state:
             raise CorruptSegmentError(f"{where}: its segments describe another state than the log")
 
     def _key(self, edge: Encoding) -> str:
         return self._catalog.segments[edge.segments[0]].key
 
 
-def _state(tree: Any, names: Sequence[str], held: Mapping[str, Layer]) -> str:
-    parts = [(name, held[name].tensor.dtype, held[name].tensor.shape, held[name].tensor.hash) for name in names]
-    return hashing.state_hash(jsontext.dumps(tree), parts)
+def _state(tree: Any, parts: Parts, held: Mapping[str, Link]) -> str:
+    entries = (held[key].tensor for keys in parts.values() for key in keys)
+    return hashing.state_hash(jsontext.dumps(tree), state_parts(entries))
 
 
 def _guilty(error: CkptError, readers: Sequence[SegmentReader]) -> str:

@@ -16,36 +16,36 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.reading import anchor_above
 from ckptstore.maintenance.verify.findings import Findings
 
-__all__ = ["Link", "check_log"]
+__all__ = ["SlotHashes", "check_log"]
 
 
-class Link(NamedTuple):
-    """What an intact slot says of the chain: the hash of its own bytes, and the one that it gives the slot before."""
+class SlotHashes(NamedTuple):
+    """What an intact slot says of its place: the hash of its own bytes, and the one that it gives the slot before."""
 
     digest: str
     previous: str
 
 
 def check_log(
-    journal: Journal, catalog: Catalog, links: Mapping[int, Link], keys: Iterable[str], found: Findings
+    journal: Journal, catalog: Catalog, slots: Mapping[int, SlotHashes], keys: Iterable[str], found: Findings
 ) -> None:
     """Report slots that are missing or do not continue the log, terms without their parent, and a lost end.
 
     Args:
         catalog: of a READ that came after the listing of `keys`, with a look above its end.
-        links: every intact slot, by its number.
+        slots: every intact slot, by its number.
         keys: every object of the store.
     """
     listed = set(keys)
     for seq in catalog.damage:
         if slot_key(seq) not in listed:
             found.add(slot_key(seq), CorruptionError("the slot is missing, and later ones exist"))
-    for seq, link in sorted(links.items()):
-        before = links.get(seq - 1)
-        if (before is not None and link.previous != before.digest) or seq in catalog.damage:
+    for seq, slot in sorted(slots.items()):
+        before = slots.get(seq - 1)
+        if (before is not None and slot.previous != before.digest) or seq in catalog.damage:
             what = "it names another slot before it, or its term was opened by another writer"
             found.add(slot_key(seq), CorruptionError(f"it does not continue the log: {what}"))
-    for first, last in _runs(_unexplained(journal, catalog, links, listed)):
+    for first, last in _runs(_unexplained(journal, catalog, slots, listed)):
         which = "the slot is missing" if first == last else f"the slots from here to {slot_key(last)} are missing"
         found.add(slot_key(first), CorruptionError(f"{which}, and no fold that is there allowed to delete that"))
     for opened in catalog.terms.values():
@@ -70,18 +70,18 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _unexplained(journal: Journal, catalog: Catalog, links: Mapping[int, Link], listed: set[str]) -> list[int]:
+def _unexplained(journal: Journal, catalog: Catalog, slots: Mapping[int, SlotHashes], listed: set[str]) -> list[int]:
     """Slots below the highest intact one that are absent although nobody may have deleted them."""
     # Folds are listed now, after the slots: what was deleted before this is explained by folds that are still there.
     folds = sorted({place[0] for key in journal.backend.list("fold/") if (place := fold_of(key))}, reverse=True)
     anchor_every = journal.format.anchor_every
     limit = folds[1] if len(folds) > 1 else -1
     opens = {opened.seq for opened in catalog.terms.values() if opened.known}
-    top = max(links, default=-1)
+    top = max(slots, default=-1)
 
     def deletable(seq: int) -> bool:
         # The anchor above it was created before a slot above that: whether it is still there is asked of the anchor.
         return seq <= limit and seq % anchor_every > 0 and anchor_above(seq, anchor_every) <= top
 
-    absent = (seq for seq in range(top) if seq not in links and slot_key(seq) not in listed)
+    absent = (seq for seq in range(top) if seq not in slots and slot_key(seq) not in listed)
     return [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq))]

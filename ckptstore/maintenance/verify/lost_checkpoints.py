@@ -11,11 +11,12 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Encoding, Node
+from ckptstore.formats.shards import name_of
 from ckptstore.formats.state import tensor_names
 from ckptstore.maintenance.verify.findings import Findings, Flaw, edge_of
 from ckptstore.restore.assembly import Held, held_by, tree_of
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.link import Layer
+from ckptstore.restore.link import Link
 from ckptstore.restore.plan import Plan
 from ckptstore.segments.reading import SegmentReader
 
@@ -35,7 +36,7 @@ class _After:
     """What is lost once an encoding was applied.
 
     Attributes:
-        lost: names of tensors.
+        lost: names of tensors, keys of shards.
         state: whether the checkpoint that it leads to is.
     """
 
@@ -72,32 +73,33 @@ class _Damage:
                 lost = self._lost(held_by(readers, encoding), below.lost, flaw.names)
                 if not lost:
                     return _After(frozenset(), flaw.state)
-                return _After(lost, flaw.state or not lost.isdisjoint(tensor_names(tree_of(readers, encoding))))
+                named = tensor_names(tree_of(readers, encoding))
+                return _After(lost, flaw.state or not {name_of(key) for key in lost}.isdisjoint(named))
         except CkptError:  # it cannot be loaded, either
             return _NOTHING
 
     def _lost(self, held: Held, below: Container[str], flawed: Container[str]) -> set[str]:
         lost: set[str] = set()
-        for name, layer in held.items():
+        for name, link in held.items():
             if name in flawed:
                 gone = True
-            elif layer.group is not None:  # its leader has the payload of all, and all that were are needed
-                gone = self._hit(held[layer.group.leader]) or any(member in below for member in layer.group.names)
+            elif link.group is not None:  # its leader has the payload of all, and all that were are needed
+                gone = self._hit(held[link.group.leader]) or any(member in below for member in link.group.names)
             else:
-                gone = self._hit(layer) or (layer.base_ratio == 1 and name in below)
+                gone = self._hit(link) or (link.base_ratio == 1 and name in below)
             if gone:
                 lost.add(name)
         return lost | {
             name
-            for name, layer in held.items()
+            for name, link in held.items()
             if name not in lost
-            and layer.base_ratio == 2
-            and ((master := master_of(layer.tensor)) is None or master in lost)
+            and link.base_ratio == 2
+            and ((master := master_of(link.tensor)) is None or master in lost)
         }
 
-    def _hit(self, layer: Layer) -> bool:
-        chunks = self.found.bad_chunks.get(layer.reader.entry.id, ())
-        return bool(chunks) and any(chunk.length and chunk.offset in chunks for chunk in layer.tensor.chunks)
+    def _hit(self, link: Link) -> bool:
+        chunks = self.found.bad_chunks.get(link.reader.entry.id, ())
+        return bool(chunks) and any(chunk.length and chunk.offset in chunks for chunk in link.tensor.chunks)
 
 
 def casualties(backend: Backend, catalog: Catalog, plans: Iterable[Plan], found: Findings) -> set[Node]:

@@ -18,7 +18,7 @@ def restricted(catalog: Catalog, target: Node) -> Catalog:
         catalog,
         checkpoints=empty.checkpoints,
         slots=empty.slots,
-        bases=empty.bases,
+        held=empty.held,
         encodings=empty.encodings,
         segments=empty.segments,
         _edges=None,
@@ -26,7 +26,7 @@ def restricted(catalog: Catalog, target: Node) -> Catalog:
     for node in sorted(needed(catalog, [target])):
         entry = catalog.find(node)
         if entry is not None:
-            (small.checkpoints if node == target else small.bases)[node] = entry
+            (small.checkpoints if node == target else small.held)[node] = entry
         if edges := catalog.encodings.get(node, ()):
             small.encodings[node] = edges
         for segment in (segment for edge in edges for segment in edge.segments):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Final
 
-from ckptstore.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError, UsageError
+from ckptstore.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
@@ -28,6 +28,7 @@ from ckptstore.formats.records import (
     slot_of,
 )
 from ckptstore.host.buffers import Staging
+from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.task_pool import sweep
 from ckptstore.host.threads import default_threads
@@ -39,7 +40,7 @@ from ckptstore.maintenance.verify.branches import chosen_encodings, trees
 from ckptstore.maintenance.verify.deep import decoded_bytes, prove
 from ckptstore.maintenance.verify.descriptions import Descriptions, reading_order
 from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
-from ckptstore.maintenance.verify.log_check import Link, check_log
+from ckptstore.maintenance.verify.log_check import SlotHashes, check_log
 from ckptstore.maintenance.verify.lost_checkpoints import casualties
 from ckptstore.maintenance.verify.one_checkpoint import restricted
 from ckptstore.maintenance.verify.stored_bytes import scrubbing
@@ -117,9 +118,7 @@ def verify(
         CheckpointNotFoundError: nothing answers to `ref`.
         StorageError: the medium failed where nothing else can be said (a listing, the log).
     """
-    threads = default_threads() if threads is None else threads
-    if threads < 1:
-        raise UsageError(f"threads={threads}: at least 1 is needed")
+    threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     keys = journal.backend.list("")
     found = Findings(Tally(progress))
     format_file = _format(journal, keys, found)
@@ -164,21 +163,24 @@ def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
                     continue
                 return FormatFile(run=str(run))
         raise
-    found.done(journal.backend.size(FORMAT_KEY), 1)
+    try:
+        found.done(journal.backend.size(FORMAT_KEY), 1)
+    except KeyNotFoundError:
+        return Journal(journal.backend).format  # says what there is instead
     return format_file
 
 
 def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
     """Every slot, fold, pin and request, whether the newest view needs it or not."""
     backend = journal.backend
-    links: dict[int, Link] = {}
+    slots: dict[int, SlotHashes] = {}
 
     def slot(key: str, data: bytes) -> object:
         seq = slot_of(key)
         if seq is None:
             raise FormatError(f"{key}: not the name of a log slot")
         record = texts.decode_record(data, seq=seq, run=journal.run, what=key, fetch=backend.get)
-        links[seq] = Link(xxh3_128(data), record.previous)
+        slots[seq] = SlotHashes(xxh3_128(data), record.previous)
         return record
 
     def fold(key: str, data: bytes) -> object:
@@ -208,7 +210,7 @@ def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
     catalog = read(journal, look_above=True).catalog
-    check_log(journal, catalog, links, keys, found)
+    check_log(journal, catalog, slots, keys, found)
     return catalog
 
 

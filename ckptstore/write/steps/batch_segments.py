@@ -22,11 +22,24 @@ from ckptstore.segments.session import SegmentSession
 from ckptstore.segments.stream import BlockStream
 from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
 
-__all__ = ["KIND", "write_batch"]
+__all__ = ["KIND", "RankShare", "write_batch"]
 
 KIND: Final = "gradient"
 
 Unit = tuple[EncodedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """Whose steps they are, if many ranks save together: the others have the other tensors, and one has the trees.
+
+    Attributes:
+        rank: which of them.
+        tree: uuid of the segment that holds the trees of all steps.
+    """
+
+    rank: int
+    tree: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,7 @@ def write_batch(
     times: Sequence[float],
     digests: Mapping[str, int] | None = None,
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    share: RankShare | None = None,
 ) -> tuple[tuple[SegmentEntry, ...], tuple[Encoding, ...]]:
     """Write coded steps and make them durable (COMMIT step 1) -> the segments, and for each step the edge to it.
 
@@ -60,6 +74,7 @@ def write_batch(
         times: when each of the steps was made.
         digests: state digests of the last step's tensors, by name.
         limit: payload bytes of a segment.
+        share: they are one rank's. Then the segments hold no trees, and the edges those segments alone.
 
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
@@ -77,11 +92,20 @@ def write_batch(
             draft,
             segment=segment,
             encodings={
-                part.step.step: _described(part.step, draft.term, moments[part.step.step], segment, used)
+                part.step.step: StepEncoding(
+                    draft.term,
+                    KIND,
+                    part.step.base,
+                    moments[part.step.step],
+                    part.step.lossy,
+                    _place(segment, used[part.step.step], share),
+                )
                 for part in parts
             },
-            trees={part.step.step: part.step.tree for part in parts if part.first},
+            trees={} if share else {part.step.step: part.step.tree for part in parts if part.first},
         )
+        if share is not None:
+            doc = replace(doc, extra={**doc.extra, "rank": [[part.step.step, share.rank] for part in parts]})
         entry = _write_segment(session, doc, parts, digests or {}, steps[-1].step)
         written.append(entry)
         for part, cost in zip(parts, shares(entry.size, [part.stored for part in parts]), strict=True):
@@ -93,13 +117,12 @@ def write_batch(
     return tuple(written), encodings
 
 
-def _described(
-    step: EncodedStep, term: int, moment: float, segment: str, used: Mapping[int, Sequence[str]]
-) -> StepEncoding:
-    """What a segment says of one of its steps: among others which part of it is here, if it is in several."""
-    all_parts = used[step.step]
-    part = None if len(all_parts) == 1 else Part(all_parts[0], all_parts.index(segment), len(all_parts))
-    return StepEncoding(term, KIND, step.base, moment, step.lossy, part)
+def _place(segment: str, every: Sequence[str], share: RankShare | None) -> Part | None:
+    """Which part of a step is in one of its segments; SPEC.md 5.1, also of many ranks."""
+    number = every.index(segment)
+    if share is not None:
+        return Part(share.tree, 1 + number, 1 + len(every))
+    return None if len(every) == 1 else Part(every[0], number, len(every))
 
 
 def _split(steps: Sequence[EncodedStep], limit: int) -> Iterator[list[_Part]]:
@@ -155,4 +178,14 @@ def _append(stream: BlockStream, tensor: EncodedTensor, digest: int | None) -> T
         stored = hashing.chunk_hash(coded.payload.data)
         chunks.append(Chunk(at, len(coded.payload), coded.logical, stored, coded.decoded_hash))
     spec = tensor.spec
-    return TensorEntry(spec.name, spec.dtype, spec.shape, tuple(chunks), tensor.codec, tensor.params, digest=digest)
+    return TensorEntry(
+        spec.name,
+        spec.dtype,
+        spec.shape,
+        tuple(chunks),
+        tensor.codec,
+        tensor.params,
+        spec.global_shape,
+        spec.offset,
+        digest,
+    )

@@ -6,8 +6,9 @@ The committer's thread alone uses it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -16,20 +17,23 @@ from ckptstore.formats import digest
 from ckptstore.formats.codecs import FAST_POLICY, Policy
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
-from ckptstore.formats.state import TensorSource
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.checks import seconds, whole
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.deltas import MemoryBase
-from ckptstore.write.encoding import Choices
+from ckptstore.write.encoding import Choices, Fed
 from ckptstore.write.ledger import Labels
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.batch_segments import write_batch
 from ckptstore.write.steps.encoding import EncodedStep, StepChoices, encode_step
+from ckptstore.write.steps.fed import FedStep, TooLongError, digest_of, plan_fed
 from ckptstore.write.steps.gradient_sum import Sums
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Adapting", "DiffOptions", "Diffs", "Waiting", "Written"]
+__all__ = ["Adapting", "BecomesFullError", "DiffOptions", "Diffs", "Waiting", "Written"]
 
 _UNLABELLED: Final = Labels()
 
@@ -72,7 +76,7 @@ class DiffOptions:
         batch: steps that are written at once. What waits for its batch is lost if the process is killed; a
             `PendingSave` is done only when the batch is durable. Asking for its result writes it, as `Writer.save`
             does.
-        seconds: the longest that a step waits for its batch; None: until it is full.
+        seconds: the longest that a step waits for its batch; None or infinity: until it is full.
         batch_bytes: coded bytes that may wait in memory.
         flush_on_sigterm: write what waits when the process is told to end (only for writers that the main thread
             opens).
@@ -103,10 +107,12 @@ class DiffOptions:
         for name, number in (("full_every", self.full_every), ("batch", self.batch)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise UsageError(f"{name}: {number!r}; a whole number from 1 on is needed")
-        if self.seconds is not None and not self.seconds > 0:
-            raise UsageError(f"seconds: {self.seconds}, more than 0 are needed, or None")
-        if self.batch_bytes < 0:
-            raise UsageError(f"batch_bytes: {self.batch_bytes}")
+        object.__setattr__(self, "seconds", seconds("seconds", self.seconds, above=True))
+        whole("batch_bytes", self.batch_bytes, 0)
+        if not isinstance(self.policy, Policy):
+            raise UsageError(f"policy: {self.policy!r:.80}; a Policy of ckptstore.formats.codecs is needed")
+        if self.controller is not None and not hasattr(self.controller, "adapt"):
+            raise UsageError(f"controller: {self.controller!r:.80}; a tuning.Controller is needed")
         if self.accumulate not in ("concatenate", "sum"):
             raise UsageError(f"accumulate: {self.accumulate!r}, 'concatenate' or 'sum'")
 
@@ -140,6 +146,18 @@ class Written:
     def checkpoints(self) -> tuple[CheckpointEntry, ...]:
         """Each once."""
         return tuple({entry.step: entry for entry in self.became}.values())
+
+
+class BecomesFullError(Exception):
+    """A step cannot be stored as a gradient diff, and is in memory as a whole.
+
+    Attributes:
+        snapshot: the state.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
 
 
 class Diffs:
@@ -235,6 +253,79 @@ class Diffs:
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
         return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
 
+    def room(self, flat: FlatState) -> dict[str, Bytes] | None:
+        """Where the tensors of a step that is fed take the places of the step before -> None: a full has to be stored,
+        as too much of it is new.
+        """
+        assert self._previous is not None
+        return self._previous.snapshot.room(flat)
+
+    def add_fed(
+        self,
+        fed: Fed,
+        updates: Sequence[Update],
+        step: int,
+        done: Future[CheckpointInfo],
+        labels: Labels = _UNLABELLED,
+    ) -> bool:
+        """As `add`, of a step that comes unit by unit.
+
+        Raises:
+            BecomesFullError: it has to be stored as a full, from memory.
+            anything else: the next checkpoint is a full. What waits is none the worse for it.
+        """
+        with self._advanced(fed, updates, step) as (plan, reached):
+            coded = plan.encode(fed, self._workers)
+            reached(coded.state)
+        self.waiting.append(Waiting(step, time.time(), done, coded, labels))
+        stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
+        return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
+
+    def stream(
+        self, session: SegmentSession, fed: Fed, updates: Sequence[Update], step: int, labels: Labels = _UNLABELLED
+    ) -> Written:
+        """Make a step durable that comes unit by unit and waits for no other; raises as `add_fed`, and StorageError."""
+        moment = time.time()
+        with self._advanced(fed, updates, step) as (plan, reached):
+            written = plan.write(fed, session, self._draft, moment)
+            reached(written.state)
+        entry = CheckpointEntry(self._term, step, written.state, moment, written.tensors, written.nbytes, labels.extra)
+        return Written(written.segments, (written.encoding,), (entry,), dict.fromkeys(labels.tags, entry.node))
+
+    @contextmanager
+    def _advanced(
+        self, fed: Fed, updates: Sequence[Update], step: int
+    ) -> Iterator[tuple[FedStep, Callable[[str], None]]]:
+        """How a step is coded that takes the place of the one before, and what is to be told its state hash then."""
+        assert self._previous is not None
+        assert fed.room is not None
+        before, flat = self._previous, fed.feed.flat
+        with fed.feed.reading():
+            plan = plan_fed(
+                flat,
+                updates,
+                before,
+                step,
+                choices=self._choices,
+                step_choices=self._step_choices,
+                workers=self._workers,
+            )
+        # From here on it is no state that anybody saved, until all of the new one is there.
+        self._previous = None
+        snapshot = before.snapshot.turned(flat, fed.room)
+
+        def reached(state: str) -> None:
+            self._previous = MemoryBase(CheckpointId(self._term, step, state), snapshot)
+            self._depth += 1
+
+        try:
+            yield plan, reached
+        except TooLongError as error:
+            raise BecomesFullError(snapshot) from error
+        except BaseException:
+            snapshot.free()
+            raise
+
     def write(self, session: SegmentSession) -> Written:
         """Make everything that waits durable.
 
@@ -250,7 +341,7 @@ class Diffs:
             coded,
             self._draft,
             times=moments[-len(coded) :],  # of what was summed up: the last step's
-            digests=self._digests(),
+            digests=self._digests(coded[-1]),
         )
         last = self.waiting[-1]
         became = tuple(
@@ -305,8 +396,12 @@ class Diffs:
         if previous is not None:
             previous.forget()
 
-    def _digests(self) -> dict[str, int]:
-        """State digests of the last step, which is in memory."""
+    def _digests(self, last: EncodedStep) -> dict[str, int]:
+        """State digests of the last step."""
+        found = {tensor.spec.name: digest_of(tensor) for unit in last.units for tensor in unit}
+        known = {name: number for name, number in found.items() if number is not None}
+        if len(known) == len(found):
+            return known  # it was fed, and what is in memory may be torn by now
         assert self._previous is not None
         tensors = self._previous.tensors
         return dict(zip(tensors, self._workers.pool.map(_digest, tensors.values()), strict=True))

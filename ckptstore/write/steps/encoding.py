@@ -8,24 +8,42 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.formats import hashing, jsontext, optim
+from ckptstore.formats import digest, hashing, jsontext, optim
 from ckptstore.formats.layout import CHUNK, TensorSpec, chunk_extents
 from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.formats.steps import STEP, Group, follower_params
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers, let_go
-from ckptstore.write.encoding import Base, Choices, Coded, TensorPlan, choose_all, code_all, host_bytes
+from ckptstore.write.encoding import Base, Choices, Coded, Read, TensorPlan, choose_all, code_all, host_bytes
+from ckptstore.write.feeding import Piece, Unit
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Base", "EncodedStep", "EncodedTensor", "StepChoices", "encode_step", "fitting_updates", "numbers_of"]
+__all__ = [
+    "Base",
+    "CodedChunk",
+    "EncodedStep",
+    "EncodedTensor",
+    "Joined",
+    "Rules",
+    "StepChoices",
+    "choose_rules",
+    "code_chunk",
+    "encode_step",
+    "fitting_updates",
+    "join",
+    "numbers_of",
+    "unit_of",
+    "will_fit",
+]
 
 _SMALL: Final = 1 << 18
 """Bytes of a tensor up to which its parameter is laid end to end with others."""
@@ -35,8 +53,12 @@ _TOGETHER: Final = 1 << 14
 """Parameters that are laid end to end at most: a group is never cut, and a segment has so many entries only."""
 _REUSE: Final = 32
 """Steps after which the choice of an encoding is made again."""
+_SURELY: Final = 0.8
+"""If samples say that a payload takes less of a chunk than that, it will fit."""
 
 _Array = npt.NDArray[Any]
+Rules: TypeAlias = tuple[optim.Encoding, optim.Rule]
+"""How parameters are coded: the encoding, and the arithmetic of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +119,7 @@ class StepChoices:
     """How groups were stored so far. Training drifts slowly, and its machine stays the same: so choices are kept."""
 
     _known: dict[tuple[str, int, str], tuple[optim.Encoding, str, int]] = field(default_factory=dict)
+    _fits: dict[str, tuple[bool, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def known(self, leader: str, size: int, gradient: str) -> tuple[optim.Encoding, str] | None:
@@ -118,10 +141,26 @@ class StepChoices:
         """Keep a choice for a while."""
         with self._lock:
             self._known[leader, size, gradient] = (choice.encoding, choice.variant, _REUSE)
+            if choice.bits * optim.CHUNK_NUMBERS < 8 * _SURELY * CHUNK:
+                self._fits[leader] = True, _REUSE
+
+    def fits(self, leader: str) -> bool | None:
+        """Whether the payloads of a parameter will be no longer than a chunk; None: it is time to look."""
+        with self._lock:
+            fits, left = self._fits.get(leader, (False, 0))
+            if left <= 0:
+                return None
+            self._fits[leader] = fits, left - 1
+            return fits
+
+    def learn_fit(self, leader: str, fits: bool) -> None:
+        """Keep for a while whether they are."""
+        with self._lock:
+            self._fits[leader] = fits, _REUSE
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class Joined:
     """Parameters that are coded as one, and their numbers."""
 
     updates: tuple[Update, ...]
@@ -130,10 +169,12 @@ class _Joined:
 
     @property
     def leader(self) -> str:
+        """The tensor that the group is named by: its payload is that of all."""
         return self.updates[0].slots[0]
 
     @property
     def width(self) -> int:
+        """Slots of each parameter."""
         return len(self.updates[0].slots)
 
     @property
@@ -143,9 +184,9 @@ class _Joined:
             return [(0, sum(self.flat.tensors[update.slots[0]].nbytes for update in self.updates))]
         return list(chunk_extents(self.flat.tensors[self.leader].nbytes))
 
-    def new(self, slot: int, start: int, length: int) -> list[Bytes]:
+    def new(self, slot: int, start: int, length: int, read: Read = host_bytes) -> list[Bytes]:
         """Bytes of one slot, parameter by parameter."""
-        return self._parts(slot, start, length, lambda name, at, count: host_bytes(self.flat.tensors[name], at, count))
+        return self._parts(slot, start, length, lambda name, at, count: read(self.flat.tensors[name], at, count))
 
     def old(self, slot: int, start: int, length: int) -> list[Bytes]:
         """The same in the base."""
@@ -156,7 +197,7 @@ class _Joined:
             return [read(self.updates[0].slots[slot], start, length)]
         return [read(name, 0, self.flat.tensors[name].nbytes) for name in (up.slots[slot] for up in self.updates)]
 
-    def gradient(self, start: int, length: int) -> optim.Gradient | None:
+    def gradient(self, start: int, length: int, read: Read = host_bytes) -> optim.Gradient | None:
         """The gradient of the numbers of a chunk (`start` and `length` in bytes of fp32)."""
         first = self.updates[0].gradient
         if first is None:
@@ -165,8 +206,28 @@ class _Joined:
             if len(self.updates) == 1:
                 return first.part(start // 4, (start + length) // 4)
             return _sparse_end_to_end([update.gradient for update in self.updates])
-        parts = [_numbers(update.gradient, start, length, len(self.updates) == 1) for update in self.updates]
+        cut = len(self.updates) == 1
+        parts = [_numbers(update.gradient, start, length, cut, read) for update in self.updates]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def unit(self, encoding: optim.Encoding, extent: tuple[int, int], room: Mapping[str, Bytes]) -> Unit:
+        """What `code_chunk` looks at.
+
+        Args:
+            room: where each tensor goes once it is coded.
+        """
+        start, length = extent
+        pieces = []
+        for update in self.updates:
+            for name in update.slots:
+                source = self.flat.tensors[name]
+                at, count = (start, length) if len(self.updates) == 1 else (0, source.nbytes)
+                pieces.append(Piece(source, at, count, room[name][at : at + count]))
+            gradient = None if encoding == "predicted" else update.gradient
+            if gradient is not None and not isinstance(gradient, optim.SparseGradient):
+                at, count = _range(gradient, start, length, len(self.updates) == 1)
+                pieces.append(Piece(gradient, at, count))
+        return Unit(self.leader, tuple(pieces))
 
 
 def encode_step(
@@ -190,7 +251,7 @@ def encode_step(
         workers: threads that code.
         lossy: `flat` is not what training had.
     """
-    joined = list(_join(fitting_updates(updates, flat, base), flat, base))
+    joined = list(join(fitting_updates(updates, flat, base), flat, base))
     coded = _code_joined(joined, step_choices, workers)
     units = [unit for unit in coded if unit is not None]
     moved = {tensor.spec.name for unit in units for tensor in unit}
@@ -250,32 +311,38 @@ def _kind(update: Update) -> str:
     return update.gradient.dtype
 
 
-def _join(updates: Iterator[Update], flat: FlatState, base: Base) -> Iterator[_Joined]:
+def join(updates: Iterator[Update], flat: FlatState, base: Base) -> Iterator[Joined]:
+    """Parameters that are coded as one: small ones of one kind together."""
     pools: dict[Any, tuple[list[Update], int]] = {}
     for update in updates:
         nbytes = flat.tensors[update.slots[0]].nbytes
         if nbytes > _SMALL:
-            yield _Joined((update,), flat, base)
+            yield Joined((update,), flat, base)
             continue
         key = (update.optimizer, update.step, len(update.slots), _kind(update))
         members, filled = pools.get(key, ([], 0))
         if members and (filled + nbytes > _POOL or len(members) == _TOGETHER):
-            yield _Joined(tuple(members), flat, base)
+            yield Joined(tuple(members), flat, base)
             members, filled = [], 0
         members.append(update)
         pools[key] = (members, filled + nbytes)
     for members, _ in pools.values():
-        yield _Joined(tuple(members), flat, base)
+        yield Joined(tuple(members), flat, base)
 
 
-def _numbers(gradient: TensorSource | optim.SparseGradient | None, start: int, length: int, cut: bool) -> _Array:
-    """Numbers of a dense gradient: of a chunk (`start` and `length` in bytes of fp32), or all of them."""
+def _range(gradient: TensorSource, start: int, length: int, cut: bool) -> tuple[int, int]:
+    """Where the numbers of a chunk (`start` and `length` in bytes of fp32), or all of them, are, and their bytes."""
+    item = _ITEMSIZES[gradient.dtype]
+    return (start * item // 4, length * item // 4) if cut else (0, gradient.nbytes)
+
+
+def _numbers(
+    gradient: TensorSource | optim.SparseGradient | None, start: int, length: int, cut: bool, read: Read = host_bytes
+) -> _Array:
+    """Numbers of a dense gradient: see `_range`."""
     assert gradient is not None
     assert not isinstance(gradient, optim.SparseGradient)
-    if not cut:
-        start, length = 0, gradient.nbytes * 4 // _ITEMSIZES[gradient.dtype]
-    item = _ITEMSIZES[gradient.dtype]
-    return host_bytes(gradient, start * item // 4, length * item // 4).view(_WORDS[gradient.dtype])
+    return read(gradient, *_range(gradient, start, length, cut)).view(_WORDS[gradient.dtype])
 
 
 def numbers_of(gradient: TensorSource | None) -> npt.NDArray[np.float32]:
@@ -301,23 +368,22 @@ def _sparse_end_to_end(gradients: Sequence[TensorSource | optim.SparseGradient |
 
 
 def _code_joined(
-    joined: Sequence[_Joined], choices: StepChoices, workers: Workers
+    joined: Sequence[Joined], choices: StepChoices, workers: Workers
 ) -> Iterator[tuple[EncodedTensor, ...] | None]:
     """One unit for each of `joined`, in order; None where a payload would be larger than what it restores."""
-    rules = _choose_rules(joined, choices, workers)
+    rules = choose_rules(joined, choices, workers)
     jobs = (
-        partial(_code_chunk, one, rule, extent)
+        partial(code_chunk, one, rule, extent)
         for one, rule in zip(joined, rules, strict=True)
         for extent in one.extents
     )
     with closing(workers.in_order(jobs)) as results:
         for one, (encoding, rule) in zip(joined, rules, strict=True):
-            yield _unit(one, encoding, rule, [next(results) for _ in one.extents])
+            yield unit_of(one, encoding, rule, [next(results) for _ in one.extents])
 
 
-def _choose_rules(
-    joined: Sequence[_Joined], choices: StepChoices, workers: Workers
-) -> list[tuple[optim.Encoding, optim.Rule]]:
+def choose_rules(joined: Sequence[Joined], choices: StepChoices, workers: Workers) -> list[Rules]:
+    """How each of `joined` is coded."""
     futures = [workers.pool.submit(_choose_rule, one, choices) for one in joined]
     try:
         return [future.result() for future in futures]
@@ -325,7 +391,7 @@ def _choose_rules(
         let_go(futures)
 
 
-def _choose_rule(one: _Joined, choices: StepChoices) -> tuple[optim.Encoding, optim.Rule]:
+def _choose_rule(one: Joined, choices: StepChoices) -> Rules:
     update = one.updates[0]
     key = (one.leader, sum(length for _, length in one.extents), _kind(update))
     variants = update.optimizer.variants
@@ -349,45 +415,88 @@ def _joined_array(parts: Sequence[Bytes]) -> _Array:
     return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view("<f4")
 
 
+def will_fit(one: Joined, rule: Rules, choices: StepChoices) -> bool:
+    """Whether no payload of parameters will be larger than a chunk may be: by their first, or as it was before.
+
+    It is rarely wrong: chunks of one tensor are alike.
+    """
+    start, length = one.extents[0]
+    bound = optim.predicted.bound if rule[0] == "predicted" else optim.replayed.bound
+    if bound(rule[1], length // 4) <= CHUNK:
+        return True
+    known = choices.fits(one.leader)
+    if known is None:
+        known = code_chunk(one, rule, (start, length)) is not None
+        choices.learn_fit(one.leader, known)
+    return known
+
+
 _scratch = threading.local()
 
 
-def _room(size: int) -> Bytes:
+def _space(size: int) -> Bytes:
     """Memory of this thread for a payload: fresh pages for each would cost as much as the coding."""
-    room: Bytes | None = getattr(_scratch, "room", None)
-    if room is None or len(room) < size:
-        room = _scratch.room = np.empty(size, np.uint8)
-    return room
+    space: Bytes | None = getattr(_scratch, "space", None)
+    if space is None or len(space) < size:
+        space = _scratch.space = np.empty(size, np.uint8)
+    return space
 
 
-def _code_chunk(
-    one: _Joined, rule: tuple[optim.Encoding, optim.Rule], extent: tuple[int, int]
-) -> tuple[Bytes, list[list[str]]] | None:
-    """Payload of one chunk, and for each parameter the hashes of its slots' new bytes."""
+@dataclass(frozen=True, slots=True)
+class CodedChunk:
+    """A chunk of parameters that are coded as one.
+
+    Attributes:
+        payload: stored bytes; nobody else's memory.
+        hashes: for each parameter those of its slots' new bytes.
+        digests: for each parameter its slots' shares of their state digests; empty if they were not wanted.
+    """
+
+    payload: Bytes
+    hashes: list[list[str]]
+    digests: list[list[int]]
+
+    def of(self, number: int, slot: int, payload: Bytes, length: int) -> Coded:
+        """The chunk of one slot of one of the parameters: `length` bytes, restored by `payload`."""
+        share = self.digests[number][slot] if self.digests else None
+        return Coded(payload, length, self.hashes[number][slot], share)
+
+
+def code_chunk(
+    one: Joined,
+    rule: Rules,
+    extent: tuple[int, int],
+    read: Read = host_bytes,
+    digests: bool = False,
+) -> CodedChunk | None:
+    """Code one chunk -> None: its payload would be larger than a chunk may be."""
     encoding, arithmetic = rule
     start, length = extent
-    parts = [one.new(slot, start, length) for slot in range(one.width)]
+    parts = [one.new(slot, start, length, read) for slot in range(one.width)]
     old = [_joined_array(one.old(slot, start, length)) for slot in range(one.width)]
     new = [_joined_array(slot) for slot in parts]
-    gradient = one.gradient(start, length)
-    if encoding == "predicted" or gradient is None:
-        room = _room(optim.predicted.bound(arithmetic, length // 4))
-        payload = optim.predicted.encode(arithmetic, old, new, out=room)
+    gradient = None if encoding == "predicted" else one.gradient(start, length, read)
+    if gradient is None:
+        space = _space(optim.predicted.bound(arithmetic, length // 4))
+        payload = optim.predicted.encode(arithmetic, old, new, out=space)
     else:
-        room = _room(optim.replayed.bound(arithmetic, length // 4))
-        payload = optim.replayed.encode(arithmetic, old, new, gradient, out=room)
+        space = _space(optim.replayed.bound(arithmetic, length // 4))
+        payload = optim.replayed.encode(arithmetic, old, new, gradient, out=space)
     if len(payload) > CHUNK:
         return None
-    hashes = [[hashing.chunk_hash(slot[number].data) for slot in parts] for number in range(len(one.updates))]
-    return payload.copy(), hashes
+    numbers = range(len(one.updates))
+    hashes = [[hashing.chunk_hash(slot[number].data) for slot in parts] for number in numbers]
+    shares = [[digest.partial(slot[number], start // 4) for slot in parts] for number in numbers] if digests else []
+    return CodedChunk(payload.copy(), hashes, shares)
 
 
-def _unit(
-    one: _Joined,
+def unit_of(
+    one: Joined,
     encoding: optim.Encoding,
     rule: optim.Rule,
-    results: Sequence[tuple[Bytes, list[list[str]]] | None],
+    results: Sequence[CodedChunk | None],
 ) -> tuple[EncodedTensor, ...] | None:
+    """The tensors of parameters whose chunks are coded -> None: one would not be."""
     coded = [result for result in results if result is not None]
     if len(coded) < len(results):
         return None
@@ -399,11 +508,12 @@ def _unit(
             source = one.flat.tensors[name]
             leads = name == group.leader
             chunks = tuple(
-                Coded(payload if leads else nothing, length, hashes[number][slot])
-                for (payload, hashes), (_, length) in zip(coded, chunk_extents(source.nbytes), strict=True)
+                chunk.of(number, slot, chunk.payload if leads else nothing, length)
+                for chunk, (_, length) in zip(coded, chunk_extents(source.nbytes), strict=True)
             )
             params = group.params if leads else follower_params(group.leader)
-            unit.append(EncodedTensor(TensorSpec(name, source.dtype, tuple(source.shape)), STEP, params, chunks))
+            spec = TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source))
+            unit.append(EncodedTensor(spec, STEP, params, chunks))
     return tuple(unit)
 
 
@@ -415,5 +525,5 @@ def _code_rest(plans: Sequence[TensorPlan], flat: FlatState, base: Base, workers
                 piece = next(coded)
                 # A raw payload is the state's own memory, which will not keep until the batch is written; any other
                 # is the beginning of a larger region.
-                chunks.append(Coded(piece.payload.copy(), piece.logical, piece.decoded_hash))
+                chunks.append(replace(piece, payload=piece.payload.copy()))
             yield EncodedTensor(plan.spec, plan.choice.name, plan.params, tuple(chunks))

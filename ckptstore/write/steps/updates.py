@@ -10,9 +10,10 @@ from typing import TypeAlias
 from ckptstore.errors import UsageError
 from ckptstore.formats.optim import Optimizer, SparseGradient, Step
 from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 
-__all__ = ["Found", "Update", "Updates", "looked_up", "with_copies"]
+__all__ = ["Explaining", "Found", "Update", "Updates", "looked_up", "with_copies", "with_sparse_copies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +65,61 @@ def looked_up(updates: Updates, flat: FlatState) -> Sequence[Update]:
     return found
 
 
-def with_copies(
-    updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor
-) -> tuple[list[Update], Snapshot | None]:
-    """The updates with copies of their gradients, and what owns the copies' memory."""
-    dense: dict[str, TensorSource] = {}
+class Explaining:
+    """The updates of a writer's steps, looked up; what is not explained is said once.
+
+    Attributes:
+        wanted: steps are stored as gradient diffs.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.wanted = wanted
+        self._remarked = False
+
+    def found(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
+        """The updates of a step; none where nobody wants them. Raises `UsageError` for what are none."""
+        self.remark_unused(updates)
+        if updates is None or not self.wanted:
+            return ()
+        found = looked_up(updates, flat)
+        if isinstance(found, Found) and found.left_out is not None and not self._remarked:
+            self._remarked = True
+            warn(found.left_out, UnexplainedStepWarning)
+        return found
+
+    def remark_unused(self, updates: Updates | None) -> None:
+        """Say that `updates` are given to a writer that has no use for them."""
+        if updates is None or self.wanted or self._remarked:
+            return
+        self._remarked = True
+        warn(
+            "updates= is ignored, and every step is stored whole or as a delta: gradient diffs need a writer with "
+            "diffs=DiffOptions(...)",
+            UnexplainedStepWarning,
+        )
+
+
+def with_sparse_copies(updates: Sequence[Update]) -> list[Update]:
+    """The updates with copies of their sparse gradients; the others are read where they are."""
     taken = list(updates)
     for number, update in enumerate(taken):
         gradient = update.gradient
         if isinstance(gradient, SparseGradient):
             copy = SparseGradient(gradient.indices.copy(), gradient.values.copy(), gradient.size)
             taken[number] = replace(update, gradient=copy)
-        elif gradient is not None:
-            dense[str(number)] = gradient
+    return taken
+
+
+def with_copies(
+    updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor
+) -> tuple[list[Update], Snapshot | None]:
+    """The updates with copies of their gradients, and what owns the copies' memory."""
+    taken = with_sparse_copies(updates)
+    dense: dict[str, TensorSource] = {
+        str(number): update.gradient
+        for number, update in enumerate(taken)
+        if update.gradient is not None and not isinstance(update.gradient, SparseGradient)
+    }
     if not dense:
         return taken, None
     copied = snapshots.copy(FlatState(None, dense), pool)

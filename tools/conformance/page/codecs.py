@@ -186,7 +186,7 @@ def decode(name: str, params: Mapping[str, Any], data: bytes, length: int, base:
     if name == "raw":
         return data
     word = 2 if name == "derive" else params["word"]
-    unchanged = not data and name in ("xor", "diff", "derive")
+    unchanged = not data and name in ("xor", "sub", "derive")
     if unchanged and length % word:
         raise RefusedError("nothing")
     stored, twice = Stored(data), 2 if name == "derive" else 1
@@ -226,7 +226,7 @@ def block(
             return z
         case "xor", _:
             return base ^ z
-        case "diff", _:
+        case "sub", _:
             return base + unzigzag(z)
         case "derive", _:
             return rounded(base, params["to"]) + unzigzag(z)

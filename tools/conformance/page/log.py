@@ -242,12 +242,12 @@ def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
     catalog.parents = dict(zip(terms["term"], identities(terms["parent"]), strict=True))
     catalog.nonces = dict(zip(terms["term"], split(terms["nonce"]), strict=True))
     catalog.orphans = {term for term, there in zip(terms["term"], terms["found"], strict=True) if not there}
-    for table in ("checkpoints", "bases"):
+    for table in ("checkpoints", "held"):
         rows = found[table]["rows"]
         keys = zip(columns.numbers(rows), columns.numbers(rows), columns.hashes(rows), strict=True)
         for term, step, state in keys:
             catalog.checkpoints[term, step] = {"term": term, "step": step, "state": state}
-            if table == "bases":
+            if table == "held":
                 catalog.retired.add((term, step))
         columns.times(rows)
         for _ in ("tensors", "bytes"):

@@ -213,7 +213,7 @@ def replayed(rule: Rule, stored: Stored, before: Mapping[str, Array], form: int)
 
 
 def corrected(stored: Stored, guess: Array) -> Array:
-    """A residual: the codec ``diff``."""
+    """A residual: the codec ``sub``."""
     return numbers(guess.view("<u4") + unzigzag(group(stored, len(guess), 4)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ class LostError(Exception):
 class State:
     """A restored checkpoint."""
 
-    def __init__(self, tree: Any, tensors: dict[str, dict[str, Any]], images: dict[str, bytes]) -> None:
-        self.tree, self.tensors, self.images = tree, tensors, images
+    def __init__(
+        self, tree: Any, tensors: dict[str, dict[str, Any]], images: dict[str, bytes], parts: dict[str, list[str]]
+    ) -> None:
+        self.tree, self.tensors, self.images, self.parts = tree, tensors, images, parts
 
 
 class Store:
@@ -50,10 +53,15 @@ class Store:
 
     def describe(self, node: log.Node) -> dict[str, Any]:
         state = self.restore(node)
-        tensors = {
-            name: {"dtype": one["dtype"], "shape": one["shape"], "hash": xxhash.xxh3_128_hexdigest(state.images[name])}
-            for name, one in state.tensors.items()
-        }
+        tensors = {}
+        for name, keys in state.parts.items():
+            one = state.tensors[keys[0]]
+            image, shape = state.images[name] if keys == [name] else put_together(state, keys), one["global_shape"]
+            tensors[name] = {
+                "dtype": one["dtype"],
+                "shape": shape or one["shape"],
+                "hash": xxhash.xxh3_128_hexdigest(image),
+            }
         every = self.catalog.encodings[node]
         there = [edge for edge in every if edge["base"] is None or tuple(edge["base"][:2]) in self.catalog.checkpoints]
         lossy = all(edge["lossy"] for edge in there or every)
@@ -92,16 +100,18 @@ class Store:
             if told is None or told["term"] != node[0] or told["base"] != edge["base"]:
                 raise LostError("the segment says otherwise")
             trees += [doc["trees"][step]] if step in doc["trees"] else []
-            for name, tensor in doc["tensors"][step].items():
-                if name in tensors:
+            own = doc["tensors"][step]
+            for tensor in own.values():
+                key = key_of(tensor, tensor["name"])
+                if key in tensors:
                     raise LostError("in two segments")
-                tensors[name] = tensor
-                stored[name] = [payload(data, chunk) for chunk in tensor["chunks"]]
-        names = list(names_of(trees[0])) if trees else []
-        if len(trees) != 1 or not set(names) <= tensors.keys():
-            raise LostError("not one tree, or not all of its tensors")
+                tensors[key] = tensor | {"params": keyed(tensor, own)}
+                stored[key] = [payload(data, chunk) for chunk in tensor["chunks"]]
+        if len(trees) != 1:
+            raise LostError("not one tree")
+        parts = {name: parts_of(name, tensors) for name in names_of(trees[0])}
         images = decoded(tensors, stored, {} if below is None else below.images)
-        return State(trees[0], {name: tensors[name] for name in names}, images)
+        return State(trees[0], tensors, images, parts)
 
     def segment(self, identity: str) -> tuple[bytes, dict[str, Any]]:
         entry = self.catalog.segments.get(identity)
@@ -130,6 +140,66 @@ def names_of(tree: Any) -> Iterator[str]:
     return iter(found)
 
 
+def key_of(tensor: dict[str, Any], name: str) -> str:
+    """Section 5.1, shards: what an entry goes by, or the tensor `name` that is cut like it. No name has a surrogate."""
+    if tensor["offset"] is None:
+        return name
+    return f"{name}\ud800{json.dumps([tensor['offset'], tensor['shape'], tensor['global_shape']])}"
+
+
+def keyed(tensor: dict[str, Any], own: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Parameters that name tensors, by what those go by; `own`: the entries of the same segment."""
+    params = dict(tensor["params"])
+    if tensor["codec"] == "derive":
+        params["of"] = key_of(tensor, params["of"])
+    if tensor["codec"] == "step" and "members" in params:
+        params["members"] = [[key_of(own[name], name) for name in member] for member in params["members"]]
+    return params
+
+
+def parts_of(name: str, tensors: dict[str, dict[str, Any]]) -> list[str]:
+    """What is stored of a tensor, by offset."""
+    found = sorted(
+        (key for key, tensor in tensors.items() if tensor["name"] == name), key=lambda key: tensors[key]["offset"] or []
+    )
+    if found == [name]:
+        return found
+    if not found:
+        raise LostError("a tensor is missing")
+    shards = [tensors[key] for key in found]
+    kinds = {(shard["dtype"], tuple(shard["global_shape"] or [])) for shard in shards}
+    if name in found or len(kinds) != 1:
+        raise LostError("no shards of one tensor")
+    counts = np.zeros(shards[0]["global_shape"], np.uint8)
+    for shard in shards:
+        if not math.prod(shard["shape"]):
+            raise LostError("a shard without elements")
+        counts[box_of(shard)] += 1
+    if (counts != 1).any():
+        raise LostError("elements in no shard, or in two")
+    return found
+
+
+def box_of(shard: dict[str, Any]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + length) for at, length in zip(shard["offset"], shard["shape"], strict=True))
+
+
+def put_together(state: State, keys: list[str]) -> bytes:
+    first = state.tensors[keys[0]]
+    size = segments.ITEM[first["dtype"]]
+    whole = np.zeros([*first["global_shape"], size], np.uint8)
+    for key in keys:
+        shard = state.tensors[key]
+        whole[box_of(shard)] = np.frombuffer(state.images[key], np.uint8).reshape([*shard["shape"], size])
+    return whole.tobytes()
+
+
+def tensor_hash(image: bytes) -> bytes:
+    chunks = [image[at : at + CHUNK] for at in range(0, len(image), CHUNK)]
+    hashes = b"".join(xxhash.xxh3_64_intdigest(chunk).to_bytes(8, "little") for chunk in chunks)
+    return bytes.fromhex(xxhash.xxh3_128_hexdigest(hashes))
+
+
 def payload(data: bytes, chunk: dict[str, Any]) -> bytes:
     found = data[chunk["offset"] : chunk["offset"] + chunk["length"]]
     if xxhash.xxh3_64_hexdigest(found) != chunk["stored_hash"]:
@@ -149,6 +219,8 @@ def decoded(
             continue
         params = {key: value for key, value in tensor["params"].items() if key != "of"}
         base = images[tensor["params"]["of"]] if "of" in tensor["params"] else below.get(name, b"")
+        if tensor["codec"] in ("xor", "sub") and name not in below:
+            raise LostError("not in the base")
         wide = 2 if tensor["codec"] == "derive" else 1
         parts = [
             codecs.decode(tensor["codec"], params, data, chunk["logical"], base[wide * k * CHUNK :][: wide * CHUNK])
@@ -183,6 +255,10 @@ def taken(
     return images
 
 
+def numbers(values: list[int]) -> bytes:
+    return b"".join(value.to_bytes(8, "little") for value in values)
+
+
 def state_hash(state: State) -> str:
     """Section 4."""
     hasher = xxhash.xxh3_128()
@@ -191,12 +267,13 @@ def state_hash(state: State) -> str:
         hasher.update(len(data).to_bytes(8, "little") + data)
 
     part(json.dumps(state.tree, separators=(",", ":")).encode())
-    for name, tensor in sorted(state.tensors.items()):
+    for name, keys in sorted(state.parts.items()):
+        tensor = state.tensors[keys[0]]
         part(name.encode())
         part(tensor["dtype"].encode())
-        part(b"".join(dimension.to_bytes(8, "little") for dimension in tensor["shape"]))
-        image = state.images[name]
-        chunks = [image[at : at + CHUNK] for at in range(0, len(image), CHUNK)]
-        hashes = b"".join(xxhash.xxh3_64_intdigest(chunk).to_bytes(8, "little") for chunk in chunks)
-        part(bytes.fromhex(xxhash.xxh3_128_hexdigest(hashes)))
+        part(numbers(tensor["global_shape"] or tensor["shape"]))
+        places = [
+            b"" if key == name else numbers(state.tensors[key]["offset"] + state.tensors[key]["shape"]) for key in keys
+        ]
+        part(b"".join(place + tensor_hash(state.images[key]) for place, key in zip(places, keys, strict=True)))
     return str(hasher.hexdigest())

@@ -1,0 +1,35 @@
+"""The agent: a process of its own that owns buffers, term and newest state, and saves for a trainer; and its client.
+
+Imports `store`, `write`, `restore`, `segments` and what is below; importing the package itself imports nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptstore.agent.client import AgentRestartWarning, AgentWriter
+    from ckptstore.agent.inherited import Inherited
+    from ckptstore.agent.opening import writer
+
+_HOME = {
+    "AgentRestartWarning": "client",
+    "AgentWriter": "client",
+    "Inherited": "inherited",
+    "writer": "opening",
+}
+
+__all__ = ["AgentRestartWarning", "AgentWriter", "Inherited", "writer"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'ckptstore.agent' has no attribute {name!r}")
+    value = getattr(import_module(f"ckptstore.agent.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,169 @@
+"""What the optimizers did, as messages say it: numbers in the message, gradients in shared memory beside the state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ckptstore.agent.forms import Layout, number, number_form, whole_number
+from ckptstore.errors import AgentError
+from ckptstore.formats import dtypes
+from ckptstore.formats.optim import SGD, Adam, AdamW, Optimizer, SparseGradient, Step
+from ckptstore.formats.sources import NumpySource, TensorSource
+from ckptstore.host.buffers import Bytes
+from ckptstore.write.snapshot import HostTensor
+from ckptstore.write.steps.updates import Update
+
+__all__ = ["Packed", "read_updates", "updates_form"]
+
+_KINDS: Final[dict[str, type[SGD | Adam]]] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}
+_LINE: Final = 128
+_MOST_SLOTS: Final = 16
+
+
+class Packed:
+    """Tensors that are put one after another into memory without a layout.
+
+    Attributes:
+        nbytes: so far.
+        pieces: source and first byte of each.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.pieces: list[tuple[TensorSource, int]] = []
+
+    def put(self, source: TensorSource) -> list[Any]:
+        """One more -> dtype, shape and first byte, as JSON."""
+        start = self.nbytes
+        self.pieces.append((source, start))
+        self.nbytes = -(-(start + source.nbytes) // _LINE) * _LINE
+        return [source.dtype, list(source.shape), start]
+
+    def copies(self, memory: Bytes) -> list[tuple[TensorSource, Bytes]]:
+        """What is to be copied where."""
+        return [(source, memory[start : start + source.nbytes]) for source, start in self.pieces]
+
+
+def updates_form(updates: Sequence[Update], layout: Layout, packed: Packed) -> dict[str, Any]:
+    """Updates as JSON: settings and numbers that many parameters have alike are said once.
+
+    Args:
+        layout: of the state; slots are said by their position in it.
+        packed: takes the gradients.
+
+    Raises:
+        KeyError: a slot that the state does not have.
+    """
+    optimizers: dict[Optimizer, int] = {}
+    steps: dict[Step, int] = {}
+    rows = [
+        [
+            [layout.numbers[slot] for slot in update.slots],
+            optimizers.setdefault(update.optimizer, len(optimizers)),
+            steps.setdefault(update.step, len(steps)),
+            _gradient_form(update.gradient, packed),
+        ]
+        for update in updates
+    ]
+    return {
+        "optimizers": [_settings_form(one) for one in optimizers],
+        "steps": [
+            [one.count, number_form(one.lr), number_form(one.clip), number_form(one.loss_scale), one.skipped]
+            for one in steps
+        ],
+        "rows": rows,
+    }
+
+
+def _settings_form(optimizer: Optimizer) -> dict[str, Any]:
+    if not isinstance(optimizer, SGD | Adam):
+        raise AgentError(f"{type(optimizer).__name__}: an agent knows SGD, Adam and AdamW")
+    values = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)}
+    return {"kind": type(optimizer).__name__} | {
+        name: value if isinstance(value, bool) else number_form(value) for name, value in values.items()
+    }
+
+
+def _gradient_form(gradient: TensorSource | SparseGradient | None, packed: Packed) -> list[Any] | None:
+    if gradient is None:
+        return None
+    if isinstance(gradient, SparseGradient):
+        indices = packed.put(NumpySource(np.ascontiguousarray(gradient.indices)))
+        values = packed.put(NumpySource(np.ascontiguousarray(gradient.values)))
+        return ["sparse", indices, values, gradient.size]
+    return ["dense", packed.put(gradient)]
+
+
+def read_updates(form: Any, layout: Layout, memory: Bytes) -> list[Update]:
+    """Updates back, their gradients views of `memory`.
+
+    Raises:
+        AgentError, ValueError, TypeError, LookupError: something is not as it should be.
+    """
+    optimizers = [_settings(one) for one in form["optimizers"]]
+    steps = [
+        Step(whole_number(count), number(lr), number(clip), number(scale), bool(skipped))
+        for count, lr, clip, scale, skipped in form["steps"]
+    ]
+    found = []
+    for slots, optimizer, step, gradient in form["rows"]:
+        if not isinstance(slots, list) or not 0 < len(slots) <= _MOST_SLOTS:
+            raise AgentError(f"slots {slots!r:.80}")
+        names = tuple(layout.tensors[whole_number(slot, len(layout.tensors) - 1)].name for slot in slots)
+        found.append(
+            Update(
+                names,
+                optimizers[whole_number(optimizer, len(optimizers) - 1)],
+                steps[whole_number(step, len(steps) - 1)],
+                _gradient(gradient, memory),
+            )
+        )
+    return found
+
+
+def _settings(form: Any) -> Optimizer:
+    values: dict[str, Any] = {
+        name: value if isinstance(value, bool) else number(value) for name, value in form.items() if name != "kind"
+    }
+    return _KINDS[form["kind"]](**values)
+
+
+def _gradient(form: Any, memory: Bytes) -> TensorSource | SparseGradient | None:
+    if form is None:
+        return None
+    if form[0] == "sparse":
+        _, indices, values, size = form
+        return SparseGradient(_array(indices, memory), _array(values, memory), whole_number(size))
+    if form[0] != "dense":
+        raise AgentError(f"a gradient {form[0]!r:.20}")
+    dtype, shape, start = form[1]
+    dense: HostTensor = _piece(dtype, shape, start, memory, HostTensor)
+    return dense
+
+
+def _array(form: Any, memory: Bytes) -> Any:
+    dtype, shape, start = form
+    return _piece(dtype, shape, start, memory, lambda source, image: image.view(dtypes.get(source.dtype).numpy))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """What `HostTensor` asks of a source."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    origin: str = "numpy"
+
+
+def _piece(dtype: Any, shape: Any, start: Any, memory: Bytes, make: Callable[[Any, Bytes], Any]) -> Any:
+    sizes = tuple(whole_number(size) for size in shape)
+    nbytes = dtypes.nbytes(dtypes.get(str(dtype)), sizes)
+    first = whole_number(start)
+    if first % _LINE or first + nbytes > len(memory):
+        raise AgentError(f"a gradient at bytes {first} to {first + nbytes} of {len(memory)}")
+    return make(_Piece(str(dtype), sizes, nbytes), memory[first : first + nbytes])

@@ -1,0 +1,34 @@
+"""The hash of a whole state in memory: the one that the store knows its checkpoint by (SPEC, state hash)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from ckptstore.formats import hashing, jsontext
+from ckptstore.formats.layout import CHUNK
+from ckptstore.formats.state import FlatState
+from ckptstore.host.buffers import Bytes
+
+__all__ = ["hash_of"]
+
+
+def hash_of(flat: FlatState, pool: ThreadPoolExecutor) -> str:
+    """Hash a state whose tensors are host memory (32 hex digits).
+
+    Args:
+        pool: threads that hash.
+    """
+    pieces: list[Bytes] = []
+    counts: list[int] = []
+    for source in flat.tensors.values():
+        image = source.view()
+        assert image is not None  # shared memory
+        found = [image[start : start + CHUNK] for start in range(0, len(image), CHUNK)]
+        pieces += found
+        counts.append(len(found))
+    hashes = iter(list(pool.map(hashing.chunk_hash, pieces)))
+    rows = [
+        (name, source.dtype, tuple(source.shape), hashing.tensor_hash([next(hashes) for _ in range(count)]))
+        for (name, source), count in zip(flat.tensors.items(), counts, strict=True)
+    ]
+    return hashing.state_hash(jsontext.dumps(flat.tree), rows)

@@ -1,0 +1,284 @@
+"""What is said in messages, as JSON: layouts, options, checkpoints, errors, updates. Reading believes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, TypeVar
+
+from ckptstore import errors
+from ckptstore.errors import AgentError, CkptError, UsageError
+from ckptstore.formats import dtypes
+from ckptstore.formats.codecs import Policy
+from ckptstore.formats.sources import Origin, place_of
+from ckptstore.formats.state import TensorSource
+from ckptstore.host import caller_warnings
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.segments.regions import RegionPlan, plan_regions
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.interval import RestoreBound
+from ckptstore.write.steps.batcher import DiffOptions
+from ckptstore.write.writer import WriterOptions
+
+__all__ = [
+    "Form",
+    "Layout",
+    "error_form",
+    "info_form",
+    "number",
+    "number_form",
+    "options_form",
+    "read",
+    "read_error",
+    "read_info",
+    "read_layout",
+    "read_options",
+    "read_warning",
+    "texts",
+    "warning_form",
+    "whole_number",
+]
+
+_T = TypeVar("_T")
+_MOST: Final = 1 << 46
+"""Bytes of a state, and of one tensor."""
+
+
+def read(what: str, body: Any, make: Callable[[Any], _T]) -> _T:
+    """What `make` makes of a part of a message. Raises `AgentError`, whatever is wrong with that."""
+    try:
+        return make(body)
+    except AgentError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, CkptError) as error:
+        raise AgentError(f"{what}: {body!r:.200}: {error}") from error
+
+
+def whole_number(value: Any, most: int = 1 << 53) -> int:
+    """A number from 0 to `most`. Raises `AgentError`."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise AgentError(f"{value!r:.80} in place of a whole number up to {most}")
+    return value
+
+
+def number_form(value: float) -> float | str:
+    """Any number; JSON has no infinities, and no NaN."""
+    number = float(value)
+    return number if math.isfinite(number) else repr(number)
+
+
+def number(value: Any) -> float:
+    """The number back. Raises `AgentError`."""
+    if type(value) in (int, float) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise AgentError(f"{value!r:.80} in place of a number")
+
+
+# -- layouts
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor without its bytes; `global_shape` and `offset` are those of a shard."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    origin: Origin
+    global_shape: tuple[int, ...] | None = None
+    offset: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of its image."""
+        return dtypes.nbytes(dtypes.get(self.dtype), self.shape)
+
+    def row(self) -> list[Any]:
+        """As JSON."""
+        return [
+            self.name,
+            self.dtype,
+            list(self.shape),
+            self.origin,
+            None if self.global_shape is None else list(self.global_shape),
+            None if self.offset is None else list(self.offset),
+        ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a state in access order, and where they lie in memory."""
+
+    tensors: tuple[Form, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorSource]) -> Layout:
+        """Of a state that was taken apart."""
+        return cls(
+            tuple(
+                Form(name, source.dtype, tuple(source.shape), source.origin, *place_of(source))
+                for name, source in tensors.items()
+            )
+        )
+
+    @cached_property
+    def plan(self) -> RegionPlan:
+        """Where they lie: as their segments will be."""
+        return plan_regions(
+            tuple((one.name, one.dtype, one.shape, one.global_shape, one.offset) for one in self.tensors)
+        )
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """name -> position."""
+        return {one.name: number for number, one in enumerate(self.tensors)}
+
+    def rows(self) -> list[Any]:
+        """As JSON."""
+        return [one.row() for one in self.tensors]
+
+
+def read_layout(rows: Any) -> Layout:
+    """A layout back. Raises `AgentError`: names twice, unknown dtypes, sizes that no state has."""
+    found: list[Form] = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        name, dtype, shape, origin, global_shape, offset = row
+        if type(name) is not str or origin not in ("torch", "numpy"):
+            raise AgentError(f"tensor {name!r:.80} of {origin!r:.20}")
+        sizes = _sizes(shape)
+        whole = None if global_shape is None else _sizes(global_shape)
+        found.append(Form(name, str(dtype), sizes, origin, whole, None if offset is None else _sizes(offset)))
+        if found[-1].nbytes > _MOST:
+            raise AgentError(f"tensor {name!r:.80} of {found[-1].nbytes} bytes")
+    layout = Layout(tuple(found))
+    if len(layout.numbers) != len(found):
+        raise AgentError("two tensors of one name")
+    if layout.plan.size > _MOST:
+        raise AgentError(f"a state of {layout.plan.size} bytes")
+    return layout
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) > 64:
+        raise AgentError(f"{values!r:.80} in place of a shape")
+    return tuple(whole_number(value, _MOST) for value in values)
+
+
+# -- options
+
+
+def options_form(options: WriterOptions) -> dict[str, Any]:
+    """What the agent's writer may use; its `on_metrics` stays with the client.
+
+    Raises:
+        UsageError: something cannot be said to another process.
+    """
+    if options.memory is not None:
+        raise UsageError("memory: an agent keeps whole states; bound them by max_in_flight")
+    deltas, diffs = options.deltas, options.diffs
+    if diffs is not None and diffs.controller is not None:
+        raise UsageError("DiffOptions.controller: an agent takes none yet; give full_every and batch")
+    return {
+        "staging_bytes": options.staging_bytes,
+        "threads": options.threads,
+        "max_in_flight": options.max_in_flight,
+        "poll_seconds": options.poll_seconds,
+        "deltas": None if deltas is None else _fields(deltas),
+        "diffs": None if diffs is None else _fields(diffs),
+    }
+
+
+def _fields(options: Any) -> dict[str, Any]:
+    """Of a dataclass, those in it included."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        found[field.name] = _fields(value) if dataclasses.is_dataclass(value) else value
+    found.pop("controller", None)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def read_options(form: Any) -> WriterOptions:
+    """Options back. Raises what they raise, `TypeError` or `AgentError`."""
+    values = dict(form)
+    deltas, diffs = values.pop("deltas"), values.pop("diffs")
+    if deltas is not None:
+        deltas = DeltaOptions(**deltas | {"bound": RestoreBound(**deltas["bound"]), "policy": _policy(deltas)})
+    if diffs is not None:
+        # SIGTERM is the agent's business, whose main thread has a handler of its own.
+        diffs = DiffOptions(**diffs | {"policy": _policy(diffs), "flush_on_sigterm": False})
+    return WriterOptions(**values, deltas=deltas, diffs=diffs)
+
+
+def _policy(form: Mapping[str, Any]) -> Policy:
+    values = dict(form["policy"])
+    codecs = values.pop("codecs")
+    if not all(type(codec) is str for codec in codecs):
+        raise AgentError(f"codecs {codecs!r:.80}")
+    return Policy(codecs=tuple(codecs), **values)
+
+
+# -- what is told
+
+
+def info_form(info: CheckpointInfo | None) -> dict[str, Any] | None:
+    """A checkpoint as JSON."""
+    return None if info is None else dataclasses.asdict(info)
+
+
+def read_info(form: Any) -> CheckpointInfo | None:
+    """A checkpoint back."""
+    if form is None:
+        return None
+    return CheckpointInfo(**form | {name: tuple(form[name]) for name in ("segments", "tags")})
+
+
+def error_form(error: BaseException) -> dict[str, Any]:
+    """An error as JSON: its kind, its text, its notes."""
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    return {"kind": type(error).__name__, "text": str(error) or type(error).__name__, "notes": notes}
+
+
+def read_error(form: Any) -> BaseException:
+    """An error back: one of `ckptstore.errors`, or else an `AgentError`."""
+    try:
+        kind, text, notes = str(form["kind"]), str(form["text"]), [str(note) for note in form.get("notes", ())]
+    except (TypeError, LookupError, AttributeError):
+        return AgentError(f"the agent failed, and did not say how: {form!r:.200}")
+    found = getattr(errors, kind, None)
+    error: BaseException
+    if kind == "CancelledError":
+        error = CancelledError(text)
+    elif kind == "MemoryError":
+        error = MemoryError(text)
+    elif isinstance(found, type) and issubclass(found, CkptError):
+        error = found(text)
+    else:
+        error = AgentError(f"{kind} in the agent: {text}")
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+def warning_form(category: type[Warning], text: str) -> list[str]:
+    """A warning as JSON."""
+    return [category.__name__, text]
+
+
+def read_warning(form: Any) -> tuple[type[Warning], str]:
+    """A warning back: one of `host.caller_warnings`, or else a `UserWarning`."""
+    kind, text = form
+    found = getattr(caller_warnings, str(kind), None)
+    known = isinstance(found, type) and issubclass(found, Warning)
+    return (found if known else UserWarning), str(text)  # type: ignore[return-value]
+
+
+def texts(values: Any) -> Sequence[str]:
+    """Several texts. Raises `AgentError`."""
+    if not isinstance(values, list) or not all(type(value) is str for value in values):
+        raise AgentError(f"{values!r:.80} in place of texts")
+    return values

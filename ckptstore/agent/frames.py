@@ -1,0 +1,290 @@
+"""Messages over a Unix socket: a length, JSON, at most one file descriptor. Nobody at the other end is believed.
+
+A frame is a length (4 bytes, big-endian, at most `LIMIT`) and so many bytes of JSON, an object. A descriptor goes with
+the frame's first bytes. Memory is taken as bytes arrive, not by what a length says.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import enum
+import os
+import select
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckptstore.errors import AgentError, FormatError
+from ckptstore.formats import jsontext
+from ckptstore.host.threads import started_pool
+
+__all__ = ["LIMIT", "PATIENCE", "Channel", "End", "Message", "peer_of"]
+
+LIMIT: Final = 64 << 20
+"""Bytes of a frame: a tree of the greatest size, and what is said beside it."""
+PATIENCE: Final = 60.0
+"""Seconds that a frame may stand still once it has begun. After that whoever sends or takes it is broken."""
+_PIECE: Final = 1 << 20
+_PEER: Final = struct.Struct("3i")
+
+
+class End(enum.Enum):
+    """Why there is no message."""
+
+    GONE = "gone"
+    """The other end has closed, or its process has ended."""
+    WOKEN = "woken"
+    """This end has something else to do."""
+
+
+@dataclass(slots=True)
+class Message:
+    """What came: an object, and a descriptor that is the receiver's to close; None: none came."""
+
+    body: dict[str, Any]
+    descriptor: int | None = None
+
+    def close(self) -> None:
+        """Close the descriptor, unless it was taken."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them (SO_PEERCRED)."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
+class Channel:
+    """One connection. One thread receives; any thread posts, and waits for nothing: a thread of its own sends.
+
+    Attributes:
+        pid: the process at the other end; 0: it cannot be seen from here.
+        uid: its user.
+        wake: see `__init__`.
+    """
+
+    def __init__(
+        self, connection: socket.socket, *, pid: int | None = None, wake: int | None = None, patience: float = PATIENCE
+    ) -> None:
+        """Take a connected socket over.
+
+        Args:
+            pid: the process at the other end, where the kernel does not know (of a pair it names who made it).
+            wake: a descriptor; while it is readable, `receive` returns `End.WOKEN` between two messages.
+            patience: see `PATIENCE`.
+        """
+        connection.setblocking(False)
+        self.pid, self.uid = peer_of(connection)
+        if pid is not None:
+            self.pid = pid
+        self._socket = connection
+        self.wake = wake
+        self._patience = patience
+        self._death = _death_of(self.pid)
+        self._sender: ThreadPoolExecutor = started_pool(1, "ckptstore-agent-send")
+        self._closed = False
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    def alive(self) -> bool:
+        """Whether the other end is there still; for any thread."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket.fileno(), select.POLLRDHUP)
+            if (death := self._death) is not None:
+                poll.register(death, select.POLLIN)
+        except ValueError:
+            return False  # it was closed
+        return not poll.poll(0)
+
+    # -- receiving
+
+    def receive(self) -> Message | End:
+        """The next message, or why there will be none.
+
+        A peer that ends is heard to the end: what it had sent is received first, even where a child of it holds the
+        connection open.
+
+        Raises:
+            AgentError: what came is no message, or stopped in the middle of one.
+        """
+        found = self._wait()
+        if found is not None:
+            return found
+        head, descriptor = self._exactly(4, first=True)
+        message = Message({}, descriptor)
+        try:
+            if not head:
+                return End.GONE
+            (length,) = struct.unpack(">I", head)
+            if not 0 < length <= LIMIT:
+                raise AgentError(f"process {self.pid} announced a message of {length} bytes, from 1 to {LIMIT} may be")
+            text, _ = self._exactly(length)
+            body = jsontext.loads(text, what=f"message of process {self.pid}", max_bytes=LIMIT)
+            if not isinstance(body, dict):
+                raise AgentError(f"process {self.pid} sent {type(body).__name__} in place of an object")
+        except FormatError as error:
+            message.close()
+            raise AgentError(str(error)) from error
+        except BaseException:
+            message.close()
+            raise
+        message.body = body
+        return message
+
+    def _wait(self) -> End | None:
+        """Return None once there is something to be read."""
+        while True:
+            ready = self._poll(None, wake=self.wake)
+            if self._closed:
+                return End.GONE
+            if self._socket.fileno() in ready:
+                return None
+            if self.wake in ready:
+                return End.WOKEN
+            if self._death in ready:
+                return End.GONE
+
+    def _exactly(self, length: int, *, first: bool = False) -> tuple[bytes, int | None]:
+        """So many bytes, and a descriptor that came with them; no bytes if `first` and the other end has closed."""
+        data = bytearray()
+        descriptor: int | None = None
+        try:
+            while len(data) < length:
+                try:
+                    piece, found, _, _ = socket.recv_fds(
+                        self._socket, min(length - len(data), _PIECE), 4, socket.MSG_CMSG_CLOEXEC
+                    )
+                except BlockingIOError:
+                    ready = self._poll(self._patience)
+                    if self._socket.fileno() not in ready:
+                        raise AgentError(f"process {self.pid} stopped in the middle of a message") from None
+                    continue
+                except OSError as error:
+                    raise AgentError(f"process {self.pid} cannot be heard: {error.strerror}") from error
+                descriptor = _one_of(found, descriptor)
+                if not piece:
+                    if first and not data:
+                        break
+                    raise AgentError(f"process {self.pid} ended in the middle of a message")
+                data += piece
+        except BaseException:
+            _one_of([descriptor] if descriptor is not None else [], None, keep=False)
+            raise
+        return bytes(data), descriptor
+
+    def _poll(self, seconds: float | None, *, wake: int | None = None) -> set[int]:
+        poll = select.poll()
+        if self._closed:
+            return set()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        for other in (self._death, wake):
+            if other is not None:
+                poll.register(other, select.POLLIN)
+        return {number for number, _ in poll.poll(None if seconds is None else seconds * 1000)}
+
+    # -- sending
+
+    def post(self, body: dict[str, Any], descriptor: int | None = None) -> None:
+        """Send a message, after those that were posted before; what hinders that closes the connection.
+
+        Args:
+            body: what `jsontext.dumps` takes.
+            descriptor: goes with it, and stays the caller's; open until it is sent.
+
+        Raises:
+            AgentError: it would be longer than a message may be.
+        """
+        text = jsontext.dumps(body)
+        if len(text) > LIMIT:
+            raise AgentError(f"a message of {len(text)} bytes, at most {LIMIT} may be")
+        copy = None if descriptor is None else os.dup(descriptor)
+        try:
+            self._sender.submit(self._send, struct.pack(">I", len(text)) + text, copy)
+        except RuntimeError:  # closed meanwhile: the receiver says so
+            if copy is not None:
+                os.close(copy)
+
+    def _send(self, data: bytes, descriptor: int | None) -> None:
+        fds = [] if descriptor is None else [descriptor]
+        left = memoryview(data)
+        try:
+            while left:
+                try:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+                    sent = self._socket.sendmsg([left], rights, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    if not select.select([], [self._socket], [], self._patience)[1]:
+                        raise TimeoutError(f"process {self.pid} takes no messages") from None
+                    continue
+                left, fds = left[sent:], []
+        except (OSError, ValueError):
+            self.hang_up()
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    # -- ending
+
+    def hang_up(self) -> None:
+        """End the connection: both ends hear of it. The receiver closes."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def finish(self, seconds: float = 5.0) -> None:
+        """Send what was posted, if the other end takes it within so many seconds, and close."""
+        if self._closed:
+            return
+        done = self._sender.submit(lambda: None)
+        until = time.monotonic() + seconds
+        while not done.done() and time.monotonic() < until:
+            time.sleep(0.001)
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and let go of it. The receiving thread calls this, or it has ended."""
+        if self._closed:
+            return
+        self.hang_up()
+        self._sender.shutdown(cancel_futures=True)
+        self._closed = True
+        self._socket.close()
+        if self._death is not None:
+            os.close(self._death)
+            self._death = None
+
+    def leave(self) -> None:
+        """In a fork: close this process's copies, and nothing else."""
+        self._closed = True
+        self._socket.close()
+        if self._death is not None:
+            os.close(self._death)
+            self._death = None
+
+
+def _death_of(pid: int) -> int | None:
+    """A descriptor that is readable once the process has ended; None: the system cannot say."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except OSError:
+        return None  # it has ended, which the connection says; or the system is older than 5.3
+
+
+def _one_of(found: list[int], before: int | None, *, keep: bool = True) -> int | None:
+    """At most one descriptor belongs to a message: close the others."""
+    kept = before
+    for one in found:
+        if keep and kept is None:
+            kept = one
+        else:
+            os.close(one)
+    return kept

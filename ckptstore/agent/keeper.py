@@ -1,0 +1,232 @@
+"""What an agent keeps: the writer with its term, the buffers, the newest state. It knows nothing of messages."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptstore.agent.changes import read_updates
+from ckptstore.agent.digests import hash_of
+from ckptstore.agent.forms import Layout, read, whole_number
+from ckptstore.agent.pool import Buffer, Pool
+from ckptstore.errors import AgentError, CkptError
+from ckptstore.formats.state import TensorSource, unflatten
+from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.segments.regions import LaidOutState
+from ckptstore.store import Store
+from ckptstore.write.ledger import PendingSave
+from ckptstore.write.snapshot import HostTensor, Snapshot
+from ckptstore.write.steps.updates import Update
+from ckptstore.write.writer import Writer
+
+__all__ = ["Filled", "Keeper", "Kept"]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What the trainer says of a buffer that it has filled.
+
+    Attributes:
+        buffer: its number.
+        layout: of what is in it.
+        tree: of the state.
+        metadata, tags: as `Writer.save` takes them.
+        updates: as `changes.updates_form` makes it; None: none.
+        gradients: the buffer that those refer to; None: none.
+    """
+
+    buffer: int
+    layout: Layout
+    tree: Any
+    metadata: Mapping[str, Any] | None = None
+    tags: Sequence[str] = ()
+    updates: Any = None
+    gradients: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The newest state.
+
+    Attributes:
+        step: its step.
+        layout, buffer, flat: where it is.
+        pending: its save.
+        free: lets go of the memory.
+    """
+
+    step: int
+    layout: Layout
+    buffer: Buffer
+    flat: LaidOutState
+    pending: PendingSave
+    free: Callable[[], None]
+
+    @property
+    def durable(self) -> CheckpointInfo | None:
+        """The checkpoint that it became; None: none, or none yet."""
+        if not self.pending.done() or self.pending.exception() is not None:
+            return None
+        return self.pending.result()
+
+
+class Keeper:
+    """The state of an agent.
+
+    Attributes:
+        pool: its buffers.
+        writer: its writer.
+        run: the store's.
+        newest: the newest state that a trainer has filled and said so; None: none yet.
+    """
+
+    def __init__(self, store: Store, writer: Writer, max_in_flight: int) -> None:
+        self.writer = writer
+        self.pool = Pool(max_in_flight)
+        self.newest: Kept | None = None
+        self.run = store.run
+        self._store = store
+        self._pending: dict[int, PendingSave] = {}
+        self._latest = writer.parent
+        self._workers = started_pool(default_threads(), "ckptstore-agent")
+        self._lock = threading.Lock()
+
+    # -- saving
+
+    def save(self, filled: Filled, step: int, told: Callable[[PendingSave], None]) -> None:
+        """Have a buffer that was filled written: it is the newest state from now on.
+
+        Args:
+            told: is given the save once it is durable or has failed, by the thread that knows.
+
+        Raises:
+            AgentError: what is said of the buffer cannot be.
+            and what `Writer.adopt` raises. The buffer is free again then.
+        """
+        buffer = self.pool.lent(filled.buffer)
+        beside = None if filled.gradients is None else self.pool.lent(filled.gradients)
+        frees = [self.pool.hold(one) for one in (buffer, beside) if one is not None]
+        for one in (buffer, beside):
+            if one is not None:
+                self.pool.take_back(one)
+        try:
+            flat = _laid_out(filled, buffer)
+            memory = np.empty(0, np.uint8) if beside is None else beside.shared.memory
+            updates: list[Update] = []
+            if filled.updates is not None:
+                updates = read("updates", filled.updates, lambda form: read_updates(form, filled.layout, memory))
+            snapshot = Snapshot(flat, lambda: self.pool.landed(buffer), frees[0])
+            gradients = None if beside is None else Snapshot(LaidOutState(None, {}, ()), lambda: None, frees[1])
+            keep = self.pool.hold(buffer)
+            frees.append(keep)
+            pending = self.writer.adopt(
+                snapshot, step, metadata=filled.metadata, tags=filled.tags, updates=updates, gradients=gradients
+            )
+        except BaseException:
+            self.pool.landed(buffer)
+            for free in frees:
+                free()
+            raise
+        self._keep(Kept(step, filled.layout, buffer, flat, pending, keep))
+        self._pending[step] = pending
+
+        def done(_: bool) -> None:
+            self._pending.pop(step, None)
+            if pending.exception() is None:  # asked, so that the writer takes it for seen
+                self._committed(pending.result())
+            told(pending)
+
+        pending.when_done(done)
+
+    def _keep(self, newest: Kept | None) -> None:
+        with self._lock:
+            before, self.newest = self.newest, newest
+        if before is not None:
+            before.free()
+
+    def _committed(self, info: CheckpointInfo) -> None:
+        with self._lock:
+            latest = self._latest
+            if latest is None or (info.term, info.step) > (latest.term, latest.step):
+                self._latest = info
+
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The newest checkpoint of this term; of one without checkpoints, its parent."""
+        return self._latest
+
+    def pending(self, step: int) -> PendingSave | None:
+        """The save of a step that is on its way."""
+        return self._pending.get(step)
+
+    def rollback(self, ref: str) -> CheckpointInfo:
+        """See `Writer.rollback`. The newest state is the abandoned branch's: it is kept no more."""
+        parent = self.writer.rollback(ref)
+        self._keep(None)
+        with self._lock:
+            self._latest = parent
+        return parent
+
+    # -- between two trainers
+
+    def settle(self) -> None:
+        """The trainer is gone: what it was filling is nothing, and what waits is written. Raises nothing."""
+        self.pool.recall()
+        with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
+            self.writer.wait()
+
+    def stale(self) -> str:
+        """Why a successor should not go on from here; empty: it should."""
+        try:
+            catalog = self._store.view().catalog
+        except CkptError as error:
+            return f"the store cannot be read: {error}"
+        if catalog.term != self.writer.term:
+            return f"term {catalog.term} was opened after term {self.writer.term}"
+        return ""
+
+    def hash_of(self, kept: Kept) -> str:
+        """The hash of the newest state, as the store knows it; of one that it does not have, as it is in memory."""
+        info = kept.durable
+        if info is not None and not info.lossy and info.step == kept.step:
+            return info.state
+        return hash_of(kept.flat, self._workers)
+
+    def close(self) -> None:
+        """Write what waits, and end. Raises what `Writer.close` raises."""
+        try:
+            self.writer.close()
+        finally:
+            self._keep(None)
+            self._workers.shutdown()
+            self.pool.close()
+
+
+def _laid_out(filled: Filled, buffer: Buffer) -> LaidOutState:
+    """The state in a buffer. Raises `AgentError` if tree, layout and buffer do not fit together."""
+    plan = filled.layout.plan
+    if plan.size > buffer.nbytes:
+        raise AgentError(f"a state of {plan.size} bytes in a buffer of {buffer.nbytes}")
+    origins = {one.name: one.origin for one in filled.layout.tensors}
+    found: list[str] = []
+
+    def resolve(name: str, origin: str) -> None:
+        if origins.get(name) != origin:
+            raise AgentError(f"the tree names a tensor {name!r:.80} of {origin}, which the layout has not")
+        found.append(name)
+
+    read("tree", filled.tree, lambda tree: unflatten(tree, resolve))
+    if found != list(origins):
+        raise AgentError(f"the tree has {len(found)} tensors, the layout {len(origins)}, or in another order")
+    memory = buffer.shared.memory
+    tensors: dict[str, TensorSource] = {}
+    for form in filled.layout.tensors:
+        start = whole_number(plan.offsets[form.name])
+        tensors[form.name] = HostTensor(form, memory[start : start + form.nbytes])  # type: ignore[arg-type]
+    return LaidOutState(filled.tree, tensors, plan.regions(memory))

@@ -1,0 +1,163 @@
+"""The trainer's side of the buffers: borrowed from the agent, mapped once, filled, and given back by saving them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ckptstore.agent.forms import Layout
+from ckptstore.agent.frames import Message
+from ckptstore.agent.link import Link
+from ckptstore.agent.shared import SharedMemory
+from ckptstore.errors import AgentError, AgentLostError
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.host.buffers import Bytes
+from ckptstore.segments.regions import LaidOutState
+from ckptstore.write.snapshot import HostTensor, Snapshot
+
+__all__ = ["Lending", "Lent"]
+
+
+class Lent:
+    """A buffer that this process may fill, until it is saved or given back.
+
+    Attributes:
+        link: to the agent that has lent it.
+        number: by which the agent knows it.
+        memory: all of it.
+        layout: of the state that it is for.
+        waited: seconds that it was waited for.
+    """
+
+    def __init__(self, link: Link, number: int, memory: Bytes, layout: Layout, known: _Known | None = None) -> None:
+        self.link = link
+        self.number = number
+        self.memory = memory
+        self.layout = layout
+        self.waited = 0.0
+        self._known = known
+        self._open = True
+
+    def place(self, name: str) -> Bytes:
+        """Where a tensor goes."""
+        assert self._known is not None  # of a state
+        start = self._known.offsets[self.layout.numbers[name]]
+        return self.memory[start : start + self.layout.tensors[self.layout.numbers[name]].nbytes]
+
+    def snapshot(self, flat: FlatState) -> Snapshot:
+        """It as a snapshot of `flat` that is not filled yet; giving it back is not the snapshot's business."""
+        tensors: dict[str, TensorSource] = {
+            name: HostTensor(one, self.place(name)) for name, one in flat.tensors.items()
+        }
+        return Snapshot(LaidOutState(flat.tree, tensors, ()), lambda: None, lambda: None)
+
+    def save(self, body: dict[str, Any], failed: Callable[[BaseException], None]) -> None:
+        """Say what it was filled with; from now on it is the agent's.
+
+        Args:
+            body: members of the ``save`` message.
+            failed: is told what the agent answers, if it refuses.
+        """
+        assert self._known is not None  # of a state
+
+        def answered(answer: Future[Message]) -> None:
+            if (error := answer.exception()) is not None:
+                failed(error)
+
+        asked = self.link.ask("save", buffer=self.number, layout=self._known.number, **body)
+        self._open = False
+        asked.add_done_callback(answered)
+
+    def give_back(self) -> None:
+        """It was not filled. Does nothing to one that was saved; raises nothing."""
+        if self._open:
+            self._open = False
+            self.link.ask("release", buffer=self.number)
+
+
+class _Known:
+    """A layout that the agent knows."""
+
+    def __init__(self, number: int, offsets: list[int]) -> None:
+        self.number = number
+        self.offsets = offsets
+
+
+class Lending:
+    """What is mapped of one agent's buffers, and the layout that it was told last; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._maps: dict[int, SharedMemory] = {}
+        self._layout: Layout | None = None
+        self._known: _Known | None = None
+
+    def forget(self) -> None:
+        """The agent is gone, and the memory is nobody's any more."""
+        with self._lock:
+            self._maps.clear()
+            self._layout = self._known = None
+
+    def prepare(self, link: Link, layout: Layout, count: int) -> None:
+        """Have so many buffers made and touched; returns when that is asked for."""
+        known = self._told(link, layout)
+        link.ask("prepare", layout=known.number, count=count)
+
+    def lend(self, link: Link, layout: Layout) -> Lent:
+        """A buffer for a state, once there is one.
+
+        Raises:
+            AgentLostError: the agent is gone.
+            AgentError: it gave something else.
+            MemoryError: there is no memory.
+        """
+        began = time.monotonic()
+        known = self._told(link, layout)
+        lent = self._lent(link, link.ask("buffer", layout=known.number), layout, known)
+        if len(lent.memory) < max(
+            (start + one.nbytes for start, one in zip(known.offsets, layout.tensors, strict=True)), default=0
+        ):
+            raise AgentError("the agent's buffer is too small for the layout that it was told")
+        lent.waited = time.monotonic() - began
+        return lent
+
+    def lend_beside(self, link: Link, nbytes: int) -> Lent:
+        """A buffer for what goes with a state. Raises as `lend`."""
+        lent = self._lent(link, link.ask("beside", nbytes=nbytes), Layout(()), None)
+        if len(lent.memory) < nbytes:
+            raise AgentError("the agent's buffer is too small")
+        return lent
+
+    def _told(self, link: Link, layout: Layout) -> _Known:
+        with self._lock:
+            if self._known is None or self._layout != layout:
+                answer = link.call("layout", tensors=layout.rows())
+                if len(answer["offsets"]) != len(layout.tensors):
+                    raise AgentError("the agent laid out other tensors than it was told")
+                self._layout, self._known = layout, _Known(answer["layout"], answer["offsets"])
+            return self._known
+
+    def _lent(self, link: Link, asked: Future[Message], layout: Layout, known: _Known | None) -> Lent:
+        try:
+            message = asked.result()
+        except AgentLostError:
+            raise
+        except BaseException:  # Ctrl-C: it comes all the same, and nobody wants it any more
+            asked.add_done_callback(lambda answer: _release(link, answer))
+            raise
+        number = message.body["buffer"]
+        if message.descriptor is not None:
+            descriptor, message.descriptor = message.descriptor, None
+            shared = SharedMemory(descriptor, message.body["nbytes"])
+            shared.close()
+            self._maps[number] = shared
+        return Lent(link, number, self._maps[number].memory, layout, known)
+
+
+def _release(link: Link, answer: Future[Message]) -> None:
+    if answer.exception() is None:
+        answer.result().close()
+        link.ask("release", buffer=answer.result().body["buffer"])

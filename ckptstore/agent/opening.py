@@ -1,0 +1,231 @@
+"""Opening a store for writing by an agent: the one that a trainer before has left, or a new one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Final, Literal, TypedDict, Unpack
+
+from ckptstore.agent.client import AgentWriter
+from ckptstore.agent.forms import info_form, options_form, read_info
+from ckptstore.agent.inherited import Inherited, inherit
+from ckptstore.agent.place import Place
+from ckptstore.agent.starting import Lost, Started, Told, found, started
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.errors import AgentBusyError, AgentLostError, CkptError, UsageError
+from ckptstore.frameworks import bridge
+from ckptstore.host import exiting
+from ckptstore.host.buffers import DEFAULT_BUDGET
+from ckptstore.host.caller_warnings import DeterminismWarning, warn
+from ckptstore.host.checks import seconds
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.store import Store
+from ckptstore.store import open as open_store
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.metrics import OnMetrics
+from ckptstore.write.steps.batcher import DiffOptions
+from ckptstore.write.writer import WriterOptions
+
+__all__ = ["writer"]
+
+_LINGER: Final = 300.0
+_LONGEST: Final = 200
+_BEGINNING: Final = 60.0
+"""Seconds to wait for an agent that is beginning, or ending."""
+
+
+class Settings(TypedDict, total=False):
+    """What `Store.writer` takes, too; see there."""
+
+    staging_bytes: int
+    threads: int
+    max_in_flight: int
+    poll_seconds: float | None
+    deltas: DeltaOptions | Literal["auto"] | int | None
+    diffs: DiffOptions | None
+    on_metrics: OnMetrics | None
+
+
+def writer(
+    store: Store | str | os.PathLike[str],
+    parent: str | int | CheckpointInfo | None = "latest",
+    *,
+    name: str = "",
+    linger_seconds: float = _LINGER,
+    **settings: Unpack[Settings],
+) -> AgentWriter:
+    """Open a store for writing by a process of its own, which owns the buffers and survives this one.
+
+    If a trainer before was killed, and its agent still lives and holds `parent`, that one goes on, in its term, and
+    `AgentWriter.inherited` is the state that the trainer had reached. Else a new agent begins a new term.
+
+    Args:
+        store: one, or its path or URL; not ``memory://``, which other processes do not see.
+        parent: as for `Store.writer`. With another one than the newest checkpoint the agent that is left is ended.
+        name: which of the run's trainers this is (its rank): each has an agent of its own.
+        linger_seconds: how long the agent waits for a successor once this process is gone; it keeps whole states in
+            memory until then.
+        settings: `staging_bytes`, `threads`, `max_in_flight`, `poll_seconds`, `deltas`, `diffs`, `on_metrics` as for
+            `Store.writer`.
+
+    Raises:
+        AgentBusyError: the agent of this store and name serves another process, which is alive.
+        AgentError: none can be started.
+        and what `Store.writer` raises.
+    """
+    exiting.check()
+    opened = store if isinstance(store, Store) else open_store(store)
+    if isinstance(opened.backend, MemoryBackend):
+        raise UsageError(f"{opened.url}: a store in this process's memory, which an agent cannot see")
+    if not isinstance(name, str) or len(name) > _LONGEST:
+        raise UsageError(f"name: {name!r:.80}; a text is needed, of at most {_LONGEST} letters")
+    linger = seconds("linger_seconds", linger_seconds)
+    if linger is None:
+        raise UsageError("linger_seconds: a time is needed: an agent without a trainer ends after it")
+    options = _options(settings)
+    opener = _Opener(opened, name, linger, options)
+    made = AgentWriter(opened, options, opener.again)
+    try:
+        agent, inherited = opener.first(parent, made.told, made.lost)
+        made.attach(agent, inherited)
+        _remark(made, agent)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _options(settings: Settings) -> WriterOptions:
+    """What the agent's writer may use. Raises `UsageError`."""
+    if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
+        known = ", ".join(Settings.__annotations__)
+        raise UsageError(f"{unknown[0]}: an agent's writer has no such option; it has {known}")
+    deltas = settings.get("deltas")
+    if deltas is not None and not isinstance(deltas, DeltaOptions):
+        deltas = DeltaOptions(interval=deltas)
+    return WriterOptions(
+        settings.get("staging_bytes", DEFAULT_BUDGET),
+        settings.get("threads", 2),
+        settings.get("max_in_flight", 1),
+        settings.get("poll_seconds", 5.0),
+        deltas,
+        settings.get("diffs"),
+        None,
+        settings.get("on_metrics"),
+    )
+
+
+def _remark(made: AgentWriter, agent: Started) -> None:
+    """Warn of what there is to be warned of."""
+    for category, text in agent.remarks():
+        warn(text, category)
+    if differences := bridge.environment_differences(agent.greeting["environment"], bridge.environment()):
+        what = f"going on from step {made.step}: the run will not be bit-identical to one that never stopped: "
+        warn(what + "; ".join(differences), DeterminismWarning)
+
+
+class _Opener:
+    """Finds or starts the agents of one writer."""
+
+    def __init__(self, store: Store, name: str, linger: float, options: WriterOptions) -> None:
+        self._store = store
+        self._url = _absolute(store.url)
+        self._name = name
+        self._linger = linger
+        self._options = options_form(options)
+        self._run: str | None = None
+
+    def first(
+        self, parent: str | int | CheckpointInfo | None, told: Told, lost: Lost
+    ) -> tuple[Started, Inherited | None]:
+        """The agent to begin with, and what it has kept."""
+        place = Place(self._url, self._name)
+        until = time.monotonic() + _BEGINNING
+        inherited: Inherited | None = None
+        try:
+            while True:
+                left = found(place, told, lost)
+                if left is not None:
+                    inherited = self._taken(left, parent)
+                    if self._goes_on(left, parent) and (inherited is not None or left.greeting["newest"] is None):
+                        return left, inherited
+                    _end(left)
+                try:
+                    return self._start(place, parent, None, told, lost), inherited
+                except AgentBusyError:
+                    # One that was starting when its trainer died has claimed its place, and is not found there yet.
+                    if time.monotonic() > until:
+                        raise
+        finally:
+            place.close()
+
+    def again(self, after: int, told: Told, lost: Lost) -> Started:
+        """Another agent, in place of one that died in term `after`."""
+        place = Place(self._url, self._name)
+        try:
+            return self._start(place, "latest", after, told, lost)
+        finally:
+            place.close()
+
+    def _goes_on(self, left: Started, parent: str | int | CheckpointInfo | None) -> bool:
+        """Whether an agent that is left continues from what is wanted, in this store, with these options."""
+        greeting = left.greeting
+        return self._fits(left, parent) and greeting["options"] == self._options
+
+    def _fits(self, left: Started, parent: str | int | CheckpointInfo | None) -> bool:
+        greeting = left.greeting
+        if parent is None or greeting["stale"] or greeting["run"] != self._store.run:
+            return False
+        latest = read_info(greeting["latest"])
+        if parent == "latest":
+            return True
+        if latest is None:
+            return False
+        wanted = parent if isinstance(parent, CheckpointInfo) else self._store.checkpoint(parent)
+        return wanted.ref == latest.ref and wanted.state == latest.state
+
+    def _taken(self, left: Started, parent: str | int | CheckpointInfo | None) -> Inherited | None:
+        """What it has kept, if that is what is wanted."""
+        try:
+            if left.greeting["newest"] is None or not self._fits(left, parent):
+                return None
+            return inherit(left.link.ask("newest").result())
+        except AgentLostError:
+            return None  # it ended at this moment
+
+    def _start(
+        self, place: Place, parent: str | int | CheckpointInfo | None, after: int | None, told: Told, lost: Lost
+    ) -> Started:
+        body: dict[str, Any] = {
+            "url": self._url,
+            "name": self._name,
+            "run": self._run,
+            "parent": info_form(parent) if isinstance(parent, CheckpointInfo) else _text(parent),
+            "after": after,
+            "options": self._options,
+            "environment": bridge.environment(),
+            "linger_seconds": self._linger,
+        }
+        agent = started(place, body, told, lost)
+        self._run = agent.greeting["run"]
+        return agent
+
+
+def _text(parent: str | int | None) -> str | None:
+    return parent if parent is None or isinstance(parent, str) else str(parent)
+
+
+def _end(left: Started) -> None:
+    """Have an agent that nobody goes on with write what waits, and end."""
+    try:
+        left.link.call("close")
+    except CkptError as error:
+        if not isinstance(error, AgentLostError):
+            warn(f"the agent of the trainer before ended with: {error}", UserWarning)
+    left.gone()
+
+
+def _absolute(url: str) -> str:
+    """The URL as any process may open it: of a path, where it leads."""
+    return url if "://" in url else str(Path(url).expanduser().resolve())

@@ -1,0 +1,218 @@
+"""The agent's process: ``python -m ckptstore.agent.process FD``, with a socket that its trainer has made.
+
+It begins with the trainer's first message, ``start``, and ends when the trainer closes its writer, when it is told to
+(SIGTERM: what waits is written first), or when no successor has come within the time that it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckptstore.agent.forms import error_form, number, read, read_info, read_options, texts, warning_form
+from ckptstore.agent.frames import Channel, End, peer_of
+from ckptstore.agent.keeper import Keeper
+from ckptstore.agent.place import Place
+from ckptstore.agent.session import PROTOCOL, Over, Session
+from ckptstore.errors import AgentBusyError, AgentError, CkptError, StoreReplacedError
+from ckptstore.host import background
+from ckptstore.store import open as open_store
+from ckptstore.write.opening import open_writer
+
+__all__ = ["main"]
+
+_CLAIM_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What the trainer that starts an agent wants of it."""
+
+    url: str
+    name: str
+    run: str | None
+    parent: Any
+    after: int | None
+    options: dict[str, Any]
+    environment: dict[str, Any]
+    linger: float
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> _Start:
+        if body["do"] != "start" or body["protocol"] != PROTOCOL:
+            raise AgentError(f"{body['do']!r:.20} of protocol {body['protocol']!r:.20}; {PROTOCOL} begins with start")
+        url, name = texts([body["url"], body["name"]])
+        parent = body["parent"]
+        if isinstance(parent, dict):
+            parent = read_info(parent)
+        elif parent is not None:
+            (parent,) = texts([parent])
+        run, after = body.get("run"), body.get("after")
+        options, environment = dict(body["options"]), dict(body["environment"])
+        return cls(url, name, run, parent, after, options, environment, number(body["linger_seconds"]))
+
+
+class _Ending:
+    """Whether the agent was told to end (SIGTERM).
+
+    Attributes:
+        wake: a descriptor that is readable from then on.
+    """
+
+    def __init__(self) -> None:
+        reading, writing = socket.socketpair()
+        reading.setblocking(False)
+        writing.setblocking(False)
+        self._ends = reading, writing  # kept open
+        self.wake = reading.fileno()
+        signal.signal(signal.SIGTERM, lambda *_: None)  # what counts is the byte that follows
+        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(ignored, signal.SIG_IGN)
+        signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+
+
+class _Listener:
+    """Takes connections, in a thread: one trainer is served at a time, others are refused.
+
+    Attributes:
+        serving: the trainer that is served; None: none is.
+    """
+
+    def __init__(self, place: Place, wake: int, serving: Channel) -> None:
+        self.serving: Channel | None = serving
+        self._socket = place.listen()
+        self._wake = wake
+        self._arrived: Channel | None = None
+        self._bell, self._bells = socket.socketpair()
+        background.start(self._accept, "agent-accept")
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            if peer_of(connection)[1] != os.getuid():
+                connection.close()  # root reaches it all the same, and has no business here
+                continue
+            channel = Channel(connection, wake=self._wake)
+            serving = self.serving
+            if self._arrived is not None or (serving is not None and serving.alive()):
+                channel.post({"event": "broken", "error": error_form(AgentBusyError(_BUSY.format(os.getpid())))})
+                channel.finish(1.0)
+            else:
+                self._arrived = channel
+                self._bells.send(b"!")
+
+    def next(self, seconds: float) -> Channel | None:
+        """The next trainer; None: none has come within so many seconds, or the agent was told to end."""
+        bell = self._bell.fileno()
+        ready = select.select([bell, self._wake], [], [], seconds)[0]
+        if bell not in ready or self._wake in ready:
+            return None
+        self._bell.recv(1)
+        self.serving, self._arrived = self._arrived, None
+        return self.serving
+
+    def close(self) -> None:
+        """Take no more."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if self._arrived is not None:
+            self._arrived.close()
+
+
+_BUSY: Final = (
+    "the agent (process {}) of this run and trainer serves another process, which is alive: two trainers never share "
+    "one; give each a name= of its own"
+)
+
+
+def _opened(start: _Start) -> tuple[Keeper, list[list[str]]]:
+    """The store, open for writing -> and what there is to be warned of."""
+    options = read("options", start.options, read_options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store = open_store(start.url)
+        if start.run is not None and store.run != start.run:
+            raise StoreReplacedError(
+                f"{start.url}: another run's store ({store.run}) is where that of run {start.run} was; nothing was "
+                "written"
+            )
+        writer = open_writer(store.journal, start.parent, options, environment=start.environment, after=start.after)
+    told = [warning_form(one.category, str(one.message)) for one in caught]
+    return Keeper(store, writer, options.max_in_flight), told
+
+
+def _serve(start: _Start, place: Place, channel: Channel, keeper: Keeper, told: list[list[str]]) -> None:
+    """Serve one trainer after another, until it is over."""
+    about = {"options": start.options, "environment": start.environment}
+    session = Session(keeper, channel, about)
+    assert channel.wake is not None  # `main` gives it
+    listener = _Listener(place, channel.wake, channel)
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        session.warn(category, str(message))
+
+    warnings.simplefilter("always")
+    warnings.showwarning = show  # what the writer warns of is for the trainer to see
+    try:
+        channel.post({"re": 0, "pid": os.getpid(), "warnings": told, **session.greeting()})
+        while (over := session.serve()) is Over.GONE:
+            listener.serving = None
+            keeper.settle()
+            successor = listener.next(start.linger)
+            if successor is None:
+                break
+            session = Session(keeper, successor, about)
+        if over is not Over.CLOSED:
+            with contextlib.suppress(CkptError):  # whose save failed was told so, if he is there
+                keeper.close()
+        session.finish()
+    finally:
+        listener.close()
+
+
+def run(channel: Channel) -> int:
+    """Be an agent, for the trainer at the other end -> the exit status."""
+    found = channel.receive()
+    if isinstance(found, End):
+        return 0
+    found.close()
+    place: Place | None = None
+    try:
+        start = read("start", found.body, _Start.of)
+        place = Place(start.url, start.name)
+        place.claim(_CLAIM_SECONDS)
+        keeper, told = _opened(start)
+    except (CkptError, MemoryError, RuntimeError) as error:
+        channel.post({"re": 0, "error": error_form(error)})
+        channel.finish()
+        if place is not None:
+            place.vacate()
+        return 1
+    try:
+        _serve(start, place, channel, keeper, told)
+    finally:
+        place.vacate()
+    return 0
+
+
+def main() -> int:
+    """What ``python -m`` runs."""
+    ending = _Ending()
+    descriptor = int(sys.argv[1])
+    os.chdir("/")  # holds no mount busy but the store's
+    return run(Channel(socket.socket(fileno=descriptor), wake=ending.wake))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""One trainer's connection, as the agent sees it: what is asked, and what is answered. docs/agent.md lists both.
+
+Requests are taken one after the other by the agent's main thread, which waits for nothing: what takes time (a buffer
+that is not free yet, a flush, a rollback) is answered later, so that others are not held up.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from ckptstore.agent.forms import Layout, error_form, info_form, read, read_layout, texts, warning_form, whole_number
+from ckptstore.agent.frames import Channel, End, Message
+from ckptstore.agent.keeper import Filled, Keeper
+from ckptstore.agent.pool import Buffer
+from ckptstore.errors import AgentError, CkptError
+from ckptstore.host.threads import started_pool
+from ckptstore.write.ledger import PendingSave
+
+__all__ = ["PROTOCOL", "Over", "Session"]
+
+PROTOCOL: Final = 1
+_LAYOUTS: Final = 16
+
+
+class Over(enum.Enum):
+    """Why a session is over."""
+
+    CLOSED = "the trainer has closed its writer"
+    GONE = "the trainer is gone"
+    TOLD = "the agent was told to end"
+
+
+class Session:
+    """Serves one trainer."""
+
+    def __init__(self, keeper: Keeper, channel: Channel, about: dict[str, Any]) -> None:
+        """
+        Args:
+            about: what the agent was started with, for those who ask.
+        """
+        self._keeper = keeper
+        self._channel = channel
+        self._about = about
+        self._layouts: dict[int, Layout] = {}
+        self._next = 0
+        self._mapped: set[int] = set()  # buffers whose descriptor the trainer has
+        self._later: ThreadPoolExecutor = started_pool(1, "ckptstore-agent-later")
+        self._over: Over | None = None
+        self._does: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            "hello": self._hello,
+            "layout": self._layout,
+            "prepare": self._prepare,
+            "buffer": self._buffer,
+            "beside": self._beside,
+            "release": self._release,
+            "save": self._save,
+            "hurry": self._hurry,
+            "cancel": self._cancel,
+            "newest": self._newest,
+            "wait": self._wait,
+            "poll": self._poll,
+            "tag": self._tag,
+            "untag": self._untag,
+            "rollback": self._rollback,
+            "close": self._close,
+        }
+
+    def serve(self) -> Over:
+        """Answer until the trainer is gone, or has closed. What is no message of the protocol ends it, too."""
+        try:
+            while self._over is None:
+                found = self._channel.receive()
+                if isinstance(found, End):
+                    self._over = Over.GONE if found is End.GONE else Over.TOLD
+                    break
+                self._answer(found)
+        except AgentError as error:
+            self._channel.post({"event": "broken", "error": error_form(error)})
+            self._over = Over.GONE
+        self._later.shutdown()
+        if self._over is not Over.TOLD:  # what is written on being told is told, too
+            self._channel.finish()
+        return self._over
+
+    def warn(self, category: type[Warning], text: str) -> None:
+        """Pass a warning on."""
+        self._channel.post({"event": "warning", "warning": warning_form(category, text)})
+
+    def finish(self) -> None:
+        """Send what there is still to be said, and close."""
+        self._channel.finish()
+
+    def _answer(self, message: Message) -> None:
+        message.close()  # trainers send no descriptors
+        body = message.body
+        number, does = body.get("id"), body.get("do")
+        if type(number) is not int or not isinstance(does, str):
+            raise AgentError(f"a message without id and do: {body!r:.200}")
+        work = self._does.get(does)
+        try:
+            if work is None:
+                raise AgentError(f"{does!r:.40} is nothing that an agent does; it speaks protocol {PROTOCOL}")
+            work(number, body)
+        except (CkptError, MemoryError) as error:
+            self._fail(number, error)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            self._fail(number, AgentError(f"{does}: {type(error).__name__}: {error}"))
+
+    def _reply(self, number: int, descriptor: int | None = None, **body: Any) -> None:
+        self._channel.post({"re": number, **body}, descriptor)
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        self._channel.post({"re": number, "error": error_form(error)})
+
+    def _in_turn(self, number: int, work: Callable[[], dict[str, Any] | None]) -> None:
+        """What takes time, in the order of the requests."""
+
+        def run() -> None:
+            try:
+                answer = work()
+            except BaseException as error:  # noqa: BLE001  # whoever asked is told
+                self._fail(number, error)
+            else:
+                self._reply(number, **(answer or {}))
+
+        self._later.submit(run)
+
+    # -- what is asked
+
+    def _hello(self, number: int, body: dict[str, Any]) -> None:
+        if body["protocol"] != PROTOCOL:
+            raise AgentError(f"protocol {body['protocol']!r:.20}; this agent speaks {PROTOCOL}")
+        self._in_turn(number, self.greeting)
+
+    def greeting(self) -> dict[str, Any]:
+        """What a trainer is told first."""
+        keeper = self._keeper
+        newest = keeper.newest
+        kept = None
+        if newest is not None:
+            kept = {"step": newest.step, "durable": newest.durable is not None}
+        return {
+            "protocol": PROTOCOL,
+            **self._about,
+            "run": keeper.run,
+            "term": keeper.writer.term,
+            "latest": info_form(keeper.latest),
+            "newest": kept,
+            "stale": keeper.stale(),
+        }
+
+    def _layout(self, number: int, body: dict[str, Any]) -> None:
+        layout = read("layout", body["tensors"], read_layout)
+        if len(self._layouts) >= _LAYOUTS:
+            del self._layouts[min(self._layouts)]
+        self._layouts[self._next] = layout
+        offsets = [layout.plan.offsets[one.name] for one in layout.tensors]
+        self._reply(number, layout=self._next, nbytes=layout.plan.size, offsets=offsets)
+        self._next += 1
+
+    def _known(self, body: dict[str, Any]) -> Layout:
+        layout = self._layouts.get(body["layout"])
+        if layout is None:
+            raise AgentError(f"layout {body['layout']!r:.20} is not known (any more)")
+        return layout
+
+    def _prepare(self, number: int, body: dict[str, Any]) -> None:
+        layout, count = self._known(body), whole_number(body["count"], 64)
+
+        def work() -> None:
+            self._keeper.pool.prepare(layout.plan.size, count)
+
+        self._in_turn(number, work)
+
+    def _buffer(self, number: int, body: dict[str, Any]) -> None:
+        def lent(buffer: Buffer | MemoryError) -> None:
+            if isinstance(buffer, MemoryError):
+                self._fail(number, buffer)
+            else:
+                self._lend(number, buffer)
+
+        self._keeper.pool.lend(self._known(body).plan.size, lent)
+
+    def _beside(self, number: int, body: dict[str, Any]) -> None:
+        self._lend(number, self._keeper.pool.lend_beside(whole_number(body["nbytes"], 1 << 46)))
+
+    def _lend(self, number: int, buffer: Buffer) -> None:
+        fresh = buffer.number not in self._mapped
+        self._mapped.add(buffer.number)
+        descriptor = buffer.shared.descriptor if fresh else None
+        self._reply(number, descriptor, buffer=buffer.number, nbytes=buffer.nbytes)
+
+    def _release(self, number: int, body: dict[str, Any]) -> None:
+        self._keeper.pool.give_back(self._keeper.pool.lent(whole_number(body["buffer"])))
+        self._reply(number)
+
+    def _save(self, number: int, body: dict[str, Any]) -> None:
+        step = whole_number(body["step"])
+        filled = Filled(
+            whole_number(body["buffer"]),
+            self._known(body),
+            body["tree"],
+            body.get("metadata"),
+            tuple(texts(body.get("tags", []))),
+            body.get("updates"),
+            None if body.get("gradients") is None else whole_number(body["gradients"]),
+        )
+        self._keeper.save(filled, step, self._tell)
+        self._reply(number)
+
+    def _tell(self, pending: PendingSave) -> None:
+        error = pending.exception()
+        if error is not None:
+            self._channel.post({"event": "failed", "step": pending.step, "error": error_form(error)})
+        else:
+            self._channel.post({"event": "saved", "step": pending.step, "info": info_form(pending.result())})
+
+    def _hurry(self, number: int, body: dict[str, Any]) -> None:
+        pending = self._keeper.pending(whole_number(body["step"]))
+        if pending is not None:
+            pending.hurry()
+        self._reply(number)
+
+    def _cancel(self, number: int, body: dict[str, Any]) -> None:
+        pending = self._keeper.pending(whole_number(body["step"]))
+        self._reply(number, cancelled=pending is not None and pending.cancel())
+
+    def _newest(self, number: int, _: dict[str, Any]) -> None:
+        newest = self._keeper.newest
+        if newest is None:
+            raise AgentError("nothing is kept")
+
+        def work() -> None:
+            self._reply(
+                number,
+                newest.buffer.shared.descriptor,
+                step=newest.step,
+                durable=newest.durable is not None,
+                state=self._keeper.hash_of(newest),
+                tensors=newest.layout.rows(),
+                tree=newest.flat.tree,
+                nbytes=newest.layout.plan.size,
+                offsets=[newest.layout.plan.offsets[one.name] for one in newest.layout.tensors],
+            )
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  # whoever asked is told
+                self._fail(number, error)
+
+        self._later.submit(run)
+
+    def _wait(self, number: int, _: dict[str, Any]) -> None:
+        self._in_turn(number, self._keeper.writer.wait)
+
+    def _poll(self, number: int, _: dict[str, Any]) -> None:
+        self._in_turn(number, self._keeper.writer.poll)
+
+    def _tag(self, number: int, body: dict[str, Any]) -> None:
+        name, ref = texts([body["name"], body["ref"]])
+        self._in_turn(number, lambda: {"info": info_form(self._keeper.writer.tag(name, ref))})
+
+    def _untag(self, number: int, body: dict[str, Any]) -> None:
+        (name,) = texts([body["name"]])
+        self._in_turn(number, lambda: self._keeper.writer.untag(name))
+
+    def _rollback(self, number: int, body: dict[str, Any]) -> None:
+        (ref,) = texts([body["ref"]])
+
+        def work() -> dict[str, Any]:
+            parent = self._keeper.rollback(ref)
+            return {"term": self._keeper.writer.term, "latest": info_form(parent)}
+
+        self._in_turn(number, work)
+
+    def _close(self, number: int, _: dict[str, Any]) -> None:
+        self._in_turn(number, self._keeper.close)
+        self._over = Over.CLOSED

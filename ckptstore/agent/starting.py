@@ -1,0 +1,125 @@
+"""Starting an agent, and finding one that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from ckptstore.agent.forms import read_warning
+from ckptstore.agent.frames import Channel
+from ckptstore.agent.link import Link
+from ckptstore.agent.place import Place
+from ckptstore.agent.session import PROTOCOL
+from ckptstore.errors import AgentError, AgentLostError
+
+__all__ = ["Started", "found", "started"]
+
+_END_SECONDS: Final = 30.0
+
+
+class Started:
+    """An agent that answers.
+
+    Attributes:
+        link: the connection.
+        greeting: what it said first.
+        process: the process, if this one has started it.
+    """
+
+    def __init__(self, link: Link, greeting: dict[str, Any], process: subprocess.Popen[bytes] | None = None) -> None:
+        self.link = link
+        self.greeting = greeting
+        self.process = process
+
+    def remarks(self) -> list[tuple[type[Warning], str]]:
+        """What there is to be warned of."""
+        return [read_warning(one) for one in self.greeting.get("warnings", ())]
+
+    def gone(self) -> None:
+        """Wait until it has ended, for a while."""
+        self.link.close()
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_SECONDS)
+            return
+        with contextlib.suppress(OSError):  # it has ended already
+            process = os.pidfd_open(self.link.pid)
+            try:
+                select.select([process], [], [], _END_SECONDS)
+            finally:
+                os.close(process)
+
+
+Told = Callable[[dict[str, Any]], None]
+Lost = Callable[[BaseException], None]
+
+
+def started(place: Place, body: dict[str, Any], told: Told, lost: Lost) -> Started:
+    """Start an agent.
+
+    Args:
+        place: where it will be found.
+        body: what it is to do: the ``start`` message of docs/agent.md.
+        told, lost: see `Link`.
+
+    Raises:
+        AgentError: it cannot be started, or is another trainer's.
+        and what opening the store for writing raises.
+    """
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    log = place.log()
+    try:
+        command = [sys.executable, "-m", "ckptstore.agent.process", str(its.fileno())]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[its.fileno()],
+            start_new_session=True,
+        )
+    except OSError as error:
+        ours.close()
+        raise AgentError(f"no agent can be started: {error}") from error
+    finally:
+        its.close()
+        os.close(log)
+    link = Link(Channel(ours, pid=process.pid), told, lost)
+    try:
+        greeting = link.call("start", protocol=PROTOCOL, **body)
+    except AgentLostError as error:
+        process.wait(_END_SECONDS)
+        words = place.last_words()
+        raise AgentError(f"the agent ended before it had begun (status {process.returncode}): {words}") from error
+    except BaseException:
+        link.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+        raise
+    return Started(link, greeting, process)
+
+
+def found(place: Place, told: Told, lost: Lost) -> Started | None:
+    """The agent that a trainer before has left; None: there is none.
+
+    Raises:
+        AgentBusyError: it serves a trainer that is alive.
+        AgentError: it does not speak as this does.
+    """
+    connection = place.connect()
+    if connection is None:
+        return None
+    link = Link(Channel(connection), told, lost)
+    try:
+        return Started(link, link.call("hello", protocol=PROTOCOL))
+    except AgentLostError:
+        return None  # it ended at this moment
+    except BaseException:
+        link.close()
+        raise

@@ -1,0 +1,138 @@
+"""A state on its way from the trainer to its segments: unit by unit, through memory that is needed again.
+
+The trainer's side puts units as it copies them, in the order of the segments; the persisting side takes each, hashes
+and writes it, and frees its memory. Neither needs the whole state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.host.arenas import Lease
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.threads import let_go
+from ckptstore.segments.units import UnitPlan
+
+__all__ = ["Arrivals", "ArrivingState", "Described"]
+
+
+class Described:
+    """What is known of a tensor whose bytes arrive elsewhere (a `TensorSource` that nobody can read)."""
+
+    __slots__ = ("dtype", "identity", "nbytes", "origin", "shape")
+
+    def __init__(self, source: TensorSource) -> None:
+        self.dtype: str = source.dtype
+        self.shape: tuple[int, ...] = source.shape
+        self.nbytes: int = source.nbytes
+        self.origin: Literal["torch", "numpy"] = source.origin
+        self.identity: Hashable = id(self)
+
+    def view(self) -> NoReturn:
+        """Its bytes were training's, which has changed them by now."""
+        raise AssertionError("a tensor that arrives is read as units")
+
+    def read(self, offset: int, out: Bytes) -> NoReturn:
+        """As `view`."""
+        raise AssertionError(f"a tensor that arrives is read as units: {len(out)} bytes at {offset}")
+
+
+class Arrivals:
+    """Units in order, with the memory that holds them.
+
+    What was put is freed by whoever took it, or by `discard`: that works once for each, in any order.
+
+    Attributes:
+        spoiled: a unit could not be copied: whoever copies is told that, too, and says it.
+    """
+
+    def __init__(self, stop: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            stop: called before each unit that is taken; raises why nothing more is wanted.
+        """
+        self.spoiled = False
+        self._stop = stop
+        self._taken_over: list[tuple[Lease, Future[None]]] = []
+        self._waiting: deque[tuple[Lease, Future[None]]] = deque()
+        self._error: BaseException | None = None
+        self._discarded = False
+        self._changed = threading.Condition()
+
+    def put(self, lease: Lease, copied: Future[None]) -> bool:
+        """The next unit is in `lease` once `copied` is done -> whether it is wanted; if not, it is not taken over."""
+        with self._changed:
+            if self._discarded:
+                return False
+            self._taken_over.append((lease, copied))
+            self._waiting.append((lease, copied))
+            self._changed.notify()
+            return True
+
+    def fail(self, error: BaseException) -> None:
+        """No more units come. Whoever waits for one gets `error`; one that is there already is still given."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def wanted(self) -> bool:
+        """Whether anybody still wants units."""
+        return not self._discarded
+
+    def take(self) -> Lease:
+        """The next unit, copied. Waits for it.
+
+        Raises:
+            whatever copying it raised, `fail` was given, or `stop` raises.
+        """
+        with self._changed:
+            while not self._waiting:
+                self._stop()
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait()
+            lease, copied = self._waiting.popleft()
+        self._stop()
+        try:
+            copied.result()
+        except BaseException:
+            self.spoiled = True
+            raise
+        return lease
+
+    def wake(self) -> None:
+        """Let who waits ask `stop` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def discard(self) -> None:
+        """Free all that was not freed. Nobody takes any more, and nobody may read what he took."""
+        with self._changed:
+            self._discarded = True
+            taken_over, self._taken_over = self._taken_over, []
+            self._waiting.clear()
+        # Prevents: memory that the next save has been given while a unit of this one is still copied to it.
+        let_go(copied for _, copied in taken_over)
+        for lease, _ in taken_over:
+            lease.free()
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingState(FlatState):
+    """A state whose bytes come unit by unit; its tensors are only described.
+
+    Attributes:
+        plan: its segments and their units.
+        arrivals: gives the units of all of them, in order.
+        digests: state digests of those tensors that a device has computed, by name.
+    """
+
+    plan: UnitPlan
+    arrivals: Arrivals
+    digests: Mapping[str, int]

@@ -1,0 +1,153 @@
+"""The units of a plain segment: runs of neighbouring chunks, copied, hashed and sent as one, with pages of their own.
+
+Chunks begin and end anywhere in a page of the file, and pages are what is written. A page belongs to the unit that
+begins it: that one copies to the page's end, and the next one hashes what is its own there and sends it no more.
+
+Where units begin does not depend on the header's length, which is a multiple of a page: what is planned with no header
+at all (`plan_units`) holds for the file.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from ckptstore.formats.layout import (
+    CHUNK,
+    HEADER_LIMIT,
+    SEGMENT_LIMIT,
+    Layout,
+    TensorSpec,
+    chunk_extents,
+    order,
+    padded,
+    place,
+    split,
+)
+from ckptstore.formats.state import TensorSource
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.pages import BLOCK
+
+__all__ = ["Fill", "Unit", "UnitPlan", "Units", "filler", "plan_units", "units"]
+
+Fill: TypeAlias = Callable[[int, Bytes], None]
+"""Copies bytes of a tensor from an offset on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Neighbouring chunks: tensor, start in it, length; and the range of the file that they are."""
+
+    chunks: tuple[tuple[TensorSpec, int, int], ...]
+    begin: int
+    end: int
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """The range of the file that it sends: from the first page that begins in it to the end of its last."""
+        return padded(self.begin), padded(self.end)
+
+    @property
+    def first(self) -> int:
+        """Where the memory that holds it begins in the file: with the page in which it begins."""
+        return self.begin // BLOCK * BLOCK
+
+    @property
+    def space(self) -> int:
+        """Bytes of memory that hold it: whole pages, at most a chunk and two of them."""
+        return padded(self.end) - self.first
+
+
+def units(layout: Layout) -> Iterator[Unit]:
+    """The units of a segment, in the order of the file."""
+    chunks: list[tuple[TensorSpec, int, int]] = []
+    begin = end = layout.header_size
+    for spec in layout.specs:
+        for start, length in chunk_extents(spec.nbytes):
+            if chunks and end + length - begin > CHUNK:
+                yield Unit(tuple(chunks), begin, end)
+                chunks, begin = [], end
+            chunks.append((spec, start, length))
+            end += length
+    if chunks:
+        yield Unit(tuple(chunks), begin, end)
+
+
+class Units:
+    """A segment whose bytes are copied from its tensors, any range of the file at a time, by any thread."""
+
+    def __init__(self, layout: Layout, sources: Mapping[str, TensorSource]) -> None:
+        """
+        Args:
+            sources: every tensor of `layout`, by name, and perhaps others.
+        """
+        self._layout = layout
+        self._sources = sources
+        self._ends = [layout.offsets[spec.name] + spec.nbytes for spec in layout.specs]
+
+    def copy(self, offset: int, out: Bytes) -> None:
+        """What the file has from `offset` on, behind its header: tensors, and after the last of them zeros."""
+        done = 0
+        specs = self._layout.specs
+        for number in range(bisect_right(self._ends, offset), len(specs)):
+            if done == len(out):
+                return
+            spec = specs[number]
+            begin = max(0, offset - self._layout.offsets[spec.name])
+            part = out[done : done + spec.nbytes - begin]
+            filler(self._sources[spec.name])(begin, part)
+            done += len(part)
+        out[done:] = 0
+
+    def fill(self, unit: Unit, out: Bytes) -> None:
+        """Copy a unit, to the end of its last page, to memory that begins with its first page."""
+        self.copy(unit.begin, out[unit.begin - unit.first : unit.space])
+
+
+def filler(source: TensorSource) -> Fill:
+    """Copies bytes of a tensor, from an offset on."""
+    view = source.view()
+    if view is None:
+        return source.read
+
+    def fill(offset: int, out: Bytes) -> None:
+        out[:] = view[offset : offset + len(out)]
+
+    return fill
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """The units of a state, known before anything else of its segments is.
+
+    Attributes:
+        segments: for each segment its tensors in access order, where they lie in it behind no header, and its units.
+        space: bytes of memory that hold all of them at once.
+    """
+
+    segments: tuple[tuple[tuple[TensorSpec, ...], Layout, tuple[Unit, ...]], ...]
+    space: int
+
+
+@lru_cache(maxsize=4)  # a run saves the same tensors again and again, and whoever asks here keeps training waiting
+def plan_units(
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...], limit: int = SEGMENT_LIMIT - HEADER_LIMIT
+) -> UnitPlan:
+    """Divide a state as `plain.write_full` will with the same `limit`.
+
+    Args:
+        tensors: name, dtype and shape of each, in access order.
+        limit: bytes of tensors per segment.
+
+    Raises:
+        FormatError: a tensor that no segment can hold.
+    """
+    divided: Sequence[Sequence[TensorSpec]] = split([TensorSpec(*tensor) for tensor in tensors], limit)
+    segments = []
+    for specs in divided:
+        layout = place(order(specs), 0)
+        segments.append((tuple(specs), layout, tuple(units(layout))))
+    return UnitPlan(tuple(segments), sum(unit.space for _, _, own in segments for unit in own))

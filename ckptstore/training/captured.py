@@ -1,0 +1,271 @@
+"""What a checkpoint of a training script holds: gathered from its objects, and given back to them.
+
+::
+
+    {"format": 1, "step": ..., "model": ..., "optimizer": ..., "scheduler": ..., "scaler": ..., "loader": ...,
+     "extra": {...}, "random": {...}, "environment": {...}}
+
+Of several models, optimizers or schedulers there is a list (or a dict, as they were given). Names of parameters are
+those of the model itself: without what `torch.compile` and DistributedDataParallel put before them.
+"""
+
+from __future__ import annotations
+
+import glob
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ckptstore.errors import FormatError, UsageError
+from ckptstore.training import rng
+from ckptstore.training.batches import CountedBatches, is_stateful
+from ckptstore.training.environment import described
+
+__all__ = ["Captured", "inner_model", "inner_optimizer"]
+
+_FORMAT: Final = 1
+
+
+class Captured:
+    """The objects of a training script, as one state.
+
+    Attributes:
+        models: bare, in the order given.
+        optimizers: torch's own, of wrappers what they wrap.
+        loader: what the script is to iterate over; see `CountedBatches`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        scaler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        compressor: Any = None,
+    ) -> None:
+        """Look at what was given.
+
+        Args:
+            model: a module, or a list, tuple or dict of them.
+            optimizer: likewise of optimizers; what wraps one in ``.optimizer`` is taken for it.
+            scheduler: likewise of whatever has ``state_dict`` and ``load_state_dict``.
+            loader: what gives the batches; one without ``state_dict`` is counted.
+            scaler: a ``GradScaler``.
+            extra: anything else by name: with ``state_dict`` and ``load_state_dict``, or a generator of torch, numpy
+                or python.
+            compressor: a `TopKHook`, which is told what the parameters are called.
+
+        Raises:
+            UsageError: one of them is something else.
+        """
+        self._model = _each("model", model, inner_model)
+        self._optimizer = _each("optimizer", optimizer, inner_optimizer)
+        self._scheduler = _each("scheduler", scheduler, _stateful)
+        self._scaler = None if scaler is None else _stateful("scaler", scaler)
+        self.loader = loader if loader is None or is_stateful(loader) else CountedBatches(loader)
+        if extra is not None and not isinstance(extra, Mapping):
+            raise UsageError(f"extra: {type(extra).__name__}; objects by name are wanted, as in extra={{'ema': ema}}")
+        self._given = dict(extra or {})
+        self._extra = {name: _accessors(f"extra[{name!r}]", one) for name, one in (extra or {}).items()}
+        self._compressor = compressor
+        self.models: list[torch.nn.Module] = _flat(self._model)
+        self.optimizers: list[torch.optim.Optimizer] = _flat(self._optimizer)
+        if compressor is not None:
+            compressor.named(
+                (f"model{place}.{name}", parameter)
+                for place, module in _placed(self._model)
+                for name, parameter in module.named_parameters()
+            )
+
+    @property
+    def per_rank(self) -> tuple[str, ...]:
+        """Names of tensors of which ranks may have their own: generators, positions, and modules' buffers.
+
+        DDP gives all ranks the first one's buffers when forward begins; BatchNorm then changes them on each.
+        """
+        modules = [(f"model{place}", one) for place, one in _placed(self._model)]
+        modules += [(f"extra.{name}", one) for name, one in self._given.items() if isinstance(one, torch.nn.Module)]
+        names = [f"{prefix}.{name}" for prefix, module in modules for name, _ in module.named_buffers()]
+        names += [f"extra.{name}" for name, one in self._given.items() if not is_stateful(one)]
+        return ("random", "loader", "compressor", *(glob.escape(name) for name in names))
+
+    def state(self, step: int, ranks: int = 1) -> dict[str, Any]:
+        """Everything that the next step depends on. Tensors are the script's own, not copies."""
+        found: dict[str, Any] = {"format": _FORMAT, "step": step, "model": _states(self._model)}
+        if self._optimizer is not None:
+            found["optimizer"] = _states(self._optimizer)
+        if self._scheduler is not None:
+            found["scheduler"] = _states(self._scheduler)
+        if self._scaler is not None:
+            found["scaler"] = self._scaler.state_dict()
+        if self.loader is not None:
+            found["loader"] = self.loader.state_dict()
+        if self._compressor is not None:
+            found["compressor"] = self._compressor.state_dict()
+        if self._extra:
+            found["extra"] = {name: get() for name, (get, _) in self._extra.items()}
+        found["random"] = rng.gathered()
+        found["environment"] = described(self.optimizers, ranks)
+        return found
+
+    def restore(self, state: Any) -> int:
+        """Give every object its part of a state back -> the step it is the state of.
+
+        Generators come last: what the others draw while they load is not to count.
+
+        Raises:
+            FormatError: it is no state of a `Checkpointer`, or lacks a part (the message names it).
+            and what the objects' own ``load_state_dict`` raise.
+        """
+        if not isinstance(state, dict) or state.get("format") != _FORMAT or "random" not in state:
+            raise FormatError(
+                "the checkpoint was not made by a Checkpointer: load it with Store.load, and give its parts to the "
+                "objects that they belong to"
+            )
+        parts = [("model", self._model is not None), ("optimizer", self._optimizer is not None)]
+        parts += [("scheduler", self._scheduler is not None), ("scaler", self._scaler is not None)]
+        parts += [("compressor", self._compressor is not None)]
+        parts += [("loader", self.loader is not None), ("extra", bool(self._extra))]
+        for name, wanted in parts:
+            if wanted and name not in state:
+                raise FormatError(f"the checkpoint holds no {name}: it was saved without")
+        _load("model", self._model, state["model"], lambda model, one: model.load_state_dict(one))
+        if self._optimizer is not None:
+            _load("optimizer", self._optimizer, state["optimizer"], _load_optimizer)
+        if self._scheduler is not None:
+            _load("scheduler", self._scheduler, state["scheduler"], lambda each, one: each.load_state_dict(one))
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+        if self.loader is not None:
+            self.loader.load_state_dict(state["loader"])
+        if self._compressor is not None:
+            self._compressor.load_state_dict(state["compressor"])
+        for name, (_, put) in self._extra.items():
+            if name not in state["extra"]:
+                raise FormatError(f"the checkpoint holds no extra[{name!r}]: it was saved without")
+            put(state["extra"][name])
+        rng.restored(state["random"])
+        step: int = state["step"]
+        return step
+
+
+def inner_model(name: str, model: Any) -> torch.nn.Module:
+    """The module itself, of what compiles, distributes or averages nothing but passes calls on.
+
+    Raises:
+        UsageError: it is no module, or one whose parameters are DTensors.
+    """
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # torch.compile
+        elif isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            model = model.module
+        elif isinstance(model, torch.nn.Module):
+            if any(hasattr(one, "placements") for one in model.parameters()):
+                raise UsageError(
+                    f"{name}: its parameters are DTensors (FSDP2), which a Checkpointer does not restore yet: save "
+                    "them with store.writer(group=...), and restore them with store.load(into=...)"
+                )
+            return model
+        else:
+            raise UsageError(f"{name}: {type(model).__name__}; a torch.nn.Module is wanted")
+
+
+def inner_optimizer(name: str, optimizer: Any) -> torch.optim.Optimizer:
+    """Torch's optimizer, of a wrapper what it wraps. Raises `UsageError`."""
+    seen: set[int] = set()
+    while not isinstance(optimizer, torch.optim.Optimizer):
+        seen.add(id(optimizer))
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None or id(inner) in seen:
+            raise UsageError(f"{name}: {type(optimizer).__name__}; a torch.optim.Optimizer is wanted")
+        optimizer = inner
+    return optimizer
+
+
+def _stateful(name: str, value: Any) -> Any:
+    if not is_stateful(value):
+        raise UsageError(f"{name}: {type(value).__name__} has no state_dict and load_state_dict")
+    return value
+
+
+def _each(name: str, given: Any, check: Callable[[str, Any], Any]) -> Any:
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return {str(key): check(f"{name}[{key!r}]", one) for key, one in given.items()}
+    if isinstance(given, list | tuple):
+        return [check(f"{name}[{number}]", one) for number, one in enumerate(given)]
+    return check(name, given)
+
+
+def _placed(given: Any) -> list[tuple[str, Any]]:
+    """What was given, each with where it stands in the state."""
+    if isinstance(given, dict):
+        return [(f".{key}", one) for key, one in given.items()]
+    return [(f".{number}", one) for number, one in enumerate(given)] if isinstance(given, list) else [("", given)]
+
+
+def _flat(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
+
+
+def _states(given: Any) -> Any:
+    if isinstance(given, dict):
+        return {key: one.state_dict() for key, one in given.items()}
+    return [one.state_dict() for one in given] if isinstance(given, list) else given.state_dict()
+
+
+def _load(name: str, given: Any, state: Any, load: Callable[[Any, Any], Any]) -> None:
+    if isinstance(given, dict):
+        if not isinstance(state, dict) or set(state) != set(given):
+            raise FormatError(f"{name}: {sorted(given)} are to be restored, the checkpoint has {sorted(state)}")
+        for key, one in given.items():
+            load(one, state[key])
+    elif isinstance(given, list):
+        if not isinstance(state, Sequence) or len(state) != len(given):
+            raise FormatError(f"{name}: {len(given)} are to be restored, the checkpoint has {len(state)}")
+        for one, its in zip(given, state, strict=True):
+            load(one, its)
+    else:
+        load(given, state)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """As `load_state_dict`, but with the dtypes that were saved: torch makes a bf16 parameter's fp32 moments bf16."""
+    optimizer.load_state_dict(state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, saved in state["state"].get(number, {}).items():
+            now = optimizer.state[parameter].get(key)
+            if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor) and saved.dtype != now.dtype:
+                optimizer.state[parameter][key] = saved.to(now.device)
+
+
+def _accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """What reads an object's state, and what sets it."""
+    if is_stateful(value):
+        return value.state_dict, value.load_state_dict
+    if isinstance(value, torch.Generator):
+        return value.get_state, lambda state: value.set_state(torch.as_tensor(state).cpu())
+    if isinstance(value, np.random.Generator):
+
+        def put(state: Any) -> None:
+            value.bit_generator.state = state
+
+        return lambda: value.bit_generator.state, put
+    if isinstance(value, np.random.RandomState):
+        return lambda: value.get_state(legacy=True), value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    raise UsageError(
+        f"{name}: {type(value).__name__} has no state_dict and load_state_dict, and is no random generator"
+    )

@@ -1,0 +1,445 @@
+"""Checkpoints of a training script, in two lines: the step to begin with, and a call after each step.
+
+::
+
+    with Checkpointer("runs/gpt", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader) as checkpointer:
+        for step in range(checkpointer.resume(), steps):
+            loss.backward(); optimizer.step(); scheduler.step(); optimizer.zero_grad()
+            checkpointer.step(metrics={"loss": loss})
+
+What a checkpoint holds is gathered in `captured`, what the optimizers did in `taken`, how it is stored is decided in
+`strategies`, what is kept in `retention`. Here is the order of events, and what becomes of errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, Unpack, cast
+
+import torch
+
+from ckptstore import store as stores
+from ckptstore.errors import UsageError, WriterClosedError, WriterError
+from ckptstore.frameworks import bridge
+from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
+from ckptstore.host.notices import Notices
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.store import Store
+from ckptstore.training import strategies
+from ckptstore.training.captured import Captured
+from ckptstore.training.deadline import Deadline
+from ckptstore.training.environment import compared, described
+from ckptstore.training.explained import Explained
+from ckptstore.training.retention import Retention
+from ckptstore.training.settings import CheckpointerOptions, Settings, UnsavedStepWarning
+from ckptstore.training.taken import TakenSteps
+from ckptstore.training.writing import GoesBack, StateWriter, TakesUpdates
+from ckptstore.write.ledger import PendingSave
+from ckptstore.write.ranks.options import RankOptions
+
+__all__ = ["Checkpointer"]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
+
+_IDLE: Final = 100
+"""Calls without an optimizer's step after which that is remarked upon: more micro-batches than anybody accumulates."""
+
+
+class Checkpointer:
+    """Saves a training script's state after its steps, and gives it back. Use it in a ``with``.
+
+    Attributes:
+        store: where to.
+        loader: iterate over this: the given loader if it knows its position, else one that is counted.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        strategy: str = "auto",
+        **options: Unpack[CheckpointerOptions],
+    ) -> None:
+        """Look at what is to be saved. Nothing is opened for writing before `resume`, or the first `step`.
+
+        Args:
+            store: a path or URL, or a store.
+            model: a module, compiled or wrapped by DistributedDataParallel or not; or several, in a list or dict.
+            optimizer: what moves it; or several. Its steps are noticed by hooks.
+            scheduler: its schedule, or several.
+            loader: what gives the batches. If it has no ``state_dict``, iterate over `loader` of this.
+            strategy: ``full``, ``delta``, ``gradient``, or ``auto``, which chooses and says why (logging, level INFO,
+                ``ckptstore.training``).
+            options: see `CheckpointerOptions`.
+
+        Raises:
+            UsageError: an object or option that cannot be meant.
+            as `ckptstore.open`.
+        """
+        self._settings = Settings.of(strategy, options)
+        self._captured = Captured(
+            model, optimizer, scheduler, loader, options.get("scaler"), options.get("extra"), self._settings.compressor
+        )
+        self.loader = self._captured.loader
+        self._scaler = options.get("scaler")
+        self._scale = self._scale_now()
+        self.store = store if isinstance(store, Store) else stores.open(store)
+        self._owns_store = not isinstance(store, Store)
+        self._taken = TakenSteps(self._captured.optimizers, self._settings.compressor)
+        self._notices = Notices(self._flush, self._settings.grace_seconds)
+        self._deadline = Deadline(self._settings.deadline_seconds)
+        self._explained = Explained(self._settings.on_metrics, self._deadline.saved)
+        self._writer: StateWriter | None = None
+        self._retention: Retention | None = None
+        self._strategy: strategies.Strategy | None = None
+        self._group: Any = None
+        self._rank, self._ranks = 0, 1
+        self._done = 0
+        self._unsaved: Mapping[str, Any] | None = None  # the metrics of the last step, if it was not saved
+        self._under_way: list[PendingSave] = []
+        self._idle = 0
+        self._stopped = False
+        self._closed = False
+        self._taken.install(predict=False)
+        if self._settings.signals:
+            self._notices.install()
+
+    @property
+    def strategy(self) -> str:
+        """How checkpoints are stored; ``auto`` until the writer is open."""
+        return self._strategy or self._settings.strategy
+
+    @property
+    def term(self) -> int | None:
+        """The term that this run writes; None until it is open."""
+        return None if self._writer is None else self._writer.term
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of this run, those before it was resumed included."""
+        return self._done
+
+    @property
+    def should_stop(self) -> bool:
+        """The deadline is near, or SIGTERM came, and the last step is durable: end the loop."""
+        return self._deadline.reached or self._notices.ending
+
+    def resume(self, ref: str | int | None = "latest") -> int:
+        """Begin: restore everything in place -> the step to go on from; 0 if there is nothing yet.
+
+        A second time, in the same run, it goes back: as `rollback`.
+
+        Args:
+            ref: what to continue from: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``; one that is not the newest
+                begins a branch. None: from nothing, whatever the store holds.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            FormatError: it was not saved by a Checkpointer, or without a part that is to be restored.
+            CorruptionError, StorageError: it cannot be read, or the store not be written.
+        """
+        self._check_open()
+        if self._writer is not None:
+            if ref is None:
+                raise UsageError("resume(None) begins from nothing, and this run has begun: make another Checkpointer")
+            return self.rollback(ref)
+        parent = self._open(None if ref is None else str(ref)).parent
+        if parent is not None:
+            self._restore(parent)
+        return self._done
+
+    def rollback(self, ref: str | int | CheckpointInfo) -> int:
+        """Go back to an earlier checkpoint, and restore everything in place -> its step.
+
+        What was saved after it stays in the store, as a branch; ``latest`` is on the new one from now on.
+
+        Raises:
+            as `resume`.
+        """
+        self._check_open()
+        name = ref.ref if isinstance(ref, CheckpointInfo) else str(ref)
+        if self._writer is None:
+            return self.resume(name)
+        if isinstance(self._writer, GoesBack):
+            parent: CheckpointInfo | None = self._writer.rollback(name)
+        else:
+            name = self.store.checkpoint(name).ref  # says what is wrong with it before the term is ended
+            self._end_writer()
+            parent = self._open(name).parent
+        assert parent is not None
+        self._restore(parent)
+        return self._done
+
+    def step(
+        self, metrics: Mapping[str, Any] | None = None, *, tags: str | Sequence[str] = (), save: bool | None = None
+    ) -> PendingSave | None:
+        """A training step is done: save it, if it is to be saved.
+
+        Call it after ``optimizer.step()`` and ``scheduler.step()``. A call between which and the one before no
+        optimizer has stepped (a micro-batch whose gradients are accumulated) counts as a step and saves nothing; a step
+        that the `GradScaler` skipped is saved as any other.
+
+        Args:
+            metrics: numbers, or tensors of one, by name: they are kept with the checkpoint, and `keep_best` looks at
+                them. A tensor on a device is waited for.
+            tags: names that the checkpoint gets.
+            save: whether to save this step; None: what `save_every` says.
+
+        Returns:
+            the checkpoint on its way; None if this step is not saved.
+
+        Raises:
+            UsageError: the store holds checkpoints and `resume` was not called; an optimizer's state was loaded by
+                somebody else since the last step; metrics that are no numbers.
+            with ``on_error="raise"`` whatever stops a save.
+        """
+        self._check_open()
+        if self._writer is None:
+            self._begin_from_nothing()
+        if self._taken.loaded and self._done:
+            raise UsageError(
+                f"an optimizer's state was loaded after step {self._done}: what follows is another branch of the run; "
+                "go back with Checkpointer.rollback(REF), which restores everything"
+            )
+        self._taken.loaded = False
+        self._done += 1
+        skipped = self._skipped()
+        moved = self._taken.any or skipped or not self._captured.optimizers
+        ends = self._deadline.near()
+        urgent = ends or self._notices.ending or self._notices.asked
+        due = self._done % self._settings.save_every == 0 if save is None else save
+        due = due or (urgent and self._group is None)
+        self._remark_idle(moved)
+        self._unsaved = (metrics or {}) if moved and not due else None
+        if self._stopped or not due or not moved:
+            return None
+        try:
+            self._settle()
+            pending = self._save(metrics, tags)
+            if urgent:
+                pending.result()
+                self._deadline.reached = ends
+                self._notices.asked = False
+        except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
+            self._failed(error)
+            return None
+        if self._notices.ending:
+            self._notices.acted()
+        return pending
+
+    def wait(self) -> None:
+        """Return when every step given so far is durable.
+
+        Raises:
+            with ``on_error="raise"`` what stopped a save.
+        """
+        self._check_open()
+        if self._writer is not None and not self._stopped:
+            try:
+                self._writer.wait()
+                self._settle()
+            except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
+                self._failed(error)
+
+    def tag(self, name: str, ref: str | int = "latest") -> CheckpointInfo:
+        """Name a checkpoint; see `Writer.tag`."""
+        self._check_open()
+        if self._writer is None:
+            raise UsageError("nothing is open yet: call resume() before tag()")
+        return self._writer.tag(name, ref)
+
+    def close(self, *, save: bool = False) -> None:
+        """Make durable what was given, and leave nothing behind: hooks, signal handlers, threads.
+
+        Args:
+            save: also save the last step, if it was not. Leaving the ``with`` without an error does.
+
+        Raises:
+            with ``on_error="raise"`` what stopped a save of which nobody has been told.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with contextlib.ExitStack() as last:
+                if self._owns_store:
+                    last.callback(self.store.close)
+                last.callback(self._notices.remove)
+                last.callback(self._taken.remove)
+                last.callback(self._end_writer)
+                if self._writer is not None and not self._stopped:
+                    self._finish(self._writer, save)
+        except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
+            self._failed(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close(save=error is None)
+        except BaseException:
+            if error is None:
+                raise
+            _LOG.exception("closing %s", self.store.url)  # the loop's own error is on its way
+
+    # -- opening, and going back
+
+    def _begin_from_nothing(self) -> None:
+        newest = self.store.latest_step()
+        if newest is not None:
+            raise UsageError(
+                f"{self.store.url} holds a run of {newest} steps: call resume() before the first step to continue it, "
+                "or resume(None) to begin another from nothing"
+            )
+        self._open("latest")
+
+    def _open(self, ref: str | None) -> StateWriter:
+        settings = self._settings
+        self._group, self._rank, self._ranks = ranks_of(settings.group)
+        if self._group is not None and settings.deadline_seconds is not None:
+            raise UsageError("deadline_seconds: ranks that save together would have to agree on it, and do not yet")
+        if self._strategy is None:
+            self._strategy = self._choose()
+        told = strategies.writer_options(self._strategy, settings.full_every, settings.batch, settings.deltas)
+        told |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads}
+        told["on_metrics"] = self._explained.told
+        if self._group is not None:
+            told["group"] = self._group
+            told["ranks"] = RankOptions(timeout=settings.rank_timeout, per_rank=self._captured.per_rank)
+        writer: StateWriter = self.store.writer(ref, **told)
+        self._writer = writer
+        self._taken.install(predict=self._strategy == "gradient")
+        if settings.keep.wanted and self._rank == 0:
+            self._retention = Retention(self.store, writer, settings.keep)
+        return writer
+
+    def _choose(self) -> strategies.Strategy:
+        """The strategy; what ``auto`` takes is said in one line."""
+        captured, settings = self._captured, self._settings
+        if settings.strategy != "auto":
+            return cast(strategies.Strategy, settings.strategy)
+        self.store.create()
+        strategy, why = strategies.chosen(
+            strategies.Circumstances(
+                nbytes=strategies.state_bytes(captured.models, captured.optimizers),
+                rate=None if self._group is not None else strategies.measured_rate(self.store.backend),
+                spare=strategies.spare_cores(captured.models),
+                unpredicted=strategies.predicted(captured.optimizers, settings.save_every),
+            )
+        )
+        _LOG.info("%s: strategy %r: %s", self.store.url, strategy, why)
+        return strategy
+
+    def _restore(self, parent: CheckpointInfo) -> None:
+        state = self.store.load(parent.ref, rank=None if self._group is None else self._rank)
+        self._done = self._captured.restore(state)
+        self._unsaved = None
+        self._scale = self._scale_now()
+        self._taken.collected()
+        self._taken.loaded = False
+        compared(state.get("environment"), described(self._captured.optimizers, self._ranks), parent.ref)
+
+    # -- saving
+
+    def _save(self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
+        assert self._writer is not None
+        metadata = {"metrics": dict(metrics)} if metrics else None
+        updates = self._taken.collected()
+        state = self._captured.state(self._done, self._ranks)
+        if self._strategy == "gradient":
+            coder = cast(TakesUpdates, self._writer)
+            pending = coder.save_async(state, self._done, metadata=metadata, tags=tags, updates=updates)
+        else:
+            pending = self._writer.save_async(state, self._done, metadata=metadata, tags=tags)
+        self._under_way.append(pending)
+        if self._retention is not None:
+            pending.when_done(self._retention.durable)
+        if (remark := self._explained.remark()) is not None:
+            warn(remark, UnexplainedStepWarning)
+        return pending
+
+    def _settle(self) -> None:
+        """Hear of the saves that have ended. Raises what stopped the first of them that failed."""
+        ended = [one for one in self._under_way if one.done()]
+        self._under_way = [one for one in self._under_way if not one.done()]
+        errors = [error for one in ended if (error := one.exception()) is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"and another save: {other}")
+            raise errors[0]
+
+    def _remark_idle(self, moved: bool) -> None:
+        """Say once that nothing is saved, because no optimizer that was given is seen to step."""
+        self._idle = 0 if moved else self._idle + 1
+        if self._idle == _IDLE:
+            warn(
+                f"none of the last {_IDLE} steps was saved, because no optimizer that the Checkpointer was given has "
+                "stepped: were they made anew, or are others used?",
+                UnsavedStepWarning,
+            )
+
+    def _skipped(self) -> bool:
+        """Whether the scaler has skipped a step since the last call: its scale has fallen."""
+        before, self._scale = self._scale, self._scale_now()
+        return before is not None and self._scale is not None and self._scale < before
+
+    def _scale_now(self) -> float | None:
+        return None if self._scaler is None else float(self._scaler.get_scale())
+
+    def _flush(self) -> None:
+        writer = self._writer
+        if writer is not None:
+            writer.wait()
+
+    # -- errors, and the end
+
+    def _failed(self, error: Exception) -> None:
+        """Raise, or warn and go on: a writer that is finished ends the saving, anything else one step's."""
+        if self._settings.on_error == "raise":
+            raise error  # and each later call raises what the writer then says
+        self._stopped = self._stopped or isinstance(error, WriterError)
+        what = "no step is saved any more" if self._stopped else f"step {self._done} or one before it was not saved"
+        warn(f"{self.store.url}: {what}, and training goes on: {type(error).__name__}: {error}", UnsavedStepWarning)
+
+    def _finish(self, writer: StateWriter, save: bool) -> None:
+        if save and self._unsaved is not None:
+            self._save(self._unsaved, ())
+        if self._retention is not None:
+            writer.wait()
+            self._retention.close()
+
+    def _end_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        retention, self._retention = self._retention, None
+        if retention is not None:
+            retention.abandon()
+        if writer is not None:
+            writer.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WriterClosedError(f"{self.store.url}: this Checkpointer is closed")
+
+
+def ranks_of(group: Any) -> tuple[Any, int, int]:
+    """The group that saves together, this process's rank in it, and their number; None, 0 and 1 for one process."""
+    distributed = torch.distributed
+    if isinstance(group, str) and group == "all":
+        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+            return None, 0, 1
+        group = distributed.group.WORLD
+    if group is None:
+        return None, 0, 1
+    rank, ranks, _ = bridge.process_group(group)
+    return group, rank, ranks

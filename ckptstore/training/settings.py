@@ -1,0 +1,123 @@
+"""What a `Checkpointer` may be told beside what it saves, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypedDict
+
+from ckptstore.errors import UsageError
+from ckptstore.host.checks import seconds, whole
+from ckptstore.training.retention import Keep
+from ckptstore.training.strategies import STRATEGIES
+from ckptstore.training.taken import Compressor
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.metrics import OnMetrics
+
+__all__ = ["CheckpointerOptions", "Settings", "UnsavedStepWarning"]
+
+
+class UnsavedStepWarning(UserWarning):
+    """A step was not saved, and training goes on without (``on_error="warn"``)."""
+
+
+class CheckpointerOptions(TypedDict, total=False):
+    """The options of a `Checkpointer`.
+
+    Attributes:
+        scaler: a ``GradScaler``: its state is saved, and steps that it skips are known as such.
+        extra: anything else that training depends on, by name: objects with ``state_dict`` and ``load_state_dict``
+            (averaged weights), random generators.
+        compressor: a `TopKHook`, whose sparse gradients the diffs are made of.
+        save_every: optimizer steps from one checkpoint to the next (default 1). The last step is saved in any case
+            when the ``with`` is left without an error.
+        full_every: with gradient diffs, checkpoints from one full to the next (default 100).
+        batch: with gradient diffs, steps that are written at once (default 1); what waits for its batch is lost if the
+            process is killed.
+        deltas: how deltas are made.
+        max_in_flight, threads: as for `Store.writer` (2 and 2).
+        keep_last: keep so many newest checkpoints and retire the others.
+        keep_every: keep those whose step is a multiple of this.
+        keep_best: keep the one of the lowest metric of this name, too, and tag it ``best``; ``max:NAME`` the highest.
+        deadline_seconds: so long after the Checkpointer is made the job will be ended: when the next step might not
+            fit any more, the step is made durable and `Checkpointer.should_stop` becomes True.
+        grace_seconds: after SIGTERM, so long the step under way may take to be saved as well (default 15).
+        signals: take SIGTERM and SIGUSR1 (default True).
+        on_error: ``raise`` (default), or ``warn`` and go on training.
+        on_metrics: told of every save, as `Store.writer` does.
+        group: the process group that saves together (`Store.writer`); by default all ranks, if there are several.
+            None: this process alone.
+        rank_timeout: seconds that ranks wait for one another (default 600).
+    """
+
+    scaler: Any
+    extra: Mapping[str, Any] | None
+    compressor: Compressor | None
+    save_every: int
+    full_every: int
+    batch: int
+    deltas: DeltaOptions | None
+    max_in_flight: int
+    threads: int
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: str | None
+    deadline_seconds: float | None
+    grace_seconds: float
+    signals: bool
+    on_error: Literal["raise", "warn"]
+    on_metrics: OnMetrics | None
+    group: Any
+    rank_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options that concern how is saved, checked. See `CheckpointerOptions`."""
+
+    strategy: str = "auto"
+    compressor: Compressor | None = None
+    save_every: int = 1
+    full_every: int = 100
+    batch: int = 1
+    deltas: DeltaOptions | None = None
+    max_in_flight: int = 2
+    threads: int = 2
+    deadline_seconds: float | None = None
+    grace_seconds: float = 15.0
+    signals: bool = True
+    on_error: str = "raise"
+    on_metrics: OnMetrics | None = None
+    group: Any = "all"
+    rank_timeout: float = 600.0
+    keep: Keep = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise UsageError(f"strategy: {self.strategy!r}; it may be {', '.join(map(repr, STRATEGIES))}")
+        if self.on_error not in ("raise", "warn"):
+            raise UsageError(f"on_error: {self.on_error!r}; it may be 'raise' or 'warn'")
+        whole("save_every", self.save_every, 1)
+        whole("full_every", self.full_every, 1)
+        whole("batch", self.batch, 1)
+        seconds("deadline_seconds", self.deadline_seconds, above=True)
+        if seconds("grace_seconds", self.grace_seconds) is None:
+            raise UsageError("grace_seconds: a number of seconds is needed")
+        if self.strategy == "gradient" and self.save_every > 1:
+            raise UsageError(
+                f"save_every={self.save_every} with strategy='gradient': a gradient diff is one optimizer step; save "
+                "every step (batch= writes several at once), or take strategy='delta'"
+            )
+
+    @classmethod
+    def of(cls, strategy: str, options: Mapping[str, Any]) -> Settings:
+        """As given to a `Checkpointer`. Raises `UsageError`, also for options that there are not."""
+        unknown = sorted(set(options) - _OPTIONS)
+        if unknown:
+            raise UsageError(f"a Checkpointer has no option {unknown[0]!r}; it has {', '.join(sorted(_OPTIONS))}")
+        keep = Keep(options.get("keep_last"), options.get("keep_every"), options.get("keep_best"))
+        own = {name: value for name, value in options.items() if name in cls.__dataclass_fields__}
+        return cls(strategy=strategy, keep=keep, **own)
+
+
+_OPTIONS: Final = frozenset(CheckpointerOptions.__annotations__)

@@ -1,0 +1,159 @@
+"""How checkpoints leave training: whole, as deltas, or as gradient diffs; and which of them ``auto`` takes, and why."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CkptError, UsageError
+from ckptstore.host.buffers import aligned
+from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.steps.batcher import DiffOptions
+
+__all__ = [
+    "STRATEGIES",
+    "Circumstances",
+    "Strategy",
+    "chosen",
+    "measured_rate",
+    "predicted",
+    "spare_cores",
+    "state_bytes",
+    "writer_options",
+]
+
+Strategy = Literal["full", "delta", "gradient"]
+
+STRATEGIES: Final = ("auto", "full", "delta", "gradient")
+
+_TINY: Final = 1 << 20
+_QUICK: Final = 0.02
+"""Seconds in which a full is so small a matter that coding it costs more than writing it."""
+_PROBED: Final = 4 << 20
+_PROBES: Final = 4
+_PATIENCE: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What ``auto`` looks at.
+
+    Attributes:
+        nbytes: of the state, once the optimizers have theirs.
+        rate: bytes a second that the medium takes; None: it could not be measured.
+        spare: cores that training leaves.
+        unpredicted: why the optimizers' steps cannot be predicted; None: they can.
+    """
+
+    nbytes: int
+    rate: float | None
+    spare: int
+    unpredicted: str | None
+
+
+def chosen(about: Circumstances) -> tuple[Strategy, str]:
+    """What ``auto`` takes -> the strategy, and why, as half a sentence."""
+    size = f"{about.nbytes / 1e6:.1f} MB of state"
+    if about.nbytes <= _TINY:
+        return "full", f"{size} are not worth coding"
+    if about.spare < 1:
+        return "full", f"{size}, and no core to spare for coding them"
+    seconds = None if about.rate is None else about.nbytes / about.rate
+    speed = "" if about.rate is None else f" to a medium of {about.rate / 1e6:.0f} MB/s"
+    cores = f"{about.spare} spare core{'s' if about.spare > 1 else ''}"
+    if seconds is not None and seconds <= _QUICK:
+        return "full", f"{size}{speed} take {seconds * 1e3:.0f} ms, less than coding would"
+    if about.unpredicted is not None:
+        return "delta", f"{size}{speed}, {cores}, but {about.unpredicted}"
+    return "gradient", f"{size}{speed}, {cores}, and the optimizers' steps can be predicted"
+
+
+def predicted(optimizers: Sequence[torch.optim.Optimizer], save_every: int) -> str | None:
+    """Why `OptimizerStep` cannot predict what lies between two checkpoints; None: it can."""
+    if not optimizers:
+        return "there is no optimizer"
+    if save_every > 1:
+        return f"{save_every} steps lie between two checkpoints, and one can be predicted"
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):  # AdamW derives from Adam
+            return f"the arithmetic of {type(optimizer).__qualname__} is not known"
+    whole = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    known = sum(one.numel() for one in whole if one.dtype == torch.float32)
+    if known * 2 < sum(one.numel() for one in whole):
+        return "most parameters are not fp32"
+    return None
+
+
+def state_bytes(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """About what a checkpoint takes once the optimizers have made their state."""
+    found = sum(_nbytes(one) for model in models for one in (*model.parameters(), *model.buffers()))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            momentum = bool(group.get("momentum")) if isinstance(optimizer, torch.optim.SGD) else False
+            copies = 2 if "betas" in group else int(momentum)
+            copies += bool(group.get("amsgrad"))
+            found += copies * sum(_nbytes(one) for one in group["params"])
+    return found
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def spare_cores(models: Sequence[torch.nn.Module]) -> int:
+    """Cores that training leaves to this process: torch's threads take theirs, a device takes one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")  # how many processes torchrun began on this machine
+    on_device = any(one.device.type not in ("cpu", "meta") for model in models for one in model.parameters())
+    busy = 1 if on_device else torch.get_num_threads()
+    return cores // (int(beside) if beside.isdecimal() and int(beside) > 0 else 1) - busy
+
+
+def measured_rate(backend: Backend) -> float | None:
+    """Bytes a second that a medium takes durably, from a segment of at most 16 MiB that is deleted again.
+
+    None: it cannot be measured. Nothing refers to the segment: if the process is killed meanwhile, gc deletes it.
+    """
+    key = f"seg/{0:010}/{uuid.uuid4().hex}.safetensors"
+    memory = aligned(_PROBED)
+    memory[:] = 1
+    block = memory.data
+    try:
+        sink = backend.open_sink(key, _PROBED * _PROBES)
+    except CkptError:
+        return None
+    written, began = 0, time.monotonic()
+    try:
+        for number in range(_PROBES):
+            sink.write(number * _PROBED, block)
+            written += _PROBED
+            if time.monotonic() - began > _PATIENCE:
+                break
+        sink.seal(written)
+        seconds = time.monotonic() - began
+        backend.delete(key)
+    except CkptError:
+        sink.abort()
+        return None
+    return written / max(seconds, 1e-6)
+
+
+def writer_options(strategy: Strategy, full_every: int, batch: int, deltas: DeltaOptions | None) -> dict[str, Any]:
+    """What `Store.writer` is to be told. Raises `UsageError`."""
+    if strategy != "gradient" and batch != 1:
+        raise UsageError(f"batch={batch}: only gradient diffs are written in batches, and the strategy is {strategy!r}")
+    if strategy == "full":
+        return {}
+    coded = DeltaOptions() if deltas is None else deltas
+    if strategy == "delta":
+        return {"deltas": coded}
+    # SIGTERM is the Checkpointer's: it saves the step under way first.
+    diffs = DiffOptions(full_every=full_every, batch=batch, flush_on_sigterm=False)
+    return {"diffs": diffs} if deltas is None else {"diffs": diffs, "deltas": coded}

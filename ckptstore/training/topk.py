@@ -1,0 +1,239 @@
+"""Top-k compression of gradients with error feedback, as a communication hook of DistributedDataParallel.
+
+::
+
+    hook = TopKHook(density=0.01)
+    hook.register(ddp)                    # or, in one process, hook.compress(model.parameters()) after backward
+    Checkpointer(..., compressor=hook, strategy="gradient")
+
+Of what a rank has not sent yet (its *residual*, to which each gradient is added) the entries of largest magnitude are
+sent and the rest is kept: Stich et al., "Sparsified SGD with Memory", 2018, algorithm 1. With `momentum` it is the
+velocity that is added, and what was sent is taken out of both: Lin et al., "Deep Gradient Compression", 2018, equations
+4 and 7 ("momentum correction"; give the optimizer no momentum of its own then).
+
+The ranks gather one another's entries (indices and values, of the same number on each) and add them up in the order of
+the ranks, so all have the same bits. What the optimizer consumes is that, clipped perhaps; where it may differ from
+zero is known, so a gradient diff stores those entries alone (`consumed`).
+
+Residuals are part of a run's state, of which each rank has its own: the Checkpointer saves them. They change by the
+dense gradient in each step, so no prediction makes them small, and they take most of a checkpoint's bytes. With
+``exact=False`` they are not saved: a checkpoint is as small as what was sent, and a run that is resumed goes on without
+what had not been sent by then (LowDiff does so), which is not bit-identical, and is warned of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+
+from ckptstore.errors import UsageError
+from ckptstore.formats.optim import SparseGradient
+from ckptstore.host.caller_warnings import DeterminismWarning, warn
+
+__all__ = ["TopKHook"]
+
+_MOST: Final = 2**31
+"""Numbers of a bucket: indices are sent as int32."""
+
+
+class TopKHook:
+    """Sends the largest entries of gradients; keeps what it did not send.
+
+    Attributes:
+        density: the share of the entries that each rank sends, at least one of each tensor (or bucket).
+        scope: ``tensor``: of each parameter by itself. ``bucket``: the largest of all parameters that DDP reduces
+            together, so that layers of small gradients may wait; with ``bucket_cap_mb`` above the model's size that is
+            the whole model, and so it is for `compress`.
+        momentum: of the momentum correction; 0: none.
+        exact: residuals are saved.
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        *,
+        scope: Literal["tensor", "bucket"] = "tensor",
+        momentum: float = 0.0,
+        exact: bool = True,
+    ) -> None:
+        """Know nothing of a model yet.
+
+        Raises:
+            UsageError: a share that is not above 0 and at most 1, no such scope, or a momentum not within 0 and 1.
+        """
+        if not 0.0 < density <= 1.0:
+            raise UsageError(f"density: {density!r}; a share above 0 and at most 1 is needed")
+        if scope not in ("tensor", "bucket"):
+            raise UsageError(f"scope: {scope!r}; it may be 'tensor' or 'bucket'")
+        if not 0.0 <= momentum < 1.0:
+            raise UsageError(f"momentum: {momentum!r}; at least 0 and below 1 is needed")
+        self.density = density
+        self.scope = scope
+        self.momentum = momentum
+        self.exact = exact
+        # By the parameter itself: DDP puts parameters into other buckets after the first step.
+        self._residuals: dict[torch.Tensor, torch.Tensor] = {}
+        self._velocities: dict[torch.Tensor, torch.Tensor] = {}
+        self._indices: dict[torch.Tensor, torch.Tensor] = {}
+        self._names: dict[torch.Tensor, str] = {}
+        self._group: Any = None
+
+    def register(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Have a model's gradients compressed, from its first backward on; once, before that."""
+        self._group = model.process_group
+        model.register_comm_hook(self, _communicate)
+
+    def communicate(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """The average of what all ranks send of a bucket of DDP's (a ``GradBucket``)."""
+        parameters, gradients = bucket.parameters(), bucket.gradients()
+        if not all(one.is_contiguous() for one in gradients):
+            raise UsageError("gradients that are not contiguous (channels_last) cannot be compressed")
+        buffer: torch.Tensor = bucket.buffer()
+        chosen, values = self._sent(parameters, gradients)
+        ranks = torch.distributed.get_world_size(self._group)
+        # One collective for both: fp32 values travel as the int32 that have their bits.
+        letter = torch.cat([chosen.to(torch.int32), values.float().view(torch.int32)])
+        letters = letter.new_empty(ranks * letter.numel())
+        handle = torch.distributed.all_gather_into_tensor(letters, letter, group=self._group, async_op=True)
+
+        def averaged(_: Any) -> torch.Tensor:
+            with torch.no_grad():
+                buffer.zero_()
+                for one in letters.view(ranks, 2, -1):
+                    buffer.index_add_(0, one[0].long(), one[1].view(torch.float32).to(buffer.dtype))
+                buffer.div_(ranks)
+                everyones = letters.view(ranks, 2, -1)[:, 0].reshape(-1).long()
+                self._note(parameters, everyones.unique())  # type: ignore[no-untyped-call]
+            return buffer
+
+        done: torch.futures.Future[torch.Tensor] = handle.get_future().then(averaged)
+        return done
+
+    def compress(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Without DDP: leave of each ``.grad`` the largest entries, in place. Call it after ``backward()``."""
+        with torch.no_grad():
+            found = [one for one in parameters if one.grad is not None]
+            if not found:
+                return
+            gradients = [one.grad for one in found if one.grad is not None]
+            chosen, values = self._sent(found, gradients)
+            flat = torch.zeros(sum(one.numel() for one in found), dtype=values.dtype, device=values.device)
+            flat[chosen] = values
+            parts = flat.split([one.numel() for one in found])  # type: ignore[no-untyped-call]
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+            self._note(found, chosen.sort().values)
+
+    def consumed(self, parameters: Sequence[torch.Tensor]) -> Mapping[torch.Tensor, SparseGradient]:
+        """What is left of the gradients, after clipping too: called before the optimizer consumes them.
+
+        A gradient to which something else was added (and so has entries elsewhere) is not in it.
+        """
+        found: dict[torch.Tensor, SparseGradient] = {}
+        for parameter in parameters:
+            indices, gradient = self._indices.get(parameter), parameter.grad
+            if indices is None or gradient is None or gradient.dtype != torch.float32:
+                continue
+            flat = gradient.detach().reshape(-1)
+            values = flat[indices]
+            if int(torch.count_nonzero(flat)) != int(torch.count_nonzero(values)):
+                continue
+            found[parameter] = SparseGradient(indices.cpu().numpy(), values.cpu().numpy(), flat.numel())
+        return found
+
+    def named(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Say what the parameters are called: `state_dict` and `load_state_dict` go by names."""
+        self._names = {parameter: name for name, parameter in parameters}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was not sent yet, and the velocities, by parameter name."""
+        if not self.exact:
+            return {}
+        return {
+            "residuals": {self._names[one]: kept for one, kept in self._residuals.items() if one in self._names},
+            "velocities": {self._names[one]: kept for one, kept in self._velocities.items() if one in self._names},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with what was not sent then; without, if that was not saved."""
+        if not state or not self.exact:
+            warn(
+                "resuming without the residuals of compressed gradients (TopKHook(exact=False)): the run will not be "
+                "bit-identical to one that never stopped",
+                DeterminismWarning,
+            )
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        for own, kept in ((self._residuals, "residuals"), (self._velocities, "velocities")):
+            own.clear()
+            for name, tensor in (state.get(kept, {}) if self.exact else {}).items():
+                own[parameters[name]] = tensor.to(parameters[name].device).clone()
+        self._indices.clear()
+
+    def _sent(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take what is sent out of the residuals -> its indices in all of them, one after another, and its values."""
+        kept = [self._accumulated(one, gradient) for one, gradient in zip(parameters, gradients, strict=True)]
+        sizes = [one.numel() for one in kept]
+        if sum(sizes) >= _MOST:
+            raise UsageError(f"a bucket of {sum(sizes)} numbers, at most {_MOST - 1} can be sent; lower bucket_cap_mb")
+        if self.scope == "bucket":
+            everything = torch.cat([one.view(-1) for one in kept])
+            chosen = everything.abs().topk(self._count(everything.numel()), sorted=False).indices.sort().values
+            values = everything[chosen]
+        else:
+            starts = [sum(sizes[:number]) for number in range(len(sizes))]
+            picked = [one.view(-1).abs().topk(self._count(one.numel()), sorted=False).indices for one in kept]
+            values = torch.cat([one.view(-1)[at] for one, at in zip(kept, picked, strict=True)])
+            chosen = torch.cat([at + start for at, start in zip(picked, starts, strict=True)])
+        for parameter, residual, at in self._places(parameters, kept, sizes, chosen):
+            residual.view(-1)[at] = 0
+            if parameter in self._velocities:
+                self._velocities[parameter].view(-1)[at] = 0
+        return chosen, values
+
+    def _accumulated(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """A parameter's residual, with its gradient (or velocity) added."""
+        residual = self._residuals.get(parameter)
+        if residual is None:
+            residual = self._residuals[parameter] = torch.zeros(gradient.shape, device=gradient.device)
+        added = gradient.detach()
+        if self.momentum:
+            velocity = self._velocities.get(parameter)
+            if velocity is None:
+                velocity = self._velocities[parameter] = torch.zeros_like(residual)
+            added = velocity.mul_(self.momentum).add_(added)
+        return residual.add_(added)
+
+    def _count(self, numbers: int) -> int:
+        return min(numbers, max(1, math.ceil(numbers * self.density)))
+
+    @staticmethod
+    def _places(
+        parameters: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], sizes: Sequence[int], chosen: torch.Tensor
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Each parameter, its residual, and which of its entries were chosen."""
+        start = 0
+        for parameter, residual, size in zip(parameters, kept, sizes, strict=True):
+            at = chosen[(chosen >= start) & (chosen < start + size)] - start
+            yield parameter, residual, at
+            start += size
+
+    def _note(self, parameters: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+        """Remember where the gradients may differ from zero; `indices` ascend."""
+        start = 0
+        for parameter in parameters:
+            end = start + parameter.numel()
+            first, last = torch.searchsorted(indices, torch.tensor([start, end], device=indices.device)).tolist()
+            self._indices[parameter] = indices[first:last] - start
+            start = end
+
+
+def _communicate(hook: TopKHook, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    return hook.communicate(bucket)
+
+
+_communicate.__annotations__.clear()  # DDP compares them with the classes themselves, and these are texts

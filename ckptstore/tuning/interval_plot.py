@@ -1,0 +1,113 @@
+"""What was measured and what the model makes of it, as a picture: T_w over N, slowdown over the interval."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ckptstore.errors import MissingDependencyError, UsageError
+from ckptstore.exchange.atomic_files import refuse_store
+from ckptstore.tuning.intervals import Choice, Limits, Timing, slowdown
+
+__all__ = ["draw", "need_matplotlib"]
+
+_COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
+"""Okabe and Ito's: told apart with any colour vision."""
+_STAR: Final[dict[str, Any]] = {
+    "marker": "*",
+    "color": "#d55e00",
+    "markersize": 16,
+    "zorder": 5,
+    "linestyle": "none",
+}
+
+
+def need_matplotlib() -> None:
+    """Raise `MissingDependencyError` where nothing can be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError("plots need matplotlib: pip install 'ckptstore[plot]'") from error
+
+
+def draw(
+    timings: Sequence[Timing], choice: Choice, iteration: float, limits: Limits, path: str | os.PathLike[str]
+) -> None:
+    """Write a picture, the format by its suffix.
+
+    Left: T_w and T_w / N of every N with the threads that were chosen, and of every number of threads at N = 1. Right:
+    the slowdown over the interval (the shape of PCcheck's Fig. 8) by the model, with q and f*.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        UsageError: the suffix names no kind of picture, or the path is inside a checkpoint store.
+        OSError: the picture cannot be written.
+    """
+    refuse_store(Path(path).resolve())
+    need_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    suffix = os.fspath(path).rpartition(".")[2].lower()
+    if suffix not in (known := figure.canvas.get_supported_filetypes()):
+        raise UsageError(
+            f"{os.fspath(path)}: no picture of this kind can be drawn; there are {', '.join(sorted(known))}"
+        )
+    left, right = figure.subplots(1, 2)
+    _measured(left, timings, choice)
+    _modelled(right, timings, choice, iteration, limits)
+    figure.savefig(path, dpi=150)
+
+
+def _measured(axes: Any, timings: Sequence[Timing], choice: Choice) -> None:
+    for number, threads in enumerate(sorted({one.setting.threads for one in timings})):
+        line = sorted(
+            (
+                one
+                for one in timings
+                if one.setting.threads == threads and one.setting.staging_bytes == timings[0].setting.staging_bytes
+            ),
+            key=lambda one: one.setting.in_flight,
+        )
+        if not line:
+            continue
+        colour, places = _COLOURS[number % len(_COLOURS)], [one.setting.in_flight for one in line]
+        label = f"{threads} thread{'s' if threads > 1 else ''}"
+        axes.plot(places, [one.write for one in line], "o-", color=colour, label=f"T_w, {label}")
+        axes.plot(places, [one.per_save for one in line], "o--", color=colour, mfc="white", label=f"T_w / N, {label}")
+    setting = choice.timing.setting
+    axes.plot(setting.in_flight, choice.timing.per_save, **_STAR)
+    axes.set(xlabel="N: saves in flight", ylabel="seconds", title="Measured", ylim=(0, None))
+    axes.set_xticks(sorted({one.setting.in_flight for one in timings}))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _modelled(axes: Any, timings: Sequence[Timing], choice: Choice, iteration: float, limits: Limits) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    chosen = choice.timing.setting
+    longest = max(10, 4 * choice.interval)
+    intervals = sorted({max(1, round(longest ** (number / 80))) for number in range(81)})
+    shown = [
+        one
+        for one in timings
+        if (one.setting.threads, one.setting.staging_bytes) == (chosen.threads, chosen.staging_bytes)
+    ]
+    for number, one in enumerate(sorted(shown, key=lambda one: one.setting.in_flight)):
+        values = [slowdown(one, interval, iteration) for interval in intervals]
+        axes.plot(intervals, values, color=_COLOURS[number % len(_COLOURS)], label=f"N = {one.setting.in_flight}")
+    axes.axhline(limits.slowdown, color="0.4", linestyle=":", label=f"q = {limits.slowdown:g}")
+    axes.plot(
+        choice.interval,
+        slowdown(choice.timing, choice.interval, iteration),
+        **_STAR,
+        label=f"f* = {choice.interval:,}",
+    )
+    axes.set(xscale="log", xlabel="f: iterations from one save to the next", ylabel="slowdown", title="Model")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,g}"))
+    axes.set_ylim(0.98, max(1.5, min(4.0, 1.2 * max(slowdown(one, 1, iteration) for one in shown))))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)

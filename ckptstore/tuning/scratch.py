@@ -1,0 +1,114 @@
+"""A folder for trial saves, on the medium that a store lies on or will lie on, removed afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote, unquote, urlsplit
+
+from ckptstore.errors import StorageError, StoreNotFoundError, UsageError
+from ckptstore.exchange.atomic_files import refuse_inside_store
+from ckptstore.store import Store
+from ckptstore.store import open as open_store
+
+__all__ = ["Scratch", "existing_store", "scratch"]
+
+_PREFIX: Final = ".ckpt-tune-"
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Where trial stores may be made.
+
+    Attributes:
+        folder: the temporary folder.
+        scheme: of the stores' URL (``pmem``), or empty for paths.
+    """
+
+    folder: Path
+    scheme: str
+
+    def url(self, name: str) -> str:
+        """Of a trial store."""
+        path = self.folder / name
+        return f"{self.scheme}://{quote(str(path))}" if self.scheme else str(path)
+
+    def remove(self, name: str) -> None:
+        """Delete a trial store that nobody has open. Raises `StorageError`."""
+        _remove(self.folder / name)
+
+    def free(self) -> int:
+        """Bytes that may still be written here."""
+        return shutil.disk_usage(self.folder).free
+
+
+def existing_store(place: str) -> Store | None:
+    """The store at a path or URL; None where there is none yet.
+
+    Raises:
+        UsageError: no path, or a URL of a medium that trial saves cannot be made beside.
+        CorruptLogError, FormatError, StorageError: there is one, and it cannot be opened.
+    """
+    _local(place)
+    try:
+        store = open_store(place, create=False)
+    except StoreNotFoundError:
+        if _local(place)[1].is_file():
+            raise
+        return None
+    return store
+
+
+@contextmanager
+def scratch(place: str) -> Iterator[Scratch]:
+    """A temporary folder on the medium of `place`: beside a store, or one to be made; inside any other folder.
+
+    It is removed at the end of the ``with``, also after Ctrl-C or SIGTERM (as ``ckpt`` takes it); after SIGKILL a
+    hidden folder ``.ckpt-tune-*`` stays.
+
+    Raises:
+        UsageError: no folder can be made there on the same medium.
+        StorageError: it cannot be made, or not be removed.
+    """
+    scheme, path = _local(place)
+    parent = path if existing_store(place) is None and path.is_dir() else path.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{place}: the folder {parent} does not exist")
+    if path.exists() and parent.stat().st_dev != path.stat().st_dev:
+        raise UsageError(
+            f"{place} is where a medium is mounted: what is beside it lies on another; name a folder in it"
+        )
+    refuse_inside_store(parent / _PREFIX)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    except OSError as error:
+        raise StorageError(error.errno, f"a temporary folder cannot be made: {error.strerror}", str(parent)) from error
+    try:
+        yield Scratch(folder, scheme)
+    finally:
+        _remove(folder)
+
+
+def _local(place: str) -> tuple[str, Path]:
+    """(scheme, path) of a path, or of a URL whose path is one of this machine's."""
+    scheme, found, _ = place.partition("://")
+    if not found:
+        return "", Path(place).expanduser()
+    parts = urlsplit(place)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise UsageError(f"{place}: trial saves are made in a folder of this machine: give a path, or a URL of one")
+    return ("" if scheme.lower() == "file" else scheme), Path(unquote(parts.path))
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot be removed: {error.strerror}", str(folder)) from error

@@ -1,0 +1,98 @@
+"""The log of one term, as the one thread that writes it sees it: commits with what is to be dropped, and upkeep."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ckptstore.errors import CkptError, CommitUnknownError, FencedError, WriterError
+from ckptstore.formats.catalog import CLOSED
+from ckptstore.log import folding, refs, requests
+from ckptstore.log.change import Change
+from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.term import Term
+
+__all__ = ["Commits"]
+
+
+class Commits:
+    """What every committer does, of one process or of many ranks.
+
+    Attributes:
+        log: the term.
+        ended: why nothing more can be committed; may be read by any thread.
+        missing: a step failed after the last that was saved.
+    """
+
+    def __init__(self, log: Term) -> None:
+        self.log = log
+        self.ended: WriterError | None = None
+        self.missing = False
+        self._folds = folding.FoldThread(log)
+        self._abandoned: list[str] = []  # any thread adds to it; the committer's takes what it has dropped
+        self._complaints: set[str] = set()
+
+    def abandon(self, segments: Sequence[str]) -> None:
+        """Segments of this term that were begun and will never be committed: the next commit drops them."""
+        self._abandoned.extend(segments)
+
+    def commit(self, change: Change) -> None:
+        """Commit a change in this term, and what was begun in vain as its drops."""
+        drops = tuple(self._abandoned)
+        self.log.journal.check_present()
+        try:
+            self.log.commit(replace(change, drops=(*change.drops, *drops)).record(self.log.number))
+        except (FencedError, CommitUnknownError) as error:
+            self.ended = error
+            raise
+        del self._abandoned[: len(drops)]
+        if change.checkpoints:
+            self.missing = False
+
+    def note_end(self) -> None:
+        """Note in the log that no step was lost, if that is so: of those that may wait in memory, too."""
+        if self.ended is None and not self.missing:
+            with contextlib.suppress(CkptError):
+                self.commit(Change(extra={CLOSED: True}))
+
+    def name(self, tag: str, ref: str) -> CheckpointInfo:
+        """Give a checkpoint a tag."""
+        entry = refs.resolve(self.log.catalog, ref)
+        self.commit(Change(tags={tag: entry.node}))
+        return describe_checkpoint(self.log.catalog, entry)
+
+    def unname(self, tag: str) -> None:
+        """Remove a tag."""
+        refs.resolve(self.log.catalog, f"tag:{tag}")
+        self.commit(Change(tags={tag: None}))
+
+    def tend(self, prepare: Callable[[], None] = lambda: None) -> None:
+        """Answer requests and begin a fold, after the save was acknowledged. Neither may fail a save.
+
+        Args:
+            prepare: called before a request is answered.
+        """
+        if self.ended is not None:
+            return
+        try:
+            requests.handle(self.log, prepare=prepare)
+        except (FencedError, CommitUnknownError) as error:
+            self.ended = error  # the next save says so
+        except CkptError as error:
+            self._complain(error)
+        else:
+            self._complain(self._folds.begin())
+
+    def finish_folds(self) -> None:
+        """Wait for a fold under way."""
+        self._complain(self._folds.finish())
+
+    def _complain(self, error: Exception | None) -> None:
+        """Say what went wrong, once: it is tried again after every save."""
+        if error is not None and (why := str(error)) not in self._complaints:
+            self._complaints.add(why)
+            with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
+                text = f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}"
+                warnings.warn(text, stacklevel=1)

@@ -1,0 +1,351 @@
+"""Plain fulls on their way, several at once: copied by the caller, made durable by lanes, committed by one thread.
+
+A full is copied unit by unit into memory under a budget (`host.arenas`), and returns it unit by unit as it is written.
+Nothing is written while everything can still be copied without waiting: two cores that hash would make the copy, for
+which training waits, twice as long. When memory is short its lane begins at once.
+
+COMMITs go through the thread that all commits go through, in the order in which the segments are durable: SPEC.md 7.4
+lets a term commit an older step behind a newer one, and `latest` stays the highest. So no save waits for a slower one
+before it, and whoever kills the process finds the newest that was acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from ckptstore.formats.state import FlatState
+from ckptstore.frameworks import bridge
+from ckptstore.host.arenas import Arenas
+from ckptstore.host.progress import Progress
+from ckptstore.host.threads import default_threads, let_go, started_pool
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.segments.arriving import Arrivals, ArrivingState, Described
+from ckptstore.segments.units import UnitPlan, Units, plan_units
+from ckptstore.write.committer import Committer
+from ckptstore.write.lanes import Lanes
+from ckptstore.write.ledger import Claim, Labels
+from ckptstore.write.metrics import Measured
+
+__all__ = ["Full", "Fulls"]
+
+_T = TypeVar("_T")
+
+
+class Fulls:
+    """What the plain fulls of a writer share.
+
+    Attributes:
+        memory: what they are copied into.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        threads: int,
+        memory: int | None,
+        *,
+        commit: ThreadPoolExecutor,
+        tend: Callable[[], None],
+        background: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """
+        Args:
+            limit: how many may be in flight.
+            threads: those that write, of each.
+            memory: bytes of host memory; None: `limit` times the state.
+            commit: the thread through which every COMMIT goes.
+            tend: what that thread does after each of them.
+            background: has memory touched while others work.
+        """
+        self.memory = Arenas(memory)
+        self._limit = limit
+        self._commit = commit
+        self._tend = tend
+        self._background = background
+        self._slots = threading.BoundedSemaphore(limit)
+        self._copied: set[Full] = set()  # those that are being copied
+        self._ended: BaseException | None = None
+        self._lock = threading.Lock()
+        self._lanes = Lanes(limit, threads)
+        self._copiers = started_pool(default_threads(), "ckptstore-copy")
+
+    # -- the caller's side
+
+    def prepare(self, nbytes: int) -> None:
+        """Touch memory for a state of about so many bytes in the background, if none was expected before."""
+        if not self.memory.held:
+            # A state divides into units of half a chunk or more, each of which shares a page with the next.
+            self.memory.expect(nbytes + nbytes // 512 + (1 << 16), self._limit)
+            self._touch()
+
+    def prepare_for(self, flat: FlatState) -> None:
+        """Touch memory for such a state in the background. A second time does nothing."""
+        self.memory.expect(_plan(flat).space, self._limit)
+        self._touch()
+
+    def _touch(self) -> None:
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
+            for run in self.memory.touch():
+                self._background(run)
+
+    def save(
+        self,
+        committer: Committer,
+        flat: FlatState,
+        step: int,
+        *,
+        labels: Labels,
+        progress: Progress | None,
+        interrupted: threading.Event,
+    ) -> Future[CheckpointInfo]:
+        """Make training's own tensors durable. They must not change until this is done, or `interrupted` is set."""
+
+        def work(writers: ThreadPoolExecutor) -> CheckpointInfo:
+            try:
+                made = committer.make(flat, step, labels=labels, writers=writers, progress=progress)
+                return self.commit(lambda: committer.publish(made, lambda: not interrupted.is_set()))
+            finally:
+                self.tend()
+
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            return self._lanes.submit(work)
+
+    def begin(self, committer: Committer, flat: FlatState, step: int, labels: Labels, measured: Measured) -> Full:
+        """Wait until fewer than `limit` are in flight, then copy `flat`: training goes on when this returns."""
+        began = time.monotonic()
+        try:
+            self._slots.acquire()
+        except BaseException as error:  # Ctrl-C
+            committer.saves.release(step, error)
+            raise
+        measured.waited += time.monotonic() - began
+        full: Full | None = None
+        try:
+            plan = _plan(flat)
+            self.memory.expect(plan.space, self._limit)
+            full = Full(self, committer, flat, plan, step, labels, measured)
+            with self._lock:
+                if self._ended is not None:
+                    raise self._ended
+                self._copied.add(full)
+            full.copy(flat, measured)
+            self._touch()  # what the next one needs, while this one is written
+        except BaseException as error:
+            if full is None:
+                self._slots.release()
+                committer.saves.release(step, error)
+            else:
+                full.give_up(error)
+            raise
+        finally:
+            with self._lock:
+                self._copied.discard(full)
+        return full
+
+    # -- what a full needs
+
+    def submit(self, work: Callable[[ThreadPoolExecutor], None]) -> None:
+        """Give a full that is copied, or waits for memory, to the next free lane."""
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._lanes.submit(work)
+
+    def copier(self, work: Callable[[], None]) -> Future[None]:
+        """Copy something beside others."""
+        return self._copiers.submit(work)
+
+    def commit(self, work: Callable[[], _T]) -> _T:
+        """What the committer's thread makes of `work`."""
+        return self._commit.submit(work).result()
+
+    def tend(self) -> None:
+        """Upkeep of the log, which no save waits for."""
+        self._commit.submit(self._tend)
+
+    def leave(self) -> None:
+        """One fewer is in flight."""
+        self._slots.release()
+
+    # -- the writer's side
+
+    def after(self, work: Callable[[], _T]) -> Future[_T]:
+        """Have the committer's thread do `work` when all that was given before is durable or has failed."""
+        return self._lanes.after(lambda: self.commit(work))
+
+    def end(self, error: BaseException) -> None:
+        """Take no more. What is still being copied is given up with `error`, which its caller gets."""
+        with self._lock:
+            self._ended = self._ended or error
+            copied = list(self._copied)
+        for full in copied:
+            full.give_up(error)
+        self.memory.wake()
+
+    def close(self) -> None:
+        """Wait for everything, and let go of memory. May be repeated."""
+        self._copiers.shutdown()
+        self._lanes.close()
+        self.memory.close()
+
+
+class Full:
+    """One full on its way.
+
+    Attributes:
+        done: answers with what was committed.
+    """
+
+    def __init__(
+        self,
+        fulls: Fulls,
+        committer: Committer,
+        flat: FlatState,
+        plan: UnitPlan,
+        step: int,
+        labels: Labels,
+        measured: Measured,
+    ) -> None:
+        self._claim = Claim(committer.saves, step)
+        self.done = self._claim.done
+        self._fulls = fulls
+        self._committer = committer
+        self._step = step
+        self._labels = labels
+        self._gone: BaseException | None = None
+        self._begun = False
+        self._copying = False
+        self._writing = False
+        self._left = False
+        self._lock = threading.Lock()
+        self._arrivals = Arrivals(self._check)
+        tensors = {name: Described(source) for name, source in flat.tensors.items()}
+        digests = bridge.device_digests(flat.tensors)
+        self._state = ArrivingState(flat.tree, dict(tensors), plan, self._arrivals, digests)
+        measured.ends_with(self.done)
+        committer.saves.watch(step, self.done)
+
+    def copy(self, flat: FlatState, measured: Measured) -> None:
+        """Copy every unit of `flat`, waiting for memory where there is none, and have them written."""
+        self._copying = True
+        segments = self._state.plan.segments
+        alone = len(segments) == 1 and len(segments[0][2]) <= 1
+        pieces = ((Units(layout, flat.tensors), units) for _, layout, units in segments)
+        copies: list[Future[None]] = []
+        try:
+            for source, unit in ((source, unit) for source, units in pieces for unit in units):
+                lease = self._fulls.memory.take(unit.space, self._short)
+                measured.waited += lease.waited
+                try:
+                    copies.append(self._copied(partial(source.fill, unit, lease.memory), alone))
+                except BaseException:
+                    lease.free()
+                    raise
+                if not self._arrivals.put(lease, copies[-1]):
+                    let_go(copies)
+                    lease.free()
+                    self._check_wanted()
+                    break  # it has failed, which `done` says; the state may change
+            for copied in copies:
+                if not copied.cancelled():
+                    copied.result()
+        finally:
+            let_go(copies)  # nobody reads training's memory when this returns
+            self._release()
+        self._begin()
+
+    def _release(self) -> None:
+        """Its caller has copied it, or stops."""
+        with self._lock:
+            self._copying = False
+            unwanted = self._gone is not None and not self._writing
+        if unwanted:
+            self._leave()
+
+    def _copied(self, work: Callable[[], None], alone: bool) -> Future[None]:
+        if not alone:
+            return self._fulls.copier(work)
+        done: Future[None] = Future()  # a small state: to wake a thread takes longer
+        work()
+        done.set_result(None)
+        return done
+
+    def _short(self) -> None:
+        self._check_wanted()
+        self._begin()
+
+    def _check_wanted(self) -> None:
+        if self._gone is not None:
+            raise self._gone
+
+    def _check(self) -> None:
+        """Raise why nothing more of it is to be written."""
+        self._check_wanted()
+        if self._committer.ended is not None:
+            raise self._committer.ended
+
+    def _begin(self) -> None:
+        with self._lock:
+            if not self._begun:
+                self._check_wanted()
+                self._fulls.submit(self._work)
+                self._begun = True
+
+    def _work(self, writers: ThreadPoolExecutor) -> None:
+        """In a lane: hash and write what arrives, have it committed, and say so."""
+        with self._lock:
+            if self._left:
+                return  # given up before its turn came
+            self._writing = True
+        try:
+            made = self._committer.make(self._state, self._step, labels=self._labels, writers=writers)
+            self.done.set_result(self._fulls.commit(lambda: self._committer.publish(made, self._claim.take)))
+        except BaseException as error:  # noqa: BLE001  # its saver hears of it
+            if self._claim.taken or (not self._arrivals.spoiled and self._claim.take()):
+                self._committer.fail(self._step, error, self.done)
+        finally:
+            self._leave()
+            self._fulls.tend()
+
+    def cancel(self) -> bool:
+        """Give it up, unless it is committed or has failed -> whether it is cancelled."""
+        cancelled = self._claim.cancel()
+        if cancelled:
+            self._stop()
+        return cancelled
+
+    def give_up(self, error: BaseException) -> None:
+        """Its caller gets `error` and no answer. What is being committed is committed all the same."""
+        if self._claim.give_up(error):
+            self._stop()
+
+    def _stop(self) -> None:
+        error = self.done.exception()
+        assert error is not None
+        with self._lock:
+            self._gone = error
+            busy = self._copying or self._writing
+        self._arrivals.fail(error)
+        if not busy:  # else whoever is gives back what it holds
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give back what it still holds."""
+        with self._lock:
+            left, self._left = self._left, True
+        if left:
+            return
+        self._arrivals.discard()
+        self._fulls.leave()
+
+
+def _plan(flat: FlatState) -> UnitPlan:
+    return plan_units(tuple((name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()))

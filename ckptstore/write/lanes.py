@@ -1,0 +1,72 @@
+"""The threads that make fulls durable: so many at once as there are lanes, each with writing threads of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from ckptstore.host.threads import started_pool
+
+__all__ = ["Lanes"]
+
+_T = TypeVar("_T")
+
+
+class Lanes:
+    """Jobs begin in the order in which they were submitted, and may end in any."""
+
+    def __init__(self, lanes: int, threads: int) -> None:
+        """
+        Args:
+            threads: those that write, of each lane.
+
+        Raises:
+            RuntimeError: so many threads are not to be had.
+        """
+        self._pools: list[ThreadPoolExecutor] = []
+        self._free: SimpleQueue[ThreadPoolExecutor] = SimpleQueue()
+        self._under_way: set[Future[Any]] = set()
+        try:
+            for number in range(lanes):
+                self._pools.append(started_pool(threads, f"ckptstore-write-{number}"))
+                self._free.put(self._pools[-1])
+            self._jobs = started_pool(lanes, "ckptstore-persist")
+        except BaseException:
+            for pool in self._pools:
+                pool.shutdown(wait=False)
+            raise
+
+    def submit(self, work: Callable[[ThreadPoolExecutor], _T]) -> Future[_T]:
+        """Do `work` with the writing threads of a lane, once one is free."""
+
+        def run() -> _T:
+            writers = self._free.get()  # there is one: no more jobs run than there are lanes
+            try:
+                return work(writers)
+            finally:
+                self._free.put(writers)
+
+        return self._watched(self._jobs.submit(run))
+
+    def after(self, work: Callable[[], _T]) -> Future[_T]:
+        """Do `work` when all that was submitted before has ended."""
+        earlier = list(self._under_way)
+
+        def run() -> _T:
+            wait(earlier)  # they have begun, or this would not have
+            return work()
+
+        return self._watched(self._jobs.submit(run))
+
+    def close(self) -> None:
+        """Wait for everything. May be repeated."""
+        self._jobs.shutdown()
+        for pool in self._pools:
+            pool.shutdown()
+
+    def _watched(self, future: Future[_T]) -> Future[_T]:
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future

@@ -1,0 +1,120 @@
+"""The ranks agree who writes what: once, and again whenever a rank's tensors change.
+
+A rank whose tensors are as they were says so (``items`` is ``=`` and the agreement's id) and goes on without waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import CkptError, MissingRankError, RankMismatchError
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.write.ranks.division import Division, Rows, decode_items, decode_rows, divide, encode_rows
+from ckptstore.write.ranks.exchange import Exchange
+from ckptstore.write.ranks.mailbox import Deadline
+from ckptstore.write.ranks.parts import Verdict, pack, unpack
+from ckptstore.write.ranks.shares import Holding
+
+__all__ = ["Agreement", "agree", "check_kept"]
+
+_KEPT = b"="
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What one rank writes.
+
+    Attributes:
+        id: of the agreement; the same on all ranks.
+        holding: the `Holding.id` that it is for.
+        writes: name -> rows.
+        compared: tensors whose digests it says.
+        division: of all ranks; rank 0 alone has it.
+    """
+
+    id: str
+    holding: str
+    writes: dict[str, Rows]
+    compared: frozenset[str]
+    division: Division | None = None
+
+
+def agree(
+    exchange: Exchange, holding: Holding, known: Agreement | None, deadline: Deadline, *, replicas_apart: bool
+) -> Agreement:
+    """What this rank writes of `holding`.
+
+    Args:
+        known: what was agreed before.
+        deadline: for the other ranks, if anything has to be agreed.
+
+    Raises:
+        RankMismatchError: what the ranks have does not make one state, or only some have other tensors than before.
+        MissingRankError, FailedRankError: a rank did not say what it has.
+    """
+    if known is not None and known.holding == holding.id:
+        exchange.post("items", _KEPT + known.id.encode(), exchange.rank)
+        return known
+    exchange.post("items", holding.letter, exchange.rank)
+    if exchange.rank == 0:
+        return _led(exchange, holding, deadline, replicas_apart)
+    letter = exchange.first([exchange.key("division", exchange.rank), exchange.key("verdict")], deadline)
+    if letter is None:
+        raise MissingRankError(
+            f"step {exchange.step} was not saved: rank 0 did not say who writes what within {deadline.seconds:g} s"
+        )
+    found = unpack(letter, exchange.key("division", exchange.rank))
+    if "id" not in found:
+        raise Verdict.unpacked(letter, "division").error or RankMismatchError("rank 0 went on without this rank")
+    return Agreement(found["id"], holding.id, decode_rows(found["writes"]), frozenset(found["compared"]))
+
+
+def _led(exchange: Exchange, holding: Holding, deadline: Deadline, replicas_apart: bool) -> Agreement:
+    try:
+        letters = exchange.every("items", deadline, "say what it has")
+        check_changed(exchange, letters)
+        identity = xxh3_128(b"".join(xxh3_128(letter).encode() for letter in letters))
+        told = [decode_items(letter, exchange.key("items", rank)) for rank, letter in enumerate(letters)]
+        families = dict.fromkeys(family for _, families in told for family in families)
+        division = divide([items for items, _ in told], list(families), replicas_apart=replicas_apart)
+    except CkptError as error:
+        for rank in range(1, exchange.size):
+            exchange.post("division", Verdict(error=error).packed(), rank)
+        raise
+    answers: list[Any] = []
+    for rank in range(exchange.size):
+        compared = division.compared(rank)
+        answers.append({"id": identity, "writes": encode_rows(division.writes[rank]), "compared": compared})
+        if rank:
+            exchange.post("division", pack(answers[rank]), rank)
+    return Agreement(identity, holding.id, division.writes[0], frozenset(answers[0]["compared"]), division)
+
+
+def check_changed(exchange: Exchange, letters: list[bytes]) -> None:
+    """Raise `RankMismatchError` if some ranks kept to what was agreed before, while rank 0 has to agree anew."""
+    kept = [rank for rank, letter in enumerate(letters) if letter.startswith(_KEPT)]
+    if kept:
+        raise RankMismatchError(
+            f"step {exchange.step} was not saved: rank 0 has other tensors than before, rank {kept[0]} has not; if "
+            "a rank has tensors of its own, name them in RankOptions(per_rank=[...]). The next save works"
+        )
+
+
+def check_kept(exchange: Exchange, agreement: Agreement, deadline: Deadline) -> None:
+    """Rank 0, which kept to an agreement: whether all others did.
+
+    Raises:
+        RankMismatchError: one did not; it and all others hear of it.
+        MissingRankError, FailedRankError: a rank did not say.
+    """
+    letters = exchange.every("items", deadline, "begin to save it")
+    for rank, letter in enumerate(letters):
+        if letter == _KEPT + agreement.id.encode():
+            continue
+        error = RankMismatchError(
+            f"step {exchange.step} was not saved: rank {rank} has other tensors than before, rank 0 has not; if a rank "
+            "has tensors of its own, name them in RankOptions(per_rank=[...]). The next save works"
+        )
+        exchange.post("division", Verdict(error=error).packed(), rank)
+        raise error

@@ -1,0 +1,318 @@
+"""Gradient diffs that wait for their batch, and its end: what rank 0 decides and the others hear of, step by step.
+
+1. Each step is ordered by rank 0 (`ordering`), coded by every rank, and waits in its memory.
+2. Rank 0 ends a batch: with the order of its last step, or, between two steps (somebody waits, or time is up), by a
+   letter ``batch`` of its first step. Another rank that is asked for a result asks rank 0 (``hurry``).
+3. Every rank posts what it has coded of all steps (``share``). Rank 0 makes the state of each step of it, and posts
+   their hashes (``states``): only with these a step can name the one that it builds on.
+4. Every rank writes its share of all steps in one segment, and hands in its part. Rank 0 writes the trees, and commits.
+
+A rank that could not code a step says so when the batch ends. Then the batch fails on all ranks, and a full follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from ckptstore.errors import CkptError, CommitUnknownError, FailedRankError, MailboxError, MissingRankError
+from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.host.crash_points import crash_point
+from ckptstore.write.ranks.committing import Batched
+from ckptstore.write.ranks.diffs import RankDiffs
+from ckptstore.write.ranks.exchange import Exchange, attempt_id
+from ckptstore.write.ranks.gathering import Gathered
+from ckptstore.write.ranks.mailbox import Deadline, fetch
+from ckptstore.write.ranks.means import Means
+from ckptstore.write.ranks.parts import BatchPart, Part, Verdict, pack, unpack
+from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.settling import Settling
+from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.steps.batch_segments import RankShare, write_batch
+from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
+
+__all__ = ["LOOK_SECONDS", "Batches"]
+
+LOOK_SECONDS: Final = 0.1
+"""How often a rank looks, while steps wait, whether their batch ends."""
+
+
+class Batches:
+    """Coded steps of one rank. The thread that writes calls it, but where it is said.
+
+    Attributes:
+        coding: rank 0: the step at hand is to become one of them.
+    """
+
+    def __init__(self, means: Means, tenure: Tenure, diffs: RankDiffs, settling: Settling) -> None:
+        self._means = means
+        self._tenure = tenure
+        self._diffs = diffs
+        self._settling = settling
+        self._first: Exchange | None = None  # of the first step that waits; others look at it
+        self._due = float("inf")  # when what waits is written, whatever comes
+        self._late = float("inf")  # when this rank stops waiting for rank 0
+        self._wanted: set[int] = set()  # steps that somebody here waits for
+        self.coding = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is coded against the last one, or waits. Any thread."""
+        return self.coding or bool(self._diffs.waiting)
+
+    @property
+    def waiting(self) -> list[RankSave]:
+        """Steps that wait; other threads may look."""
+        return list(self._diffs.waiting)
+
+    def letter_key(self) -> str | None:
+        """Where rank 0 says that the batch ends; None: nothing waits."""
+        return None if self._first is None else self._first.key("batch")
+
+    def add(self, one: RankSave) -> None:
+        """Code a step, and write its batch if it is the last one."""
+        self._diffs.add(one)
+        self.coding = False
+        crash_point("ranks.coded")
+        if self._first is None:
+            seconds = self._diffs.options.seconds
+            self._due = float("inf") if seconds is None else time.monotonic() + seconds
+            self._first = one.exchange
+        if one.how.last:
+            self.flush(ordered=True)
+        elif one.flaw is not None or self._diffs.stored > self._diffs.options.batch_bytes:
+            self.end_early()
+
+    def end_early(self) -> None:
+        """Write what waits: at once on rank 0; the others ask it to."""
+        if self._tenure.committer is not None:
+            self.flush()
+        elif self._first is not None and self._late == float("inf"):
+            self._late = time.monotonic() + 2 * self._means.ranks.timeout
+            with contextlib.suppress(MailboxError):  # whoever looks next finds out, too
+                self._first.hurry()
+
+    def end_early_for(self, step: int) -> None:
+        """`end_early`, if this step is among those that wait."""
+        if any(one.step == step for one in self._diffs.waiting):
+            self.end_early()
+
+    def hurry(self, step: int) -> None:
+        """Somebody here waits for a step. Any thread."""
+        self._wanted.add(step)
+
+    def hurried(self) -> bool:
+        """Rank 0: whether somebody waits for a step that waits for its batch, on any rank."""
+        return self._first is not None and (self._is_wanted() or self._first.hurried())
+
+    def _is_wanted(self) -> bool:
+        return any(one.step in self._wanted for one in self.waiting)
+
+    # -- the thread that looks
+
+    def look(self) -> None:
+        """Whether the batch ends: have the thread that writes see to it. Called every `LOOK_SECONDS`."""
+        first = self._first
+        if first is None:
+            return
+        first = first.using(self._tenure.watching_box)
+        now = time.monotonic()
+        try:
+            if self._tenure.committer is not None:
+                ends = now >= self._due or self._is_wanted() or first.hurried()
+            else:
+                ends = now >= self._late or first.mailbox.has([first.key("batch")])
+        except MailboxError:
+            ends = True  # which says so
+        if ends:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._means.writing.submit(self.flush if self._tenure.committer is not None else self.follow)
+
+    # -- the end of a batch
+
+    def follow(self) -> None:
+        """Another rank than 0: write the batch if rank 0 has ended it, and this rank has all of its steps."""
+        if self._first is None:
+            return
+        try:
+            last = self._told_last()
+        except CkptError as error:
+            self._fail(self._taken(), [], error)
+            return
+        if last is None and time.monotonic() >= self._late:
+            late = MissingRankError(
+                f"step {self._first.step} was not saved: rank 0 did not write its batch within "
+                f"{2 * self._means.ranks.timeout:g} s"
+            )
+            self._fail(self._taken(), [], late)
+        elif last is not None and self._diffs.waiting[-1].step >= last[0]:
+            self.flush()
+
+    def wait_for_end(self) -> None:
+        """The writer is closed: write what waits, with the others."""
+        if self._tenure.committer is not None:
+            self.flush()
+            return
+        if self._first is not None:
+            self.end_early()
+            with contextlib.suppress(CkptError):
+                Deadline(2 * self._means.ranks.timeout).wait(lambda: self._told_last() is not None)
+            self._late = 0.0
+            self.follow()
+
+    def _told_last(self) -> tuple[int, int] | None:
+        """Step and attempt with which rank 0 has ended the batch, if it has."""
+        assert self._first is not None
+        letter = fetch(self._first.mailbox, self._first.key("batch"))
+        if letter is None:
+            return None
+        step, attempt = unpack(letter, self._first.key("batch"))
+        return step, attempt
+
+    def flush(self, *, ordered: bool = False) -> None:
+        """Write what waits, together with all other ranks; each of the steps is committed, or has failed.
+
+        Args:
+            ordered: all ranks know that this is a batch, and which its last step is.
+        """
+        batch = self._taken()
+        if not batch:
+            return
+        last = batch[-1]
+        begun: list[str] = []
+        try:
+            if self._tenure.stopped is not None:
+                raise self._tenure.stopped
+            if not ordered:
+                self._agree_on_end(batch)
+            if (flaw := next((one.flaw for one in batch if one.flaw is not None), None)) is not None:
+                raise flaw
+            last.dropped = tuple(self._tenure.abandoned)
+            batched = self._written(batch, begun)
+            last.begun = tuple(begun)
+            self._means.settling.submit(self._settling.settle_batch, batch, batched).result()
+        except BaseException as error:  # noqa: BLE001  # whoever waits for the steps is told
+            self._fail(batch, begun, error)
+        finally:
+            self._leave(batch)
+
+    def _taken(self) -> list[RankSave]:
+        self._first, self._due, self._late = None, float("inf"), float("inf")
+        batch = self._diffs.take()
+        self._wanted.difference_update([one.step for one in batch])
+        return batch
+
+    def _agree_on_end(self, batch: Sequence[RankSave]) -> None:
+        first, last = batch[0].exchange, batch[-1].exchange
+        if self._tenure.committer is not None:
+            first.post("batch", pack([last.step, last.attempt]))
+            crash_point("ranks.ended")
+            return
+        letter = fetch(first.mailbox, first.key("batch"))
+        if letter is not None and unpack(letter, "batch") != [last.step, last.attempt]:
+            raise FailedRankError(f"steps {first.step} to {last.step} were not saved: rank 0 has another batch")
+
+    def _fail(self, batch: Sequence[RankSave], begun: Sequence[str], error: BaseException) -> None:
+        """Nothing of a batch was committed, as far as this rank is concerned: tell the others, and whoever waits."""
+        if isinstance(error, CommitUnknownError):
+            self._tenure.stopped = error
+        else:
+            self._tenure.abandon(list(begun))
+            self._tenure.tell_flaw(batch[-1], error)
+        self._settling.restart()
+        if len(batch) > 1:
+            error.add_note(f"steps {batch[0].step} to {batch[-1].step} were to be written together")
+        for one in batch:
+            one.coded = None
+            self._tenure.failed(one, error)
+
+    def _leave(self, batch: Sequence[RankSave]) -> None:
+        """Nobody here asks for letters of the steps any more; those of the last are the settling thread's."""
+        for one in batch[:-1]:
+            if self._tenure.committer is not None:
+                self._tenure.answered.append(one.exchange)
+            else:
+                with contextlib.suppress(MailboxError):
+                    one.exchange.see()
+
+    def _written(self, batch: Sequence[RankSave], begun: list[str]) -> list[Batched]:
+        """Write this rank's share of a batch and hand it in -> what rank 0 commits."""
+        exchange = batch[-1].exchange
+        parts = [self._part(one) for one in batch]
+        exchange.post("share", Part.packed_all(parts), exchange.rank)
+        crash_point("ranks.shared")
+        wholes = self._wholes(batch, exchange)
+        states = [whole.state for whole in wholes] if wholes else self._states(batch, exchange)
+        steps = self._diffs.placed(list(batch), states, self._tenure.number)
+        tree = attempt_id(self._tenure.opening.nonce, exchange.step, exchange.attempt)
+        part = self._stored(batch, steps, RankShare(exchange.rank, tree), begun)
+        crash_point("ranks.before-part")
+        self._tenure.hand_in(exchange, part.packed())
+        crash_point("ranks.part-sent")
+        for one, cost in zip(batch, part.costs, strict=True):
+            if one.measured is not None:
+                one.measured.stored = cost
+        return [
+            Batched(one.step, one.time, one.labels, whole, step.base)
+            for one, whole, step in zip(batch, wholes, steps, strict=bool(wholes))
+        ]
+
+    def _stored(
+        self, batch: Sequence[RankSave], steps: Sequence[EncodedStep], share: RankShare, begun: list[str]
+    ) -> BatchPart:
+        dropped = batch[-1].dropped
+        if not any(step.units for step in steps):  # nothing of this state is this rank's
+            return BatchPart(share.rank, (), ((),) * len(batch), (0,) * len(batch), dropped)
+        segments, encodings = write_batch(
+            self._means.session(begun.append),
+            steps,
+            self._tenure.draft,
+            times=[one.time for one in batch],
+            digests=self._diffs.digests(),
+            share=share,
+        )
+        used = tuple(encoding.segments for encoding in encodings)
+        return BatchPart(share.rank, segments, used, tuple(encoding.bytes or 0 for encoding in encodings), dropped)
+
+    def _part(self, one: RankSave) -> Part:
+        assert one.coded is not None
+        assert one.agreement is not None
+        entries = tuple(_entry(tensor) for unit in one.coded.units for tensor in unit)
+        return Part(self._means.group.rank, one.agreement.id, (), entries, one.digests or {}, one.tree)
+
+    def _wholes(self, batch: Sequence[RankSave], exchange: Exchange) -> list[Gathered]:
+        """Rank 0: the state of all ranks at each step, of which the others are told if they need it."""
+        committer, agreement = self._tenure.committer, batch[-1].agreement
+        if committer is None:
+            return []
+        assert agreement is not None
+        settling = exchange.using(self._tenure.settling_box)
+        steps = [one.step for one in batch]
+        wholes = self._means.settling.submit(committer.wholes, settling, agreement, steps).result()
+        if len(batch) > 1:
+            exchange.post("states", pack([whole.state for whole in wholes]))
+            crash_point("ranks.states")
+        return wholes
+
+    def _states(self, batch: Sequence[RankSave], exchange: Exchange) -> list[str]:
+        """What rank 0 has made of the shares of all ranks: a step by itself builds on what is known."""
+        if len(batch) == 1:
+            return []
+        deadline = Deadline(2 * self._means.ranks.timeout)
+        letter = exchange.first([exchange.key("verdict"), exchange.key("states")], deadline)
+        if letter is None:
+            raise MissingRankError(
+                f"step {exchange.step} was not saved: rank 0 did not say on what within {deadline.seconds:g} s"
+            )
+        if exchange.mailbox.has([exchange.key("verdict")]):
+            raise Verdict.unpacked(letter, "verdict").error or MissingRankError("rank 0 went on without this rank")
+        return list(unpack(letter, "states"))
+
+
+def _entry(tensor: EncodedTensor) -> TensorEntry:
+    """A coded tensor as it is handed in: with the hashes of what its chunks lead to."""
+    spec = tensor.spec
+    chunks = tuple(Chunk(0, 0, chunk.logical, "", chunk.decoded_hash) for chunk in tensor.chunks)
+    return TensorEntry(spec.name, spec.dtype, spec.shape, chunks, tensor.codec, {}, spec.global_shape, spec.offset)

@@ -1,0 +1,277 @@
+"""Rank 0's side of a term of many ranks: it alone writes the log. One thread calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ckptstore.errors import DivergedReplicasError, MailboxError, RankMismatchError
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
+from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.segment_steps import Part as SegmentPart
+from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.formats.state import FlatState
+from ckptstore.host.caller_warnings import DivergedReplicasWarning
+from ckptstore.host.crash_points import crash_point
+from ckptstore.log.change import Change
+from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.term import Term
+from ckptstore.segments.packed import shares, write_stream
+from ckptstore.segments.plain import write_plain
+from ckptstore.segments.session import SegmentSession
+from ckptstore.write.commits import Commits
+from ckptstore.write.ledger import Labels
+from ckptstore.write.ranks.agreeing import Agreement, check_kept
+from ckptstore.write.ranks.division import Division
+from ckptstore.write.ranks.exchange import Exchange, attempt_id
+from ckptstore.write.ranks.gathering import Gathered, check_replicas, check_seen, gathered
+from ckptstore.write.ranks.mailbox import Deadline
+from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.ranks.orders import Order
+from ckptstore.write.ranks.parts import BatchPart, Part, Verdict, told
+from ckptstore.write.steps.batch_segments import KIND
+
+__all__ = ["Batched", "RankCommitter"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Batched:
+    """A step of a batch, as rank 0 knows it.
+
+    Attributes:
+        step: its number.
+        time: when it was given, seconds since 1970.
+        labels: what is said of it.
+        whole: the state of all ranks.
+        base: the checkpoint that it builds on.
+    """
+
+    step: int
+    time: float
+    labels: Labels
+    whole: Gathered
+    base: CheckpointId
+
+
+class RankCommitter(Commits):
+    """Gathers the parts of a step, commits them, and tells all ranks."""
+
+    def __init__(self, log: Term, draft: SegmentDoc, options: RankOptions) -> None:
+        """
+        Args:
+            draft: what all segments of the term say of themselves.
+        """
+        super().__init__(log)
+        self._draft = draft
+        self._options = options
+        self._dropped: set[str] = set()
+        self._seen: set[int] = set()  # ranks whose segments were looked for
+
+    def settle(
+        self,
+        exchange: Exchange,
+        agreement: Agreement,
+        session: SegmentSession,
+        labels: Labels,
+        order: Order,
+        *,
+        kept: bool,
+    ) -> CheckpointInfo:
+        """Gather, check, commit, and tell everyone, also if it fails: then every rank raises the same.
+
+        Args:
+            agreement: who writes what.
+            order: how it is stored.
+            kept: it is an earlier step's, to which all ranks have to keep.
+            session: what the segment with the tree is written with.
+
+        Raises:
+            MissingRankError, FailedRankError, RankMismatchError, DivergedReplicasError: no part, or no state of them.
+            MailboxError: nobody can be told.
+            and what `Term.commit` and writing raise.
+        """
+
+        def commit() -> list[CheckpointInfo]:
+            if kept:
+                check_kept(exchange, agreement, self._deadline(exchange))
+            return [self._committed(exchange, agreement, session, labels, order)]
+
+        return self._telling(exchange, commit)[0]
+
+    def _telling(self, exchange: Exchange, commit: Callable[[], list[CheckpointInfo]]) -> list[CheckpointInfo]:
+        """What `commit` commits, told to all ranks; or why not."""
+        try:
+            self._check_ended()
+            infos = commit()
+        except BaseException as error:
+            self.missing = True
+            exchange.post("verdict", Verdict(error=told(error)).packed())
+            raise
+        crash_point("ranks.committed")
+        with contextlib.suppress(MailboxError):  # it is durable, whoever hears of it; the next save says what is gone
+            exchange.post("verdict", Verdict(tuple(infos)).packed())
+        crash_point("ranks.told")
+        return infos
+
+    def _check_ended(self) -> None:
+        if self.ended is not None:
+            raise self.ended
+
+    def _deadline(self, exchange: Exchange) -> Deadline:
+        return Deadline(self._options.timeout, exchange.ended)
+
+    def _committed(
+        self, exchange: Exchange, agreement: Agreement, session: SegmentSession, labels: Labels, order: Order
+    ) -> CheckpointInfo:
+        letters = exchange.every("part", self._deadline(exchange), "hand in its part")
+        parts = [Part.unpacked(letter, exchange.key("part", rank)) for rank, letter in enumerate(letters)]
+        crash_point("ranks.gathered")
+        whole = self._whole(parts, agreement, exchange.step)
+        self._take_over(whole.abandoned)
+        self._look_for({part.rank: part.segments for part in parts})
+        return self._commit_whole(whole, exchange, session, labels, order)
+
+    def _whole(self, parts: list[Part], agreement: Agreement, step: int) -> Gathered:
+        """One state of the parts of a step, of which replicas are alike."""
+        division = agreement.division
+        assert division is not None  # rank 0's
+        whole = gathered(parts, division, agreement.id)
+        self._compare(parts, division, step)
+        return whole
+
+    def _take_over(self, abandoned: Sequence[str]) -> None:
+        """Have the next commit drop what ranks began in vain, whether it is this one or, if it fails, a later one."""
+        self.abandon([one for one in abandoned if one not in self._dropped and one not in self._abandoned])
+
+    def _look_for(self, segments: dict[int, tuple[SegmentEntry, ...]]) -> None:
+        """Whether rank 0 sees what others write, once for each of them."""
+        if not self._seen.issuperset(rank for rank, own in segments.items() if own):
+            check_seen(self.log.journal, segments)
+            self._seen.update(rank for rank, own in segments.items() if own)
+
+    def _compare(self, parts: list[Part], division: Division, step: int) -> None:
+        if self._options.diverged == "ignore":
+            return
+        try:
+            check_replicas(parts, division, step)
+        except DivergedReplicasError as error:
+            if self._options.diverged == "raise":
+                raise
+            with contextlib.suppress(Warning):  # where warnings are errors: this thread has a commit to finish
+                warnings.warn(f"{error}; those of the lowest rank are saved", DivergedReplicasWarning, stacklevel=1)
+
+    def _commit_whole(
+        self, whole: Gathered, exchange: Exchange, session: SegmentSession, labels: Labels, order: Order
+    ) -> CheckpointInfo:
+        moment = time.time()
+        step, term = exchange.step, self.log.number
+        identity = attempt_id(self.log.nonce, step, exchange.attempt)
+        document = replace(
+            self._draft,
+            segment=identity,
+            encodings={step: StepEncoding(term, order.kind, order.base, moment, part=_first(identity, whole.counts))},
+            trees={step: whole.tree},
+            extra={**self._draft.extra, "ranks": [[step, list(whole.counts)]]},
+        )
+        (first,), _ = write_plain(session, FlatState(whole.tree, {}), lambda _count: [document])
+        segments = (first, *whole.segments)
+        entry = CheckpointEntry(term, step, whole.state, moment, whole.tensors, whole.nbytes, labels.extra)
+        encoding = Encoding(
+            entry.node,
+            order.kind,
+            order.base,
+            tuple(one.id for one in segments),
+            lossy=False,
+            bytes=sum(one.size for one in segments),
+        )
+        self.commit(Change(segments, (entry,), (encoding,), tags=dict.fromkeys(labels.tags, entry.node)))
+        return describe_checkpoint(self.log.catalog, entry)
+
+    # -- steps that are written together
+
+    def wholes(self, exchange: Exchange, agreement: Agreement, steps: Sequence[int]) -> list[Gathered]:
+        """What all ranks have coded of each step of a batch, as one state each.
+
+        Args:
+            exchange: of the last of `steps`.
+
+        Raises:
+            as `settle`.
+        """
+        self._check_ended()
+        letters = exchange.every("share", self._deadline(exchange), "code its share")
+        every = [Part.unpacked_all(letter, exchange.key("share", rank)) for rank, letter in enumerate(letters)]
+        for rank, parts in enumerate(every):
+            if len(parts) != len(steps):
+                raise RankMismatchError(f"rank {rank} has {len(parts)} steps for a batch, rank 0 {len(steps)}")
+        return [self._whole(list(parts), agreement, step) for step, *parts in zip(steps, *every, strict=True)]
+
+    def settle_batch(
+        self, exchange: Exchange, batch: Sequence[Batched], session: SegmentSession
+    ) -> list[CheckpointInfo]:
+        """`settle` for the steps of a batch, whose shares all ranks have written.
+
+        Args:
+            exchange: of its last step.
+        """
+        return self._telling(exchange, lambda: self._commit_batch(exchange, batch, session))
+
+    def _commit_batch(
+        self, exchange: Exchange, batch: Sequence[Batched], session: SegmentSession
+    ) -> list[CheckpointInfo]:
+        letters = exchange.every("part", self._deadline(exchange), "hand in its part")
+        parts = [BatchPart.unpacked(letter, exchange.key("part", rank)) for rank, letter in enumerate(letters)]
+        crash_point("ranks.gathered")
+        self._take_over([one for part in parts for one in part.abandoned])
+        self._look_for({part.rank: part.segments for part in parts})
+        term = self.log.number
+        identity = attempt_id(self.log.nonce, exchange.step, exchange.attempt)
+        counts = [tuple(len(part.used[number]) for part in parts) for number in range(len(batch))]
+        first = self._trees(identity, batch, counts, session)
+        costs = shares(first.size, [0] * len(batch))
+        entries, encodings = [], []
+        tags: dict[str, Node] = {}
+        for number, one in enumerate(batch):
+            extra = one.labels.extra
+            entry = CheckpointEntry(
+                term, one.step, one.whole.state, one.time, one.whole.tensors, one.whole.nbytes, extra
+            )
+            used = (identity, *(segment for part in parts for segment in part.used[number]))
+            cost = costs[number] + sum(part.costs[number] for part in parts)
+            entries.append(entry)
+            encodings.append(Encoding(entry.node, KIND, one.base, used, lossy=False, bytes=cost))
+            tags |= dict.fromkeys(one.labels.tags, entry.node)
+        segments = (first, *(segment for part in parts for segment in part.segments))
+        self.commit(Change(segments, tuple(entries), tuple(encodings), tags=tags))
+        return [describe_checkpoint(self.log.catalog, entry) for entry in entries]
+
+    def _trees(
+        self, identity: str, batch: Sequence[Batched], counts: Sequence[tuple[int, ...]], session: SegmentSession
+    ) -> SegmentEntry:
+        """Write the segment that holds the tree of each step, and no tensor."""
+        encodings = {
+            one.step: StepEncoding(self.log.number, KIND, one.base, one.time, part=_first(identity, own))
+            for one, own in zip(batch, counts, strict=True)
+        }
+        document = replace(
+            self._draft,
+            segment=identity,
+            encodings=encodings,
+            trees={one.step: one.whole.tree for one in batch},
+            extra={
+                **self._draft.extra,
+                "ranks": [[one.step, list(own)] for one, own in zip(batch, counts, strict=True)],
+            },
+        )
+        return write_stream(session, document, 0, lambda _stream: {one.step: {} for one in batch})
+
+
+def _first(identity: str, counts: Sequence[int]) -> SegmentPart | None:
+    """Which part of a step the segment with its tree is."""
+    return SegmentPart(identity, 0, 1 + sum(counts)) if sum(counts) else None

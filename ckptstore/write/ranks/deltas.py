@@ -1,0 +1,88 @@
+"""Deltas of ranks: rank 0 decides how a step is stored, all of them code their shares against their own of the base.
+
+Every rank holds, in host memory, its share of each checkpoint that may be a base. Chains live inside one division of
+the tensors: when the ranks agree anew, and after a step that failed, the next checkpoint is a full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptstore.errors import FailedRankError, UsageError
+from ckptstore.formats.records import CheckpointId, Node
+from ckptstore.write.deltas import DeltaOptions, MemoryBase
+from ckptstore.write.encoding import Choices
+from ckptstore.write.interval import Decision, Schedule
+from ckptstore.write.ranks.orders import Order
+from ckptstore.write.snapshot import Snapshot
+
+__all__ = ["RankDeltas"]
+
+
+class RankDeltas:
+    """What a rank keeps for deltas. One thread calls it."""
+
+    def __init__(self, options: DeltaOptions) -> None:
+        """
+        Raises:
+            UsageError: bases that are read back from the store are not there for ranks.
+        """
+        if options.memory is not None:
+            raise UsageError(
+                "DeltaOptions(memory=...) cannot be combined with group=: ranks keep their bases in memory"
+            )
+        self.options = options
+        self.choices = Choices(options.policy)
+        self._schedule = Schedule(options.interval, options.form, options.bound)
+        self._numbers: dict[int, Node] = {}
+        self._bases: dict[Node, MemoryBase] = {}
+        self._decision: Decision | None = None
+
+    def decide(self, restorable: Callable[[CheckpointId], bool]) -> Order:
+        """How the next checkpoint is stored; rank 0 asks."""
+        decision = self._schedule.decide()
+        if decision.base is not None and not restorable(self._bases[self._numbers[decision.base]].id):
+            self.restart()  # a request retired it: a delta against it could never be committed
+            decision = self._schedule.decide()
+        self._decision = decision
+        base = None if decision.base is None else self._bases[self._numbers[decision.base]].id
+        forget = tuple(self._numbers[number] for number in decision.forget if number in self._numbers)
+        return Order(base, decision.gap, decision.keep, forget)
+
+    def base(self, order: Order) -> MemoryBase | None:
+        """This rank's share of the base. Raises `FailedRankError` if it does not have it."""
+        if order.base is None:
+            return None
+        found = self._bases.get(order.base.node)
+        if found is None or found.id != order.base:
+            raise FailedRankError(f"its share of {order.base.ref}, the base, is not in memory")
+        return found
+
+    def committed(
+        self, order: Order, identity: CheckpointId, stored: int, seconds: float, keep: Callable[[], Snapshot]
+    ) -> None:
+        """The checkpoint is history.
+
+        Args:
+            stored: bytes of all ranks.
+            seconds: how long they took.
+            keep: gives a copy of this rank's share.
+        """
+        if self._decision is not None:  # rank 0
+            self._schedule.rate = stored / max(seconds, 1e-6)
+            self._numbers[self._schedule.written(self._decision, stored)] = identity.node
+            self._decision = None
+        for node in order.forget:
+            if node in self._bases:
+                self._bases.pop(node).forget()
+        if order.keep:
+            self._bases[identity.node] = MemoryBase(identity, keep())
+
+    def restart(self) -> None:
+        """Let go of every base; the next checkpoint is a full."""
+        self._schedule.restart()
+        self._decision = None
+        for base in self._bases.values():
+            base.forget()
+        self._bases.clear()
+        self._numbers.clear()

@@ -1,0 +1,167 @@
+"""The letters of one step: what each rank posts, and how the others wait for it.
+
+Keys begin with run, term, step and attempt, so that nothing of an earlier try is taken for this one's. A rank that
+fails posts that under ``failed``, and everyone who waits hears of it at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ckptstore.errors import FailedRankError, MissingRankError
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.write.ranks.mailbox import Deadline, Mailbox, fetch, post, withdraw
+from ckptstore.write.ranks.parts import pack, unpack
+
+__all__ = ["Exchange", "attempt_id"]
+
+_LOOK_AROUND: Final = 1.0
+"""Seconds between two looks at which steps the missing ranks are."""
+
+
+def attempt_id(nonce: str, step: int, attempt: int) -> str:
+    """The uuid of the segment that holds the tree of a step: every rank knows it before it is written.
+
+    Args:
+        nonce: of the term.
+        attempt: how often the step failed before.
+    """
+    return xxh3_128(f"{nonce}/{step}/{attempt}".encode())
+
+
+@dataclass(slots=True)
+class Exchange:
+    """The letters of one attempt at one step, as one thread of one rank sends and gets them.
+
+    Attributes:
+        mailbox: this thread's.
+        base: what all keys of the term begin with.
+        step: the step.
+        attempt: how often the step failed before.
+        rank, size: of the group.
+        ended: raises if nothing shall be waited for any more.
+    """
+
+    mailbox: Mailbox
+    base: str
+    step: int
+    attempt: int
+    rank: int
+    size: int
+    ended: Callable[[], None]
+    _looked: float = field(default=0.0, init=False)
+
+    @property
+    def prefix(self) -> str:
+        """What its keys begin with."""
+        return f"{self.base}/{self.step}.{self.attempt}"
+
+    def using(self, mailbox: Mailbox) -> Exchange:
+        """The same, for another thread."""
+        return Exchange(mailbox, self.base, self.step, self.attempt, self.rank, self.size, self.ended)
+
+    def key(self, what: str, rank: int | None = None) -> str:
+        """Key of a letter: of everyone's, or of one rank's."""
+        return f"{self.prefix}/{what}" if rank is None else f"{self.prefix}/{what}/{rank}"
+
+    def post(self, what: str, letter: bytes, rank: int | None = None) -> None:
+        """Send a letter."""
+        post(self.mailbox, self.key(what, rank), letter)
+
+    def fail(self, reason: str) -> None:
+        """Tell everyone that this rank will not do its part."""
+        self.post("failed", pack([self.rank, reason]))
+
+    def failed(self) -> FailedRankError | None:
+        """What a rank has told, if one has."""
+        letter = fetch(self.mailbox, self.key("failed"))
+        if letter is None:
+            return None
+        rank, reason = unpack(letter, self.key("failed"))
+        return FailedRankError(f"step {self.step} was not saved: rank {rank}: {reason}")
+
+    def every(self, what: str, deadline: Deadline, doing: str) -> list[bytes]:
+        """The letter of every rank, in their order.
+
+        Args:
+            doing: what a rank that is missing did not do, for the error.
+
+        Raises:
+            MissingRankError: not all came in time, or one that is missing has gone on to a later step.
+            FailedRankError: a rank said that it failed.
+        """
+        keys = [self.key(what, rank) for rank in range(self.size)]
+
+        def there() -> bool:
+            if self.mailbox.has(keys):
+                return True
+            if (error := self.failed()) is not None:
+                raise error
+            self._look_around(keys)
+            return False
+
+        if not deadline.wait(there):
+            missing = [rank for rank, key in enumerate(keys) if not self.mailbox.has([key])]
+            raise MissingRankError(self._late(missing, deadline.seconds, doing))
+        letters = [fetch(self.mailbox, key) for key in keys]
+        return [letter if letter is not None else b"" for letter in letters]
+
+    def first(self, keys: list[str], deadline: Deadline) -> bytes | None:
+        """The letter at the first of these keys that has one, or None if none comes in time."""
+        if not deadline.wait(lambda: any(self.mailbox.has([key]) for key in keys)):
+            return None
+        return next(letter for key in keys if (letter := fetch(self.mailbox, key)) is not None)
+
+    def see(self) -> None:
+        """Note that this rank knows what became of the step: it asks for nothing of it any more."""
+        self.mailbox.set(self.key("seen", self.rank), b"1")
+
+    def seen(self) -> bool:
+        """Whether every rank but 0 has."""
+        return self.mailbox.has([self.key("seen", rank) for rank in range(1, self.size)])
+
+    def hurry(self) -> None:
+        """Ask rank 0 not to let the batch that this step begins wait any longer."""
+        self.mailbox.set(self.key("hurry"), b"1")
+
+    def hurried(self) -> bool:
+        """Whether a rank has."""
+        return self.mailbox.has([self.key("hurry")])
+
+    def arrived(self) -> None:
+        """Note that this rank has handed in its part: what it has not handed in before, it never will."""
+        self.mailbox.set(f"{self.base}/at/{self.rank}", str(self.step).encode())
+
+    def _look_around(self, keys: list[str]) -> None:
+        """Prevents: waiting for minutes for the part of a rank that saves other steps."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_AROUND:
+            return
+        self._looked = now
+        for rank, key in enumerate(keys):
+            at = self.mailbox.get(f"{self.base}/at/{rank}")
+            if at is not None and int(at) > self.step and not self.mailbox.has([key]):
+                raise MissingRankError(
+                    f"step {self.step} was not saved: rank {rank} has saved step {int(at)}, and not this one: "
+                    "all ranks have to save the same steps"
+                )
+
+    def _late(self, missing: list[int], seconds: float, doing: str) -> str:
+        some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        ranks = f"rank {some}" if len(missing) == 1 else f"ranks {some}"
+        places = [self.mailbox.get(f"{self.base}/at/{rank}") for rank in missing[:1]]
+        last = f"; the last step of rank {missing[0]} is {int(places[0])}" if places and places[0] else ""
+        return f"step {self.step} was not saved: {ranks} did not {doing} within {seconds:g} s{last}"
+
+    def clear(self) -> None:
+        """Remove every letter of this attempt. Rank 0 does, once all ranks have seen what became of it."""
+        for what in ("items", "division", "share", "part"):
+            withdraw(self.mailbox, [self.key(what, rank) for rank in range(self.size)])
+        for rank in range(self.size):
+            self.mailbox.delete(self.key("seen", rank))
+        common = ("verdict", "failed", "order", "batch", "states")
+        withdraw(self.mailbox, [self.key(what) for what in common])
+        self.mailbox.delete(self.key("hurry"))

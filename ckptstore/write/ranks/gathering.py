@@ -1,0 +1,145 @@
+"""The parts of a step, put together by rank 0: what is missing, what differs, what the checkpoint is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import DivergedReplicasError, RankMismatchError, StorageError
+from ckptstore.formats import hashing, jsontext, ranked
+from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.shards import state_parts
+from ckptstore.formats.state import check_size, tensor_names
+from ckptstore.log.journal import Journal
+from ckptstore.write.ranks.division import Division
+from ckptstore.write.ranks.parts import Part
+
+__all__ = ["Gathered", "check_replicas", "check_seen", "gathered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The parts of all ranks as one state.
+
+    Attributes:
+        tree: of all ranks (`formats.ranked`).
+        segments: in the order of the ranks.
+        counts: how many each rank has.
+        state: the hash of the state.
+        tensors: how many.
+        nbytes: their logical bytes.
+        abandoned: segments to be dropped.
+    """
+
+    tree: Any
+    segments: tuple[SegmentEntry, ...]
+    counts: tuple[int, ...]
+    state: str
+    tensors: int
+    nbytes: int
+    abandoned: tuple[str, ...]
+
+
+def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathered:
+    """One state of the parts of ranks 0, 1, ...
+
+    Raises:
+        RankMismatchError: a part follows another division, or does not hold what it should; names rank and tensor.
+        UnsupportedStateError: the tree of all ranks is too large, or values differ too deep in it.
+    """
+    for part in parts:
+        if part.agreement != agreement:
+            raise RankMismatchError(
+                f"rank {part.rank} has other tensors than when the ranks agreed who writes what; they will agree anew"
+            )
+    entries: list[TensorEntry] = []
+    for part, specs in zip(parts, division.specs, strict=True):
+        entries += _checked(part, specs)
+    tree = ranked.merge([part.tree for part in parts])
+    check_size(tree)
+    stored = {entry.name for entry in entries}
+    names = tensor_names(tree)
+    if lost := [name for name in names if name not in stored]:
+        raise RankMismatchError(f"tensor {lost[0]!r} was written by no rank")
+    return Gathered(
+        tree,
+        tuple(segment for part in parts for segment in part.segments),
+        tuple(len(part.segments) for part in parts),
+        hashing.state_hash(jsontext.dumps(tree), state_parts(entries)),
+        len(names),
+        sum(entry.nbytes for entry in entries),
+        tuple(segment for part in parts for segment in part.abandoned),
+    )
+
+
+def _checked(part: Part, specs: dict[str, Any]) -> list[TensorEntry]:
+    """The entries of a part, which are those that were agreed, and the rank's own."""
+    found = {entry.name: entry for entry in part.entries}
+    for name, spec in specs.items():
+        entry = found.get(name)
+        told = None if entry is None else (entry.dtype, entry.shape, entry.global_shape, entry.offset)
+        if told != (spec.dtype, spec.shape, spec.global_shape, spec.offset):
+            raise RankMismatchError(f"rank {part.rank} did not write its share of tensor {name!r}")
+    for name, entry in found.items():
+        if name not in specs and not (name.endswith(f"@{part.rank}") and entry.offset is None):
+            raise RankMismatchError(f"rank {part.rank} wrote tensor {name!r}, which is not its to write")
+    return list(found.values())
+
+
+def check_replicas(parts: Sequence[Part], division: Division, step: int) -> None:
+    """Compare the digests of what several ranks have alike.
+
+    Raises:
+        DivergedReplicasError: they differ; names the first tensor and the ranks.
+    """
+    found: list[tuple[str, list[int], list[int]]] = []
+    for name, groups in division.replicas.items():
+        for ranks in groups:
+            digests = [parts[rank].digests.get(name) for rank in ranks]
+            if len(set(digests)) > 1:
+                # Of two that differ nobody knows which is right; the lowest rank's counts as that which most have.
+                usual = Counter(digests).most_common(1)[0][0]
+                odd = [rank for rank, number in zip(ranks, digests, strict=True) if number != usual]
+                found.append((name, odd, [rank for rank in ranks if rank not in odd]))
+    if not found:
+        return
+    name, odd, rest = found[0]
+    others = f"; so do {len(found) - 1} more tensors" if len(found) > 1 else ""
+    raise DivergedReplicasError(
+        f"step {step}: tensor {name!r} differs on ranks that should have it alike: {_ranks(odd)} against {_ranks(rest)}"
+        f"{others}. If each rank has its own, name it in RankOptions(per_rank=[...]); if not, hardware or program went "
+        "wrong on one of them",
+        name,
+        odd[0],
+        step,
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+
+
+def check_seen(journal: Journal, segments: Mapping[int, Sequence[SegmentEntry]]) -> None:
+    """Whether rank 0 sees what the others have written: they may have a disk each.
+
+    Args:
+        segments: by rank.
+
+    Raises:
+        StorageError: it does not.
+    """
+    for rank, own in segments.items():
+        for segment in own:
+            try:
+                size = journal.backend.size(segment.key)
+            except (KeyError, OSError, LookupError) as error:
+                raise StorageError(
+                    f"{journal.url}: rank {rank} wrote {segment.key}, which rank 0 does not see: all ranks need "
+                    "one store (a shared file system, or an object store)"
+                ) from error
+            if size != segment.size:
+                raise StorageError(f"{journal.url}: {segment.key} has {size} bytes; rank {rank} wrote {segment.size}")

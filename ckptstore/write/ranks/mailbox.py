@@ -1,0 +1,208 @@
+"""How ranks send each other words: a small key-value store that all of them see, and letters of any length in it.
+
+It is never a collective: one in a background thread would meet those of training. Values are at most `PIECE` bytes
+(torch's TCPStore cuts the connection at 8 MiB), so longer letters go in pieces, which are posted before the letter
+itself. Nothing here rests on a clock but the time-outs.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, Protocol, Self
+
+from ckptstore.errors import FormatError, MailboxError
+from ckptstore.formats.hashing import xxh3_64
+
+__all__ = [
+    "LETTER_LIMIT",
+    "PIECE",
+    "Deadline",
+    "Group",
+    "LocalMailbox",
+    "Mailbox",
+    "fetch",
+    "post",
+    "withdraw",
+]
+
+PIECE: Final = 1 << 20
+"""Bytes of a value."""
+LETTER_LIMIT: Final = 256 << 20
+"""Bytes of a letter. A part of 100,000 tensors has about 10 MB."""
+_HEAD: Final = struct.Struct("<QQ")  # length, hash
+_FIRST_PAUSE: Final = 0.001
+_LONGEST_PAUSE: Final = 0.05
+
+
+class Mailbox(Protocol):
+    """Keys with values that every rank of a group sees. Each thread has its own (`clone`).
+
+    Every method raises `MailboxError` when the store behind it cannot be reached any more.
+    """
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store at most `PIECE` bytes and a few; what was at the key is replaced. Seen by whoever asks afterwards."""
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None if there is none. Does not wait."""
+
+    def has(self, keys: list[str]) -> bool:
+        """Whether all of these keys have values. Does not wait."""
+
+    def delete(self, key: str) -> None:
+        """Remove a value; harmless if there is none."""
+
+    def clone(self) -> Self:
+        """The same store for another thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that save together, as one of them sees them.
+
+    Attributes:
+        rank: which one this is, from 0; rank 0 commits.
+        size: how many there are.
+        mailbox: what all of them see.
+    """
+
+    rank: int
+    size: int
+    mailbox: Mailbox
+
+
+class LocalMailbox:
+    """A `Mailbox` among the threads of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._gone = threading.Event()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Mailbox.set`."""
+        self._check()
+        if len(value) > PIECE + _HEAD.size:
+            raise MailboxError(f"{key}: {len(value)} bytes are too many for one value")
+        self._values[key] = bytes(value)
+
+    def get(self, key: str) -> bytes | None:
+        """See `Mailbox.get`."""
+        self._check()
+        return self._values.get(key)
+
+    def has(self, keys: list[str]) -> bool:
+        """See `Mailbox.has`."""
+        self._check()
+        return all(key in self._values for key in keys)
+
+    def delete(self, key: str) -> None:
+        """See `Mailbox.delete`."""
+        self._check()
+        self._values.pop(key, None)
+
+    def clone(self) -> Self:
+        """Itself: single operations of a dict are whole."""
+        return self
+
+    def keys(self) -> list[str]:
+        """What is there."""
+        return sorted(self._values)
+
+    def die(self) -> None:
+        """From now on every call fails, for everyone, as when the store's host is gone."""
+        self._gone.set()
+
+    def _check(self) -> None:
+        if self._gone.is_set():
+            raise MailboxError("the mailbox is gone")
+
+
+@dataclass(slots=True)
+class Deadline:
+    """Waits for what others do, by looking again and again: first often, then every 50 ms.
+
+    A wait in the store itself would hold its connection, and could not be ended.
+
+    Attributes:
+        seconds: how long.
+        ended: asked at every look; a reason to stop waiting at once is raised by it.
+    """
+
+    seconds: float
+    ended: Callable[[], None] = lambda: None
+    _until: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._until = time.monotonic() + self.seconds
+
+    def wait(self, done: Callable[[], bool]) -> bool:
+        """Whether `done` came true in time; it is asked once at least. May be called again for what is left."""
+        pause = _FIRST_PAUSE
+        while not done():
+            self.ended()
+            left = self._until - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+
+def post(mailbox: Mailbox, key: str, letter: bytes) -> None:
+    """Send a letter of any length up to `LETTER_LIMIT`: whoever sees it can fetch all of it.
+
+    Raises:
+        MailboxError: it is too long, or the store is gone.
+    """
+    if len(letter) > LETTER_LIMIT:
+        raise MailboxError(f"{key}: a letter of {len(letter)} bytes; at most {LETTER_LIMIT} can be sent")
+    head = _HEAD.pack(len(letter), xxh3_64(letter))
+    if len(letter) <= PIECE:
+        mailbox.set(key, head + letter)
+        return
+    for number, start in enumerate(range(0, len(letter), PIECE)):
+        mailbox.set(_piece(key, number), letter[start : start + PIECE])
+    mailbox.set(key, head)
+
+
+def fetch(mailbox: Mailbox, key: str) -> bytes | None:
+    """A letter, or None if it was not sent yet.
+
+    Raises:
+        FormatError: what is there is no letter, or not whole.
+        MailboxError: the store is gone.
+    """
+    value = mailbox.get(key)
+    if value is None:
+        return None
+    if len(value) < _HEAD.size:
+        raise FormatError(f"{key}: not a letter")
+    length, digest = _HEAD.unpack_from(value)
+    if length > LETTER_LIMIT:
+        raise FormatError(f"{key}: a letter of {length} bytes")
+    body = value[_HEAD.size :]
+    if length > PIECE:
+        body = b"".join(mailbox.get(_piece(key, number)) or b"" for number in range(-(-length // PIECE)))
+    if len(body) != length or xxh3_64(body) != digest:
+        raise FormatError(f"{key}: the letter is not whole")
+    return body
+
+
+def withdraw(mailbox: Mailbox, keys: Iterable[str]) -> None:
+    """Remove letters, with their pieces."""
+    for key in keys:
+        value = mailbox.get(key)
+        if value is None:
+            continue
+        mailbox.delete(key)
+        length = _HEAD.unpack_from(value)[0] if len(value) == _HEAD.size else 0
+        for number in range(-(-min(length, LETTER_LIMIT) // PIECE)):
+            mailbox.delete(_piece(key, number))
+
+
+def _piece(key: str, number: int) -> str:
+    return f"{key}.{number}"

@@ -1,0 +1,69 @@
+"""What a rank's writer works with, in whatever term: memory, threads, options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from ckptstore.host.buffers import Staging
+from ckptstore.host.threads import Workers, started_pool
+from ckptstore.log.journal import Journal
+from ckptstore.segments.session import SegmentSession
+from ckptstore.write.ledger import Failures
+from ckptstore.write.metrics import Meter
+from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.snapshot import SnapshotPool
+from ckptstore.write.writer import WriterOptions
+
+__all__ = ["Means"]
+
+
+class Means:
+    """Memory, threads and options of one rank.
+
+    Attributes:
+        journal: the store's.
+        group: the ranks.
+        options: of this writer. `ranks`: how the ranks save together.
+        failures: what nobody has been told of.
+        snapshots: memory for copies. `staging`: between state and medium.
+        blocks: threads that write. `workers`: threads that copy, hash and code.
+        writing: the thread that writes and hands in. `settling`: the thread that waits for what becomes of that.
+        meter: tells of every save.
+    """
+
+    def __init__(self, journal: Journal, group: Group, options: WriterOptions, ranks: RankOptions) -> None:
+        self.journal = journal
+        self.group = group
+        self.options = options
+        self.ranks = ranks
+        self.failures = Failures()
+        self.staging = Staging.for_chunks(budget=options.staging_bytes)
+        self._background = started_pool(1, "ckptstore-touch")
+        self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit)
+        self.blocks = started_pool(options.threads, "ckptstore-write")
+        self.workers = Workers.started(min(os.cpu_count() or 1, self.staging.blocks - 1), "ckptstore-hash")
+        self.writing = started_pool(1, "ckptstore-part")
+        self.settling = started_pool(1, "ckptstore-settle")
+        self.meter = Meter(options.on_metrics)
+
+    def session(self, begun: Callable[[str], None], advance: Callable[[int], None] = lambda _: None) -> SegmentSession:
+        """What segments are written with.
+
+        Args:
+            begun: told the id of each, before it exists.
+            advance: told the logical bytes that are done.
+        """
+        return SegmentSession(self.journal.backend, self.staging, self.blocks, self.workers, begun, advance)
+
+    def close_threads(self) -> None:
+        """Wait for those that work."""
+        for pool in (self.writing, self.settling, self.blocks, self.workers.pool):
+            pool.shutdown()
+
+    def close(self) -> None:
+        """Let go of memory, and tell of every save."""
+        self.snapshots.close()
+        self._background.shutdown(cancel_futures=True)
+        self.meter.close()

@@ -1,0 +1,200 @@
+"""Opening a store for many ranks: they find each other, rank 0 opens one term, the others join it.
+
+1. Every rank but 0 posts ``join/<rank>``, with a nonce of its own, and keeps it there until it is answered.
+2. Rank 0, for each, posts ``invite/<nonce>`` with the session's nonce. Who died and came again has another nonce.
+3. Every rank posts ``here/<session>/<rank>``; when all are there, rank 0 opens the term. Until then nobody is fenced.
+4. Rank 0 posts ``opened/<session>``; the others look whether they see that OPEN in their store, and say so.
+5. Rank 0 posts ``agreed/<session>/<rank>``: either all use the term, or none does.
+
+A term that goes back to an earlier checkpoint is opened alike; in 3 every rank says to which.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from ckptstore.errors import (
+    CkptError,
+    FailedRankError,
+    KeyNotFoundError,
+    MissingRankError,
+    RankMismatchError,
+    StoreNotFoundError,
+)
+from ckptstore.formats.records import slot_key
+from ckptstore.formats.texts import SLOT_LIMIT
+from ckptstore.host.crash_points import crash_point
+from ckptstore.log.journal import Journal
+from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
+from ckptstore.write.ranks.parts import Opening, pack, unpack
+
+__all__ = ["join", "lead"]
+
+_BASE = "ckptstore/open"
+
+
+def lead(group: Group, timeout: float, begin: Callable[[], Opening], asked: str | None = None) -> Opening:
+    """Rank 0's side.
+
+    Args:
+        begin: opens the term -> what the others are told.
+        asked: what the term is to continue from, where all ranks have to say the same.
+
+    Raises:
+        MissingRankError: not every rank came in time. No term was opened.
+        FailedRankError: a rank cannot use the store: the term is open, and nothing in it. Or it wants no term.
+        RankMismatchError: the ranks ask for different checkpoints. No term was opened.
+        and what `begin` raises, which every rank then hears.
+    """
+    box, session = group.mailbox, secrets.token_hex(16)
+    others = range(1, group.size)
+    here = [f"{_BASE}/here/{session}/{rank}" for rank in others]
+    invited: dict[int, bytes] = {}
+
+    def met() -> bool:
+        for rank in others:
+            asked = fetch(box, f"{_BASE}/join/{rank}")
+            if asked is not None and invited.get(rank) != asked:
+                nonce, size = unpack(asked, "join")
+                answer: list[object] = [session, None]
+                if size != group.size:
+                    answer[1] = f"rank {rank} is of a group of {size}, rank 0 of one of {group.size}"
+                post(box, f"{_BASE}/invite/{nonce}", pack(answer))
+                invited[rank] = asked
+        return box.has(here)
+
+    if not Deadline(timeout).wait(met):
+        missing = [str(rank) for rank, key in zip(others, here, strict=True) if not box.has([key])]
+        raise MissingRankError(
+            f"no term was opened: rank {', '.join(missing[:8])} of {group.size} did not come within {timeout:g} s; "
+            "every rank of the group has to call store.writer(group=...)"
+        )
+    withdraw(box, [f"{_BASE}/join/{rank}" for rank in others])
+    withdraw(box, [f"{_BASE}/invite/{unpack(asked, 'join')[0]}" for asked in invited.values()])
+    try:
+        _check_asked(group, here, asked)
+        opening = begin()
+    except BaseException as error:
+        post(box, f"{_BASE}/opened/{session}", pack(f"{type(error).__name__}: {error}"))
+        raise
+    crash_point("ranks.opened")
+    post(box, f"{_BASE}/opened/{session}", opening.packed())
+    try:
+        _hear_all(group, session, timeout)
+    except BaseException as error:
+        _agree(group, session, f"{type(error).__name__}: {error}")
+        raise
+    crash_point("ranks.heard")
+    _agree(group, session, None)
+    return opening
+
+
+def _agree(group: Group, session: str, reason: str | None) -> None:
+    for rank in range(1, group.size):
+        post(group.mailbox, f"{_BASE}/agreed/{session}/{rank}", pack(reason))
+
+
+def _check_asked(group: Group, here: list[str], asked: str | None) -> None:
+    for rank, key in enumerate(here, 1):
+        text, reason = unpack(fetch(group.mailbox, key) or b"", key)
+        if reason is not None:
+            raise FailedRankError(f"rank {rank}: {reason}")
+        if text != asked:
+            raise RankMismatchError(f"rank {rank} goes back to {text!r}, rank 0 to {asked!r}")
+
+
+def _hear_all(group: Group, session: str, timeout: float) -> None:
+    keys = [f"{_BASE}/sees/{session}/{rank}" for rank in range(1, group.size)]
+    heard = Deadline(timeout).wait(lambda: group.mailbox.has(keys))
+    for rank, key in enumerate(keys, 1):
+        letter = fetch(group.mailbox, key)
+        if letter is None:
+            raise MissingRankError(f"rank {rank} did not join the term within {timeout:g} s")
+        if (reason := unpack(letter, key)) is not None:
+            raise FailedRankError(f"rank {rank}: {reason}")
+    assert heard or not keys
+    withdraw(group.mailbox, keys)
+    withdraw(group.mailbox, [f"{_BASE}/here/{session}/{rank}" for rank in range(1, group.size)])
+    withdraw(group.mailbox, [f"{_BASE}/opened/{session}"])
+
+
+def join(
+    group: Group,
+    journal: Journal,
+    timeout: float,
+    coding: str,
+    asked: str | None = None,
+    flaw: BaseException | None = None,
+) -> Opening:
+    """The side of every other rank -> the term that rank 0 has opened.
+
+    Args:
+        coding: what this rank was told to store beside fulls, which has to be what rank 0 was (`Opening.coding`).
+        asked: as for `lead`.
+        flaw: why this rank wants no term: all ranks are told, and here it is raised.
+
+    Raises:
+        MissingRankError: rank 0 did not answer in time.
+        FailedRankError: rank 0 could not open a term.
+        RankMismatchError: this is another store than rank 0's, or one that does not show what rank 0 writes; or the
+            ranks are not of one group.
+    """
+    box, nonce = group.mailbox, secrets.token_hex(16)
+    post(box, f"{_BASE}/join/{group.rank}", pack([nonce, group.size]))
+    crash_point("ranks.joined")
+    deadline = Deadline(timeout)
+    answer = _awaited(group, f"{_BASE}/invite/{nonce}", deadline)
+    session, refused = unpack(answer, "invite")
+    if refused is not None:
+        raise RankMismatchError(f"the ranks are not of one group: {refused}")
+    reason: str | None = None if flaw is None else f"{type(flaw).__name__}: {flaw}"
+    post(box, f"{_BASE}/here/{session}/{group.rank}", pack([asked, reason]))
+    if flaw is not None:
+        raise flaw
+    # Others may come late, until rank 0 gives up: that is the longest this can take.
+    told = unpack(_awaited(group, f"{_BASE}/opened/{session}", Deadline(2 * timeout)), "opened")
+    if isinstance(told, str):
+        raise FailedRankError(f"rank 0 could not open a term: {told}")
+    opening = Opening.unpacked(pack(told), "opened")
+    try:
+        _check_store(journal, opening)
+        if opening.coding != coding:
+            raise RankMismatchError(
+                f"rank 0 was opened with {opening.coding or 'neither deltas= nor diffs='}, rank {group.rank} with "
+                f"{coding or 'neither'}: all ranks need the same"
+            )
+    except CkptError as error:
+        reason = str(error)
+        raise
+    finally:
+        post(box, f"{_BASE}/sees/{session}/{group.rank}", pack(reason))
+    key = f"{_BASE}/agreed/{session}/{group.rank}"
+    answer = _awaited(group, key, Deadline(2 * timeout))
+    withdraw(box, [key])
+    if (why := unpack(answer, "agreed")) is not None:
+        raise FailedRankError(f"rank 0 could not begin the term with all ranks: {why}")
+    return opening
+
+
+def _awaited(group: Group, key: str, deadline: Deadline) -> bytes:
+    if not deadline.wait(lambda: group.mailbox.has([key])):
+        raise MissingRankError(f"rank 0 did not open a term within {deadline.seconds:g} s")
+    letter = fetch(group.mailbox, key)
+    if letter is None:
+        raise MissingRankError("rank 0 opened a term and went on without this rank")
+    return letter
+
+
+def _check_store(journal: Journal, opening: Opening) -> None:
+    advice = "all ranks need one store (a shared file system, or an object store)"
+    try:
+        if journal.run != opening.run:
+            raise RankMismatchError(f"{journal.url}: another store than {opening.url} of rank 0; {advice}")
+        text = journal.backend.get(slot_key(opening.slot), SLOT_LIMIT)
+    except (StoreNotFoundError, KeyNotFoundError) as error:
+        raise RankMismatchError(
+            f"{journal.url}: the term that rank 0 opened in {opening.url} is not there; {advice}"
+        ) from error
+    if opening.nonce.encode() not in text:
+        raise RankMismatchError(f"{journal.url}: slot {opening.slot} is not the one that rank 0 wrote; {advice}")

@@ -1,0 +1,264 @@
+"""What a rank hands to the committer, and what that answers: letters, as compressed JSON.
+
+They are from processes of the same job, so they are not read as if from an enemy; a letter that cannot be read makes
+the step fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import zstandard
+
+from ckptstore import errors
+from ckptstore.errors import CkptError, DivergedReplicasError, FailedRankError, FormatError, StorageError
+from ckptstore.formats import jsontext
+from ckptstore.formats.layout import chunk_extents
+from ckptstore.formats.records import CheckpointId, SegmentEntry
+from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.ranks.mailbox import LETTER_LIMIT
+
+__all__ = ["BatchPart", "Opening", "Part", "Verdict", "pack", "told", "unpack"]
+
+_KNOWN: Final = {
+    kind.__name__: kind
+    for kind in (
+        errors.FencedError,
+        errors.CommitUnknownError,
+        errors.StoreReplacedError,
+        errors.StepOrderError,
+        errors.MissingRankError,
+        errors.FailedRankError,
+        errors.RankMismatchError,
+        errors.MailboxError,
+    )
+}
+
+
+def pack(value: Any) -> bytes:
+    """JSON as a letter."""
+    return zstandard.ZstdCompressor(level=1).compress(jsontext.dumps(value))
+
+
+def unpack(letter: bytes, where: str) -> Any:
+    """The inverse of `pack`. Raises `FormatError`."""
+    try:
+        text = zstandard.ZstdDecompressor().decompress(letter, max_output_size=LETTER_LIMIT)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{where}: {error}") from error
+    return jsontext.loads(text, what=where, max_bytes=LETTER_LIMIT, max_depth=jsontext.MAX_DEPTH + 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has written of a step, durable already.
+
+    Attributes:
+        rank: whose it is.
+        agreement: which division of the tensors it follows.
+        segments: in order.
+        entries: what they hold, chunks with their decoded hashes alone.
+        digests: state digests of the replicas that it has, by name.
+        tree: its state's.
+        abandoned: segments that it began in this term and that will never be committed.
+    """
+
+    rank: int
+    agreement: str = ""
+    segments: tuple[SegmentEntry, ...] = ()
+    entries: tuple[TensorEntry, ...] = ()
+    digests: Mapping[str, int] = field(default_factory=dict)
+    tree: Any = None
+    abandoned: tuple[str, ...] = ()
+
+    def packed(self) -> bytes:
+        """As a letter."""
+        return pack(self._row())
+
+    @staticmethod
+    def packed_all(parts: Sequence[Part]) -> bytes:
+        """Those of several steps as one letter."""
+        return pack([part._row() for part in parts])
+
+    def _row(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "agreement": self.agreement,
+            "segments": [_segment_row(one) for one in self.segments],
+            "entries": [_entry_row(entry) for entry in self.entries],
+            "digests": [[name, f"{number:016x}"] for name, number in self.digests.items()],
+            "tree": self.tree,
+            "abandoned": list(self.abandoned),
+        }
+
+    @classmethod
+    def unpacked(cls, letter: bytes, where: str) -> Part:
+        """The inverse of `packed`. Raises `FormatError`."""
+        return cls._of_row(unpack(letter, where), where)
+
+    @classmethod
+    def unpacked_all(cls, letter: bytes, where: str) -> list[Part]:
+        """The inverse of `packed_all`. Raises `FormatError`."""
+        return [cls._of_row(row, where) for row in unpack(letter, where)]
+
+    @classmethod
+    def _of_row(cls, row: dict[str, Any], where: str) -> Part:
+        try:
+            return cls(
+                row["rank"],
+                row["agreement"],
+                tuple(SegmentEntry(*one) for one in row["segments"]),
+                tuple(_entry(one) for one in row["entries"]),
+                {name: int(number, 16) for name, number in row["digests"]},
+                row["tree"],
+                tuple(row["abandoned"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{where}: not a part") from error
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """What one rank has written of several steps at once, durable already.
+
+    Attributes:
+        rank: whose it is.
+        segments: in order.
+        used: for each step the ids of those that hold something of it.
+        costs: for each step the bytes of those that are its.
+        abandoned: see `Part`.
+    """
+
+    rank: int
+    segments: tuple[SegmentEntry, ...]
+    used: tuple[tuple[str, ...], ...]
+    costs: tuple[int, ...]
+    abandoned: tuple[str, ...]
+
+    def packed(self) -> bytes:
+        """As a letter."""
+        rows = [_segment_row(one) for one in self.segments]
+        return pack([self.rank, rows, [list(ids) for ids in self.used], list(self.costs), list(self.abandoned)])
+
+    @classmethod
+    def unpacked(cls, letter: bytes, where: str) -> BatchPart:
+        """The inverse of `packed`. Raises `FormatError`."""
+        try:
+            rank, rows, used, costs, abandoned = unpack(letter, where)
+            segments = tuple(SegmentEntry(*row) for row in rows)
+            return cls(rank, segments, tuple(tuple(ids) for ids in used), tuple(costs), tuple(abandoned))
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"{where}: not a part") from error
+
+
+def _segment_row(one: SegmentEntry) -> list[Any]:
+    return [one.id, one.term, one.size, one.header, one.hash]
+
+
+def _entry_row(entry: TensorEntry) -> list[Any]:
+    place = None if entry.offset is None else [list(entry.global_shape or ()), list(entry.offset)]
+    hashes = "".join(chunk.decoded_hash or "" for chunk in entry.chunks)
+    return [entry.name, entry.dtype, list(entry.shape), hashes, place]
+
+
+def _entry(row: list[Any]) -> TensorEntry:
+    name, dtype, shape, hashes, place = row
+    entry = TensorEntry(name, dtype, tuple(shape), ())
+    chunks = tuple(
+        Chunk(0, 0, length, "", hashes[16 * number : 16 * number + 16])
+        for number, (_, length) in enumerate(chunk_extents(entry.nbytes))
+    )
+    whole, offset = (None, None) if place is None else (tuple(place[0]), tuple(place[1]))
+    return dataclasses.replace(entry, chunks=chunks, global_shape=whole, offset=offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a step, or of several that were given together, for every rank.
+
+    Attributes:
+        infos: the checkpoints; none: there are none.
+        error: why not.
+    """
+
+    infos: tuple[CheckpointInfo, ...] = ()
+    error: CkptError | None = None
+
+    def packed(self) -> bytes:
+        """As a letter."""
+        if self.error is not None:
+            return pack({"error": _error_members(self.error)})
+        return pack({"infos": [dataclasses.asdict(info) for info in self.infos]})
+
+    @classmethod
+    def unpacked(cls, letter: bytes, where: str) -> Verdict:
+        """The inverse of `packed`; an error of a kind that only rank 0 can have is a `FailedRankError`."""
+        found = unpack(letter, where)
+        if "error" in found:
+            return cls(error=_error(found["error"]))
+        infos = []
+        for members in found["infos"]:
+            for name in ("segments", "tags"):
+                members[name] = tuple(members[name])
+            infos.append(CheckpointInfo(**members))
+        return cls(tuple(infos))
+
+
+def told(error: BaseException) -> CkptError:
+    """An error of rank 0 as the others hear of it."""
+    return error if isinstance(error, CkptError) else FailedRankError(f"rank 0: {type(error).__name__}: {error}")
+
+
+def _error_members(error: CkptError) -> dict[str, Any]:
+    members: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
+    if isinstance(error, DivergedReplicasError):
+        members |= {"tensor": error.tensor, "rank": error.rank, "step": error.step}
+    return members
+
+
+def _error(members: Mapping[str, Any]) -> CkptError:
+    kind, text = members["kind"], members["text"]
+    if kind == DivergedReplicasError.__name__:
+        return DivergedReplicasError(text, members["tensor"], members["rank"], members["step"])
+    if kind in _KNOWN:
+        return _KNOWN[kind](text)
+    if kind == StorageError.__name__:
+        return StorageError(f"rank 0: {text}")
+    return FailedRankError(f"rank 0 could not commit: {kind}: {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The term that rank 0 has opened, for the others.
+
+    Attributes:
+        run: the store's.
+        term, nonce: the term's.
+        slot: where its OPEN stands.
+        parent: what it continues from.
+        url: what rank 0 opened the store with, for messages.
+        coding: what rank 0 was told to store beside fulls: ``deltas``, ``diffs``, both or nothing.
+    """
+
+    run: str
+    term: int
+    nonce: str
+    slot: int
+    parent: CheckpointId | None
+    url: str
+    coding: str = ""
+
+    def packed(self) -> bytes:
+        """As a letter."""
+        return pack({**dataclasses.asdict(self), "parent": None if self.parent is None else list(self.parent)})
+
+    @classmethod
+    def unpacked(cls, letter: bytes, where: str) -> Opening:
+        """The inverse of `packed`."""
+        found = unpack(letter, where)
+        parent = found.pop("parent")
+        return cls(parent=None if parent is None else CheckpointId(*parent), **found)

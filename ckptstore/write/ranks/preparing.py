@@ -1,0 +1,75 @@
+"""Everything of a save that needs the caller's state as it is now: who writes what, digests, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptstore.formats.sources import place_of
+from ckptstore.formats.state import FlatState
+from ckptstore.frameworks import bridge
+from ckptstore.host.crash_points import crash_point
+from ckptstore.segments.regions import LaidOutState
+from ckptstore.write.ranks.agreeing import agree
+from ckptstore.write.ranks.mailbox import Deadline
+from ckptstore.write.ranks.means import Means
+from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.shares import digests_of, holding_of, share_of, updates_of
+from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies
+
+__all__ = ["prepare"]
+
+
+def prepare(
+    means: Means, tenure: Tenure, one: RankSave, state: Any, updates: Updates | None, explaining: Explaining
+) -> float:
+    """Agree what this rank stores, and copy that where the caller goes on -> seconds it waited for a place.
+
+    Args:
+        state: as for `RankWriter.save`. `updates`: likewise.
+        explaining: looks them up.
+    """
+    flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
+    found = explaining.found(updates, flat)
+    _learn(tenure, found)
+    holding = holding_of(flat, means.group.rank, means.ranks.globs, list(tenure.families))
+    before, apart = tenure.agreed, means.ranks.diverged != "warn"
+    deadline = Deadline(means.ranks.timeout)
+    agreement = tenure.agreed = one.agreement = agree(one.exchange, holding, before, deadline, replicas_apart=apart)
+    one.kept = agreement is before
+    crash_point("ranks.divided")
+    compared = {name: flat.tensors[name] for name in flat.tensors if name in agreement.compared}
+    one.digests = {} if means.ranks.diverged == "ignore" else digests_of(compared, means.workers.pool)
+    one.tree = holding.tree
+    one.share = share_of(holding, agreement.writes)
+    waited = 0.0
+    if one.asynchronous:
+        one.snapshot, waited = means.snapshots.take(one.share, means.blocks)
+    elif explaining.wanted:  # the next step is coded against this one
+        one.snapshot = means.snapshots.copy(one.share, means.workers.pool)
+    if one.snapshot is not None:
+        one.share = _with_digests(one.snapshot.flat, one.digests)
+        own = updates_of(holding, agreement.writes, found)
+        one.updates, one.gradients = with_copies(own, means.snapshots, means.blocks)
+    return waited
+
+
+def _learn(tenure: Tenure, updates: Sequence[Update]) -> None:
+    """Note which tensors an optimizer moves together. What is shared already is divided anew for those alone that
+    several ranks have alike: of others each rank has its place in all of them."""
+    known = tenure.agreed
+    for update in updates:
+        if known is None or not known.compared.isdisjoint(update.slots):
+            tenure.families.setdefault(tuple(update.slots))
+
+
+def _with_digests(share: LaidOutState, digests: Any) -> LaidOutState:
+    """Digests that were computed to be compared need not be computed again, if the tensor is stored as a whole."""
+    known = {
+        name: digests[name]
+        for name, source in share.tensors.items()
+        if name in digests and place_of(source) == (None, None)
+    }
+    return replace(share, digests={**share.digests, **known})

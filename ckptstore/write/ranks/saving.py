@@ -1,0 +1,85 @@
+"""One step on its way, as one rank sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.formats.state import FlatState
+from ckptstore.host.progress import Progress
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.ledger import Labels
+from ckptstore.write.metrics import Measured
+from ckptstore.write.ranks.agreeing import Agreement
+from ckptstore.write.ranks.exchange import Exchange
+from ckptstore.write.ranks.orders import FULL_ORDER, Order
+from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.steps.encoding import EncodedStep
+from ckptstore.write.steps.updates import Update
+
+__all__ = ["RankSave"]
+
+
+@dataclass(slots=True)
+class RankSave:
+    """A step that was given, and what has become of it so far.
+
+    Attributes:
+        exchange: its letters, of the thread that has it now.
+        done: answers with what was committed.
+        asynchronous: its caller goes on meanwhile.
+        agreement: who writes what.
+        kept: the agreement is an earlier step's.
+        share: what this rank stores. `tree`: of this rank's state. `digests`: of what others have alike.
+        snapshot: what owns the share's memory; None: it is training's.
+        updates: what optimizers did to the share. `gradients`: what owns the memory of theirs.
+        flaw: why this rank cannot store it; the others are told.
+        order: how it is stored; None: rank 0 has not said so.
+        coded: the gradient diff; None: it is none, or there is a flaw.
+        begun: segments that were begun for it. `dropped`: those that its commit drops.
+        began: when it began to be written, on the monotonic clock. `time`: when it was given, seconds since 1970.
+        retained: the snapshot stays in memory.
+    """
+
+    step: int
+    exchange: Exchange
+    labels: Labels
+    progress: Progress | None
+    asynchronous: bool
+    done: Future[CheckpointInfo] = field(default_factory=Future)
+    agreement: Agreement | None = None
+    kept: bool = False
+    share: FlatState | None = None
+    tree: Any = None
+    digests: Mapping[str, int] | None = None
+    snapshot: Snapshot | None = None
+    updates: Sequence[Update] = ()
+    gradients: Snapshot | None = None
+    flaw: BaseException | None = None
+    order: Order | None = None
+    coded: EncodedStep | None = None
+    begun: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    began: float = 0.0
+    time: float = field(default_factory=time.time)
+    retained: bool = False
+    measured: Measured | None = None
+
+    @property
+    def how(self) -> Order:
+        """How it is stored, where nobody has to say so: a full."""
+        return self.order or FULL_ORDER
+
+    def let_go(self) -> None:
+        """It is no longer in flight: give its memory back, but what stays. May be repeated."""
+        if self.gradients is not None:
+            self.gradients.free()
+        self.updates = ()
+        if self.snapshot is not None:
+            self.snapshot.land()
+            if not self.retained:
+                self.snapshot.free()
+        self.share = None

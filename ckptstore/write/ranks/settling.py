@@ -1,0 +1,194 @@
+"""The thread that waits for what becomes of each step: rank 0 gathers and commits there, the others hear of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from ckptstore.errors import CommitUnknownError, FencedError, MailboxError, WriterError
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.ranks.committing import Batched
+from ckptstore.write.ranks.deltas import RankDeltas
+from ckptstore.write.ranks.diffs import RankDiffs
+from ckptstore.write.ranks.exchange import Exchange
+from ckptstore.write.ranks.mailbox import Deadline
+from ckptstore.write.ranks.means import Means
+from ckptstore.write.ranks.parts import Verdict
+from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.tenure import Tenure, unknown
+from ckptstore.write.snapshot import Snapshot
+
+__all__ = ["Settling"]
+
+_FAREWELL = 10.0
+"""Seconds that rank 0, closing, waits for the others to hear of the last steps: it may be the mailbox's host."""
+
+
+class _WaitingError(Exception):
+    """Steps wait for their batch, and a request must not be granted before they are written."""
+
+
+class Settling:
+    """What one thread does, one job after the other."""
+
+    def __init__(self, means: Means, tenure: Tenure, deltas: RankDeltas | None, diffs: RankDiffs | None) -> None:
+        self._means = means
+        self._tenure = tenure
+        self._deltas = deltas
+        self._diffs = diffs
+        self.busy: Callable[[], bool] = lambda: False
+        """Whether a step is being coded, or waits."""
+        self.flush_later: Callable[[], object] = lambda: None
+        """Has what waits written soon."""
+
+    def settle(self, one: RankSave) -> None:
+        """What becomes of a step: rank 0 decides it, the others hear of it."""
+        one.exchange = one.exchange.using(self._tenure.settling_box)
+        try:
+            info = self._heard(one.exchange)[0] if self._tenure.committer is None else self._decided(one)
+        except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
+            self._lost(one.begun, error)
+            self._tenure.failed(one, error)
+            return
+        self._tenure.committed(one.dropped)
+        one.done.set_result(info)  # it is durable: nothing that follows may say otherwise
+        self._keep(one, info)
+        self._tend()
+
+    def settle_batch(self, batch: Sequence[RankSave], batched: Sequence[Batched]) -> None:
+        """`settle` for the steps of a batch; `batched` is rank 0's."""
+        last = batch[-1]
+        exchange = last.exchange.using(self._tenure.settling_box)
+        committer = self._tenure.committer
+        infos: Sequence[CheckpointInfo]
+        try:
+            if committer is None:
+                infos = self._heard(exchange)
+            else:
+                self._tenure.answered.append(exchange)
+                begun: list[str] = []
+                try:
+                    infos = committer.settle_batch(exchange, batched, self._means.session(begun.append))
+                except BaseException:
+                    last.begun += tuple(begun)
+                    raise
+        except BaseException as error:  # noqa: BLE001  # whoever waits for the steps is told
+            self._lost(last.begun, error)
+            for one in batch:
+                self._tenure.failed(one, error)
+            return
+        assert self._diffs is not None
+        self._diffs.written(infos[-1])
+        self._tenure.committed(last.dropped)
+        for one, info in zip(batch, infos, strict=True):
+            one.coded = None  # whoever holds the save holds no memory
+            one.done.set_result(info)
+        self._tend()
+
+    def _lost(self, begun: tuple[str, ...], error: BaseException) -> None:
+        """What was written is of no use, and nobody builds on it."""
+        if isinstance(error, FencedError | CommitUnknownError):
+            self._tenure.stopped = error  # this term drops nothing any more
+        else:
+            self._tenure.abandon(begun)
+        self.restart()
+
+    def restart(self) -> None:
+        """Let go of every base: the next checkpoint is a full."""
+        if self._deltas is not None:
+            self._deltas.restart()
+        if self._diffs is not None:
+            self._diffs.restart()
+
+    def _keep(self, one: RankSave, info: CheckpointInfo) -> None:
+        """This rank's share of a checkpoint may be what the next one builds on."""
+        seconds = time.monotonic() - one.began
+
+        def copied() -> Snapshot:
+            assert one.share is not None
+            if one.snapshot is None or one.retained:  # the memory is training's, or another base's
+                return self._means.snapshots.copy(one.share, self._means.workers.pool)
+            one.retained = True
+            return one.snapshot
+
+        try:
+            if self._deltas is not None:
+                self._deltas.committed(one.how, info.id, info.stored, seconds, copied)
+            if self._diffs is not None:
+                self._diffs.begin(info, copied(), seconds)
+        except Exception:  # noqa: BLE001  # no memory, or a controller's: it is no reason to fail a save
+            self.restart()  # the next delta fails here, is said to all, and a full follows
+
+    def _decided(self, one: RankSave) -> CheckpointInfo:
+        committer = self._tenure.committer
+        assert committer is not None
+        assert one.agreement is not None
+        self._tenure.answered.append(one.exchange)
+        begun: list[str] = []
+        try:
+            session = self._means.session(begun.append)
+            return committer.settle(one.exchange, one.agreement, session, one.labels, one.how, kept=one.kept)
+        except BaseException:
+            one.begun += tuple(begun)
+            raise
+
+    def _heard(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
+        deadline = Deadline(2 * self._means.ranks.timeout)
+        try:
+            letter = exchange.first([exchange.key("verdict")], deadline)
+            if letter is not None:
+                verdict = Verdict.unpacked(letter, exchange.key("verdict"))
+                exchange.see()
+        except MailboxError as error:
+            raise unknown(exchange.step, str(error)) from error
+        if letter is None:
+            raise unknown(exchange.step, f"no answer within {deadline.seconds:g} s")
+        if verdict.error is not None:
+            raise verdict.error
+        return verdict.infos
+
+    # -- upkeep, by rank 0
+
+    def housekeeping(self) -> None:
+        """Answer requests and begin a fold. Steps that wait for their batch are written before a request is granted."""
+        committer = self._tenure.committer
+        if committer is None:
+            return
+        try:
+            committer.tend(self._check_idle)
+        except _WaitingError:
+            self.flush_later()
+
+    def _check_idle(self) -> None:
+        if self.busy():
+            raise _WaitingError
+
+    def _tend(self) -> None:
+        if self._tenure.committer is not None:
+            self.housekeeping()
+            with contextlib.suppress(MailboxError):
+                self._tenure.sweep(self._tenure.settling_box)
+
+    def finish(self) -> None:
+        """The last thing of a term."""
+        committer, box = self._tenure.committer, self._tenure.settling_box
+        if committer is None:
+            return
+        if self._diffs is not None and self._diffs.options.waits:
+            committer.note_end()
+        committer.finish_folds()
+        with contextlib.suppress(MailboxError):
+            Deadline(min(_FAREWELL, self._means.ranks.timeout)).wait(lambda: self._tenure.sweep(box))
+            self._tenure.clear(box)
+
+    def give_way(self, error: WriterError) -> None:
+        """Another term takes the place of this one."""
+        self._tenure.stopped = error
+        self.restart()
+        committer = self._tenure.committer
+        if committer is not None:
+            committer.ended = error
+            committer.finish_folds()
+            with contextlib.suppress(MailboxError):
+                self._tenure.clear(self._tenure.settling_box)

@@ -1,0 +1,153 @@
+"""One term as one rank sees it: what the thread of the caller, the one that writes and the one that settles share."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ckptstore.errors import CkptError, CommitUnknownError, MailboxError, RankMismatchError, WriterError
+from ckptstore.formats.segment import SegmentDoc
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.ledger import Saves
+from ckptstore.write.ranks.agreeing import Agreement
+from ckptstore.write.ranks.committing import RankCommitter
+from ckptstore.write.ranks.division import Family
+from ckptstore.write.ranks.exchange import Exchange
+from ckptstore.write.ranks.mailbox import Mailbox
+from ckptstore.write.ranks.means import Means
+from ckptstore.write.ranks.parts import Opening, Verdict, told
+from ckptstore.write.ranks.saving import RankSave
+
+__all__ = ["Tenure", "unknown"]
+
+
+class Tenure:
+    """A term that many ranks write.
+
+    Attributes:
+        opening: what rank 0 has opened.
+        parent: the checkpoint that it continues from.
+        committer: of rank 0; None: this is another.
+        draft: what all segments of the term say of themselves.
+        saves: its steps, as their savers know them.
+        agreed: who writes what, as agreed last; None: it has to be agreed.
+        families: tensors that updates have shown to belong together.
+        abandoned: segments that this rank began in vain.
+        answered: of rank 0: steps of which all are told, and perhaps not all have heard.
+        stopped: why this rank can save nothing more.
+    """
+
+    def __init__(
+        self, means: Means, opening: Opening, parent: CheckpointInfo | None, committer: RankCommitter | None
+    ) -> None:
+        self.opening = opening
+        self.parent = parent
+        self.committer = committer
+        self.draft = SegmentDoc(opening.run, opening.term, "", {}, parents={opening.term: opening.parent})
+        self.saves = Saves(opening.term, parent, means.failures)
+        self.agreed: Agreement | None = None
+        self.families: dict[Family, None] = {}
+        self.abandoned: list[str] = []
+        self.answered: list[Exchange] = []
+        self.stopped: WriterError | None = None
+        self._means = means
+        self._attempts: dict[int, int] = {}
+        box = means.group.mailbox
+        self._mailbox, self.writing_box, self.settling_box, self.watching_box = (box.clone() for _ in range(4))
+
+    @property
+    def number(self) -> int:
+        """The term's."""
+        return self.opening.term
+
+    @property
+    def base(self) -> str:
+        """What all keys of the term begin with."""
+        return f"ckptstore/{self.opening.run}/{self.number}"
+
+    def exchange(self, step: int) -> Exchange:
+        """The letters of the next attempt at a step, for the thread of its caller."""
+        group = self._means.group
+        attempt = self._attempts.get(step, 0)
+        return Exchange(self._mailbox, self.base, step, attempt, group.rank, group.size, lambda: None)
+
+    def tell_flaw(self, one: RankSave, error: BaseException, *, over: bool = True) -> None:
+        """This rank does not do its part of a step: tell the others, and count the attempt.
+
+        Args:
+            over: it asks for no letter of the step any more, so that they may be removed.
+        """
+        self._attempts[one.step] = one.exchange.attempt + 1
+        if isinstance(error, RankMismatchError):
+            self.agreed = None
+        with contextlib.suppress(CkptError):
+            if self.committer is None:
+                one.exchange.fail(f"{type(error).__name__}: {error}")
+                if over:
+                    one.exchange.see()
+                return
+            self.committer.missing = True
+            one.exchange.post("verdict", Verdict(error=told(error)).packed())
+            self.answered.append(one.exchange)
+
+    def failed(self, one: RankSave, error: BaseException) -> None:
+        """A step was not saved, as all ranks hear: count the attempt, and tell whoever waits for it here."""
+        self._attempts[one.step] = one.exchange.attempt + 1
+        if isinstance(error, RankMismatchError):
+            self.agreed = None
+        self.tell(one, error)
+
+    def tell(self, one: RankSave, error: BaseException) -> None:
+        """Whoever waits for a step hears that it failed; if nobody does, the next call raises it."""
+        if one.done.done():
+            return
+        if one.asynchronous:
+            self.saves.fail(one.step, error, one.done)
+        else:
+            self.saves.release(one.step, error)
+            one.done.set_exception(error)
+
+    def abandon(self, segments: tuple[str, ...] | list[str]) -> None:
+        """What was begun in vain: a later commit drops it."""
+        self.abandoned += [segment for segment in segments if segment not in self.abandoned]
+
+    def committed(self, dropped: tuple[str, ...]) -> None:
+        """What a commit has dropped need not be dropped again."""
+        self.abandoned = [segment for segment in self.abandoned if segment not in dropped]
+
+    def hand_in(self, exchange: Exchange, letter: bytes) -> None:
+        """Send this rank's part of a step; from now on nobody here knows what becomes of it until rank 0 says so."""
+        try:
+            exchange.post("part", letter, exchange.rank)
+            exchange.arrived()
+        except MailboxError as error:
+            if self.committer is not None:
+                raise  # nobody else commits
+            # It may have come through, and then rank 0 may commit it.
+            raise unknown(exchange.step, str(error)) from error
+
+    def sweep(self, mailbox: Mailbox) -> bool:
+        """Rank 0: remove the letters of steps of which every rank has heard -> whether none is left."""
+        left = []
+        for answered in self.answered:
+            exchange = answered.using(mailbox)
+            if exchange.seen():
+                exchange.clear()
+            else:
+                left.append(exchange)
+        self.answered = left
+        return not left
+
+    def clear(self, mailbox: Mailbox) -> None:
+        """Rank 0: remove all letters of the term, whoever has heard of them."""
+        for exchange in self.answered:
+            exchange.using(mailbox).clear()
+        for rank in range(self._means.group.size):
+            mailbox.delete(f"{self.base}/at/{rank}")
+
+
+def unknown(step: int, why: str) -> CommitUnknownError:
+    """Nobody here can know whether a step was committed."""
+    return CommitUnknownError(
+        f"step {step} may or may not have been saved: rank 0, which commits, cannot be heard: {why}; open the store "
+        "again to find out"
+    )

@@ -1,0 +1,375 @@
+"""The writer of one rank, for its caller: it stores this rank's share, and says what became of the step.
+
+Two threads work for it: one writes and hands in (`writing`), the next steps' right behind; one waits for what becomes
+of each (`settling`), where rank 0 gathers and commits. Who saves waits for other ranks only where a tensor came, went
+or changed its shape (`agreeing`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import Any, Final, Self, TypeAlias
+
+from ckptstore.errors import UsageError, WriterClosedError
+from ckptstore.formats.state import FlatState
+from ckptstore.host import exiting, sigterm
+from ckptstore.host.background import Periodic
+from ckptstore.host.progress import Progress
+from ckptstore.host.reentrance import refuse_within
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.refs import step_number
+from ckptstore.write.ledger import Labels, PendingSave
+from ckptstore.write.ranks.means import Means
+from ckptstore.write.ranks.preparing import prepare
+from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.ranks.work import Work
+from ckptstore.write.steps.updates import Explaining, Updates
+
+__all__ = ["GoBack", "RankWriter"]
+
+GoBack: TypeAlias = Callable[[Means, str, BaseException | None, int], Tenure]
+"""Begins a term that continues from a checkpoint, together with all other ranks, if that of the given number is the
+newest and no rank has an error."""
+
+
+class RankWriter:
+    """One rank's side of a term that many ranks write, as ``store.writer(group=...)`` opens it on each of them.
+
+    Use it in a ``with``; leaving waits for every save. All ranks save the same steps in the same order.
+
+    Attributes:
+        url: the store's.
+        rank, size: which rank this is, and of how many.
+    """
+
+    def __init__(self, means: Means, tenure: Tenure, go_back: GoBack) -> None:
+        """Use `opening.open_rank_writer`."""
+        options = means.options
+        self.url = means.journal.url
+        self.rank, self.size = means.group.rank, means.group.size
+        self._means = means
+        self._go_back = go_back
+        self._explaining = Explaining(wanted=options.diffs is not None)
+        self._ended: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._polls: Periodic | None = None
+        self._work = Work(means, tenure)
+        if tenure.committer is not None and options.poll_seconds is not None:
+            self._polls = Periodic(options.poll_seconds, self._poll, "requests")
+            self._polls.start()
+        exiting.watch(self)
+        if options.diffs is not None and options.diffs.flush_on_sigterm:
+            sigterm.watch(self)
+
+    @property
+    def term(self) -> int:
+        """The number of this term."""
+        return self._work.tenure.number
+
+    @property
+    def parent(self) -> CheckpointInfo | None:
+        """The checkpoint this term continues from, the same on all ranks; None for a new run."""
+        return self._work.tenure.parent
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Updates | None = None,
+        progress: Progress | None = None,
+    ) -> CheckpointInfo:
+        """Store this rank's share of `state` as the checkpoint of `step`; when this returns it is durable as a whole.
+
+        Args:
+            state: as for `Writer.save`, with this rank's tensors; a `DTensor` is a shard of one that all ranks make up.
+            step: the same on every rank, above every step that this term continues from.
+            metadata, tags: as for `Writer.save`. Those of rank 0 count.
+            updates: as for `Writer.save`: what this rank's optimizers did.
+            progress: called as bytes of this rank's share are written.
+
+        Raises:
+            UnsupportedStateError, StepOrderError, UsageError: as `Writer.save`; the other ranks hear of it.
+            RankError: the ranks could not save this step, which the classes below it tell apart. Nothing was
+                committed, and the next step may be saved.
+            StorageError: the medium failed. The checkpoint does not exist.
+            FencedError: a newer term exists. This writer is finished.
+            CommitUnknownError: rank 0 did not answer: the checkpoint may or may not exist. This writer is finished.
+        """
+        refuse_within(self, _SAVING)
+        labels = Labels.of(metadata, tags)
+        began = time.monotonic()
+        one = self._begin(state, step, labels, updates, progress, began)
+        written: Future[None] | None = None
+        try:
+            written = self._submit(one)
+            self._work.hurry(one.step)  # if rank 0 does not wait for it
+            return one.done.result()
+        finally:
+            # Ctrl-C while the other thread still reads the caller's tensors: the caller will change them.
+            with contextlib.suppress(BaseException):
+                if written is not None:
+                    written.result()
+            if one.measured is not None:
+                one.measured.returned()
+
+    def save_async(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Updates | None = None,
+    ) -> PendingSave:
+        """Copy this rank's share of `state` to host memory and store it in the background.
+
+        Waits while `max_in_flight` earlier copies are not written yet, and for the other ranks where the ranks have to
+        agree anew who writes what (the first save). An error that nobody asked for with `result` is raised by the next
+        call, or on leaving the ``with``.
+
+        Args:
+            state, step, metadata, tags, updates: as for `save`.
+
+        Raises:
+            as `save`; what concerns the medium and the other ranks' parts comes from `PendingSave.result`.
+        """
+        refuse_within(self, _SAVING)
+        labels = Labels.of(metadata, tags)
+        began = time.monotonic()
+        one = self._begin(state, step, labels, updates, None, began, asynchronous=True)
+        step, done, saves, work = one.step, one.done, self._work.tenure.saves, self._work
+        saves.watch(step, done)
+        try:
+            self._submit(one)
+        finally:
+            if one.measured is not None:
+                one.measured.returned()
+        return PendingSave(step, done, lambda: saves.seen(step), lambda: self._hurry(work, step))
+
+    def wait(self) -> None:
+        """Return when everything given so far is durable, or has failed; raises what nobody has been told of yet."""
+        refuse_within(self, _SAVING)
+        self._check_open()
+        self._drain()
+        self._means.failures.raise_unseen()
+
+    def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
+        """Name a checkpoint; rank 0 alone does. See `Writer.tag`."""
+        refuse_within(self, _SAVING)
+        self._check_open()
+        self._work.only_rank_0("changes tags")
+        named = self._work.name(name, _text(ref))
+        assert named is not None
+        return named
+
+    def untag(self, name: str) -> None:
+        """Remove a tag; rank 0 alone does. See `Writer.untag`."""
+        refuse_within(self, _SAVING)
+        self._check_open()
+        self._work.only_rank_0("changes tags")
+        self._work.name(name, None)
+
+    def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
+        """Go back, on every rank: begin a new term that continues from an earlier checkpoint; see `Writer.rollback`.
+
+        All ranks call it with the same `ref`, and all of them go back, or all raise. Nothing is begun before every rank
+        is there and has written what it was given. The next checkpoint is a full.
+
+        Args:
+            ref: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``, or a checkpoint.
+
+        Returns:
+            the checkpoint that the new term continues from, the same on all ranks, to be loaded.
+
+        Raises:
+            UsageError: `ref` is no REF.
+            RankMismatchError: the ranks name different checkpoints; the present term goes on.
+            MissingRankError: a rank did not come within the time-out; the present term goes on, unless rank 0 died.
+            FailedRankError: what stopped another rank; there what stopped it, or a `save_async` raised unseen.
+            CheckpointNotFoundError, FencedError, StorageError: on rank 0, as `Writer.rollback`.
+        """
+        refuse_within(self, _SAVING)
+        if ref is None:  # Prevents: a term that continues from nothing, which fences the present one.
+            raise UsageError(
+                "rollback takes a checkpoint to go back to; to begin from nothing open a writer with parent=None"
+            )
+        self._check_open()
+        text, unseen = _text(ref), None
+        self._drain()
+        try:
+            self._means.failures.raise_unseen()
+        except BaseException as error:  # noqa: BLE001  # the others are told, and then it is raised
+            unseen = error
+        tenure = self._go_back(self._means, text, unseen, self.term)
+        assert tenure.parent is not None  # a term that continues from a checkpoint has one
+        self._work.give_way(WriterClosedError(f"term {self.term} is over: {tenure.parent.ref} was gone back to"))
+        self._work = Work(self._means, tenure)
+        return tenure.parent
+
+    def _drain(self) -> None:
+        """Wait for everything that was given so far."""
+        wait([one.done for one in self._work.drain()])
+
+    # -- the caller's thread
+
+    def _begin(
+        self,
+        state: Any,
+        step: int,
+        labels: Labels,
+        updates: Updates | None,
+        progress: Progress | None,
+        began: float,
+        *,
+        asynchronous: bool = False,
+    ) -> RankSave:
+        """Everything that needs the caller's state as it is now."""
+        step = step_number(step)
+        self._check_open()
+        self._means.failures.raise_unseen()
+        tenure = self._work.tenure
+        tenure.saves.check(step)
+        tenure.saves.take(step)
+        one = RankSave(step, tenure.exchange(step), labels, progress, asynchronous)
+        try:
+            waited = prepare(self._means, tenure, one, state, updates, self._explaining)
+        except BaseException as error:
+            on_hand = self._means.options.diffs is not None and self.rank > 0
+            tenure.tell_flaw(one, error, over=not on_hand)
+            tenure.saves.release(step, error)
+            self._measure(one, began, 0.0, error)
+            one.let_go()
+            one.flaw = error
+            one.done.set_exception(error)
+            if on_hand:  # rank 0 may count on this step for a batch: it has to be missing from that
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    self._work.submit(one)
+            raise
+        self._measure(one, began, waited)
+        return one
+
+    def _measure(self, one: RankSave, began: float, waited: float, error: BaseException | None = None) -> None:
+        """Begin to measure a save: what this rank stores of it. With `error` it has ended."""
+        share = one.share if one.share is not None and error is None else FlatState(None, {})
+        one.measured = self._means.meter.begin(share, one.step, began)
+        one.measured.waited = waited
+        if error is None:
+            one.measured.ends_with(one.done)
+            return
+        one.measured.failed(error)
+        one.measured.returned()
+
+    def _submit(self, one: RankSave) -> Future[None]:
+        with self._lock:
+            if self._ended is None:
+                return self._work.submit(one)
+        error = WriterClosedError(f"the writer of term {self.term} is closed")
+        tenure = self._work.tenure
+        tenure.tell_flaw(one, error)
+        one.let_go()
+        tenure.saves.release(one.step, error)
+        one.done.set_exception(error)
+        raise error
+
+    def _hurry(self, work: Work, step: int) -> None:
+        with contextlib.suppress(RuntimeError):  # closing flushes; the interpreter is going
+            work.hurry(step)
+
+    # -- its end
+
+    def close(self) -> None:
+        """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
+        if self._process != os.getpid():
+            return  # a fork: the threads are the parent's
+        sigterm.forget(self)
+        wait([self._end()])
+        if self._polls is not None:
+            self._polls.stop()
+        self._means.close_threads()
+        self._work.release()
+        self._means.close()
+        exiting.forget(self)
+        self._means.failures.raise_unseen()
+
+    def _end(self) -> Future[None]:
+        """Take no save any more -> done when every earlier one is."""
+        with self._lock:
+            if self._ended is None:
+                ended: Future[None] = Future()
+                self._ended = ended
+
+                def settled(future: Future[None]) -> None:
+                    if (error := future.exception()) is not None:
+                        ended.set_exception(error)
+                    else:
+                        ended.set_result(None)
+
+                def written(future: Future[Future[None]]) -> None:
+                    if (error := future.exception()) is not None:
+                        ended.set_exception(error)
+                    else:
+                        future.result().add_done_callback(settled)
+
+                self._work.finish().add_done_callback(written)
+            return self._ended
+
+    def _settle(self) -> None:
+        """Write what waits, and note in the log that nothing is missing if the process ends now (`host.sigterm`)."""
+        self._work.settle_all()
+
+    def _unfinished(self) -> list[int]:
+        """The steps of `save_async` that are on their way, ascending (`host.exiting`)."""
+        return self._work.tenure.saves.pending()
+
+    def _unseen(self) -> list[tuple[int, BaseException]]:
+        """The steps whose `save_async` failed and nobody has asked for (`host.exiting`)."""
+        return self._means.failures.take()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except BaseException:
+            if error is None:
+                raise
+            # The body's own error is on its way; a lost save must not hide it.
+
+    def _check_open(self) -> None:
+        if self._process != os.getpid():
+            raise WriterClosedError(f"the writer of term {self.term} belongs to process {self._process}, not its fork")
+        if self._work.tenure.stopped is not None:
+            raise self._work.tenure.stopped
+        if self._ended is not None:
+            raise WriterClosedError(f"the writer of term {self.term} is closed")
+
+    def _poll(self) -> None:
+        try:
+            self._work.tend()
+        except RuntimeError:  # closed meanwhile, or the interpreter is going
+            assert self._polls is not None
+            self._polls.stop()
+
+
+def _text(ref: str | int | CheckpointInfo) -> str:
+    if isinstance(ref, CheckpointInfo):
+        return ref.ref
+    return ref if isinstance(ref, str) else str(step_number(ref))
+
+
+_SAVING: Final = frozenset(method.__code__ for method in (RankWriter.save, RankWriter.save_async))
+"""Calls that wait for others while they hold something that those may need."""

@@ -1,0 +1,145 @@
+"""The thread that writes: each step's share is made durable, and handed in, in the order in which they were given."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import replace
+
+from ckptstore.errors import CommitUnknownError, FailedRankError
+from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.segment import SegmentDoc, TensorEntry
+from ckptstore.formats.segment_steps import Part as SegmentPart
+from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.formats.state import FlatState
+from ckptstore.host.crash_points import crash_point
+from ckptstore.host.progress import Tally
+from ckptstore.segments.plain import write_plain
+from ckptstore.segments.session import SegmentSession
+from ckptstore.write.encoding import write_coded
+from ckptstore.write.ranks.batches import Batches
+from ckptstore.write.ranks.deltas import RankDeltas
+from ckptstore.write.ranks.exchange import attempt_id
+from ckptstore.write.ranks.means import Means
+from ckptstore.write.ranks.ordering import Ordering
+from ckptstore.write.ranks.parts import Part
+from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.settling import Settling
+from ckptstore.write.ranks.tenure import Tenure
+
+__all__ = ["Writing"]
+
+
+class Writing:
+    """What one thread does, one step after the other."""
+
+    def __init__(
+        self,
+        means: Means,
+        tenure: Tenure,
+        settling: Settling,
+        deltas: RankDeltas | None,
+        ordering: Ordering | None,
+        batches: Batches | None,
+    ) -> None:
+        """
+        Args:
+            ordering: where checkpoints build on others; None: all are plain fulls.
+            batches: where steps are stored as gradient diffs.
+        """
+        self._means = means
+        self._tenure = tenure
+        self._settling = settling
+        self._deltas = deltas
+        self._ordering = ordering
+        self._batches = batches
+
+    def write(self, one: RankSave) -> None:
+        """Write this rank's share and hand in its part, or code it; then somebody waits for what becomes of it."""
+        one.exchange = one.exchange.using(self._tenure.writing_box)
+        begun: list[str] = []
+        try:
+            if self._tenure.stopped is not None:
+                raise self._tenure.stopped
+            if self._ordering is not None:
+                one.order = self._ordering.order(one)
+            if one.how.after is not None:
+                self._add(one)
+            else:
+                self._store(one, begun)
+        except CommitUnknownError as error:
+            self._tenure.stopped = error
+            self._tenure.tell(one, error)
+        except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
+            self._tenure.abandon(begun)
+            if one.order is not None:
+                self._settling.restart()
+            self._tenure.tell_flaw(one, error)
+            self._tenure.tell(one, error)
+        finally:
+            if self._batches is not None:
+                self._batches.coding = False
+            one.let_go()
+
+    def _add(self, one: RankSave) -> None:
+        if self._batches is None:
+            raise FailedRankError("rank 0 stores gradient diffs, and this rank's writer was opened without diffs=")
+        self._batches.add(one)
+
+    def _store(self, one: RankSave, begun: list[str]) -> None:
+        if one.flaw is not None:
+            raise one.flaw
+        one.dropped = tuple(self._tenure.abandoned)  # by the commit, if there is one
+        one.began = time.monotonic()
+        part = self._written(one, begun)
+        if one.measured is not None:
+            one.measured.stored = sum(segment.size for segment in part.segments)
+        crash_point("ranks.before-part")
+        self._tenure.hand_in(one.exchange, part.packed())
+        crash_point("ranks.part-sent")
+        one.begun = tuple(begun)
+        settled = self._means.settling.submit(self._settling.settle, one)
+        if self._ordering is not None:
+            settled.result()  # the next step may build on this one
+
+    def _written(self, one: RankSave, begun: list[str]) -> Part:
+        assert one.share is not None
+        assert one.agreement is not None
+        total = sum(source.nbytes for source in one.share.tensors.values())
+        session = self._means.session(begun.append, Tally(one.progress, total).advance)
+        segments: tuple[SegmentEntry, ...] = ()
+        entries: list[TensorEntry] = []
+        if one.share.tensors:
+            segments, entries = self._stored(one, one.share, session)
+        rank = self._means.group.rank
+        return Part(rank, one.agreement.id, segments, tuple(entries), one.digests or {}, one.tree, one.dropped)
+
+    def _stored(
+        self, one: RankSave, share: FlatState, session: SegmentSession
+    ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
+        def documents(count: int) -> list[SegmentDoc]:
+            return self._documents(one, count)
+
+        deltas = self._deltas
+        base = None if deltas is None else deltas.base(one.how)
+        if deltas is None or (base is None and not deltas.options.compress_fulls):
+            return write_plain(session, share, documents)
+        return write_coded(session, share, documents, base=base, gap=one.how.gap, choices=deltas.choices)
+
+    def _documents(self, one: RankSave, count: int) -> list[SegmentDoc]:
+        """What each of this rank's segments says of itself: SPEC.md 5.1, segments of many ranks."""
+        identity = attempt_id(self._tenure.opening.nonce, one.step, one.exchange.attempt)
+        term, order = self._tenure.number, one.how
+        return [
+            replace(
+                self._tenure.draft,
+                segment=uuid.uuid4().hex,
+                encodings={
+                    one.step: StepEncoding(
+                        term, order.kind, order.base, one.time, part=SegmentPart(identity, 1 + number, 1 + count)
+                    )
+                },
+                extra={"rank": [[one.step, self._means.group.rank]]},
+            )
+            for number in range(count)
+        ]

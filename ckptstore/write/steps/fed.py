@@ -1,0 +1,319 @@
+"""Coding a step that comes unit by unit: as `encoding` does it, while each unit takes its place in the step before.
+
+A step that waits for no other is written as it is coded: its payloads, which may be as much as a third of the state,
+are nowhere in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Final
+
+import numpy as np
+
+from ckptstore.formats import digest, hashing, jsontext
+from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, chunk_extents
+from ckptstore.formats.records import Encoding, SegmentEntry
+from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.segment_index import MAX_ENTRIES
+from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.formats.state import FlatState
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.threads import Workers
+from ckptstore.segments.packed import write_stream
+from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.stream import BlockStream
+from ckptstore.write.encoding import Choices, Coded, Fed, TensorPlan, choose_all, group_jobs, units_of
+from ckptstore.write.feeding import Unit, Window
+from ckptstore.write.steps.batch_segments import KIND
+from ckptstore.write.steps.encoding import (
+    Base,
+    CodedChunk,
+    EncodedStep,
+    EncodedTensor,
+    Joined,
+    Rules,
+    StepChoices,
+    choose_rules,
+    code_chunk,
+    fitting_updates,
+    join,
+    unit_of,
+    will_fit,
+)
+from ckptstore.write.steps.updates import Update
+
+__all__ = ["FedStep", "StreamedStep", "TooLongError", "digest_of", "plan_fed"]
+
+_LIMIT: Final = SEGMENT_LIMIT - HEADER_LIMIT
+_NOTHING: Final = np.empty(0, np.uint8)
+_Place = tuple[int, int, str]
+"""Where a payload is, its length and its hash."""
+
+
+class TooLongError(Exception):
+    """A payload is larger than a chunk may be: the step cannot be stored as it was begun.
+
+    All of the state has taken its place by then.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedStep:
+    """A step that is written.
+
+    Attributes:
+        encoding: the edge that the COMMIT adds.
+        state: the state hash.
+        tensors: how many there are.
+        nbytes: logical bytes.
+    """
+
+    segments: tuple[SegmentEntry, ...]
+    encoding: Encoding
+    state: str
+    tensors: int
+    nbytes: int
+
+
+_Moved = tuple[Joined, Rules]
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one segment has of a step."""
+
+    moved: list[_Moved] = field(default_factory=list)
+    rest: list[TensorPlan] = field(default_factory=list)
+    nbytes: int = 0
+    entries: int = 0
+
+
+class FedStep:
+    """How a step is coded that comes unit by unit."""
+
+    def __init__(
+        self,
+        step: int,
+        flat: FlatState,
+        base: Base,
+        moved: Sequence[_Moved],
+        rest: Sequence[TensorPlan],
+        choices: StepChoices,
+    ) -> None:
+        """
+        Args:
+            flat: the state, of which only names, types and shapes are looked at.
+            moved: what an optimizer moved, each with how it is coded.
+            rest: the other tensors.
+            choices: is told what does not fit.
+        """
+        self._step = step
+        self._flat = flat
+        self._base = base
+        self._moved = moved
+        self._rest = rest
+        self._choices = choices
+        self._overflow = False
+
+    # -- what is done
+
+    def encode(self, fed: Fed, workers: Workers) -> EncodedStep:
+        """Code it, to be kept in memory. Raises `TooLongError`, and whatever feeding raises."""
+        share = _Share(list(self._moved), list(self._rest))
+        units: list[tuple[EncodedTensor, ...]] = []
+        with closing(self._results([share], fed, workers)) as results:
+            for one, (encoding, rule) in share.moved:
+                unit = unit_of(one, encoding, rule, list(self._chunks(one, results)))
+                assert unit is not None
+                units.append(unit)
+            coded: Iterator[Coded] = chain.from_iterable(results)
+            for plan in share.rest:
+                chunks = tuple(replace(piece, payload=piece.payload.copy()) for piece in islice(coded, _count(plan)))
+                units.append((EncodedTensor(plan.spec, plan.choice.name, plan.params, chunks),))
+        state = self._state(
+            [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
+        )
+        return EncodedStep(self._step, self._base.id, self._flat.tree, tuple(units), state, self._nbytes)
+
+    def write(
+        self, fed: Fed, session: SegmentSession, draft: SegmentDoc, moment: float, limit: int = _LIMIT
+    ) -> StreamedStep:
+        """Code it, write it as it is coded, and make it durable (COMMIT step 1).
+
+        Args:
+            draft: what its segments say of themselves; their uuids and steps are filled in.
+            moment: when it was made.
+            limit: logical bytes of a segment.
+
+        Raises:
+            TooLongError: what was written is no part of any checkpoint.
+            StorageError: the medium failed.
+            and whatever feeding raises.
+        """
+        shares = list(self._shares(limit))
+        ids = [uuid.uuid4().hex for _ in shares]
+        parts = [Part(ids[0], number, len(ids)) if len(ids) > 1 else None for number in range(len(ids))]
+        segments: list[SegmentEntry] = []
+        entries: list[TensorEntry] = []
+        with closing(self._results(shares, fed, session.workers)) as results:
+            for segment, part, share in zip(ids, parts, shares, strict=True):
+                described = StepEncoding(draft.term, KIND, self._base.id, moment, False, part)
+                trees = {} if segments else {self._step: self._flat.tree}
+                doc = replace(draft, segment=segment, encodings={self._step: described}, trees=trees)
+                made: list[TensorEntry] = []
+                fill = partial(self._fill, share, results, made)
+                segments.append(write_stream(session, doc, share.nbytes, fill))
+                entries += made
+        state = self._state([(one.name, one.dtype, one.shape, one.hash) for one in entries])
+        cost = sum(segment.size for segment in segments)
+        encoding = Encoding((draft.term, self._step), KIND, self._base.id, tuple(ids), False, cost)
+        return StreamedStep(tuple(segments), encoding, state, len(entries), self._nbytes)
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(source.nbytes for source in self._flat.tensors.values())
+
+    def _state(self, parts: Sequence[tuple[str, str, tuple[int, ...], str]]) -> str:
+        return hashing.state_hash(jsontext.dumps(self._flat.tree), parts)
+
+    # -- what is coded in which order
+
+    def _shares(self, limit: int) -> Iterator[_Share]:
+        """Segments whose payloads fit, whatever they are coded to."""
+        share = _Share()
+
+        def full(nbytes: int, entries: int) -> bool:
+            taken = share.moved or share.rest
+            if taken and (share.nbytes + nbytes > limit or share.entries + entries > MAX_ENTRIES // 4):
+                return True
+            share.nbytes += nbytes
+            share.entries += entries
+            return False
+
+        for one, rules in self._moved:
+            names = [name for update in one.updates for name in update.slots]
+            size = sum(self._flat.tensors[name].nbytes for name in names)
+            if full(size, len(names)):
+                yield share
+                share = _Share(nbytes=size, entries=len(names))
+            share.moved.append((one, rules))
+        for plan in self._rest:
+            if full(plan.spec.nbytes, 1):
+                yield share
+                share = _Share(nbytes=plan.spec.nbytes, entries=1)
+            share.rest.append(plan)
+        yield share
+
+    def _results(
+        self, shares: Sequence[_Share], fed: Fed, workers: Workers
+    ) -> Generator[Any]:  # of a chunk that an optimizer moved, a `CodedChunk` or None; of the others lists of `Coded`
+        assert fed.room is not None  # the next step is coded against this one
+        units: list[Unit] = []
+        for share in shares:
+            units += [one.unit(rules[0], extent, fed.room) for one, rules in share.moved for extent in one.extents]
+            units += units_of(share.rest, self._flat, fed.room)
+        windows = fed.feed.windows(units)
+        return workers.in_order(chain.from_iterable(self._jobs(share, windows) for share in shares))
+
+    def _jobs(self, share: _Share, windows: Iterator[Window]) -> Iterator[Callable[[], Any]]:
+        for one, rules in share.moved:
+            for extent in one.extents:
+                yield partial(self._code, one, rules, extent, next(windows))
+        yield from group_jobs(share.rest, self._flat, self._base, True, windows)
+
+    def _code(self, one: Joined, rules: Rules, extent: tuple[int, int], window: Window) -> CodedChunk | None:
+        coded = None if self._overflow else code_chunk(one, rules, extent, window.read, digests=True)
+        window.done()
+        return coded
+
+    # -- what becomes of it
+
+    def _chunks(self, one: Joined, results: Iterator[CodedChunk | None]) -> Generator[CodedChunk]:
+        for _ in one.extents:
+            coded = next(results)
+            if coded is None:
+                self._choices.learn_fit(one.leader, False)
+                self._overflow = True  # what is not under way yet is not coded any more
+                for _ in results:
+                    pass
+                raise TooLongError(f"step {self._step}: {one.leader!r} is not coded to less than it is")
+            yield coded
+
+    def _fill(
+        self, share: _Share, results: Iterator[Any], made: list[TensorEntry], stream: BlockStream
+    ) -> Mapping[int, Mapping[str, TensorEntry]]:
+        for one, (encoding, rule) in share.moved:
+            places: list[_Place] = []
+            chunks: list[CodedChunk] = []
+            for chunk in self._chunks(one, results):
+                places.append(_append(stream, chunk.payload))
+                # Prevents: all payloads of a tensor in memory, however large it is.
+                chunks.append(replace(chunk, payload=_NOTHING))
+            unit = unit_of(one, encoding, rule, chunks)
+            assert unit is not None
+            made += [_entry(tensor, stream, () if number else places) for number, tensor in enumerate(unit)]
+        # As many as belong to this segment: the rest of `results` is of the next one.
+        rest = chain.from_iterable(next(results) for _ in units_of(share.rest, self._flat, None))
+        for plan in share.rest:
+            places, pieces = [], []
+            for coded in islice(rest, _count(plan)):
+                places.append(_append(stream, coded.payload))
+                pieces.append(replace(coded, payload=_NOTHING))
+            made.append(_entry(EncodedTensor(plan.spec, plan.choice.name, plan.params, tuple(pieces)), stream, places))
+        return {self._step: {entry.name: entry for entry in made}}
+
+
+def _count(plan: TensorPlan) -> int:
+    return sum(1 for _ in chunk_extents(plan.spec.nbytes))
+
+
+def _append(stream: BlockStream, payload: Bytes) -> _Place:
+    at = stream.position
+    stream.append(payload)
+    return at, len(payload), hashing.chunk_hash(payload.data)
+
+
+def _entry(tensor: EncodedTensor, stream: BlockStream, places: Sequence[_Place]) -> TensorEntry:
+    """What the index says of a tensor, of which the payloads are at `places`; those that are nowhere are empty."""
+    places = places or [_append(stream, _NOTHING) for _ in tensor.chunks]
+    chunks = tuple(
+        Chunk(at, length, coded.logical, stored, coded.decoded_hash)
+        for (at, length, stored), coded in zip(places, tensor.chunks, strict=True)
+    )
+    spec = tensor.spec
+    number = digest_of(tensor)
+    return TensorEntry(spec.name, spec.dtype, spec.shape, chunks, tensor.codec, tensor.params, digest=number)
+
+
+def digest_of(tensor: EncodedTensor) -> int | None:
+    """The state digest of a tensor, if it was asked for when its chunks were coded."""
+    shares = [coded.digest for coded in tensor.chunks if coded.digest is not None]
+    if len(shares) < len(tensor.chunks):
+        return None
+    return digest.combine(*shares, nbytes=tensor.spec.nbytes)
+
+
+def plan_fed(
+    flat: FlatState,
+    updates: Sequence[Update],
+    base: Base,
+    step: int,
+    *,
+    choices: Choices,
+    step_choices: StepChoices,
+    workers: Workers,
+) -> FedStep:
+    """Look at `flat`, and say how it will be coded against the step before; arguments as for `encode_step`."""
+    joined = list(join(fitting_updates(updates, flat, base), flat, base))
+    rules = choose_rules(joined, step_choices, workers)
+    fits = workers.pool.map(lambda one, rule: will_fit(one, rule, step_choices), joined, rules)
+    moved = [(one, rule) for one, rule, fit in zip(joined, rules, fits, strict=True) if fit]
+    names = {name for one, _ in moved for update in one.updates for name in update.slots}
+    rest = choose_all(flat, base, 1, choices, workers, flat.tensors.keys() - names)
+    return FedStep(step, flat, base, moved, rest, step_choices)

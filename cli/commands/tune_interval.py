@@ -1,0 +1,242 @@
+"""``ckpt tune interval``: how often to save, how many saves at once, how many threads; found by saving for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ckptstore.cli.arguments import REF, SIZE, STORE
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import duration, emit, note, progress, size, table
+from ckptstore.cli.quantities import TIME
+
+if TYPE_CHECKING:
+    from ckptstore.store import Store
+    from ckptstore.tuning.intervals import Choice, Limits, Timing
+    from ckptstore.tuning.profiling import Profile
+
+_STAGING: Final = (64 << 20, 128 << 20)
+"""b: what a writer takes by default, and twice that."""
+
+
+@make_command(
+    "interval",
+    examples=[
+        "ckpt tune interval runs/gpt                       # state and iteration time from the store's checkpoints",
+        "ckpt tune interval runs/new --size 4GB --iteration-time 250ms",
+        "ckpt tune interval runs/gpt --like step_1000.safetensors --iteration-time 1.2s --memory 20GB --plot tune.png",
+    ],
+)
+@STORE
+@click.option("--iteration-time", "iteration", type=TIME, help="t: one iteration; default: from the store's commits.")
+@click.option("--size", "nbytes", type=SIZE, help="m: bytes of the state; default: as the newest checkpoint.")
+@click.option("--like", type=REF, metavar="REF|FILE", help="Take the state's tensors from a checkpoint or a file.")
+@click.option(
+    "--slowdown",
+    type=click.FloatRange(min=1, min_open=True),
+    default=1.05,
+    show_default=True,
+    metavar="Q",
+    help="q: by how much saving may slow training.",
+)
+@click.option("--memory", type=SIZE, help="M: host memory that saves may take.")
+@click.option("--space", type=SIZE, help="S: bytes that checkpoints may take; default: what is free.")
+@click.option("--in-flight", type=click.IntRange(1, 64), default=4, show_default=True, help="Try N up to this.")
+@click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True, help="Try p up to this.")
+@click.option("--probe", type=SIZE, default="256MiB", show_default=True, help="Save at most so much; times are scaled.")
+@click.option("--saves", type=click.IntRange(2), default=4, show_default=True, help="Measured saves of each setting.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the model (PNG, SVG, PDF).")
+def command(
+    store: str, nbytes: int | None, like: str | None, iteration: float | None, plot: Path | None, **asked: Any
+) -> None:
+    """Find how often to save, and how many saves at once.
+
+    Saves a state for a while into a temporary store beside STORE (a store, a folder, or a path where one will be), and
+    applies PCcheck's model to find f (the interval), N (saves in flight) and p (threads of each); docs/tuning.md
+    explains it.
+    """
+    from ckptstore.tuning.profiling import lengths_like, lengths_of, trial_state
+    from ckptstore.tuning.scratch import existing_store, scratch
+
+    if nbytes is not None and like is not None:
+        raise click.UsageError("--size and --like both say what the state is; give one")
+    if plot is not None:  # before anything is measured, not after
+        from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
+        from ckptstore.tuning.interval_plot import need_matplotlib
+
+        need_matplotlib()
+        refuse_store(plot.resolve())
+        refuse_missing_folder(plot)
+    there = existing_store(store)
+    pace, pace_from = (iteration, "given") if iteration is not None else (_pace(there), "store")
+    if nbytes is None and like is None and there is not None and there.latest_step() is not None:
+        like = "latest"
+    missing = [
+        name for name, value in (("--size or --like", nbytes or like), ("--iteration-time", pace)) if value is None
+    ]
+    if missing or pace is None:
+        why = "the store has too few checkpoints to tell" if there else "there is no store yet that could tell"
+        raise click.UsageError(f"missing: {', '.join(missing)} ({why})")
+    lengths = lengths_of(nbytes) if like is None and nbytes is not None else lengths_like(str(like), there)
+    if (whole := sum(lengths)) < 1:
+        raise click.UsageError(f"{like}: a state without a byte in its tensors is saved in no time")
+    state = trial_state(lengths, asked["probe"])
+    saved = sum(array.nbytes for array in state.values())
+    with scratch(store) as place:
+        limits = _limits(asked, place.free())
+        found = _profiled(place, state, whole, limits, asked).scaled(whole / saved)
+    document = _document(found, limits, pace, whole)
+    document |= {"probe_bytes": saved, "like": like, "store": store}
+    document["sources"] = {"state_bytes": "given" if like is None else like, "iteration": pace_from}
+    document["plot"] = None if plot is None else str(plot)
+    _remarks(document)
+    if plot is not None:
+        from ckptstore.tuning.interval_plot import draw
+
+        draw(found.timings, _chosen(found, limits, pace, whole), pace, limits, plot)
+    if asked["as_json"]:
+        emit({name: document[name] for name in _MEMBERS})
+    else:
+        click.echo("\n".join(_text(document)))
+
+
+_MEMBERS: Final = (
+    *("store", "like", "state_bytes", "probe_bytes", "iteration", "sources", "limits", "settings", "chosen"),
+    *("interval", "recovery", "line", "seconds", "plot"),
+)
+
+
+def _pace(store: Store | None) -> float | None:
+    """Seconds per step by the commits of a store."""
+    from ckptstore.tuning.profile import seconds_per_step
+
+    return None if store is None else seconds_per_step(store.checkpoints())
+
+
+def _limits(asked: Mapping[str, Any], free: int) -> Limits:
+    from ckptstore.tuning.intervals import Limits
+
+    return Limits(asked["slowdown"], asked["memory"], free if asked["space"] is None else asked["space"])
+
+
+def _profiled(place: Any, state: Any, whole: int, limits: Limits, asked: Mapping[str, Any]) -> Profile:
+    """Measure as many N as the limits allow, of a state that is given in part."""
+    from ckptstore.tuning.intervals import most_in_flight
+    from ckptstore.tuning.profiling import Plan, profile
+
+    most = min(asked["in_flight"], most_in_flight(whole, _STAGING[0], limits))
+    if most < asked["in_flight"]:
+        note(f"memory or space allow {most} saves in flight of the {asked['in_flight']} that were to be tried")
+    plan = Plan(most, range(1, asked["threads"] + 1), _STAGING, asked["saves"], limits.slowdown)
+    with progress("saving") as advance:
+        return profile(place, state, plan, advance)
+
+
+def _chosen(found: Profile, limits: Limits, iteration: float, whole: int) -> Choice:
+    from ckptstore.tuning.intervals import best_setting
+
+    return best_setting(found.timings, iteration, limits, whole)
+
+
+def _document(found: Profile, limits: Limits, iteration: float, whole: int) -> dict[str, Any]:
+    from ckptstore.tuning.intervals import recovery_bound, slowdown
+
+    choice = _chosen(found, limits, iteration, whole)
+    timing, setting = choice.timing, choice.timing.setting
+    bound = recovery_bound(timing, choice.interval, iteration, found.load)
+    staging = "" if setting.staging_bytes == _STAGING[0] else f", staging_bytes={setting.staging_bytes}"
+    return {
+        "state_bytes": whole,
+        "iteration": iteration,
+        "limits": asdict(limits),
+        "settings": [_setting(one, one == timing, limits, iteration, whole) for one in found.timings],
+        "chosen": _setting(timing, True, limits, iteration, whole),
+        "interval": {
+            "iterations": choice.interval,
+            "seconds": choice.interval * iteration,
+            "equation_3": choice.equation_3,
+            "slowdown": slowdown(timing, choice.interval, iteration),
+        },
+        "recovery": asdict(bound) | {"total": bound.total},
+        "line": f"store.writer(max_in_flight={setting.in_flight}, threads={setting.threads}{staging})",
+        "seconds": found.seconds,
+    }
+
+
+def _setting(timing: Timing, chosen: bool, limits: Limits, iteration: float, whole: int) -> dict[str, Any]:
+    from ckptstore.tuning.intervals import host_bytes, least_interval
+
+    return asdict(timing.setting) | {
+        "write": timing.write,
+        "per_save": timing.per_save,
+        "loss": timing.loss,
+        "bandwidth": whole / timing.per_save,
+        "host_bytes": host_bytes(whole, timing.setting),
+        "interval": least_interval(timing, iteration, limits.slowdown),
+        "chosen": chosen,
+    }
+
+
+def _remarks(found: Mapping[str, Any]) -> None:
+    if found["sources"]["iteration"] == "store":
+        note("the iteration time is that between commits, saving included")
+    if found["probe_bytes"] < found["state_bytes"]:
+        note(
+            f"{size(found['probe_bytes'])} of {size(found['state_bytes'])} were saved, and times scaled by "
+            f"{found['state_bytes'] / found['probe_bytes']:.3g}; a larger --probe is more exact"
+        )
+
+
+def _text(found: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{size(found['state_bytes'])} of state, iterations of {_short(found['iteration'])}, slowdown at most "
+        f"{found['limits']['slowdown']:g}; measured in {duration(found['seconds'])}"
+    )
+    yield ""
+    heads = ["", ">N", ">THREADS", ">STAGING", ">T_w", ">T_w/N", ">PER SECOND", ">CALL", ">HOST MEMORY", ">EVERY"]
+    yield table(heads, map(_row, sorted(found["settings"], key=lambda one: [*one.values()][:3])))
+    yield ""
+    interval, recovery, chosen = found["interval"], found["recovery"], found["chosen"]
+    yield click.style(
+        f"save every {interval['iterations']:,} iterations ({_short(interval['seconds'])}), {chosen['in_flight']} in "
+        f"flight, {_threads(chosen['threads'])}",
+        bold=True,
+    )
+    yield f"slows training by a factor of {interval['slowdown']:.3f} at most, by the model"
+    if interval["iterations"] > interval["equation_3"]:
+        yield (
+            f"Eq. (3) alone: every {interval['equation_3']:,}; but the call of a save takes {_short(chosen['loss'])} "
+            "of the loop"
+        )
+    yield (
+        f"a failure costs at most {_short(recovery['total'])} (Eq. (4)): {_short(recovery['load'])} to load, "
+        f"{_short(recovery['since_save'])} since the newest save, {_short(recovery['under_way'])} of saves under way"
+    )
+    yield ""
+    yield "to copy:"
+    yield f"  writer = {found['line']}"
+    yield "  ..."
+    yield f"  if step % {interval['iterations']} == 0:"
+    yield "      writer.save_async(state, step)"
+
+
+def _row(one: Mapping[str, Any]) -> list[str]:
+    return [
+        "*" if one["chosen"] else "",
+        *(f"{one['in_flight']}", f"{one['threads']}", size(one["staging_bytes"])),
+        *(_short(one["write"]), _short(one["per_save"]), f"{one['bandwidth'] / 1e9:.3g} GB", _short(one["loss"])),
+        *(size(one["host_bytes"]), f"{one['interval']:,}"),
+    ]
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' if number > 1 else ''}"
+
+
+def _short(seconds: float) -> str:
+    """``1.25 s``, ``38.1 ms``."""
+    return duration(seconds) if seconds >= 1 else f"{seconds * 1000:.3g} ms"

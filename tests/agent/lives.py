@@ -1,0 +1,119 @@
+"""Trainers and agents as processes that end, for the tests of this room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BEGIN = """
+import os, signal, sys, time
+import numpy as np
+import ckptstore
+import ckptstore.agent
+from ckptstore.formats.state import FlatState
+from tests.agent.lives import advance, begun, truth
+from tests.write.test_diffs import Trainer
+
+url = sys.argv[1]
+kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def begun() -> dict[str, Any]:
+    """The state of step 0."""
+    chance = np.random.default_rng(7)
+    return {
+        "weights": chance.normal(size=(300, 700)).astype("<f4"),
+        "moments": {"m": np.zeros((300, 700), "<f4"), "count": np.zeros((), "<i8")},
+        "small": np.arange(5, dtype="<i2"),
+        "empty": np.zeros((0, 3), "<f8"),
+        "step": 0,
+        "chance": chance.bit_generator.state,
+        "nothing": [None, float("nan"), ("a", 1)],
+    }
+
+
+def advance(state: dict[str, Any]) -> dict[str, Any]:
+    """The state one step later, the tensors changed in place."""
+    chance = np.random.default_rng()
+    chance.bit_generator.state = state["chance"]
+    gradient = chance.normal(size=state["weights"].shape).astype("<f4")
+    moments = state["moments"]
+    moments["m"] *= np.float32(0.9)
+    moments["m"] += gradient
+    moments["count"] += 1
+    state["weights"] -= np.float32(0.01) * moments["m"]
+    state["small"] += 1
+    return state | {"step": state["step"] + 1, "chance": chance.bit_generator.state}
+
+
+def truth(step: int) -> dict[str, Any]:
+    """What training gives after so many steps."""
+    state = begun()
+    for _ in range(step):
+        state = advance(state)
+    return state
+
+
+def run(script: str, *arguments: object, code: int = 0) -> list[str]:
+    """Run a trainer of its own process to its end -> the words that it printed."""
+    command = [sys.executable, "-c", BEGIN + script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert done.returncode == code, f"{done.returncode}: {done.stderr}"
+    return done.stdout.split()
+
+
+def started(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """Begin a trainer; the first thing it prints is a line that says that it is so far."""
+    command = [sys.executable, "-c", BEGIN + script, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    return process
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.01)
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Kill a process, and wait until it is gone."""
+    assert pid > 1, "one process, never a group of them"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+    until(lambda: not alive(pid))
+
+
+def agents(folder: Path) -> list[int]:
+    """The agents that were started with this runtime folder, and live."""
+    wanted = f"CKPTSTORE_RUNTIME_DIR={folder}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_agent = b"ckptstore.agent.process" in (process / "cmdline").read_bytes()
+            if is_agent and wanted in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return [pid for pid in found if alive(pid)]

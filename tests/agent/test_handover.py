@@ -1,0 +1,344 @@
+"""A trainer is killed: what it had handed over is written, kept, and goes to its successor alone, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+import ckptstore.agent
+from ckptstore import DiffOptions
+from ckptstore.agent import AgentWriter
+from ckptstore.errors import AgentBusyError, UsageError
+from tests.agent.lives import agents, alive, begun, kill, run, started, truth, until
+from tests.store.states import same, training_state
+from tests.write.test_diffs import Trainer
+
+
+def opened(url: Path, **options: Any) -> AgentWriter:
+    return ckptstore.agent.writer(url, linger_seconds=options.pop("linger_seconds", 30.0), **options)
+
+
+TRAIN = """
+steps = int(sys.argv[2])
+writer = ckptstore.agent.writer(url, linger_seconds=60)
+state = begun() if writer.parent is None else writer.load()
+print(writer.agent_pid, flush=True)
+for step in range(writer.step + 1, steps + 1):
+    state = advance(state)
+    pending = writer.save_async(state, step)
+pending.result()
+kill()
+"""
+
+
+def test_the_successor_goes_on_with_what_the_agent_kept(tmp_path: Path, runtime: Path) -> None:
+    url = tmp_path / "store"
+    (pid,) = run(TRAIN, url, 4, code=-9)
+    assert agents(runtime) == [int(pid)]
+    with opened(url) as writer:
+        assert (writer.agent_pid, writer.term, writer.step) == (int(pid), 1, 4)
+        assert writer.parent is not None
+        assert writer.parent.ref == "4@1"
+        assert writer.inherited is not None
+        assert (writer.inherited.durable, writer.inherited.state) == (True, writer.parent.state)
+        state = writer.load()
+        same(truth(4), state)
+        into = begun()
+        same(truth(4), writer.load(into=into))
+        same(truth(4)["weights"], into["weights"])
+        writer.save(truth(5), 5)
+        assert writer.inherited is None
+        same(truth(4), state)  # it was copied: the buffers are filled again
+    assert [info.ref for info in ckptstore.open(url).checkpoints()] == [f"{step}@1" for step in range(1, 6)]
+    assert agents(runtime) == []
+
+
+def test_nothing_is_read_from_storage(tmp_path: Path) -> None:
+    """Every segment is gone, and the state comes back all the same."""
+    url = tmp_path / "store"
+    run(TRAIN, url, 3, code=-9)
+    for segment in (url / "seg").rglob("*.safetensors"):
+        segment.unlink()
+    with opened(url) as writer:
+        same(truth(3), writer.load())
+
+
+def test_torch_tensors_come_back_as_such(tmp_path: Path) -> None:
+    script = """
+from tests.store.states import training_state
+writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer.save(training_state(), 1)
+kill()
+"""
+    run(script, tmp_path / "store", code=-9)
+    with opened(tmp_path / "store") as writer:
+        assert writer.inherited is not None
+        stored = ckptstore.open(tmp_path / "store").load()
+        same(stored, writer.load())
+        same(stored, writer.load(into=training_state(seed=1)))
+        with pytest.raises(UsageError, match="into="):
+            writer.load(into={"model": {}})
+
+
+HALF = """
+class Stops:
+    '''A tensor in the middle of which the trainer is killed.'''
+    dtype, shape, nbytes, origin, identity = "U8", (20 << 20,), 20 << 20, "numpy", "stops"
+    def view(self):
+        return None
+    def read(self, offset, out):
+        out[:] = 255
+        if offset:
+            kill()
+
+writer = ckptstore.agent.writer(url, linger_seconds=60, max_in_flight=int(sys.argv[2]))
+for step in (1, 2):
+    pending = writer.save_async({"big": np.full(20 << 20, step, np.uint8)}, step)
+if sys.argv[3] == "wait":
+    pending.result()
+writer.save_async(FlatState({"big": {"$a": "big"}}, {"big": Stops()}), 3)
+"""
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("when", ["wait", "at once"])
+def test_a_buffer_that_is_half_filled_is_never_offered(tmp_path: Path, in_flight: int, when: str) -> None:
+    run(HALF, tmp_path / "store", in_flight, when, code=-9)
+    with opened(tmp_path / "store", max_in_flight=in_flight) as writer:
+        assert writer.step == 2
+        assert writer.inherited is not None
+        assert (writer.load()["big"] == 2).all()
+        writer.save({"big": np.full(20 << 20, 3, np.uint8)}, 3)  # the place in flight is free again
+    assert (ckptstore.open(tmp_path / "store").load(3)["big"] == 3).all()
+
+
+def test_what_waits_for_its_batch_is_written_and_the_chain_goes_on(tmp_path: Path) -> None:
+    script = """
+writer = ckptstore.agent.writer(
+    url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), max_in_flight=2, linger_seconds=60
+)
+trainer = Trainer()
+for step in range(1, 6):
+    trainer.train()
+    writer.save_async(trainer.state(), step, updates=trainer.updates())
+writer.poll()
+kill()
+"""
+    url = tmp_path / "store"
+    run(script, url, code=-9)
+    trainer = Trainer()
+    for _ in range(5):
+        trainer.train()
+    with opened(url, diffs=DiffOptions(batch=50, seconds=None), max_in_flight=2) as writer:
+        assert writer.step == 5
+        same(trainer.state(), writer.load())
+        trainer.train()
+        writer.save_async(trainer.state(), 6, updates=trainer.updates())
+    infos = ckptstore.open(url).checkpoints()
+    assert [(info.ref, info.kind) for info in infos] == [
+        ("1@1", "full"),
+        *((f"{step}@1", "gradient") for step in range(2, 7)),
+    ]
+    same(trainer.state(), ckptstore.open(url).load())
+
+
+def test_killed_again_and_again_at_any_moment(tmp_path: Path) -> None:
+    """Each life finds what the one before had handed over, but for the step that it was at."""
+    script = """
+import threading
+writer = ckptstore.agent.writer(url, linger_seconds=60, max_in_flight=2)
+state = begun() if writer.parent is None else writer.load()
+print("up", writer.step, flush=True)
+threading.Timer(float(sys.argv[2]), kill).start()
+for step in range(writer.step + 1, 10_000):
+    state = advance(state)
+    writer.save_async(state, step)
+    print(step, flush=True)
+"""
+    reached = 0
+    for life in range(4):
+        words = run(script, tmp_path / "store", 0.05 + 0.1 * life, code=-9)
+        assert int(words[1]) >= reached - 1
+        reached = int(words[-1])
+    with opened(tmp_path / "store", max_in_flight=2) as writer:
+        assert reached - 1 <= writer.step <= reached + 1
+        assert writer.term == 1
+        same(truth(writer.step), writer.load())
+
+
+def test_both_die_and_the_newest_durable_checkpoint_is_left(tmp_path: Path) -> None:
+    url = tmp_path / "store"
+    (pid,) = run(TRAIN, url, 3, code=-9)
+    kill(int(pid))
+    with opened(url) as writer:
+        assert (writer.inherited, writer.term, writer.step) == (None, 2, 3)
+        same(truth(3), writer.load())
+        writer.save(truth(4), 4)
+
+
+def test_an_agent_without_a_trainer_ends_after_its_time(tmp_path: Path, runtime: Path) -> None:
+    script = """
+writer = ckptstore.agent.writer(url, linger_seconds=0.3)
+writer.save(begun(), 1)
+print(writer.agent_pid, flush=True)
+kill()
+"""
+    (pid,) = run(script, tmp_path / "store", code=-9)
+    until(lambda: not alive(int(pid)))
+    assert list(runtime.iterdir()) == []
+
+
+def test_sigterm_ends_an_agent_that_waits(tmp_path: Path, runtime: Path) -> None:
+    (pid,) = run(TRAIN, tmp_path / "store", 2, code=-9)
+    kill(int(pid), signal.SIGTERM)
+    assert list(runtime.iterdir()) == []
+
+
+def test_two_trainers_never_share_one(tmp_path: Path) -> None:
+    script = """
+writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer.save(begun(), 1)
+print("up", flush=True)
+time.sleep(60)
+"""
+    first = started(script, tmp_path / "store")
+    try:
+        for _ in range(2):
+            with pytest.raises(AgentBusyError, match="two trainers never share one"):
+                opened(tmp_path / "store")
+        first.send_signal(signal.SIGSTOP)  # it is alive all the same
+        with pytest.raises(AgentBusyError):
+            opened(tmp_path / "store")
+        os.kill(first.pid, signal.SIGKILL)  # a zombie until somebody waits for it: dead
+        until(lambda: not alive(first.pid))
+        with opened(tmp_path / "store") as writer:
+            assert (writer.term, writer.step) == (1, 1)
+            with pytest.raises(AgentBusyError):
+                opened(tmp_path / "store")
+            writer.save(begun(), 2)
+    finally:
+        first.kill()
+        first.wait()
+        assert first.stdout is not None
+        first.stdout.close()
+
+
+def test_a_child_that_outlives_the_trainer_does_not_keep_its_agent(tmp_path: Path) -> None:
+    """Workers of a data loader are forked, and hold whatever was open."""
+    script = """
+writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer.save(begun(), 1)
+if (child := os.fork()) == 0:
+    os.close(1); os.close(2)
+    time.sleep(60)
+print(child, flush=True)
+kill()
+"""
+    (child,) = run(script, tmp_path / "store", code=-9)
+    try:
+        began = time.monotonic()
+        with opened(tmp_path / "store") as writer:
+            assert (writer.term, writer.step) == (1, 1)
+        assert time.monotonic() - began < 30
+    finally:
+        kill(int(child))
+
+
+def test_other_options_get_the_memory_and_an_agent_of_their_own(tmp_path: Path) -> None:
+    (pid,) = run(TRAIN, tmp_path / "store", 3, code=-9)
+    with opened(tmp_path / "store", deltas=2) as writer:
+        assert writer.inherited is not None
+        assert (writer.term, writer.step) == (2, 3)
+        assert not alive(int(pid))
+        same(truth(3), writer.load())
+        writer.save(truth(4), 4)
+
+
+@pytest.mark.parametrize("parent", [None, "1@1", 2])
+def test_another_parent_than_the_newest_is_a_term_of_its_own(tmp_path: Path, parent: Any) -> None:
+    (pid,) = run(TRAIN, tmp_path / "store", 3, code=-9)
+    with opened(tmp_path / "store", parent=parent) as writer:
+        assert (writer.inherited, writer.term) == (None, 2)
+        assert not alive(int(pid))
+        step = 0 if parent is None else int(str(parent)[0])
+        assert writer.step == step
+        if step:
+            same(truth(step), writer.load())
+        writer.save(truth(step + 1), step + 1)
+
+
+def test_the_newest_by_its_name_is_what_the_agent_keeps(tmp_path: Path) -> None:
+    run(TRAIN, tmp_path / "store", 3, code=-9)
+    with opened(tmp_path / "store", parent="3@1") as writer:
+        assert writer.inherited is not None
+        assert writer.term == 1
+
+
+def test_a_term_that_came_after_wins_over_what_the_agent_keeps(tmp_path: Path) -> None:
+    run(TRAIN, tmp_path / "store", 3, code=-9)
+    with ckptstore.open(tmp_path / "store").writer() as other:
+        other.save(truth(4), 4)
+    with opened(tmp_path / "store") as writer:
+        assert (writer.inherited, writer.term, writer.step) == (None, 3, 4)
+        same(truth(4), writer.load())
+
+
+def test_a_store_in_the_place_of_another_gets_an_agent_of_its_own(tmp_path: Path) -> None:
+    (pid,) = run(TRAIN, tmp_path / "store", 3, code=-9)
+    (tmp_path / "store").rename(tmp_path / "moved")
+    with ckptstore.open(tmp_path / "store").writer() as other:
+        other.save(truth(1), 1)
+    with opened(tmp_path / "store") as writer:
+        assert (writer.inherited, writer.step, writer.term) == (None, 1, 2)
+        assert not alive(int(pid))
+    same(truth(3), ckptstore.open(tmp_path / "moved").load())
+
+
+def test_a_step_that_could_not_be_written_is_in_memory_still(tmp_path: Path) -> None:
+    """The store has lost its FORMAT file: nothing can be committed, and training need not go back."""
+    script = """
+writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer.save(truth(1), 1)
+os.rename(url + "/FORMAT", url + ".FORMAT")
+try:
+    writer.save(truth(2), 2)
+except ckptstore.StorageError:
+    print("failed", flush=True)
+os.rename(url + ".FORMAT", url + "/FORMAT")
+kill()
+"""
+    assert run(script, tmp_path / "store", code=-9) == ["failed"]
+    with opened(tmp_path / "store") as writer:
+        assert writer.inherited is not None
+        assert (writer.step, writer.inherited.durable) == (2, False)
+        assert writer.parent is not None
+        assert writer.parent.step == 1
+        same(truth(2), writer.load())
+        writer.save(truth(3), 3)
+    assert [info.ref for info in ckptstore.open(tmp_path / "store").checkpoints()] == ["1@1", "3@1"]
+
+
+def test_a_stale_socket_is_no_agent(tmp_path: Path, runtime: Path) -> None:
+    (pid,) = run(TRAIN, tmp_path / "store", 1, code=-9)
+    kill(int(pid))
+    assert [path.suffix for path in runtime.iterdir()].count(".sock") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with opened(tmp_path / "store") as writer:
+            assert writer.term == 2
+    assert list(runtime.iterdir()) == []
+
+
+def test_trainers_of_other_names_have_agents_of_their_own(tmp_path: Path, runtime: Path) -> None:
+    with opened(tmp_path / "a", name="0") as first, opened(tmp_path / "b", name="0") as second:
+        assert first.agent_pid != second.agent_pid
+        assert len(agents(runtime)) == 2
+    assert agents(runtime) == []

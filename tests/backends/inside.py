@@ -1,0 +1,45 @@
+"""What the tests of this room reach inside the backends for; see each function."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from ckptstore.backends import posix
+from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.spare_files import SpareFiles
+
+__all__ = ["forget_own_names", "libc_calls", "node_of"]
+
+
+def libc_calls(patch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """Note what the system is called with through ctypes, and call it -> name and arguments: `posix._call`.
+
+    Pointers are given as numbers. What a library of C is called with leaves no trace that Python could read.
+    """
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    real = posix._call
+
+    def call(name: str, *arguments: Any) -> None:
+        simple = ctypes.c_void_p, ctypes.c_size_t
+        calls.append((name, tuple(one.value if isinstance(one, simple) else one for one in arguments)))
+        real(name, *arguments)
+
+    patch.setattr(posix, "_call", call)
+    return calls
+
+
+def node_of(backend: LocalBackend, key: str) -> int:
+    """The number of the file of `key`: `LocalBackend._posix`.
+
+    The interface of backends knows keys, not files; and the file may be in the memory of a `RamPosix`, where no other
+    call finds it.
+    """
+    return backend._posix.stat(f"{backend.root}/{key}").st_ino
+
+
+def forget_own_names(patch: pytest.MonkeyPatch) -> None:
+    """A negative control, without what keeps a segment from being overwritten: `SpareFiles._require_own_name`."""
+    patch.setattr(SpareFiles, "_require_own_name", lambda *_: None)

@@ -1,0 +1,247 @@
+"""Space: what cannot fit is refused before it begins, and a full disk leaves the store as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.errors import CkptError, StorageError
+from ckptstore.host.caller_warnings import UnpinnedWarning
+from ckptstore.host.pages import BLOCK
+from ckptstore.maintenance.gc import collect
+from ckptstore.store import Store, verify
+from tests.backends.backend_conformance import filled, read_segment, write_segment
+from tests.backends.recycled_data import recycling_store, retire, save, segment_path, spare, state
+from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.ramfs import RamPosix
+
+MIB = 1 << 20
+DISK = 24 * MIB
+BTRFS = 0x9123683E
+
+
+class Sized(RamPosix):
+    """A file system in memory that says that so many bytes are free."""
+
+    def __init__(self, free: int, *, reserved: int = 0, blocks: int = 1 << 20, kind: int | None = None) -> None:
+        super().__init__()
+        self._space = os.statvfs_result((4096, 4096, blocks, (free + reserved) // 4096, free // 4096, 0, 0, 0, 0, 255))
+        self._kind = kind
+
+    def statvfs(self, fd: int) -> os.statvfs_result:
+        self.fstat(fd)
+        return self._space
+
+    def file_system(self, fd: int) -> int:
+        return super().file_system(fd) if self._kind is None else self._kind
+
+
+def test_what_cannot_fit_is_refused_with_what_is_needed_and_what_is_free() -> None:
+    backend = LocalBackend("/data/store", Sized(10 * BLOCK))
+    backend.check_space(10 * BLOCK)
+    with pytest.raises(
+        StorageError, match=r"40,961 bytes are needed at least and 40,960 are free.*/data/store"
+    ) as told:
+        backend.check_space(10 * BLOCK + 1)
+    assert told.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_reserved_blocks_are_for_root(root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    backend = LocalBackend("/store", Sized(10 * BLOCK, reserved=5 * BLOCK))
+    if root:
+        backend.check_space(15 * BLOCK)
+    else:
+        with pytest.raises(StorageError):
+            backend.check_space(15 * BLOCK)
+
+
+def test_what_may_fit_is_not_refused() -> None:
+    LocalBackend("/store", Sized(10, kind=BTRFS)).check_space(1 << 40)  # it may compress
+    LocalBackend("/store", Sized(0, blocks=0)).check_space(1 << 40)  # a tmpfs without a limit
+    MemoryBackend("space").check_space(1 << 60)
+    MemoryBackend.forget("space")
+    backend = LocalBackend("/store", Sized(10 * BLOCK), recycle="always")
+    write_segment(backend, filled(8 * BLOCK))
+    backend.release("seg/0000000001/0123456789abcdef.safetensors")
+    backend.check_space(18 * BLOCK)  # spare files are space
+    with pytest.raises(StorageError, match="73,728 are free"):
+        backend.check_space(18 * BLOCK + 1)
+
+
+def test_a_save_that_cannot_fit_writes_nothing_and_the_writer_goes_on() -> None:
+    disk = Sized(64 << 10)
+    store = Store(LocalBackend("/store", disk))
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        writer.save(state(1, 1000), 1)
+        before = [path for path, _ in disk.image().walk()]
+        with pytest.raises(StorageError, match="are needed at least"):
+            writer.save(state(2), 2)
+        with pytest.raises(StorageError, match="are needed at least"):
+            writer.save_async(state(3, 1 << 20), 3).result()
+        assert [path for path, _ in disk.image().walk()] == before
+        writer.save(state(4, 1000), 4)
+    assert [info.step for info in store.checkpoints()] == [1, 4]
+
+
+# Spare files go first
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fallocate"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_spare_files_go_before_a_segment_fails(call: str, code: int) -> None:
+    disk = RamPosix()
+    backend = LocalBackend("/store", disk, recycle="always")
+    keys = [f"seg/0000000001/{number}.safetensors" for number in range(3)]
+    for key in keys:
+        write_segment(backend, filled(8 * BLOCK), key)
+    for key in keys:
+        backend.release(key)
+    # The second: the first is of the cleared header, or within what the file has.
+    full = LocalBackend("/store", FaultyPosix(disk, Fault(frozenset({call}), 1, 1, code)), recycle="never")
+    write_segment(full, filled(16 * BLOCK, 4), "seg/0000000002/new.safetensors")
+    assert read_segment(backend, "seg/0000000002/new.safetensors") == filled(16 * BLOCK, 4)
+    assert backend.shrink_spare(1 << 40) == 0
+
+
+def test_spare_files_go_before_a_commit_fails() -> None:
+    disk = RamPosix()
+    backend = LocalBackend("/store", disk, recycle="always")
+    write_segment(backend, filled(BLOCK), "seg/0000000001/0.safetensors")
+    backend.release("seg/0000000001/0.safetensors")
+    full = LocalBackend("/store", FaultyPosix(disk, Fault(frozenset({"pwrite"}), 1, 1, errno.ENOSPC)))
+    full.create("log/00000000000000000000", b"slot")
+    assert backend.get("log/00000000000000000000") == b"slot"
+    assert backend.shrink_spare(1 << 40) == 0
+    assert full.stray_temporaries() == ()
+    again = LocalBackend("/store", FaultyPosix(disk, Fault(frozenset({"pwrite"}), 1, 1, errno.ENOSPC)))
+    with pytest.raises(StorageError, match="No space"):
+        again.create("log/00000000000000000001", b"slot")
+
+
+# Real file systems that are full
+
+
+def _small_disk(kind: str, folder: Path) -> tuple[list[str], ...]:
+    if kind == "tmpfs":
+        return (["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder / "disk")],)
+    image = folder / "image"
+    with image.open("wb") as file:
+        file.truncate(DISK)
+    return (
+        ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", str(image)],
+        ["mount", "-o", "loop", str(image), str(folder / "disk")],
+    )
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 24 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    if request.param == "ext4" and shutil.which("mkfs.ext4") is None:
+        pytest.skip("mkfs.ext4 is missing (Debian: apt-get install e2fsprogs)")
+    (tmp_path / "disk").mkdir()
+    for command in _small_disk(request.param, tmp_path):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{' '.join(command[:4])} fails here: {done.stderr.strip()}")
+    try:
+        yield tmp_path / "disk"
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+
+
+def _blind(backend: LocalBackend) -> None:
+    """Only the disk itself says that it is full: as where others fill it meanwhile."""
+    backend.check_space = lambda _nbytes: None  # type: ignore[method-assign]
+
+
+def _whole(store: Store, *steps: int) -> None:
+    """These checkpoints, no others, and not a byte that is anything else."""
+    assert [info.step for info in store.checkpoints()] == list(steps)
+    for step in steps:
+        found = store.load(step, framework="numpy")
+        assert np.array_equal(found["weight"], state(step, len(found["weight"]))["weight"])
+    report = verify(store, threads=1)
+    assert report.ok, report.damage
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("way", ["refused", "by the disk", "by the disk, through the page cache"])
+def test_a_full_disk_leaves_the_store_as_it_was(disk: Path, way: str) -> None:
+    backend = LocalBackend(disk / "store", direct="page" not in way, recycle="never")
+    store = Store(backend)
+    save(store, 1, 2, nbytes=4 * MIB)
+    if way != "refused":
+        _blind(backend)
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        with pytest.raises(StorageError) as told:
+            writer.save(state(3, 32 * MIB), 3)
+        assert told.value.errno == errno.ENOSPC
+        assert ("are needed at least" in str(told.value)) == (way == "refused")
+        assert len(list((disk / "store").rglob("*.safetensors"))) == 2, "nothing is half written"
+        writer.save(state(4, 2 * MIB), 4)  # there is space again
+    _whole(Store(LocalBackend(disk / "store")), 1, 2, 4)
+    retire(store, 1, 2)
+    collect(store.journal)
+    save(store, 5, nbytes=12 * MIB)
+    _whole(store, 4, 5)
+
+
+@pytest.mark.root
+def test_a_disk_full_of_spare_files_has_space(disk: Path) -> None:
+    store = recycling_store(disk / "store")
+    save(store, 1, 2, 3, nbytes=5 * MIB)
+    retire(store, 1, 2)
+    collect(store.journal)
+    assert len(spare(disk / "store")) == 2
+    free = shutil.disk_usage(disk).free
+    assert free < 9 * MIB
+    save(store, 4, nbytes=14 * MIB)  # more than is free, and more than any spare file
+    _whole(store, 3, 4)
+    assert spare(disk / "store") == []
+
+
+@pytest.mark.root
+def test_a_disk_filled_by_others_to_the_last_byte(disk: Path) -> None:
+    """Whatever the writer is at when nothing fits any more: slots, folders, pins, segments. Then space is made."""
+    store = Store(LocalBackend(disk / "store", recycle="never"))
+    save(store, 1, nbytes=MIB)
+    others = disk / "others"
+    with others.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * BLOCK):
+            pass
+    for attempt in (2, 3):
+        with pytest.raises(CkptError):
+            save(store, attempt, nbytes=MIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnpinnedWarning)  # there is no space for a pin
+        loaded = store.load(1, framework="numpy")
+    assert np.array_equal(loaded["weight"], state(1, MIB)["weight"])
+    others.unlink()
+    save(store, 4, nbytes=MIB)
+    _whole(store, 1, 4)
+
+
+@pytest.mark.root
+def test_only_what_the_system_gives_counts(disk: Path) -> None:
+    """The check is of this disk: a save that just fits is not refused."""
+    store = Store(LocalBackend(disk / "store", recycle="never"))
+    save(store, 1, nbytes=BLOCK)
+    nbytes = shutil.disk_usage(disk).free - MIB
+    save(store, 2, nbytes=nbytes)
+    _whole(store, 1, 2)
+    assert segment_path(store, disk / "store", 2).stat().st_size > nbytes

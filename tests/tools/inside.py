@@ -1,0 +1,31 @@
+"""What the tests of the tools break inside the engine, to see the tools notice; see each function."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from ckptstore.log import reading
+from ckptstore.log.term import Term
+
+__all__ = ["break_rule"]
+
+Rule = Literal["look above", "look before", "chain"]
+
+
+def break_rule(patch: pytest.MonkeyPatch, rule: Rule) -> None:
+    """Leave out one rule of the log: `reading._Reading`, its `_slot_above` and `_follows`, `Term._check_log_is_mine`.
+
+    No option of the engine turns a rule off, and none shall.
+    """
+
+    def only_the_next(one: reading._Reading) -> int:
+        return one.seq + 1 if reading.exists(one.backend, reading.slot_key(one.seq + 1)) else -1
+
+    if rule == "look above":
+        patch.setattr(reading._Reading, "_slot_above", only_the_next)
+        return
+    patch.setattr(Term, "_check_log_is_mine", lambda _term, _seq: None)
+    if rule == "chain":
+        patch.setattr(reading._Reading, "_follows", lambda _reading, _record: True)

@@ -1,0 +1,46 @@
+"""A short campaign of `tools.agent_kills`, and what it would notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.agent_kills import MODES, Campaign, Truth, campaign
+from tools.crash.scenario import Violation
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_nothing_acknowledged_is_lost(tmp_path: Path, mode: str) -> None:
+    done = campaign(tmp_path, mode, 3, seed=5)
+    assert sum(done.kills.values()) == 3
+    assert done.newest > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("up 500 2 7 1 {wrong}", "other bits"),
+        ("up 500 2 5 1 {5}", "step 7 was acknowledged"),
+        ("up 500 3 8 1 {8}", "was to go on"),
+        ("up 500 2 8 0 {8}", "kept nothing"),
+        ("up 501 2 8 1 {8}", "was to go on"),
+        ("up 500 2 7 1 {7}", "step 9 was handed over"),
+        ("died AgentError: none", "did not begin"),
+    ],
+)
+def test_what_must_not_be_is_noticed(tmp_path: Path, line: str, why: str) -> None:
+    truth = Truth()
+    one = Campaign(str(tmp_path / "store"), "full")
+    one.expect("trainer", agent=500, term=2, given=9, newest=7)
+    digests = {str(step): truth[step] for step in range(10)}
+    for name, digest in digests.items():
+        line = line.replace(f"{{{name}}}", digest)
+    with pytest.raises(Violation, match=why):
+        one.begin(line.replace("{wrong}", digests["6"]))

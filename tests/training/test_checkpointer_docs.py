@@ -1,0 +1,36 @@
+"""The examples of docs/checkpointer.md run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+PAGE = Path(__file__).parents[2] / "docs/checkpointer.md"
+
+
+def test_the_examples_run(tmp_path: Path) -> None:
+    codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(codes) == 2
+    for code in codes:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    assert {one.name for one in (tmp_path / "runs").iterdir()} == {"net", "top"}
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", PAGE.read_text()):
+        assert (PAGE.parent / target).exists(), target

@@ -1,0 +1,37 @@
+"""The example of docs/layerwise.md runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+PAGE = Path(__file__).parents[2] / "docs/layerwise.md"
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("one optimizer (AdamW) updates all")
+    assert re.fullmatch(r"[\d.]+ s of copying, [\d.]+ s of it waited for", lines[1])
+    assert lines[2].startswith("0 to ")
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", PAGE.read_text()):
+        assert (PAGE.parent / target).exists(), target

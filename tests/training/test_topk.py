@@ -1,0 +1,238 @@
+"""Top-k compression: what is sent, what is kept, that training converges, and that the diffs are as small as that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore import DeterminismWarning  # noqa: E402
+from ckptstore.errors import UsageError  # noqa: E402
+from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
+from tests.store.states import same  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def parameter(*gradient: float) -> Any:
+    one = torch.nn.Parameter(torch.zeros(len(gradient)))
+    one.grad = torch.tensor(gradient)
+    return one
+
+
+def test_the_largest_are_sent_and_the_rest_is_kept_for_later() -> None:
+    hook = TopKHook(density=0.25)
+    one = parameter(1.0, -4.0, 3.0, 0.5)
+    hook.compress([one])
+    assert one.grad.tolist() == [0.0, -4.0, 0.0, 0.0]
+    one.grad = torch.tensor([1.0, 1.0, 1.0, 0.5])
+    hook.compress([one])
+    assert one.grad.tolist() == [0.0, 0.0, 4.0, 0.0]
+    one.grad = torch.zeros(4)
+    hook.compress([one])
+    assert one.grad.tolist() == [2.0, 0.0, 0.0, 0.0]
+
+
+def test_what_is_sent_adds_up_to_the_gradients() -> None:
+    hook = TopKHook(density=0.1)
+    one = torch.nn.Parameter(torch.zeros(50))
+    sent, given = torch.zeros(50), torch.zeros(50)
+    for step in range(20):
+        one.grad = torch.full((50,), float(step % 3)) + torch.arange(50) % 4
+        given += one.grad
+        hook.compress([one])
+        assert int(torch.count_nonzero(one.grad)) <= 5
+        sent += one.grad
+    hook.named([("w", one)])
+    assert torch.equal(sent + hook.state_dict()["residuals"]["w"], given)
+
+
+def test_a_bucket_has_one_share_for_all_of_its_tensors() -> None:
+    large, small = parameter(9.0, 8.0, 7.0, 6.0), parameter(1.0, 2.0, 3.0, 4.0)
+    TopKHook(density=0.5, scope="bucket").compress([large, small])
+    assert torch.count_nonzero(large.grad) == 4
+    assert torch.count_nonzero(small.grad) == 0
+    large, small = parameter(9.0, 8.0, 7.0, 6.0), parameter(1.0, 2.0, 3.0, 4.0)
+    TopKHook(density=0.5).compress([large, small])
+    assert torch.count_nonzero(large.grad) == torch.count_nonzero(small.grad) == 2
+
+
+def test_momentum_correction_sends_velocities() -> None:
+    hook = TopKHook(density=0.5, momentum=0.5)
+    one = parameter(4.0, 1.0)
+    hook.compress([one])
+    assert one.grad.tolist() == [4.0, 0.0]
+    one.grad = torch.tensor([0.0, 1.0])
+    hook.compress([one])  # the first one's velocity went with it; the second one's is 1.5, on a residual of 1
+    assert one.grad.tolist() == [0.0, 2.5]
+
+
+@pytest.mark.parametrize("options", [{"density": 0}, {"density": 1.5}, {"scope": "model"}, {"momentum": 1.0}])
+def test_what_cannot_be_meant_is_refused(options: Any) -> None:
+    with pytest.raises(UsageError):
+        TopKHook(**options)
+
+
+def test_consumed_is_what_is_left_after_clipping() -> None:
+    hook = TopKHook(density=0.5)
+    one, other = parameter(4.0, 0.0, 3.0, 0.0), parameter(1.0, 2.0)
+    hook.compress([one])
+    torch.nn.utils.clip_grad_norm_([one], 1.0)
+    found = hook.consumed([one, other])
+    assert list(found) == [one]
+    assert found[one].indices.tolist() == [0, 2]
+    assert found[one].values.tolist() == one.grad[[0, 2]].tolist()
+    one.grad[1] = 5.0  # somebody added to it
+    assert hook.consumed([one]) == {}
+
+
+class Script:
+    """The demo's kind of model, small; density None trains without compression."""
+
+    def __init__(self, density: float | None, **hook: Any) -> None:
+        from tools.demo.config import DemoConfig
+        from tools.demo.corpus import read_corpus
+        from tools.demo.training import Training
+
+        config = DemoConfig(steps=200, corpus_bytes=8192, batch=8, context=32, width=32, layers=1, heads=2, dropout=0.0)
+        self.training = Training(config, read_corpus(config.corpus_bytes))
+        self.hook = None if density is None else TopKHook(density, **hook)
+
+    def step(self) -> float:
+        one = self.training
+        inputs, targets = one.loader.next_batch()
+        logits = one.model(inputs)
+        loss = torch.nn.functional.cross_entropy(logits.view(-1, 256), targets.view(-1))
+        one.optimizer.zero_grad()
+        loss.backward()
+        if self.hook is not None:
+            self.hook.compress(one.model.parameters())
+        torch.nn.utils.clip_grad_norm_(one.model.parameters(), 1.0)
+        one.optimizer.step()
+        one.schedule.step()
+        return loss.item()
+
+    def run(self, store: Any, until: int) -> int:
+        one = self.training
+        with Checkpointer(
+            store,
+            model=one.model,
+            optimizer=one.optimizer,
+            scheduler=one.schedule,
+            loader=one.loader,
+            compressor=self.hook,
+            strategy="gradient",
+        ) as checkpointer:
+            start = checkpointer.resume()
+            for _ in range(start, until):
+                self.step()
+                checkpointer.step()
+        return start
+
+
+def test_the_demos_model_converges_with_compression_as_without() -> None:
+    def trained(density: float | None) -> float:
+        script = Script(density)
+        losses = [script.step() for _ in range(150)]
+        assert losses[0] > 5.0
+        return sum(losses[-20:]) / 20
+
+    dense, compressed = trained(None), trained(0.05)
+    assert dense < 3.6
+    assert compressed < dense + 0.35
+
+
+def test_a_resumed_run_is_bit_identical_with_its_residuals(tmp_path: Path) -> None:
+    whole = Script(0.02)
+    whole.run(tmp_path / "whole", 9)
+    for until in (4, 9):
+        parts = Script(0.02)
+        parts.run(tmp_path / "parts", until)
+    same(parts.training.model.state_dict(), whole.training.model.state_dict())
+    same(parts.hook.state_dict(), whole.hook.state_dict())
+
+
+def test_without_residuals_a_diff_takes_what_was_sent(tmp_path: Path) -> None:
+    script = Script(0.01, exact=False)
+    script.run(tmp_path / "s", 6)
+    parameters = sum(one.numel() for one in script.training.model.parameters())
+    stored = [info.stored for info in ckptstore.open(tmp_path / "s").checkpoints() if info.kind == "gradient"]
+    assert len(stored) >= 4
+    # 1 % of 32 bits and their places, what no optimizer moves (generators, positions), and headers
+    assert min(stored) < 12 * parameters * 0.15
+    again = Script(0.01, exact=False)
+    with pytest.warns(DeterminismWarning, match="residuals"):
+        assert again.run(tmp_path / "s", 7) == 6
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from ckptstore.training import TopKHook
+rank, port = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
+mirror = [torch.zeros_like(one) for one in model.parameters()]
+ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+hook = TopKHook(density=0.1, scope=sys.argv[3])
+hook.register(ddp)
+for step in range(6):
+    torch.manual_seed(10 * step + rank)
+    x = torch.randn(8, 20)
+    alone = [one.detach() for one in torch.autograd.grad(model(x).square().sum(), list(model.parameters()))]
+    ddp(x).square().sum().backward()
+    consumed = hook.consumed(list(model.parameters()))
+    for kept, mine, one in zip(mirror, alone, model.parameters()):
+        kept += mine
+        if sys.argv[3] == "tensor":
+            at = kept.flatten().abs().topk(max(1, -(-kept.numel() // 10))).indices
+            sent = torch.zeros(kept.numel())
+            sent[at] = kept.flatten()[at]
+            kept.view(-1)[at] = 0
+            everyone = [torch.zeros_like(sent) for _ in range(2)]
+            dist.all_gather(everyone, sent)
+            assert torch.equal(one.grad.flatten(), (everyone[0] + everyone[1]) / 2), step
+        assert torch.equal(torch.from_numpy(consumed[one].dense()), one.grad.flatten())
+    with torch.no_grad():
+        for one in model.parameters():
+            everyone = [torch.zeros_like(one.grad) for _ in range(2)]
+            dist.all_gather(everyone, one.grad)
+            assert torch.equal(everyone[0], everyone[1])
+            one -= 0.01 * one.grad
+            one.grad = None
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+def test_two_ranks_average_what_both_send(tmp_path: Path, scope: str) -> None:
+    code = textwrap.dedent(RANKS)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path / "meeting"), scope],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, told = process.communicate(timeout=150)
+        assert process.returncode == 0, told

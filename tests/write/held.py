@@ -1,0 +1,53 @@
+"""A writer whose committer's thread waits: what is given to it meanwhile is on its way, and nothing of it is durable.
+
+By public means alone: `Writer.poll` has that thread do its upkeep after all that was given before, and the upkeep lists
+``req/``. Here the medium does not answer that until it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import ckptstore
+
+__all__ = ["elsewhere", "hold"]
+
+_T = TypeVar("_T")
+
+
+def hold(store: ckptstore.Store, writer: ckptstore.Writer, seconds: float = 60.0) -> threading.Event:
+    """Have the committer's thread of `writer` wait -> the gate, which lets it go on; it does so after `seconds`, too.
+
+    When this returns the thread waits already. `store` is the one that opened the writer, whose upkeep has not failed.
+    """
+    reached, gate = threading.Event(), threading.Event()
+    medium: Any = store.backend
+    listed = medium.list
+
+    def late(prefix: str) -> Any:
+        if prefix == "req/" and not reached.is_set():
+            reached.set()
+            gate.wait(seconds)
+        return listed(prefix)
+
+    def poll() -> None:
+        with contextlib.suppress(ckptstore.CkptError):
+            writer.poll()
+
+    medium.list = late
+    try:
+        threading.Thread(target=poll, daemon=True).start()
+        assert reached.wait(60), "the writer does no upkeep"
+    finally:
+        del medium.list
+    return gate
+
+
+def elsewhere(work: Callable[[], _T]) -> _T:
+    """What another thread makes of `work`, which is over when this returns: saves that overtake each other."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()

@@ -1,0 +1,95 @@
+"""What every `Mailbox` must do, as one suite: subclass `MailboxConformance` and give a fixture `boxes`, two ranks'."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ckptstore.errors import FormatError, MailboxError
+from ckptstore.write.ranks.mailbox import LETTER_LIMIT, PIECE, Deadline, Mailbox, fetch, post, withdraw
+
+Boxes = tuple[Mailbox, Mailbox]
+
+
+class MailboxConformance:
+    """The suite."""
+
+    def test_what_one_sets_the_other_gets(self, boxes: Boxes) -> None:
+        one, other = boxes
+        assert other.get("a/b") is None
+        assert not other.has(["a/b"])
+        one.set("a/b", b"\x00\xff binary\x00")
+        assert other.get("a/b") == b"\x00\xff binary\x00"
+        one.set("a/b", b"")
+        assert other.get("a/b") == b""
+        assert other.has(["a/b"])
+        assert not other.has(["a/b", "missing"])
+        assert other.has([])
+
+    def test_a_deleted_value_is_gone_and_may_be_set_again(self, boxes: Boxes) -> None:
+        one, other = boxes
+        one.set("k", b"1")
+        other.delete("k")
+        other.delete("k")
+        assert one.get("k") is None
+        one.set("k", b"2")
+        assert other.get("k") == b"2"
+
+    @pytest.mark.parametrize("length", [0, 1, PIECE, PIECE + 1, 3 * PIECE])
+    def test_letters_of_any_length_arrive_whole_and_leave_nothing(self, boxes: Boxes, length: int) -> None:
+        one, other = boxes
+        letter = bytes(range(256)) * (length // 256) + b"x" * (length % 256)
+        assert fetch(other, "letter") is None
+        post(one, "letter", letter)
+        assert fetch(other, "letter") == letter
+        withdraw(other, ["letter", "none"])
+        assert fetch(one, "letter") is None
+        assert not any(one.has([f"letter.{number}"]) for number in range(4))
+
+    def test_a_letter_that_lost_a_piece_is_not_taken_for_whole(self, boxes: Boxes) -> None:
+        one, other = boxes
+        post(one, "letter", b"a" * (2 * PIECE))
+        one.delete("letter.1")
+        with pytest.raises(FormatError, match="not whole"):
+            fetch(other, "letter")
+        withdraw(one, ["letter"])
+
+    def test_what_is_too_long_to_send_is_refused(self, boxes: Boxes) -> None:
+        class Long(bytes):
+            def __len__(self) -> int:
+                return LETTER_LIMIT + 1
+
+        with pytest.raises(MailboxError, match="at most"):
+            post(boxes[0], "letter", Long())
+
+    def test_threads_with_clones_do_not_disturb_each_other(self, boxes: Boxes) -> None:
+        one, other = boxes
+        errors: list[BaseException] = []
+
+        def chat(mine: Callable[[], Mailbox], name: str) -> None:
+            try:
+                box = mine()
+                for number in range(100):
+                    box.set(name, str(number).encode())
+                    assert box.get(name) == str(number).encode()
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=chat, args=(box.clone, f"chat-{place}-{again}"))
+            for place, box in enumerate((one, other))
+            for again in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not errors
+
+    def test_waiting_ends_when_it_comes_or_when_the_time_is_over(self, boxes: Boxes) -> None:
+        one, other = boxes
+        assert not Deadline(0.05).wait(lambda: other.has(["late"]))
+        threading.Timer(0.05, lambda: one.clone().set("late", b"")).start()
+        assert Deadline(10).wait(lambda: other.has(["late"]))

@@ -1,0 +1,118 @@
+"""Real process groups (gloo): what DDP, FSDP2, HSDP and tensor-parallel ranks save is loaded bit for bit.
+
+One group of processes runs several scenarios (`rank_job`), because each process imports torch first.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed.tensor")
+
+SIZE = 4
+STEPWISE = ["ddp_diffs", "fsdp_diffs"]
+SAVED = ["ddp", "fsdp", "hsdp", "tensor_parallel", "both", "placements"]
+
+
+def run(folder: Path, names: list[str]) -> None:
+    """Run a job to its end; what a rank complained of is raised."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.write.rank_job", str(port), str(rank), str(SIZE), str(folder), *names],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        said = [rank.communicate(timeout=150)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(said)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    run(folder, [*SAVED, "diverged", *STEPWISE])
+    return folder
+
+
+def assert_same(one: Any, other: Any, where: str = "state") -> None:
+    if isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for number, member in enumerate(one):
+            assert_same(member, other[number], f"{where}[{number}]")
+    elif isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
+        images = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+        assert torch.equal(*images), where
+    else:
+        assert one == other, where
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_the_ranks_saved_is_loaded_in_one_process(job: Path, name: str) -> None:
+    store = ckptstore.open(job / name)
+    assert [info.step for info in store.checkpoints()] == [1, 2]
+    for rank in range(SIZE):
+        saved = torch.load(job / f"{name}-{rank}.pt", weights_only=True)
+        assert saved["rank"] == rank
+        for step in (1, 2):
+            assert_same(store.load(step, rank=rank), saved)
+    assert store.verify(deep=True).ok
+
+
+def test_replicas_are_stored_once(job: Path) -> None:
+    store = ckptstore.open(job / "ddp")
+    names = [name for _, doc in store.describe(1) for name in doc.tensors[1]]
+    assert len(names) == len(set(names))
+    assert {f"rng@{rank}" for rank in range(SIZE)} <= set(names)
+    assert min(len(doc.tensors[1]) for _, doc in store.describe(1)[1:]) > 2  # every rank wrote some
+
+
+def test_shards_are_stored_where_they_are(job: Path) -> None:
+    own = [doc.tensors[1] for _, doc in ckptstore.open(job / "fsdp").describe(1)]
+    boxes = [tensors["model.2.weight"] for tensors in own if "model.2.weight" in tensors]
+    assert [(box.shape, box.global_shape, box.offset) for box in boxes] == [
+        ((2, 36), (7, 36), (0, 0)),
+        ((2, 36), (7, 36), (2, 0)),
+        ((2, 36), (7, 36), (4, 0)),
+        ((1, 36), (7, 36), (6, 0)),
+    ]
+
+
+def test_replicated_shards_are_stored_once(job: Path) -> None:
+    own = [doc.tensors[1] for _, doc in ckptstore.open(job / "hsdp").describe(1)]
+    assert sum("model.0.weight" in tensors for tensors in own) == 2
+
+
+@pytest.mark.parametrize("name", STEPWISE)
+def test_every_step_of_an_optimizer_is_loaded_in_one_process(job: Path, name: str) -> None:
+    store = ckptstore.open(job / name)
+    assert [info.kind for info in store.checkpoints()] == ["full", *["gradient"] * 5, "full", "gradient"]
+    for step in range(1, 9):
+        assert_same(store.load(step, rank=0), torch.load(job / f"{name}-step-{step}.pt", weights_only=True))
+    held = [doc.tensors[6] for _, doc in store.describe(6) if 6 in doc.tensors]
+    moved = {entry.name for tensors in held for entry in tensors.values() if entry.codec == "step"}
+    parameters = [entry for entry in store.tensors(6) if entry.startswith("model.")]
+    assert moved >= set(parameters)  # each is with its moments, on whichever rank
+    assert store.verify(deep=True).ok

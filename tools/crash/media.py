@@ -1,0 +1,68 @@
+"""The media that the crash tools run on: a folder, with recycled files or not, and persistent memory in two modes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Final
+
+from ckptstore.backends import libpmem
+from ckptstore.backends.libpmem import Libpmem
+from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.pmem import PmemBackend
+from ckptstore.backends.posix import SYSTEM, Posix
+from tools.crash.domain import Domain
+from tools.crash.ramfs import RamPosix
+
+__all__ = ["MEDIA", "Assuming", "assuming", "backend_on", "no_library", "obstacle"]
+
+MEDIA: Final = ("folder", "recycled", "pmem", "pmem-msync")
+"""``recycled`` is a folder in which new segments overwrite deleted ones, which they never do in ``folder``.
+``pmem`` is libpmem on memory that it is told to take for persistent; on a file system in memory a `Domain`."""
+
+
+class Assuming(Libpmem):
+    """The library, told that everything is persistent memory, as ``PMEM_IS_PMEM_FORCE=1`` tells it."""
+
+    def is_pmem(self, memory: memoryview) -> bool:  # noqa: ARG002 - any is
+        return True
+
+
+def assuming() -> Libpmem | None:
+    """The real library, so told. Raises `OSError` where it is not installed."""
+    return Assuming(ctypes.CDLL("libpmem.so.1"))
+
+
+def no_library() -> Libpmem | None:
+    """None: msync throughout."""
+    return None
+
+
+def obstacle(medium: str) -> str | None:
+    """Why a medium cannot be had on a real file system, or None."""
+    return "libpmem.so.1 is not installed" if medium == "pmem" and libpmem.load() is None else None
+
+
+def backend_on(
+    medium: str,
+    root: str | os.PathLike[str],
+    posix: Posix = SYSTEM,
+    disk: RamPosix | None = None,
+    forgets: frozenset[str] = frozenset(),
+) -> LocalBackend:
+    """A backend for the store at `root`.
+
+    Args:
+        medium: one of `MEDIA`.
+        posix: the system calls.
+        disk: the file system in memory that they end in, if they do.
+        forgets: what its `Domain` does not do, for negative controls.
+    """
+    if medium in ("folder", "recycled"):
+        return LocalBackend(root, posix, recycle="always" if medium == "recycled" else "never")
+    if medium == "pmem-msync":
+        return PmemBackend(root, posix, library=no_library)
+    if disk is None:
+        return PmemBackend(root, posix, library=assuming)
+    domain = Domain(disk, forgets)
+    return PmemBackend(root, posix, library=lambda: domain)

@@ -1,0 +1,54 @@
+"""No file says that it is one segment and holds bytes of another: what any safetensors would read without a word.
+
+A file that is given to a new segment keeps the old one's header until that is cleared. After a crash a file may be what
+it was, what it is to be, or nothing that can be read; never one header over the other's data, whatever its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ckptstore.errors import CkptError
+from ckptstore.formats import hashing
+from ckptstore.formats.segment import SegmentDoc, header_length, parse
+from tools.crash.disk import Image
+
+__all__ = ["files_below", "files_of", "mixed"]
+
+
+def files_of(image: Image) -> Iterator[tuple[str, bytes]]:
+    """Path and bytes of every file in an image."""
+    return ((path, blob.data) for path, blob in image.walk() if blob is not None)
+
+
+def files_below(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Path and bytes of every file below a real folder."""
+    return ((str(path), path.read_bytes()) for path in sorted(root.rglob("*")) if path.is_file())
+
+
+def mixed(files: Iterable[tuple[str, bytes]]) -> list[str]:
+    """Paths of segments whose header is of a segment of another name, and whose data is not all of that segment's.
+
+    A file of its own name is passed over: what is on its way may have the header and not the data, as in any new file.
+    A recycled one has two names while a power cut may take its renaming back, and shows under the old one.
+    """
+    return [path for path, data in files if "/seg/" in path or "/.spare/" in path if _is_mixed(path, data)]
+
+
+def _is_mixed(path: str, data: bytes) -> bool:
+    try:
+        length = header_length(data[:8], len(data), path)
+        doc = parse(data[:length], len(data), path, lambda offset, count: data[offset : offset + count])
+    except CkptError:
+        return False  # nothing that can be read
+    return doc.segment not in path and not _whole(doc, data)
+
+
+def _whole(doc: SegmentDoc, data: bytes) -> bool:
+    return all(
+        hashing.chunk_hash(data[chunk.offset : chunk.offset + chunk.length]) == chunk.stored_hash
+        for tensors in doc.tensors.values()
+        for tensor in tensors.values()
+        for chunk in tensor.chunks
+    )

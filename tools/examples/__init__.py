@@ -1,0 +1,1 @@
+"""Training scripts as people have them, before and after: docs/checkpointer.md shows what changes."""
