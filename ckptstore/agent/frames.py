@@ -30,6 +30,7 @@ PATIENCE: Final = 60.0
 """Seconds that a frame may stand still once it has begun. After that whoever sends or takes it is broken."""
 _PIECE: Final = 1 << 20
 _PEER: Final = struct.Struct("3i")
+_PF_EXITING: Final = 0x4
 
 
 class End(enum.Enum):
@@ -96,7 +97,11 @@ class Channel:
         return self._socket.fileno()
 
     def alive(self) -> bool:
-        """Whether the other end is there still; for any thread."""
+        """Whether the other end is there still; for any thread.
+
+        One that was killed is not, from the moment on at which its main thread has: taking the memory of a large
+        process back takes seconds more, and only after them does its pidfd say so.
+        """
         poll = select.poll()
         try:
             poll.register(self._socket.fileno(), select.POLLRDHUP)
@@ -104,7 +109,7 @@ class Channel:
                 poll.register(death, select.POLLIN)
         except ValueError:
             return False  # it was closed
-        return not poll.poll(0)
+        return not poll.poll(0) and not _exiting(self.pid)
 
     # -- receiving
 
@@ -277,6 +282,16 @@ def _death_of(pid: int) -> int | None:
         return os.pidfd_open(pid) if pid > 0 else None
     except OSError:
         return None  # it has ended, which the connection says; or the system is older than 5.3
+
+
+def _exiting(pid: int) -> bool:
+    """Whether the main thread of a process is on its way out; False where the system cannot say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            flags = int(stat.read().rpartition(b")")[2].split()[6])  # the name before may hold anything
+    except (OSError, IndexError, ValueError):
+        return False
+    return bool(flags & _PF_EXITING)
 
 
 def _one_of(found: list[int], before: int | None, *, keep: bool = True) -> int | None:

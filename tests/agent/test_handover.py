@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import time
 import warnings
@@ -229,6 +230,32 @@ time.sleep(60)
         first.wait()
         assert first.stdout is not None
         first.stdout.close()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call exit")
+def test_a_trainer_that_takes_long_to_die_is_waited_for(tmp_path: Path) -> None:
+    """The kernel takes seconds to take a large process's memory back: here a thread holds on after the main one."""
+    script = """
+import ctypes, threading
+writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer.save(begun(), 1)
+def last():
+    time.sleep(3)
+    os._exit(9)
+threading.Thread(target=last).start()
+print("up", flush=True)
+ctypes.CDLL(None).syscall(60, 0)
+"""
+    first = started(script, tmp_path / "store")
+    until(lambda: not alive(first.pid))
+    began = time.monotonic()
+    with opened(tmp_path / "store") as writer:
+        assert time.monotonic() - began > 1
+        assert (writer.term, writer.step) == (1, 1)
+        writer.save(begun(), 2)
+    assert first.wait() == 9
+    assert first.stdout is not None
+    first.stdout.close()
 
 
 def test_a_child_that_outlives_the_trainer_does_not_keep_its_agent(tmp_path: Path) -> None:
