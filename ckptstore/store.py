@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from ckptstore.reports.lineage import Lineage
     from ckptstore.write.deltas import DeltaOptions
     from ckptstore.write.metrics import OnMetrics
+    from ckptstore.write.options import WriterOptions
     from ckptstore.write.ranks.options import RankOptions
     from ckptstore.write.ranks.writer import RankWriter
     from ckptstore.write.steps.batcher import DiffOptions
-    from ckptstore.write.writer import Writer, WriterOptions
+    from ckptstore.write.writer import Writer
 
 __all__ = ["Store", "open", "verify"]
 
@@ -274,8 +275,8 @@ class Store:
         from ckptstore.host.buffers import DEFAULT_BUDGET
         from ckptstore.write.deltas import DeltaOptions
         from ckptstore.write.opening import open_writer
+        from ckptstore.write.options import WriterOptions
         from ckptstore.write.steps.batcher import DiffOptions
-        from ckptstore.write.writer import WriterOptions
 
         if deltas is not None and not isinstance(deltas, DeltaOptions):
             deltas = DeltaOptions(interval=deltas)

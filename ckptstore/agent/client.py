@@ -43,9 +43,9 @@ from ckptstore.write.filling import Filling
 from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
 from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
 from ckptstore.write.metrics import Measured, Meter
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.snapshot import copy_jobs
 from ckptstore.write.steps.updates import Found, Update, Updates, looked_up
-from ckptstore.write.writer import WriterOptions
 
 __all__ = ["AgentRestartWarning", "AgentWriter", "Begin"]
 

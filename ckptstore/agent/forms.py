@@ -21,8 +21,8 @@ from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.segments.regions import RegionPlan, plan_regions
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.steps.batcher import DiffOptions
-from ckptstore.write.writer import WriterOptions
 
 __all__ = [
     "Form",

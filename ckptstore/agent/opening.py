@@ -24,8 +24,8 @@ from ckptstore.store import Store
 from ckptstore.store import open as open_store
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.metrics import OnMetrics
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.steps.batcher import DiffOptions
-from ckptstore.write.writer import WriterOptions
 
 __all__ = ["writer"]
 

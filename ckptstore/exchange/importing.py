@@ -15,7 +15,7 @@ from ckptstore.host.progress import Progress
 from ckptstore.log.checkpoints import look_up
 from ckptstore.log.refs import step_number
 from ckptstore.write.opening import open_writer
-from ckptstore.write.writer import WriterOptions
+from ckptstore.write.options import WriterOptions
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo

@@ -19,8 +19,9 @@ from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
 from ckptstore.restore.stored_base import open_base
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.steps.batcher import DiffOptions
-from ckptstore.write.writer import Writer, WriterOptions
+from ckptstore.write.writer import Writer
 
 __all__ = ["TermOpener", "open_writer"]
 

@@ -5,14 +5,11 @@ This is the caller's side, for any thread; what the committer's thread does is i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias, TypeVar
@@ -23,10 +20,8 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting, sigterm
-from ckptstore.host.arenas import Arenas
 from ckptstore.host.background import Periodic
-from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
-from ckptstore.host.checks import MOST_BYTES, MOST_THREADS, seconds, whole
+from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.host.threads import started_pool
@@ -35,103 +30,26 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.refs import step_number
 from ckptstore.log.term import Term
 from ckptstore.restore.stored_base import StoredBase
+from ckptstore.write.coded import Coded, Copies
 from ckptstore.write.committer import Committer
-from ckptstore.write.deltas import DeltaOptions, Deltas
+from ckptstore.write.deltas import Deltas
 from ckptstore.write.fed import FedSaves
 from ckptstore.write.filling import Filling
 from ckptstore.write.fulls import Fulls
 from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
-from ckptstore.write.ledger import Claim, Failures, Labels, PendingSave, Saves
-from ckptstore.write.metrics import Measured, Meter, OnMetrics
+from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
+from ckptstore.write.metrics import Measured, Meter
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.steps.batcher import DiffOptions, Diffs
-from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies
+from ckptstore.write.steps.batcher import Diffs
+from ckptstore.write.steps.updates import Explaining, Update, Updates
 
-__all__ = ["Begin", "Writer", "WriterOptions"]
+__all__ = ["Begin", "Writer"]
 
 Begin: TypeAlias = Callable[[str | int | CheckpointInfo, int], tuple[Term, CheckpointInfo | None]]
 """Begins a term that continues from a checkpoint, if the newest is still the one of the given number."""
 
 _T = TypeVar("_T")
-
-_MOST_IN_FLIGHT: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class WriterOptions:
-    """What a writer may use.
-
-    Attributes:
-        staging_bytes: host memory between state and medium; at least 32 MiB. Coding deltas may take as much again.
-        threads: threads that write blocks of one checkpoint; one or two saturate a local disk.
-        max_in_flight: saves that `Writer.save_async` may have on their way. Plain fulls are made durable at the same
-            time, each by `threads` threads; deltas and gradient diffs in turn, because each is coded against another.
-        poll_seconds: how often to look for requests of other processes while idle; None or infinity: only at commits.
-        deltas: how checkpoints are stored as deltas against earlier ones; None: every one is a full.
-        diffs: how steps are stored as gradient diffs; None: not at all.
-        memory: bytes of host memory for what `Writer.save_async` has copied and the medium has not; training waits
-            while it is spent. None: `max_in_flight` times the state. With deltas or gradient diffs it is what they take
-            beside the state that they are coded against, and a save is coded as it is copied, when its turn has come.
-        on_metrics: told of each save; see `SaveMetrics`.
-    """
-
-    staging_bytes: int = DEFAULT_BUDGET
-    threads: int = 2
-    max_in_flight: int = 1
-    poll_seconds: float | None = 5.0
-    deltas: DeltaOptions | None = None
-    diffs: DiffOptions | None = None
-    memory: int | None = None
-    on_metrics: OnMetrics | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether every checkpoint is an uncompressed full."""
-        return self.deltas is None and self.diffs is None
-
-    def __post_init__(self) -> None:
-        exiting.check()
-        # Says what is wrong with it, before a term is opened and another one fenced.
-        Staging.for_chunks(budget=whole("staging_bytes", self.staging_bytes, 0, MOST_BYTES))
-        whole("threads", self.threads, 1, MOST_THREADS)
-        whole("max_in_flight", self.max_in_flight, 1, _MOST_IN_FLIGHT)
-        if self.memory is not None:
-            Arenas(whole("memory", self.memory, 0, MOST_BYTES))
-            self._check_fed()
-        if self.on_metrics is not None and not callable(self.on_metrics):
-            raise UsageError(f"on_metrics: {self.on_metrics!r}; it takes a function of one SaveMetrics")
-        object.__setattr__(self, "poll_seconds", seconds("poll_seconds", self.poll_seconds, above=True))
-
-    def _check_fed(self) -> None:
-        if self.deltas is not None and self.diffs is not None:
-            raise UsageError("memory: with deltas or with diffs, but not with both: each keeps a state of its own")
-        if self.deltas is not None and self.deltas.memory is not None:
-            raise UsageError(
-                "memory: not with DeltaOptions(memory=...), which has bases read back from the store; give one of them"
-            )
-        if self.diffs is not None and self.diffs.accumulate == "sum":
-            raise UsageError("memory: not with DiffOptions(accumulate='sum'), which keeps whole gradients in memory")
-
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """What `save_async` has copied, so that training may go on."""
-
-    state: Snapshot
-    updates: Sequence[Update]
-    gradients: Snapshot | None
-    filling: Filling | None = None
-    """What still copies into `state` (`layered`)."""
-
-    def let_go(self, *, kept: bool) -> None:
-        """It is no longer in flight. Give its memory back: all of it, or if the state is `kept`, the gradients'."""
-        if self.filling is not None:
-            self.filling.wait()  # Prevents: a copy into memory that is another snapshot's already.
-        self.state.land()
-        if self.gradients is not None:
-            self.gradients.free()
-        if not kept:
-            self.state.free()
 
 
 class Writer:
@@ -171,7 +89,14 @@ class Writer:
         self._deltas = Deltas(options.deltas, self._backend, draft, self._snapshots, reopen, min(cores, encoders))
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
-        self._explaining = Explaining(wanted=self._with_diffs)
+        self._coded = Coded(
+            Explaining(wanted=self._with_diffs),
+            self._snapshots,
+            self._blocks,
+            with_diffs=self._with_diffs,
+            submit=self._submit,
+            tend=self._tend,
+        )
         self._committer = self._serve(term, parent)
         # One thread commits, and persists what is coded: the log of a term has one author, and order needs no lock.
         self._thread = started_pool(1, "ckptstore-commit")
@@ -283,7 +208,7 @@ class Writer:
         refuse_within(self, _SAVING)
         step = step_number(step)
         labels = Labels.of(metadata, tags)
-        self._explaining.remark_unused(updates)
+        self._coded.explaining.remark_unused(updates)
         began = time.monotonic()
         committer, flat = self._admit(state, step)
         measured = self._meter.begin(flat, step, began)
@@ -320,15 +245,7 @@ class Writer:
                     committer, flat, step, labels=labels, progress=progress, interrupted=interrupted
                 )
                 return future.result()
-            found = self._explaining.found(updates, flat)
-
-            def work() -> CheckpointInfo:
-                if not self._with_diffs:
-                    return committer.persist(flat, step, progress=progress, interrupted=interrupted, labels=labels)[0]
-                return committer.diff_now(flat, found, step, progress, interrupted, labels)
-
-            future = self._submit(work)
-            self._tend()
+            future = self._coded.save(committer, flat, step, labels, updates, progress, interrupted)
             return future.result()
         except BaseException as error:
             # Ctrl-C while the other thread still reads the caller's tensors: the caller will change them, so the commit
@@ -364,7 +281,7 @@ class Writer:
         refuse_within(self, _SAVING)
         step = step_number(step)
         labels = Labels.of(metadata, tags)
-        self._explaining.remark_unused(updates)
+        self._coded.explaining.remark_unused(updates)
         began = time.monotonic()
         committer, flat = self._admit(state, step)
         measured = self._meter.begin(flat, step, began)
@@ -379,12 +296,12 @@ class Writer:
                     step,
                     fed.done,
                     lambda: committer.saves.seen(step),
-                    partial(self._hurry, lambda: committer.flush_step(step)),
+                    self._coded.hurry(committer, step),
                     fed.cancel,
                 )
             # What is coded waits for its turn in the committer's thread.
             copies = self._copied(committer, flat, step, updates, measured)
-            return self._hand_over(committer, copies, step, labels, measured)
+            return self._coded.hand_over(committer, copies, step, labels, measured)
         except BaseException as error:
             measured.failed(error)
             raise
@@ -422,59 +339,13 @@ class Writer:
         committer, flat = self._admit(snapshot.flat, step)
         measured = self._meter.begin(flat, step, began)
         try:
-            return self._hand_over(committer, _Copies(snapshot, updates, gradients), step, labels, measured)
+            copies = Copies(snapshot, updates, gradients)
+            return self._coded.hand_over(committer, copies, step, labels, measured)
         except BaseException as error:
             measured.failed(error)
             raise
         finally:
             measured.returned()
-
-    def _hand_over(
-        self, committer: Committer, copies: _Copies, step: int, labels: Labels, measured: Measured
-    ) -> PendingSave:
-        """Have a snapshot made durable by the committer's thread."""
-        unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
-        claim = Claim(committer.saves, step)
-        done = claim.done
-        measured.ends_with(done)
-        committer.saves.watch(step, done)
-
-        def work() -> None:
-            if not unclaimed.acquire(blocking=False):
-                return
-            kept, state = False, copies.state
-            try:
-                if copies.filling is not None:
-                    copies.filling.check()
-                if self._with_diffs:
-                    claim.take()
-                    kept = committer.diff(state, copies.updates, step, done, labels)
-                elif not done.done():
-                    info, kept = committer.persist(
-                        state.flat, step, interrupted=threading.Event(), snapshot=state, labels=labels, claim=claim.take
-                    )
-                    done.set_result(info)
-            except BaseException as error:
-                if claim.taken or claim.take():
-                    committer.fail(step, error, done)
-                raise
-            finally:
-                if kept:
-                    self._snapshots.kept(state.flat)
-                copies.let_go(kept=kept)
-
-        try:
-            self._submit(work)
-            self._tend()
-        except BaseException as error:
-            # Prevents: a snapshot that Ctrl-C leaves in flight for ever, for which the next save_async would wait.
-            if unclaimed.acquire(blocking=False):
-                copies.let_go(kept=False)
-                committer.saves.release(step, error)
-                done.cancel()
-            raise
-        hurry = partial(self._hurry, lambda: committer.flush_step(step))
-        return PendingSave(step, done, lambda: committer.saves.seen(step), hurry, claim.cancel)
 
     def prepare(self, state: Any) -> None:
         """Say what `save_async` will be given, so that it finds its memory ready. Returns at once, and writes nothing.
@@ -502,24 +373,16 @@ class Writer:
 
     def _found(self, committer: Committer, flat: FlatState, step: int, updates: Updates | None) -> Sequence[Update]:
         try:
-            return self._explaining.found(updates, flat)
+            return self._coded.explaining.found(updates, flat)
         except BaseException as error:
             committer.saves.release(step, error)
             raise
 
     def _copied(
         self, committer: Committer, flat: FlatState, step: int, updates: Updates | None, measured: Measured
-    ) -> _Copies:
+    ) -> Copies:
         try:
-            snapshot, measured.waited = self._snapshots.take(flat, self._blocks)
-            try:
-                return _Copies(
-                    snapshot, *with_copies(self._explaining.found(updates, flat), self._snapshots, self._blocks)
-                )
-            except BaseException:
-                snapshot.land()
-                snapshot.free()
-                raise
+            return self._coded.copy(flat, updates, measured)
         except BaseException as error:
             committer.saves.release(step, error)
             if isinstance(error, RuntimeError):
@@ -562,12 +425,13 @@ class Writer:
             try:
                 try:
                     self._check_open()
-                    changes = with_copies(self._explaining.found(updates, now), self._snapshots, self._blocks)
+                    changes = self._coded.copied_updates(now, updates)
                 except BaseException as error:
                     filling.stop()
                     give_up(error)
                     raise
-                return self._hand_over(committer, _Copies(snapshot, *changes, filling), step, labels, measured)
+                copies = Copies(snapshot, *changes, filling)
+                return self._coded.hand_over(committer, copies, step, labels, measured)
             except BaseException as error:
                 measured.failed(error)
                 raise
@@ -578,7 +442,10 @@ class Writer:
             checked_layers(flat, layers)
             if self._layer_pool is None:
                 self._layer_pool = started_pool(self._options.threads, "ckptstore-layers")
-            snapshot = self._mapped(committer, flat, step) if direct else self._reserved(flat)
+            if direct:
+                snapshot = self._coded.mapped(committer, self._deltas, flat, step, self.url)
+            else:
+                snapshot = self._reserved(flat)
         except BaseException as error:
             committer.saves.release(step, error)
             raise
@@ -591,26 +458,6 @@ class Writer:
         if self._fed is not None:
             raise UsageError("begin: a snapshot that is filled layer by layer is a whole state; leave out memory=")
         return self._snapshots.reserve(flat)
-
-    def _mapped(self, committer: Committer, flat: FlatState, step: int) -> Snapshot:
-        """A snapshot whose memory is the medium's."""
-        if self._with_diffs or self._deltas.schedule is not None:
-            raise UsageError("direct: deltas and gradient diffs are coded from copies in host memory; leave it out")
-        landed = self._snapshots.hold()
-        try:
-            found = self._deltas.map_full(flat, step)
-            if found is None:
-                raise UsageError(f"direct: {self.url} has no memory to be copied into, as pmem:// has; leave it out")
-        except BaseException:
-            landed()
-            raise
-
-        def free() -> None:
-            lost = found.abort()  # harmless to those that are sealed
-            with contextlib.suppress(WriterClosedError):  # a collector finds them once the term is over
-                self._submit(lambda: committer.abandon(lost))
-
-        return Snapshot(found, landed, free)
 
     def wait(self) -> None:
         """Return when everything given so far is durable: what is in flight, and what waits for its batch, which is
@@ -824,10 +671,6 @@ class Writer:
 
     def _in_turn(self, work: Callable[[], _T]) -> Future[_T]:
         return self._thread.submit(work) if self._fulls is None else self._fulls.after(work)
-
-    def _hurry(self, work: Callable[[], None]) -> None:
-        with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going
-            self._submit(work)
 
     def _tend(self) -> Future[None] | None:
         """Upkeep of the log, once what the committer's thread has to do before is done; None: the writer is closed."""

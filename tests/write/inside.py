@@ -99,10 +99,16 @@ def interrupt_waits_of_save(writer: ckptstore.Writer, patch: pytest.MonkeyPatch,
     outside can tell, and what is written before that may be committed rightly.
     """
     submit = writer._submit
-    patch.setattr(writer, "_submit", lambda work: _Interrupted(submit(work), known))
+    _submit_through(writer, patch, lambda work: _Interrupted(submit(work), known))
     if (fulls := writer._fulls) is not None:
         save = fulls.save
         patch.setattr(fulls, "save", lambda *what, **how: _Interrupted(save(*what, **how), known))
+
+
+def _submit_through(writer: ckptstore.Writer, patch: pytest.MonkeyPatch, submit: Callable[..., Any]) -> None:
+    """Names: `Writer._submit`, `Writer._coded`, `Coded._submit`."""
+    patch.setattr(writer, "_submit", submit)
+    patch.setattr(writer._coded, "_submit", submit)
 
 
 class _Interrupted:
@@ -157,7 +163,7 @@ def interrupt_after_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch, 
 
         exception = result
 
-    patch.setattr(writer, "_submit", lambda work: (submit(work), Impatient())[1])
+    _submit_through(writer, patch, lambda work: (submit(work), Impatient())[1])
 
 
 def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
@@ -165,7 +171,7 @@ def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch)
 
     Between two lines, where no medium and no clock reaches.
     """
-    patch.setattr(writer, "_submit", _interrupted)
+    _submit_through(writer, patch, _interrupted)
 
 
 def interrupt_last_line_of_save_async(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:

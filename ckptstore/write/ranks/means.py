@@ -11,10 +11,10 @@ from ckptstore.log.journal import Journal
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.ledger import Failures
 from ckptstore.write.metrics import Meter
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.snapshot import SnapshotPool
-from ckptstore.write.writer import WriterOptions
 
 __all__ = ["Means"]
 

@@ -13,6 +13,7 @@ from ckptstore.log.checkpoints import CheckpointInfo, look_up
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term
 from ckptstore.write.opening import TermOpener
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.committing import RankCommitter
 from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.diffs import RankDiffs
@@ -23,7 +24,6 @@ from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import Opening
 from ckptstore.write.ranks.tenure import Tenure
 from ckptstore.write.ranks.writer import RankWriter
-from ckptstore.write.writer import WriterOptions
 
 __all__ = ["open_rank_writer", "to_group"]
 
