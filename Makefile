@@ -26,8 +26,8 @@ demo: .venv/.ready  ## train, get killed, resume, compare bit for bit (QUICK=1: 
 test: .venv/.ready  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-test-long: .venv/.ready  ## the tests that otherwise take samples of the damage that they do, without samples
-	CKPTSTORE_TESTS=long $(BIN)/python -m pytest -n 2 tests/formats/test_segment_hostile.py $(PYTEST_ARGS)
+test-long: .venv/.ready  ## the tests whose form in CI is a short one, in the long one
+	CKPTSTORE_TESTS=long $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 1200 $(PYTEST_ARGS)
 
 check: lint types layers  ## ruff, mypy --strict, import layers
 

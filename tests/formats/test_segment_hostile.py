@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import struct
 import tracemalloc
@@ -25,6 +24,7 @@ from ckptstore.formats.members import Members
 from ckptstore.formats.segment import SegmentDoc, check_header, encode_packed, header_length, parse
 from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
 from ckptstore.formats.segment_steps import StepEncoding, read_steps, step_columns
+from tests.forms import LONG
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
 SEGMENTS = {path.stem.removeprefix("segment-1-"): path.read_bytes() for path in sorted(GOLDEN.glob("segment-1-*"))}
@@ -34,7 +34,7 @@ PACKED = [name for name in SEGMENTS if name.startswith("packed")]
 
 def sampled(places: range, name: str) -> Iterable[int]:
     """Both ends and 1,000 places between, others for each name; all with ``CKPTSTORE_TESTS=long``."""
-    if len(places) <= 1000 or os.environ.get("CKPTSTORE_TESTS") == "long":
+    if len(places) <= 1000 or LONG:
         return places
     return {places[0], places[-1], *random.Random(name).sample(places, 1000)}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forms import short_or
 from tools.agent_kills import MODES, Campaign, Truth, campaign
 from tools.crash.scenario import Violation
 
@@ -18,8 +19,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_nothing_acknowledged_is_lost(tmp_path: Path, mode: str) -> None:
-    done = campaign(tmp_path, mode, 3, seed=5)
-    assert sum(done.kills.values()) == 3
+    done = campaign(tmp_path, mode, short_or(2, 3), seed=5)
+    assert sum(done.kills.values()) == short_or(2, 3)
     assert done.newest > 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.host.crash_points import CRASH_POINTS
+from tests.forms import short_or
 from tools.crash import faults, faultsweep, kills, states
 from tools.crash.scenario import Violation
 
@@ -40,19 +41,19 @@ def test_a_disk_that_forgets_is_caught(calls: frozenset[str], what: str) -> None
 
 
 def test_sigkill_at_every_crash_point(tmp_path: Path) -> None:
-    done = kills.sweep(2 * len(CRASH_POINTS), folder=tmp_path)
+    done = kills.sweep(short_or(1, 2) * len(CRASH_POINTS), folder=tmp_path)
     assert set(done.points) >= set(CRASH_POINTS)
     assert all(done.points[point] for point in CRASH_POINTS), done.points
     assert done.restored > 0
 
 
 def test_faults_surface_and_lose_nothing() -> None:
-    done = faultsweep.sweep(every=17, cuts=3)
+    done = faultsweep.sweep(every=short_or(67, 17), cuts=short_or(2, 3))
     _check_sweep(done)
 
 
 def test_faults_in_a_store_that_recycles_files_surface_and_lose_nothing() -> None:
-    _check_sweep(faultsweep.sweep(every=29, cuts=3, medium="recycled"))
+    _check_sweep(faultsweep.sweep(every=short_or(127, 29), cuts=short_or(2, 3), medium="recycled"))
 
 
 def _check_sweep(done: faultsweep.Sweep) -> None:

@@ -20,6 +20,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.log.term import open_term
 from ckptstore.store import Store
+from tests.forms import short_or
 from tools.crash import faults, killcuts, states
 from tools.crash.disk import Unname
 from tools.crash.enumerate import crash_states
@@ -134,9 +135,9 @@ def test_leaving_out_settling_is_caught() -> None:
 
 
 def test_a_killed_writer_and_then_a_power_cut_lose_nothing() -> None:
-    done = killcuts.explore(every=5, start=4, limit=6, calls=LINKS)
-    assert done.kills >= 4
-    assert done.states > 50
+    done = killcuts.explore(every=short_or(17, 5), start=4, limit=short_or(3, 6), calls=LINKS)
+    assert done.kills >= short_or(2, 4)
+    assert done.states > short_or(12, 50)
 
 
 def test_an_opener_makes_durable_what_it_builds_on() -> None:

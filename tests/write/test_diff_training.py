@@ -13,10 +13,11 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.formats.optim import SparseGradient  # noqa: E402
 from ckptstore.training import OptimizerStep, clip_factor  # noqa: E402
+from tests.forms import short_or  # noqa: E402
 from tools.exact.recovery import HORIZON, choose, restore, resume, train  # noqa: E402
 from tools.exact.training import Recipe, Training, fingerprint  # noqa: E402
 
-STEPS = 150
+STEPS = short_or(90, 150)
 RUNS = {
     "batch norm, gradients": (Recipe("batch", "fused", "grad", steps=STEPS), 60, 20),
     "layer norm, predicted": (Recipe("layer", "foreach", "none", steps=STEPS), 40, 7),
