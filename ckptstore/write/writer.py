@@ -414,6 +414,25 @@ class Writer:
         step = step_number(step)
         committer, flat = self._admit(state, step)
 
+        try:
+            checked_layers(flat, layers)
+            if self._layer_pool is None:
+                self._layer_pool = started_pool(self._options.threads, "ckptstore-layers")
+            if direct:
+                snapshot = self._coded.mapped(committer, self._deltas, flat, step, self.url)
+            else:
+                snapshot = self._reserved(flat)
+        except BaseException as error:
+            committer.saves.release(step, error)
+            raise
+        owner = self._owner(committer, snapshot, step)
+        begun = LayeredSave(step, flat, layers, snapshot, self._layer_pool, owner)
+        self._begun = Begun(begun)
+        return begun
+
+    def _owner(self, committer: Committer, snapshot: Snapshot, step: int) -> Owner:
+        """What a snapshot that is filled by layers is given back to, finished or not."""
+
         def give_up(error: BaseException | None = None) -> None:
             snapshot.land()
             snapshot.free()
@@ -438,21 +457,7 @@ class Writer:
             finally:
                 measured.returned()
 
-        try:
-            checked_layers(flat, layers)
-            if self._layer_pool is None:
-                self._layer_pool = started_pool(self._options.threads, "ckptstore-layers")
-            if direct:
-                snapshot = self._coded.mapped(committer, self._deltas, flat, step, self.url)
-            else:
-                snapshot = self._reserved(flat)
-        except BaseException as error:
-            committer.saves.release(step, error)
-            raise
-        owner = Owner(hand_over, give_up, self._check_open)
-        begun = LayeredSave(step, flat, layers, snapshot, self._layer_pool, owner)
-        self._begun = Begun(begun)
-        return begun
+        return Owner(hand_over, give_up, self._check_open)
 
     def _reserved(self, flat: FlatState) -> Snapshot:
         if self._fed is not None:
