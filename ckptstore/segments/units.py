@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+import numpy as np
+
+from ckptstore.formats import streaming
 from ckptstore.formats.layout import (
     CHUNK,
     HEADER_LIMIT,
@@ -35,6 +38,8 @@ __all__ = ["Fill", "Unit", "UnitPlan", "Units", "filler", "plan_units", "units"]
 
 Fill: TypeAlias = Callable[[int, Bytes], None]
 """Copies bytes of a tensor from an offset on."""
+Copy: TypeAlias = Callable[[Bytes, Bytes], None]
+"""Copies the second to the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +93,12 @@ class Units:
         self._sources = sources
         self._ends = [layout.offsets[spec.name] + spec.nbytes for spec in layout.specs]
 
-    def copy(self, offset: int, out: Bytes) -> None:
-        """What the file has from `offset` on, behind its header: tensors, and after the last of them zeros."""
+    def copy(self, offset: int, out: Bytes, how: Copy = np.copyto) -> None:
+        """What the file has from `offset` on, behind its header: tensors, and after the last of them zeros.
+
+        Args:
+            how: copies what lies in memory as the file will have it.
+        """
         done = 0
         specs = self._layout.specs
         for number in range(bisect_right(self._ends, offset), len(specs)):
@@ -98,23 +107,27 @@ class Units:
             spec = specs[number]
             begin = max(0, offset - self._layout.offsets[spec.name])
             part = out[done : done + spec.nbytes - begin]
-            filler(self._sources[spec.name])(begin, part)
+            filler(self._sources[spec.name], how)(begin, part)
             done += len(part)
         out[done:] = 0
 
     def fill(self, unit: Unit, out: Bytes) -> None:
-        """Copy a unit, to the end of its last page, to memory that begins with its first page."""
-        self.copy(unit.begin, out[unit.begin - unit.first : unit.space])
+        """Copy a unit, to the end of its last page, to memory that begins with its first page, past the caches."""
+        self.copy(unit.begin, out[unit.begin - unit.first : unit.space], _streamed)
 
 
-def filler(source: TensorSource) -> Fill:
+def _streamed(out: Bytes, source: Bytes) -> None:
+    streaming.copy(source, out)
+
+
+def filler(source: TensorSource, how: Copy = np.copyto) -> Fill:
     """Copies bytes of a tensor, from an offset on."""
     view = source.view()
     if view is None:
         return source.read
 
     def fill(offset: int, out: Bytes) -> None:
-        out[:] = view[offset : offset + len(out)]
+        how(out, view[offset : offset + len(out)])
 
     return fill
 

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from ckptstore.formats import streaming
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
@@ -90,9 +91,12 @@ class Fulls:
         self._touch()
 
     def _touch(self) -> None:
+        for run in self.memory.touch():
+            self._later(run)
+
+    def _later(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
-            for run in self.memory.touch():
-                self._background(run)
+            self._background(work)
 
     def save(
         self,
@@ -138,6 +142,8 @@ class Fulls:
                 self._copied.add(full)
             full.copy(flat, measured)
             self._touch()  # what the next one needs, while this one is written
+            if plan.space >= streaming.LARGE:
+                self._later(streaming.prepare)
         except BaseException as error:
             if full is None:
                 self._slots.release()

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
+from ckptstore.formats import streaming
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes, aligned
@@ -143,7 +144,11 @@ class SnapshotPool:
         waited = time.monotonic() - began
         try:
             snapshot = self.copy(flat, pool, self._slots.release)
-            self._prepare(_plan(flat).size, self._limit)
+            size = _plan(flat).size
+            self._prepare(size, self._limit)
+            if size >= streaming.LARGE:
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    self._background(streaming.prepare)
             return snapshot, waited
         except BaseException:
             self._slots.release()
@@ -290,7 +295,7 @@ def _copies(source: TensorSource, out: Bytes) -> list[Callable[[], None]]:
             if view is None:
                 source.read(start, part)
             else:
-                part[:] = view[start : start + len(part)]
+                streaming.copy(view[start : start + len(part)], part)
 
         return work
 

@@ -1,0 +1,58 @@
+"""Stores past the caches for numba: what `streaming` defines. Imported at the first call, and only where numba is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from ckptstore.formats.compiled import loop
+from ckptstore.formats.sources import Bytes
+
+_VECTOR: Final = 32
+_TURN: Final = 4 * _VECTOR
+
+
+def _typed_stream(_: Any, _out: Any, _source: Any, _length: Any) -> Any:
+    """Vectors of 32 bytes with ``!nontemporal`` stores, and a fence: another thread reads what it is told is there."""
+
+    def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
+        target, origin, size = values
+        vector = ir.VectorType(ir.IntType(64), 4)
+        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+
+        def place(base: Any, at: Any, number: int) -> Any:
+            address = builder.add(builder.add(base, at), ir.Constant(at.type, _VECTOR * number))
+            return builder.inttoptr(address, vector.as_pointer())
+
+        begin, step = ir.Constant(size.type, 0), ir.Constant(size.type, _TURN)
+        with cgutils.for_range_slice(builder, begin, size, step, intp=size.type) as (at, _):
+            loaded = [builder.load(place(origin, at, number), align=1) for number in range(4)]
+            for number, value in enumerate(loaded):
+                builder.store(value, place(target, at, number), align=_VECTOR).set_metadata("nontemporal", hint)
+        builder.fence("seq_cst")
+        return ir.Constant(ir.IntType(64), 0)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+_turns: Callable[..., Any] = intrinsic(_typed_stream)
+
+
+@loop("int", "int", "int")
+def _stream(out: int, source: int, length: int) -> int:
+    done: int = _turns(out, source, length)
+    return done
+
+
+def stream(source: Bytes, out: Bytes) -> None:
+    """See ``streaming.stream``."""
+    head = min(-out.ctypes.data % _VECTOR, len(out))
+    body = (len(out) - head) // _TURN * _TURN
+    _stream(out.ctypes.data + head, source.ctypes.data + head, body)
+    np.copyto(out[:head], source[:head])
+    np.copyto(out[head + body :], source[head + body :])

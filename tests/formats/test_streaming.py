@@ -1,0 +1,50 @@
+"""Copies past the caches are copies: every byte, at every alignment, and none beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.formats import compiled, streaming
+
+FORMS = [
+    pytest.param(
+        "compiled",
+        marks=pytest.mark.skipif(compiled.kind() != "compiled", reason="numba is missing"),
+    ),
+    "numpy",
+]
+NOISE = np.random.default_rng(0).integers(0, 256, 1 << 14, np.uint8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(length=st.integers(0, 3000), source=st.integers(0, 130), target=st.integers(0, 130))
+def test_every_alignment(form: str, length: int, source: int, target: int) -> None:
+    stream = streaming.stream.compiled if form == "compiled" else streaming.stream.reference
+    data = NOISE[source : source + length]
+    data.flags.writeable = False
+    memory = np.full(target + length + 200, 7, np.uint8)
+    stream(data, memory[target : target + length])
+    assert np.array_equal(memory[target : target + length], data)
+    assert (memory[:target] == 7).all()
+    assert (memory[target + length :] == 7).all()
+
+
+def test_it_is_used_for_large_copies_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    monkeypatch.setattr(streaming, "_ready", False)
+    monkeypatch.setattr(streaming, "stream", lambda source, out: (used.append(len(out)), np.copyto(out, source)))
+    data = np.arange(streaming.LEAST, dtype=np.uint32).view(np.uint8)[: streaming.LEAST]
+    out = np.zeros_like(data)
+    streaming.copy(data, out)
+    assert np.array_equal(out, data)
+    assert used == []
+    streaming.prepare()
+    used.clear()
+    out[:] = 0
+    streaming.copy(data, out)
+    streaming.copy(data[1:], out[1:])
+    assert np.array_equal(out, data)
+    assert used == [streaming.LEAST]
