@@ -83,7 +83,8 @@ def _table() -> dict[str, DType]:
     return table
 
 
-DTYPES: Mapping[str, DType] = MappingProxyType(_table())
+_BY_NAME = _table()
+DTYPES: Mapping[str, DType] = MappingProxyType(_BY_NAME)
 """Every dtype of the format, by logical name."""
 
 _FROM_NUMPY = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype.name != "F4_E2M1_X2"}  # uint8 means U8
@@ -95,10 +96,10 @@ def get(name: str) -> DType:
     Raises:
         FormatError: no such dtype (a newer format, or damage); `name` may be anything that JSON can hold.
     """
-    found = DTYPES.get(name) if isinstance(name, str) else None
-    if found is None:
-        raise FormatError(f"unknown dtype {name!r:.80}")
-    return found
+    try:
+        return _BY_NAME[name]
+    except (KeyError, TypeError):  # what JSON holds may be no key
+        raise FormatError(f"unknown dtype {name!r:.80}") from None
 
 
 def from_numpy(dtype: np.dtype[Any]) -> DType:

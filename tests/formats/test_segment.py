@@ -200,7 +200,20 @@ def test_what_was_not_planned_is_not_encoded() -> None:
         encode(DRAFT)
     with pytest.raises(FormatError, match="'a' was planned"):
         encode(replace(DRAFT, tensors={100: {"b": entry}}))
-    for other in (replace(entry, codec="xor"), replace(entry, dtype="I8"), replace(entry, params={"a": 1})):
+    (chunk,) = entry.chunks
+    chunks = [
+        (replace(chunk, offset=chunk.offset + 1),),
+        (replace(chunk, length=3),),
+        (replace(chunk, logical=5),),
+        (replace(chunk, decoded_hash="1" * 16),),
+        (chunk, chunk),
+        (),
+    ]
+    others = [replace(entry, chunks=some) for some in chunks]
+    others += [replace(entry, codec="xor"), replace(entry, dtype="I8"), replace(entry, params={"a": 1})]
+    others += [replace(entry, name="b"), replace(entry, shape=(2, 2))]
+    others += [replace(entry, global_shape=(8,), offset=(4,)), replace(entry, offset=(0,))]
+    for other in others:
         with pytest.raises(FormatError, match="not as it was planned"):
             encode(replace(DRAFT, tensors={100: {"a": other}}))
     with pytest.raises(FormatError, match="chunk hash"):

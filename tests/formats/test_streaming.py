@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.formats import compiled, streaming
@@ -20,6 +20,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, 1 << 14, np.uint8)
 
 
 @pytest.mark.parametrize("form", FORMS)
+@settings(deadline=None)
 @given(length=st.integers(0, 3000), source=st.integers(0, 130), target=st.integers(0, 130))
 def test_every_alignment(form: str, length: int, source: int, target: int) -> None:
     stream = streaming.stream.compiled if form == "compiled" else streaming.stream.reference
