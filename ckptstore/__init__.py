@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.gc import Holder as Holder
     from ckptstore.maintenance.merge import Merged as Merged
     from ckptstore.maintenance.merge import RestoreCost as RestoreCost
+    from ckptstore.maintenance.pruning import Pruned as Pruned
     from ckptstore.maintenance.retiring import Retired as Retired
     from ckptstore.maintenance.verify.findings import Damage as Damage
     from ckptstore.maintenance.verify.findings import Unread as Unread
@@ -135,6 +136,7 @@ _HOMES = {
     "log.reading": "View",
     "maintenance.gc": "Collected Holder",
     "maintenance.merge": "Merged RestoreCost",
+    "maintenance.pruning": "Pruned",
     "maintenance.retiring": "Retired",
     "maintenance.verify.findings": "Damage Unread",
     "maintenance.verify.verification": "VerificationReport",

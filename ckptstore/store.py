@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
     from ckptstore.maintenance.gc import Collected
     from ckptstore.maintenance.merge import Merged
+    from ckptstore.maintenance.pruning import Pruned
     from ckptstore.maintenance.retiring import Retired
     from ckptstore.maintenance.verify.verification import VerificationReport
     from ckptstore.reports.comparison import StateDifference, TensorDifference
@@ -209,6 +210,7 @@ class Store:
         diffs: DiffOptions | None = ...,
         memory: int | None = ...,
         on_metrics: OnMetrics | None = ...,
+        keep: Sequence[str] | None = ...,
     ) -> Writer: ...
 
     @overload
@@ -225,6 +227,7 @@ class Store:
         deltas: DeltaOptions | Literal["auto"] | int | None = ...,
         diffs: DiffOptions | None = ...,
         on_metrics: OnMetrics | None = ...,
+        keep: Sequence[str] | None = ...,
     ) -> RankWriter: ...
 
     def writer(
@@ -241,6 +244,7 @@ class Store:
         diffs: DiffOptions | None = None,
         memory: int | None = None,
         on_metrics: OnMetrics | None = None,
+        keep: Sequence[str] | None = None,
     ) -> Writer | RankWriter:
         """Open the store for writing: begins a new term, which fences every earlier writer.
 
@@ -262,6 +266,8 @@ class Store:
             memory: bytes of host memory (48 MiB on) for what `Writer.save_async` has copied and the medium has not;
                 training waits while it is spent. With `deltas` or `diffs`: beside the base. None: see docs/writer.md.
             on_metrics: is told of every save that ended, with a `SaveMetrics`, by a thread; what it raises harms none.
+            keep: rules of retention for the store from now on, as in `keep`; an empty list: every checkpoint stays.
+                None: those that it has, which every writer keeps to.
 
         Raises:
             CheckpointNotFoundError: no such parent.
@@ -273,17 +279,12 @@ class Store:
 
         exiting.check()  # before the rest, of which some cannot even be imported when the interpreter is ending
         from ckptstore.host.buffers import DEFAULT_BUDGET
-        from ckptstore.write.deltas import DeltaOptions
         from ckptstore.write.opening import open_writer
         from ckptstore.write.options import WriterOptions
-        from ckptstore.write.steps.batcher import DiffOptions
 
-        if deltas is not None and not isinstance(deltas, DeltaOptions):
-            deltas = DeltaOptions(interval=deltas)
-        if diffs is not None and not isinstance(diffs, DiffOptions):
-            raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")
         budget = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
-        options = WriterOptions(budget, threads, max_in_flight, poll_seconds, deltas, diffs, memory, on_metrics)
+        coding = (_delta_options(deltas), _diff_options(diffs))
+        options = WriterOptions(budget, threads, max_in_flight, poll_seconds, *coding, memory, on_metrics, keep)
         if group is None and ranks is None:
             return open_writer(self.journal, parent, options)
         return _opened_together(self.journal, parent, group, options, ranks)
@@ -544,6 +545,60 @@ class Store:
 
         return retire(self.journal, refs, dry_run=dry_run, take_over=take_over, timeout=timeout)
 
+    def rules(self) -> tuple[str, ...]:
+        """The store's rules of retention, as `keep` takes them; none: every checkpoint is kept."""
+        from ckptstore.maintenance.pruning import rules
+
+        return rules(self.journal)
+
+    def keep(self, *rules: str, take_over: bool = False, timeout: float | None = 60.0) -> tuple[str, ...]:
+        """Have the store keep checkpoints by these rules from now on; none: keep every checkpoint -> the rules.
+
+        They are a union, and every writer keeps to them: what a save makes superfluous it retires. The newest
+        checkpoint stays in any case, and so does what a tag names. A live writer is asked, as in `retire`.
+
+        Args:
+            rules: ``last:N``: the N newest of the line of the newest. ``every:N``: each whose step is a multiple of N.
+                ``best:METRIC:N``: the N of that line whose metadata have the lowest METRIC (``best:METRIC:N:max``: the
+                highest). ``newer-than:7d``: those saved in the 7 days (s, m, h, d, w) before the newest was.
+                ``branches``: those that are not on the line of the newest, because a run went back. ``tagged``:
+                nothing but what stays in any case.
+            take_over, timeout: as for `retire`.
+
+        Raises:
+            UsageError: one is no rule, or nobody has ever written to the store.
+            RequestRefusedError, RequestTimeoutError and the others: as `retire`.
+        """
+        from ckptstore.maintenance.pruning import set_rules
+
+        return set_rules(self.journal, rules, take_over=take_over, timeout=timeout)
+
+    def prune(
+        self,
+        *rules: str,
+        dry_run: bool = False,
+        take_over: bool = False,
+        timeout: float | None = 60.0,
+    ) -> Pruned:
+        """Retire what no rule keeps; `gc` then deletes what nothing needs. A live writer is asked, as in `retire`.
+
+        Args:
+            rules: see `keep`; instead of the store's, this time. None given: the store's.
+            dry_run: change nothing, and say what would become of the store.
+            take_over, timeout: as for `retire`.
+
+        Returns:
+            what each rule keeps, what is retired, and what of that stays because others build on it.
+
+        Raises:
+            UsageError: one is no rule, or there are none.
+            CorruptLogError: the log is damaged. Nothing was changed.
+            RequestRefusedError, RequestTimeoutError and the others: as `retire`.
+        """
+        from ckptstore.maintenance.pruning import prune
+
+        return prune(self.journal, rules or None, dry_run=dry_run, take_over=take_over, timeout=timeout)
+
     def tag(
         self, name: str, ref: str | int = "latest", *, take_over: bool = False, timeout: float | None = 60.0
     ) -> CheckpointInfo:
@@ -735,6 +790,20 @@ _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:
     return "pt" if os.fspath(path).lower().endswith(_PICKLES) else "safetensors"
+
+
+def _delta_options(deltas: DeltaOptions | Literal["auto"] | int | None) -> DeltaOptions | None:
+    from ckptstore.write.deltas import DeltaOptions
+
+    return deltas if deltas is None or isinstance(deltas, DeltaOptions) else DeltaOptions(interval=deltas)
+
+
+def _diff_options(diffs: DiffOptions | None) -> DiffOptions | None:
+    from ckptstore.write.steps.batcher import DiffOptions
+
+    if diffs is not None and not isinstance(diffs, DiffOptions):
+        raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")
+    return diffs
 
 
 def _opened_together(

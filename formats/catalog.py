@@ -133,6 +133,8 @@ class Catalog:
         last: xxh3_128 of the bytes of the last slot, which the next one has to name; `NO_SLOT` in an empty log.
         ro_compat: features that a writer has to know.
         unknown: (slot, members) of every record with members that this version does not know.
+        keep: the rules of retention (`ckptstore.formats.keeping`); none: every checkpoint is kept.
+        keep_seq: the slot that said so; -1: none did.
     """
 
     term: int = 0
@@ -153,6 +155,8 @@ class Catalog:
     last: str = NO_SLOT
     ro_compat: frozenset[str] = frozenset()
     unknown: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    keep: tuple[str, ...] = ()
+    keep_seq: int = -1
     _edges: EdgeIndex | None = field(default=None, repr=False, compare=False)
 
     def apply(self, record: Record, seq: int) -> Catalog:
@@ -297,6 +301,8 @@ class CatalogBuilder:
         self._mark_closed(record, extra.pop(CLOSED, None) is True)
         if extra:
             catalog.unknown += ((seq, extra),)
+        if record.keep is not None:
+            catalog.keep, catalog.keep_seq = record.keep, seq
         if record.manifest is not None:
             catalog.manifests[record.manifest] = (record.term, seq)
         self._add(record, seq)

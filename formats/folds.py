@@ -16,7 +16,7 @@ from ckptstore.formats.catalog import Catalog, TermEntry
 from ckptstore.formats.fold_columns import ColumnReader, Tables, write_tables
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural
-from ckptstore.formats.records import CheckpointId, Node
+from ckptstore.formats.records import KEEP, CheckpointId, Node
 from ckptstore.formats.tables import NodeTable, Table
 from ckptstore.formats.texts import KNOWN_FEATURES
 
@@ -136,10 +136,18 @@ def _document(catalog: Catalog, tables: dict[str, Any], run: str, forget: Collec
         "manifests": manifests,
         "damage": list(catalog.damage),
         "ro_compat": sorted(catalog.ro_compat),
-        "unknown": [[seq, dict(members)] for seq, members in catalog.unknown],
+        "unknown": [[seq, dict(members)] for seq, members in _unknown_members(catalog)],
     }
     known |= {"terms": _term_columns(list(catalog.terms.values()))} | tables
     return known | {name: value for name, value in rest.items() if value}
+
+
+def _unknown_members(catalog: Catalog) -> list[tuple[int, Mapping[str, Any]]]:
+    """With the rules of retention, which older versions do not know, and would leave out of their folds elsewhere."""
+    found = list(catalog.unknown)
+    if catalog.keep_seq >= 0:
+        found.append((catalog.keep_seq, {KEEP: list(catalog.keep)}))
+    return found
 
 
 def _extras(rows: Sequence[Any]) -> dict[str, Any]:
@@ -250,6 +258,7 @@ def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
     term = found.number("term")
     if term not in terms and (term or terms):
         raise FormatError(f"{what}: its newest term is {term}, which is none of its terms")
+    keep, keep_seq, unknown = _rules_among(found.items("unknown", _unknown, "[slot, members]"), what)
     return Catalog(
         term=term,
         next_seq=seq + 1,
@@ -267,8 +276,27 @@ def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
         manifests=dict(found.items("manifests", _manifest, "[uuid, term, slot]")),
         damage=found.items("damage", lambda value: value if natural(value) else None, "slots"),
         ro_compat=frozenset(found.names("ro_compat")),
-        unknown=found.items("unknown", _unknown, "[slot, members]"),
+        unknown=unknown,
+        keep=keep,
+        keep_seq=keep_seq,
     )
+
+
+def _rules_among(
+    unknown: Sequence[tuple[int, dict[str, Any]]], what: str
+) -> tuple[tuple[str, ...], int, tuple[tuple[int, dict[str, Any]], ...]]:
+    """The newest rules of retention, their slot, and what else is not known."""
+    rules: tuple[str, ...] = ()
+    newest = -1
+    left = []
+    for seq, members in unknown:
+        found = Members(members, what)
+        said = found.rules(KEEP)
+        if said is not None and seq > newest:
+            rules, newest = said, seq
+        if found.rest():
+            left.append((seq, found.rest()))
+    return rules, newest, tuple(left)
 
 
 def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:

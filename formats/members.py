@@ -126,6 +126,10 @@ class Members:
         """A list of strings; absent means empty."""
         return self.items(name, lambda value: value if type(value) is str else None, "strings")
 
+    def rules(self, name: str) -> tuple[str, ...] | None:
+        """A list of strings that may be empty; None: absent."""
+        return self.names(name) if self._left.get(name) is not None else None
+
     def nodes(self, name: str) -> tuple[Node, ...]:
         """A list of [term, step]; absent means empty."""
         return self.items(name, _node, "[term, step]")

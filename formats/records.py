@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 __all__ = [
     "ANCHOR_EVERY",
     "FORMAT_KEY",
+    "KEEP",
     "MAJOR",
     "NO_SLOT",
     "CheckpointEntry",
@@ -45,6 +46,8 @@ MAJOR: Final = 1
 ANCHOR_EVERY: Final = 1024
 """Default K: slots whose seq is a multiple of K are anchors and never deleted."""
 FORMAT_KEY: Final = "FORMAT"
+KEEP: Final = "keep"
+"""Member of a COMMIT or request: the rules of retention; and the feature that a request with it needs."""
 NO_SLOT: Final = "0" * 32
 """What slot 0 names as the hash of the slot before it."""
 
@@ -200,6 +203,8 @@ class CommitRecord:
         tags: name -> (term, step), or None to remove the tag.
         requests: uuid of a request handled -> None if accepted, else why it was refused.
         swept: ids dropped earlier in this term whose objects are known to be gone, to be forgotten.
+        keep: the rules by which checkpoints are kept from now on (`ckptstore.formats.keeping`), none: all of them; None:
+            as before.
         manifest: id of the manifest object that carries the record, if it did not fit a slot.
         previous: xxh3_128 of the bytes of the slot before (see `OpenRecord`).
     """
@@ -214,6 +219,7 @@ class CommitRecord:
     tags: Mapping[str, Node | None] = field(default_factory=dict)
     requests: Mapping[str, str | None] = field(default_factory=dict)
     swept: tuple[str, ...] = ()
+    keep: tuple[str, ...] | None = None
     incompat: tuple[str, ...] = ()
     ro_compat: tuple[str, ...] = ()
     manifest: str | None = None
@@ -250,6 +256,7 @@ class Request:
     Attributes:
         id: uuid, 32 hex digits.
         what: one line for people: what this is and who asks.
+        keep: as in a COMMIT. A writer that does not know it refuses the request: it needs the feature `KEEP`.
     """
 
     id: str
@@ -260,6 +267,7 @@ class Request:
     drops: tuple[str, ...] = ()
     retires: tuple[Node, ...] = ()
     tags: Mapping[str, Node | None] = field(default_factory=dict)
+    keep: tuple[str, ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property

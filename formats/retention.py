@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ckptstore.errors import CheckpointNotFoundError, StepOrderError, UsageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.keeping import checked
 from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, ref_of, valid_tag
 
 __all__ = ["check_commit", "droppable", "needed", "users"]
@@ -38,6 +39,8 @@ def check_commit(catalog: Catalog, record: CommitRecord) -> None:
             raise UsageError(f"{checkpoint.ref} has no encoding that restores it")
     _check_reachable(after)
     _check_tags(after)
+    if record.keep is not None:
+        checked(record.keep)
     if again := record.requests.keys() & catalog.requests.keys():
         raise UsageError(f"request {min(again)} was handled before")
     if strange := set(record.swept) - catalog.dropped:

@@ -18,6 +18,7 @@ from ckptstore.formats import jsontext, metadata
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import Members, hexadecimal
 from ckptstore.formats.records import (
+    KEEP,
     MAJOR,
     CheckpointEntry,
     CommitRecord,
@@ -53,7 +54,7 @@ SLOT_LIMIT: Final = 256 * 1024
 """Longest log slot in bytes."""
 MANIFEST_LIMIT: Final = 256 * 1024 * 1024
 """Longest manifest, request or pin in bytes."""
-KNOWN_FEATURES: Final[frozenset[str]] = frozenset()
+KNOWN_FEATURES: Final[frozenset[str]] = frozenset({KEEP})
 """Names in ``incompat``, ``ro_compat`` and FORMAT's ``features`` that this version understands."""
 
 _TAIL: Final = 34  # line feed, 32 hex digits, line feed
@@ -108,15 +109,15 @@ def encode_commit(record: CommitRecord, *, seq: int, run: str, manifest: str) ->
         FormatError: longer than even a manifest may be.
     """
     known = _common("commit", record, seq, run)
+    policy = {} if record.keep is None else {KEEP: list(record.keep)}  # no rules is a policy, too
     body: dict[str, Any] = {
         "segments": [_segment(entry) for entry in record.segments],
         "checkpoints": [_checkpoint(entry) for entry in record.checkpoints],
     }
     body |= _changes(record.encodings, record.drops, record.retires, record.tags)
     body |= {"requests": dict(record.requests), "swept": list(record.swept)}
-    data = seal(
-        _joined(known | {name: value for name, value in body.items() if value}, _features(record), record.extra)
-    )
+    known_body = {name: value for name, value in body.items() if value} | policy
+    data = seal(_joined(known | known_body, _features(record), record.extra))
     if len(data) <= SLOT_LIMIT:
         return data, None
     if len(data) > MANIFEST_LIMIT:
@@ -211,6 +212,7 @@ def _commit(found: Members, incompat: tuple[str, ...], manifest: str | None, wha
         tags=found.tags("tags"),
         requests=_outcomes(found),
         swept=found.ids("swept"),
+        keep=found.rules(KEEP),
         incompat=incompat,
         ro_compat=found.names("ro_compat"),
         manifest=manifest,
@@ -353,7 +355,11 @@ def encode_request(request: Request, *, run: str) -> bytes:
     known: dict[str, Any] = {"ckptstore": "request", "run": run, "term": request.term, "id": request.id}
     known |= {"what": request.what, "segments": [_segment(entry) for entry in request.segments]}
     changes = _changes(request.encodings, request.drops, request.retires, request.tags)
-    return seal(_joined(known | {name: value for name, value in changes.items() if value}, {}, request.extra))
+    known |= {name: value for name, value in changes.items() if value}
+    if request.keep is not None:
+        # Prevents: a writer that knows no retention answering that the rules hold now.
+        known |= {KEEP: list(request.keep), "incompat": [KEEP]}
+    return seal(_joined(known, {}, request.extra))
 
 
 def decode_request(data: bytes, *, run: str, what: str) -> Request:
@@ -374,6 +380,7 @@ def decode_request(data: bytes, *, run: str, what: str) -> Request:
         drops=found.ids("drops"),
         retires=found.nodes("retires"),
         tags=found.tags("tags"),
+        keep=found.rules(KEEP),
         extra=found.rest(),
     )
 

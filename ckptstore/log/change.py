@@ -22,6 +22,7 @@ class Change:
     retires: tuple[Node, ...] = ()
     tags: Mapping[str, Node | None] = field(default_factory=dict)
     requests: Mapping[str, str | None] = field(default_factory=dict)
+    keep: tuple[str, ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, term: int) -> CommitRecord:
@@ -35,5 +36,6 @@ class Change:
             retires=self.retires,
             tags=self.tags,
             requests=self.requests,
+            keep=self.keep,
             extra=self.extra,
         )

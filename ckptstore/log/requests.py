@@ -92,7 +92,7 @@ def _answer(term: Term, key: str, identity: str, data: bytes) -> None:
 
 def _as_commit(request: Request) -> CommitRecord:
     change = Change(request.segments, (), request.encodings, request.drops, request.retires, request.tags)
-    return replace(change, requests={request.id: None}).record(request.term)
+    return replace(change, requests={request.id: None}, keep=request.keep).record(request.term)
 
 
 def _refusal(term: Term, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
@@ -166,6 +166,7 @@ def post(journal: Journal, term: int, what: str, change: Change) -> Request:
         drops=change.drops,
         retires=change.retires,
         tags=change.tags,
+        keep=change.keep,
     )
     data = encode_request(request, run=journal.run)
     decode_request(data, run=journal.run, what=request.key)  # what is sent can be understood
@@ -194,6 +195,7 @@ def _took_effect(catalog: Catalog, request: Request) -> bool:
         not any(segment in catalog.segments for segment in request.drops)
         and not any(node in catalog.checkpoints for node in request.retires)
         and all(catalog.tags.get(name) == node for name, node in request.tags.items())
+        and request.keep in (None, catalog.keep)
     )
 
 

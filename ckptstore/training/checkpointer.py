@@ -313,14 +313,14 @@ class Checkpointer:
             self._strategy = self._choose()
         told = strategies.writer_options(self._strategy, settings.full_every, settings.batch, settings.deltas)
         told |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads}
-        told["on_metrics"] = self._explained.told
+        told |= {"on_metrics": self._explained.told, "keep": settings.keep.store_rules}
         if self._group is not None:
             told["group"] = self._group
             told["ranks"] = RankOptions(timeout=settings.rank_timeout, per_rank=self._captured.per_rank)
         writer: StateWriter = self.store.writer(ref, **told)
         self._writer = writer
         self._taken.install(predict=self._strategy == "gradient")
-        if settings.keep.wanted and self._rank == 0:
+        if self._rank == 0 and (settings.keep.best is not None or self.store.rules()):
             self._retention = Retention(self.store, writer, settings.keep)
         return writer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypedDict
 
@@ -39,6 +39,8 @@ class CheckpointerOptions(TypedDict, total=False):
         keep_last: keep so many newest checkpoints and retire the others.
         keep_every: keep those whose step is a multiple of this.
         keep_best: keep the one of the lowest metric of this name, too, and tag it ``best``; ``max:NAME`` the highest.
+        keep: instead of these, rules as `Store.keep` takes them: ``["last:100", "every:1000"]``. None of all of them:
+            the rules that the store has.
         deadline_seconds: so long after the Checkpointer is made the job will be ended: when the next step might not
             fit any more, the step is made durable and `Checkpointer.should_stop` becomes True.
         grace_seconds: after SIGTERM, so long the step under way may take to be saved as well (default 15).
@@ -62,6 +64,7 @@ class CheckpointerOptions(TypedDict, total=False):
     keep_last: int | None
     keep_every: int | None
     keep_best: str | None
+    keep: Sequence[str] | None
     deadline_seconds: float | None
     grace_seconds: float
     signals: bool
@@ -115,8 +118,9 @@ class Settings:
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
             raise UsageError(f"a Checkpointer has no option {unknown[0]!r}; it has {', '.join(sorted(_OPTIONS))}")
-        keep = Keep(options.get("keep_last"), options.get("keep_every"), options.get("keep_best"))
-        own = {name: value for name, value in options.items() if name in cls.__dataclass_fields__}
+        names = ("keep_last", "keep_every", "keep_best", "keep")
+        keep = Keep(*(options.get(name) for name in names))
+        own = {name: value for name, value in options.items() if name in cls.__dataclass_fields__ and name not in names}
         return cls(strategy=strategy, keep=keep, **own)
 
 

@@ -7,12 +7,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ckptstore.errors import CkptError, CommitUnknownError, FencedError, WriterError
+from ckptstore.errors import (
+    CkptError,
+    CommitUnknownError,
+    FencedError,
+    NotFoundError,
+    StepOrderError,
+    UsageError,
+    WriterError,
+)
 from ckptstore.formats.catalog import CLOSED
 from ckptstore.log import folding, refs, requests
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
+from ckptstore.write.retaining import Retainer
 
 __all__ = ["Commits"]
 
@@ -24,12 +33,14 @@ class Commits:
         log: the term.
         ended: why nothing more can be committed; may be read by any thread.
         missing: a step failed after the last that was saved.
+        retainer: keeps to the store's rules of retention.
     """
 
     def __init__(self, log: Term) -> None:
         self.log = log
         self.ended: WriterError | None = None
         self.missing = False
+        self.retainer = Retainer(lambda: log.catalog)
         self._folds = folding.FoldThread(log)
         self._abandoned: list[str] = []  # any thread adds to it; the committer's takes what it has dropped
         self._complaints: set[str] = set()
@@ -39,17 +50,40 @@ class Commits:
         self._abandoned.extend(segments)
 
     def commit(self, change: Change) -> None:
-        """Commit a change in this term, and what was begun in vain as its drops."""
+        """Commit a change in this term: what was begun in vain as its drops, what it makes superfluous retired."""
         drops = tuple(self._abandoned)
         self.log.journal.check_present()
         try:
-            self.log.commit(replace(change, drops=(*change.drops, *drops)).record(self.log.number))
-        except (FencedError, CommitUnknownError) as error:
-            self.ended = error
+            self._send(self._with_retirements(change), change, drops)
+        except BaseException as error:
+            self.retainer.look_again()  # it counts checkpoints that are not there
+            if isinstance(error, FencedError | CommitUnknownError):
+                self.ended = error
             raise
+        self.retainer.committed()
         del self._abandoned[: len(drops)]
         if change.checkpoints:
             self.missing = False
+
+    def _with_retirements(self, change: Change) -> Change:
+        if not change.checkpoints:
+            return change
+        try:
+            return self.retainer.joined(change)
+        except CkptError as error:
+            self._complain(error)
+            return change
+
+    def _send(self, whole: Change, change: Change, drops: tuple[str, ...]) -> None:
+        try:
+            self.log.commit(replace(whole, drops=(*whole.drops, *drops)).record(self.log.number))
+        except (UsageError, NotFoundError) as error:
+            if whole is change or isinstance(error, StepOrderError):
+                raise
+            # No save fails because something else could not be retired. Nothing was sent.
+            self.retainer.look_again()
+            self._complain(error)
+            self.log.commit(replace(change, drops=(*change.drops, *drops)).record(self.log.number))
 
     def note_end(self) -> None:
         """Note in the log that no step was lost, if that is so: of those that may wait in memory, too."""
@@ -77,13 +111,18 @@ class Commits:
         if self.ended is not None:
             return
         try:
-            requests.handle(self.log, prepare=prepare)
+            if requests.handle(self.log, prepare=prepare):
+                self.retainer.look_again()
+            for change in self.retainer.rest():
+                self.commit(change)
         except (FencedError, CommitUnknownError) as error:
             self.ended = error  # the next save says so
         except CkptError as error:
             self._complain(error)
         else:
             self._complain(self._folds.begin())
+            if (why := self.retainer.unknown()) is not None:
+                self._complain(UsageError(why))
 
     def finish_folds(self) -> None:
         """Wait for a fold under way."""

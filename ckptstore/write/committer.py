@@ -74,6 +74,7 @@ class Committer(Commits):
             later: puts a job at the end of this thread's; may be called from any.
         """
         super().__init__(log)
+        self.retainer.bases = deltas.bases
         self.saves = saves
         self._deltas = deltas
         self._diffs = diffs

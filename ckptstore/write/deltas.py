@@ -141,6 +141,10 @@ class Deltas:
         self._fed: Snapshot | None = None  # what takes the state that is being fed
         self.workers = Workers.started(threads, "ckptstore-encode")
 
+    def bases(self) -> list[CheckpointId]:
+        """What the next checkpoints may be coded against."""
+        return [base.id for base in self._bases.values()]
+
     def map_full(self, flat: FlatState, step: int) -> DirectState | None:
         """Segments for a full of a state like `flat`, mapped to be copied into; None: the medium has no such memory.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckptstore._version import __version__
 from ckptstore.errors import CheckpointNotFoundError, FencedError, ReadOnlyError
 from ckptstore.formats.catalog import CLOSED, Catalog
-from ckptstore.formats.records import CheckpointId, ref_of
+from ckptstore.formats.records import CheckpointId, CommitRecord, ref_of
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import DeterminismWarning, FreshStartWarning, LostStepsWarning, warn
@@ -54,6 +54,7 @@ def open_writer(
     if environment is not None:
         about["environment"] = dict(environment)
     term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about)
+    _note_rules(term, options.keep)
     _warn_of_fresh_start(term, parent)
     own = term.journal
     return Writer(
@@ -77,16 +78,23 @@ def _begin(
     return term, describe_checkpoint(term.catalog, term.catalog.checkpoints[term.parent.node])
 
 
+def _note_rules(term: Term, keep: Sequence[str] | None) -> None:
+    """Have the store keep checkpoints by these rules from now on."""
+    if keep is not None and tuple(keep) != term.catalog.keep:
+        term.commit(CommitRecord(term.number, keep=tuple(keep)))
+
+
 class TermOpener:
     """Opens the terms of a group of ranks, on the one that commits."""
 
-    def __init__(self, diffs: DiffOptions | None, max_in_flight: int, *, ranks: int) -> None:
+    def __init__(self, options: WriterOptions, *, ranks: int) -> None:
         """
         Args:
-            diffs, max_in_flight: how the group stores steps: they tell how many a kill may cost.
+            options: how the group stores steps tells how many a kill may cost.
             ranks: how many write together.
         """
-        self._about = _about_this_process(diffs, max_in_flight) | {"ranks": ranks}
+        self._about = _about_this_process(options.diffs, options.max_in_flight) | {"ranks": ranks}
+        self._keep = options.keep
 
     def open(
         self, journal: Journal, parent: str | int | CheckpointInfo | None, after: int | None = None
@@ -101,6 +109,8 @@ class TermOpener:
             as `open_writer`; `FencedError` if a newer term than `after` exists.
         """
         term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), self._about)
+        _note_rules(term, self._keep)
+        self._keep = None  # who goes back later finds the rules that there are by then
         _warn_of_fresh_start(term, parent)
         return term, info
 

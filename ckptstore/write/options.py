@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import UsageError
+from ckptstore.formats.keeping import checked
 from ckptstore.host import exiting
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
@@ -35,6 +37,7 @@ class WriterOptions:
             while it is spent. None: `max_in_flight` times the state. With deltas or gradient diffs it is what they take
             beside the state that they are coded against, and a save is coded as it is copied, when its turn has come.
         on_metrics: told of each save; see `SaveMetrics`.
+        keep: the rules of retention that the store shall have from now on; None: as before.
     """
 
     staging_bytes: int = DEFAULT_BUDGET
@@ -45,6 +48,7 @@ class WriterOptions:
     diffs: DiffOptions | None = None
     memory: int | None = None
     on_metrics: OnMetrics | None = None
+    keep: Sequence[str] | None = None
 
     @property
     def plain(self) -> bool:
@@ -62,6 +66,8 @@ class WriterOptions:
             self._check_fed()
         if self.on_metrics is not None and not callable(self.on_metrics):
             raise UsageError(f"on_metrics: {self.on_metrics!r}; it takes a function of one SaveMetrics")
+        if self.keep is not None:
+            object.__setattr__(self, "keep", checked(self.keep))
         object.__setattr__(self, "poll_seconds", seconds("poll_seconds", self.poll_seconds, above=True))
 
     def _check_fed(self) -> None:

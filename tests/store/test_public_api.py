@@ -62,6 +62,7 @@ EXPECTED = [
     "Plan",
     "PlanStep",
     "Progress",
+    "Pruned",
     "RankError",
     "RankMismatchError",
     "RankOptions",

@@ -49,6 +49,10 @@ class RankDeltas:
         forget = tuple(self._numbers[number] for number in decision.forget if number in self._numbers)
         return Order(base, decision.gap, decision.keep, forget)
 
+    def bases(self) -> list[CheckpointId]:
+        """What the next checkpoints may be coded against."""
+        return [base.id for base in self._bases.copy().values()]
+
     def base(self, order: Order) -> MemoryBase | None:
         """This rank's share of the base. Raises `FailedRankError` if it does not have it."""
         if order.base is None:

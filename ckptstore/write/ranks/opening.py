@@ -58,7 +58,7 @@ def open_rank_writer(
         )
     if options.deltas is not None:
         RankDeltas(options.deltas)  # says what is wrong, before a term is opened
-    opener = TermOpener(options.diffs, options.max_in_flight, ranks=group.size)
+    opener = TermOpener(options, ranks=group.size)
     meeting = _Meeting(group, ranks, _coding(options))
     if group.rank:
         opening = meeting.joined(journal, None, None)

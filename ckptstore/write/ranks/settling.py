@@ -37,6 +37,8 @@ class Settling:
         self._tenure = tenure
         self._deltas = deltas
         self._diffs = diffs
+        if tenure.committer is not None and deltas is not None:
+            tenure.committer.retainer.bases = deltas.bases
         self.busy: Callable[[], bool] = lambda: False
         """Whether a step is being coded, or waits."""
         self.flush_later: Callable[[], object] = lambda: None

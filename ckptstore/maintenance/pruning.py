@@ -1,0 +1,192 @@
+"""Retention: the store's rules, and pruning by them, beside a live writer or without one.
+
+Which checkpoints the rules keep is decided in `ckptstore.formats.keeping`, here as in a writer that keeps to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ckptstore.errors import CorruptLogError, RequestRefusedError, UsageError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.keeping import checked, known, reasons_of
+from ckptstore.formats.records import CommitRecord, Node, ref_of
+from ckptstore.formats.retention import droppable, users
+from ckptstore.log.change import Change
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
+from ckptstore.maintenance.changing import change
+
+__all__ = ["Pruned", "prune", "rules", "set_rules"]
+
+_AT_ONCE: Final = 50_000
+"""Checkpoints that one record retires."""
+_TRIES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `prune` did, or with ``dry_run`` would do.
+
+    Attributes:
+        rules: those that decided.
+        kept: ``newest``, ``tagged`` and every rule -> REFs of what it keeps, by term and step. One checkpoint may be
+            kept by several.
+        checkpoints: number of checkpoints that are kept.
+        retired: REFs of the checkpoints that are gone, by term and step.
+        held: REFs of those of them, and of earlier ones, whose stored form stays: others build on it, or share its
+            segment. `held_nbytes`: bytes of the segments that hold nothing else.
+        dropped: keys of segments that nothing needs any more, for gc; `dropped_nbytes`: their bytes.
+    """
+
+    rules: tuple[str, ...]
+    kept: Mapping[str, tuple[str, ...]]
+    checkpoints: int
+    retired: tuple[str, ...]
+    held: tuple[str, ...]
+    held_nbytes: int
+    dropped: tuple[str, ...]
+    dropped_nbytes: int
+
+
+def rules(journal: Journal) -> tuple[str, ...]:
+    """The store's rules of retention, as they were given; none: every checkpoint is kept."""
+    return read(journal).catalog.keep
+
+
+def set_rules(
+    journal: Journal, wanted: Iterable[str], *, take_over: bool = False, timeout: float | None = 60.0
+) -> tuple[str, ...]:
+    """Give the store other rules; a writer keeps to them from its next save on -> the rules.
+
+    Raises:
+        UsageError: one is no rule; or nobody has ever written to the store, and `take_over` is not given.
+        as `changing.change`.
+    """
+    chosen = checked(wanted)
+    if not take_over and not read(journal).catalog.term:
+        raise UsageError(
+            f"{journal.url}: no run has written here yet that could be asked: give the rules to the first writer "
+            "(keep=), or take_over=True (--take-over)"
+        )
+
+    def plan(catalog: Catalog) -> Change | None:
+        return None if catalog.keep == chosen else Change(keep=chosen)
+
+    what = f"keep {', '.join(chosen) or 'every checkpoint'}"
+    return change(journal, what, plan, take_over=take_over, timeout=timeout).keep
+
+
+def prune(
+    journal: Journal,
+    wanted: Iterable[str] | None = None,
+    *,
+    dry_run: bool = False,
+    take_over: bool = False,
+    timeout: float | None = 60.0,
+) -> Pruned:
+    """Retire what no rule keeps, and drop what was retired before and nothing needs any more.
+
+    Args:
+        wanted: rules instead of the store's, this time; None: the store's.
+
+    Raises:
+        UsageError: one is no rule, or there are none; or the store's are not all known to this version.
+        CorruptLogError: the log is damaged, so that nobody can say what others build on. Nothing was changed.
+        as `changing.change`; records before the one that failed stay.
+    """
+    chosen = None if wanted is None else checked(wanted)
+    if chosen == ():
+        raise UsageError("no rule is given: nothing would be kept but the newest checkpoint, and those with tags")
+    before = read(journal, look_above=True).catalog
+    if dry_run:
+        found = _plan(journal, before, chosen, all_at_once=True)
+        record = CommitRecord(before.term, drops=tuple(found.drops), retires=found.retires)
+        after = before.apply(record, before.next_seq) if found else before
+        return _report(after, _rules_for(journal, before, chosen), [found])
+    _rules_for(journal, before, chosen)  # says what is wrong before anybody is asked
+    done: list[_Plan] = []
+    while found := _retire_some(journal, chosen, take_over, timeout):
+        done.append(found)
+    after = read(journal).catalog
+    return _report(after, _rules_for(journal, after, chosen), done)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What one record retires, and what it drops: id -> (key, bytes)."""
+
+    retires: tuple[Node, ...] = ()
+    drops: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.retires or self.drops)
+
+
+def _retire_some(journal: Journal, chosen: tuple[str, ...] | None, take_over: bool, timeout: float | None) -> _Plan:
+    """One record that retires -> what it does; nothing: there was nothing to do."""
+    found = _Plan()
+
+    def plan(catalog: Catalog) -> Change | None:
+        nonlocal found
+        found = _plan(journal, catalog, chosen)
+        return Change(retires=found.retires, drops=tuple(found.drops)) if found else None
+
+    for left in reversed(range(_TRIES)):
+        try:
+            change(journal, "prune", plan, take_over=take_over, timeout=timeout)
+        except RequestRefusedError:
+            # The writer has gone on since: what was planned is tagged by now, or retired. Plan anew.
+            if not left:
+                raise
+        else:
+            break
+    return found
+
+
+def _plan(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | None, *, all_at_once: bool = False) -> _Plan:
+    _, gone = reasons_of(catalog, _rules_for(journal, catalog, chosen))
+    retires = tuple(gone if all_at_once else gone[:_AT_ONCE])
+    # With what was retired before: its last dependent may have gone when nobody looked at it.
+    dropped = [
+        catalog.segments[one] for one in droppable(catalog, [*retires, *catalog.held]) if one in catalog.segments
+    ]
+    return _Plan(retires, {one.id: (one.key, one.size) for one in dropped})
+
+
+def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
+    found = catalog.keep if chosen is None else chosen
+    if not found:
+        raise UsageError(f"{journal.url}: the store has no rules of retention: give some, for now or for good")
+    if not known(found):
+        raise UsageError(f"{journal.url}: of its rules {', '.join(found)} this version does not know all")
+    if catalog.damage or catalog.lost > catalog.term:
+        raise CorruptLogError(
+            f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
+            "`ckpt verify` says more"
+        )
+    return found
+
+
+def _report(after: Catalog, chosen: tuple[str, ...], done: Sequence[_Plan]) -> Pruned:
+    kept, _ = reasons_of(after, chosen)
+    retired = sorted(node for plan in done for node in plan.retires)
+    segments = {segment for node in after.held for edge in after.encodings.get(node, ()) for segment in edge.segments}
+    alone = [
+        after.segments[segment].size
+        for segment in segments
+        if segment in after.segments and not any(node in after.checkpoints for node in users(after, segment))
+    ]
+    drops = [place for plan in done for place in plan.drops.values()]
+    return Pruned(
+        rules=chosen,
+        kept={reason: tuple(map(ref_of, nodes)) for reason, nodes in kept.items()},
+        checkpoints=len(after.checkpoints),
+        retired=tuple(map(ref_of, retired)),
+        held=tuple(map(ref_of, after.held)),
+        held_nbytes=sum(alone),
+        dropped=tuple(key for key, _ in drops),
+        dropped_nbytes=sum(size for _, size in drops),
+    )

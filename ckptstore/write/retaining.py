@@ -1,0 +1,110 @@
+"""A writer keeps to the store's rules of retention: what a save makes superfluous is retired by the save's own COMMIT.
+
+So it costs no record of its own, and of the checkpoints only those are looked at that a rule has just let go. Only when
+the rules change, or something else than saves has changed the log, are all of them looked through again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.keeping import Keeping, known
+from ckptstore.formats.records import CheckpointId, Node
+from ckptstore.formats.retention import droppable
+from ckptstore.log.change import Change
+
+__all__ = ["Retainer"]
+
+_AT_ONCE: Final = 1000
+"""Checkpoints that one record retires: it shall fit into a slot of the log."""
+
+
+class Retainer:
+    """What one committer retires. Its thread alone calls it.
+
+    Attributes:
+        bases: gives the checkpoints that the next ones may be coded against: what restores them stays stored.
+    """
+
+    def __init__(self, catalog: Callable[[], Catalog]) -> None:
+        """
+        Args:
+            catalog: gives the catalog as the term knows it now.
+        """
+        self.bases: Callable[[], Iterable[CheckpointId]] = tuple
+        self._catalog = catalog
+        self._keeping: Keeping | None = None
+        self._based: set[Node] = set()
+        self._released: set[Node] = set()
+
+    def look_again(self) -> None:
+        """Something else than a save has changed the log, or a commit failed: look through all of it next time."""
+        self._keeping = None
+
+    def joined(self, change: Change) -> Change:
+        """A change that adds checkpoints, with what it makes superfluous as its retirements.
+
+        Raises:
+            CorruptLogError: the newest checkpoint is not known.
+        """
+        keeping = self._current()
+        if keeping is None:
+            return change
+        for entry in change.checkpoints:
+            keeping.add(entry)
+        return self._retiring(change, keeping.superfluous(self._catalog(), change.tags))
+
+    def rest(self) -> Iterator[Change]:
+        """Changes that retire what is superfluous still, each to be committed before the next is asked for.
+
+        Raises:
+            CorruptLogError: the newest checkpoint is not known.
+        """
+        while (keeping := self._current()) is not None:
+            change = self._retiring(Change(), keeping.superfluous(self._catalog()))
+            if not change.retires:
+                return
+            yield change
+
+    def committed(self) -> None:
+        """What `joined` or `rest` gave last is history."""
+        self._released.clear()
+
+    def unknown(self) -> str | None:
+        """Why nothing is retired although there are rules; None: there are none, or it is."""
+        catalog = self._catalog()
+        if not catalog.keep:
+            return None
+        if not known(catalog.keep):
+            return f"nothing is retired: of the rules {', '.join(catalog.keep)} this version does not know all"
+        return "nothing is retired while a slot of the log is damaged" if _damaged(catalog) else None
+
+    def _current(self) -> Keeping | None:
+        """The rules, applied so far; None: there are none, or nobody can tell what they keep."""
+        catalog = self._catalog()
+        if not catalog.keep or self.unknown() is not None:
+            self._keeping = None
+        elif self._keeping is None or self._keeping.rules != catalog.keep:
+            self._keeping = Keeping(catalog.keep, catalog)
+        return self._keeping
+
+    def _retiring(self, change: Change, superfluous: Sequence[Node]) -> Change:
+        catalog = self._catalog()
+        # What this very change adds is promised first; it goes with the next one.
+        gone = [node for node in superfluous if node in catalog.checkpoints][:_AT_ONCE]
+        based = {base.node for base in self.bases()}
+        self._released |= self._based - based
+        self._based = based
+        earlier = [node for node in self._released if node in catalog.held]
+        if not gone and not earlier:
+            return change
+        needed = based.union(edge.base.node for edge in change.encodings if edge.base is not None)
+        drops = [one for one in droppable(catalog, [*gone, *earlier], needed) if one in catalog.segments]
+        return replace(change, retires=(*change.retires, *gone), drops=(*change.drops, *drops))
+
+
+def _damaged(catalog: Catalog) -> bool:
+    return bool(catalog.damage) or catalog.lost > catalog.term

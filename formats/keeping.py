@@ -1,0 +1,315 @@
+"""Which checkpoints of a store are kept: the rules of retention, as users write them and as COMMITs carry them.
+
+The rules are a union: what one of them keeps stays. The newest checkpoint and what a tag names stay in any case. Rules
+that rank (``last``, ``best``) rank what a run that goes on has behind it: the line of the newest checkpoint; the others
+judge every checkpoint by itself. No clock is asked: ages count back from the newest checkpoint's time, so that the same
+log keeps the same checkpoints whoever looks, and a store at rest stays as it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from abc import ABC, abstractmethod
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from ckptstore.errors import UsageError
+from ckptstore.formats import metadata
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.members import MAX_INT
+from ckptstore.formats.records import CheckpointEntry, Node
+
+__all__ = ["MAX_RULE", "MAX_RULES", "Keeping", "checked", "known", "line", "metric", "reasons_of"]
+
+MAX_RULES: Final = 64
+"""Rules that a store may have."""
+MAX_RULE: Final = 200
+"""Letters of a rule."""
+_METRICS: Final = "metrics"
+"""Member of the metadata in which a `Checkpointer` puts what it is told."""
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_GRAMMAR: Final = (
+    "last:N, every:N, best:METRIC:N (or best:METRIC:N:max), newer-than:7d (s, m, h, d, w), tagged, branches"
+)
+
+
+def checked(rules: Iterable[str]) -> tuple[str, ...]:
+    """Rules as a COMMIT carries them: each once, without spaces around.
+
+    Raises:
+        UsageError: one is no rule, or they are too many.
+    """
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise UsageError(f"rules: {rules!r:.80}; several texts are needed, as in ['last:100', 'every:1000']")
+    found = tuple(dict.fromkeys(rule.strip() if isinstance(rule, str) else rule for rule in rules))
+    for rule in found:
+        if not isinstance(rule, str) or _window(rule) is None:
+            raise UsageError(f"{rule!r:.80} is no rule of retention; there are {_GRAMMAR}")
+    if len(found) > MAX_RULES:
+        raise UsageError(f"{len(found)} rules of retention, at most {MAX_RULES} are allowed")
+    return found
+
+
+def known(rules: Iterable[str]) -> bool:
+    """Whether this version understands all of these rules: who does not must not retire anything by the others."""
+    return all(_window(rule) is not None for rule in rules)
+
+
+def metric(entry: CheckpointEntry, name: str) -> float | None:
+    """The number of this name in a checkpoint's metadata, or in its ``metrics``; None: there is none, or it is NaN."""
+    said = entry.extra.get(metadata.MEMBER)
+    if not isinstance(said, Mapping):
+        return None
+    inner = said.get(_METRICS)
+    found = said.get(name, inner.get(name) if isinstance(inner, Mapping) else None)
+    value = metadata.read({name: found})[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
+    return None if math.isnan(number) else number
+
+
+def line(catalog: Catalog) -> Callable[[Node], bool]:
+    """Tells whether a checkpoint is one that the newest term continues: on no branch that was gone back from."""
+    until: dict[int, int] = {}
+    term, step = catalog.term, MAX_INT
+    while (opened := catalog.terms.get(term)) is not None:
+        until[term] = step
+        if opened.parent is None:
+            break
+        term, step = opened.parent.term, opened.parent.step
+    return lambda node: node[1] <= until.get(node[0], -1)
+
+
+# ------------------------------------------------------------------------------------------------ one rule each
+
+
+class _Window(ABC):
+    """What one rule keeps at present."""
+
+    def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:  # noqa: ARG002  # some rules need neither
+        """Another checkpoint is there -> those that the rule keeps no longer because of it."""
+        return ()
+
+    def lapse(self, newest: CheckpointEntry) -> Iterable[Node]:  # noqa: ARG002
+        """Those that the rule keeps no longer now that this is the newest one."""
+        return ()
+
+    @abstractmethod
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:
+        """Whether the rule keeps a checkpoint that was added."""
+
+
+class _Highest(_Window):
+    """``last:N`` and ``best:NAME:N``: the N highest of the line; of equals the newer."""
+
+    def __init__(self, count: int, value: Callable[[CheckpointEntry], float | None]) -> None:
+        self._count = count
+        self._value = value
+        self._ranks: list[tuple[float, int, int]] = []
+        self._kept: set[Node] = set()
+
+    def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:
+        value = self._value(entry) if on_line else None
+        if value is None:
+            return ()
+        insort(self._ranks, (value, entry.step, entry.term))
+        self._kept.add(entry.node)
+        if len(self._ranks) <= self._count:
+            return ()
+        _, step, term = self._ranks.pop(0)
+        self._kept.remove((term, step))
+        return ((term, step),)
+
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002  # only such were added
+        return entry.node in self._kept
+
+
+class _NewerThan(_Window):
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since = -math.inf
+        self._oldest: list[tuple[float, Node]] = []
+
+    def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:  # noqa: ARG002
+        heapq.heappush(self._oldest, (entry.time, entry.node))
+        return ()
+
+    def lapse(self, newest: CheckpointEntry) -> Iterable[Node]:
+        self._since = newest.time - self._seconds
+        found = []
+        while self._oldest and self._oldest[0][0] < self._since:
+            found.append(heapq.heappop(self._oldest)[1])
+        return found
+
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
+        return entry.time >= self._since
+
+
+class _Every(_Window):
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
+        return entry.step % self._steps == 0
+
+
+class _Branches(_Window):
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
+        return not on_line
+
+
+class _Tagged(_Window):
+    """Tags keep in any case: the rule only says so."""
+
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
+        return False
+
+
+def _window(rule: str) -> _Window | None:
+    """What keeps a rule; None: this version does not know it."""
+    if len(rule) > MAX_RULE:
+        return None
+    if rule == "tagged":
+        return _Tagged()
+    if rule == "branches":
+        return _Branches()
+    name, _, rest = rule.partition(":")
+    if name in ("last", "every"):
+        count = _count(rest)
+        if count is None:
+            return None
+        return _Every(count) if name == "every" else _Highest(count, lambda entry: float(entry.step))
+    if name == "newer-than":
+        seconds = _seconds(rest)
+        return None if seconds is None else _NewerThan(seconds)
+    return _best(rest) if name == "best" else None
+
+
+def _best(rest: str) -> _Window | None:
+    name, _, direction = rest.rpartition(":")
+    if direction not in ("min", "max"):
+        name, direction = rest, "min"
+    name, _, digits = name.rpartition(":")
+    count, sign = _count(digits), 1.0 if direction == "max" else -1.0
+    if count is None or not name:
+        return None
+
+    def value(entry: CheckpointEntry) -> float | None:
+        found = metric(entry, name)
+        return None if found is None else sign * found
+
+    return _Highest(count, value)
+
+
+def _count(text: str) -> int | None:
+    if not re.fullmatch(r"[0-9]{1,16}", text, re.ASCII):
+        return None
+    return int(text) if 1 <= int(text) <= MAX_INT else None
+
+
+def _seconds(text: str) -> float | None:
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([smhdw])", text, re.ASCII)
+    return float(found[1]) * _UNITS[found[2]] if found else None
+
+
+# ------------------------------------------------------------------------------------------------ all together
+
+
+class Keeping:
+    """What a store's rules keep, brought up to date save by save: only what a rule lets go is looked at again."""
+
+    def __init__(self, rules: Sequence[str], catalog: Catalog) -> None:
+        """Look at every checkpoint once.
+
+        Args:
+            rules: as `checked` gives them; at least one.
+            catalog: undamaged, so that its newest checkpoint is known.
+        """
+        self.rules = tuple(rules)
+        self._windows = {rule: window for rule in rules if (window := _window(rule)) is not None}
+        assert len(self._windows) == len(self.rules), "rules that this version does not know keep everything"
+        self._on_line = line(catalog)
+        self._newest = catalog.latest()
+        self._tags: dict[str, Node] = {}
+        self._named: set[Node] = set()
+        self._new: dict[Node, CheckpointEntry] = {}
+        for entry in catalog.checkpoints.values():
+            self._let_in(entry)
+        self._new.clear()
+        self._suspects = set(catalog.checkpoints)
+
+    def add(self, entry: CheckpointEntry) -> None:
+        """Another checkpoint of the newest term is promised, or is about to be."""
+        before = self._newest
+        if before is None or before.term != entry.term or before.step < entry.step:
+            self._newest = entry
+            if before is not None:
+                self._suspects.add(before.node)
+        self._suspects.update(self._let_in(entry))
+        self._suspects.add(entry.node)
+
+    def _let_in(self, entry: CheckpointEntry) -> list[Node]:
+        self._new[entry.node] = entry
+        on_line = self._on_line(entry.node)
+        return [node for window in self._windows.values() for node in window.add(entry, on_line)]
+
+    def superfluous(self, catalog: Catalog, tags: Mapping[str, Node | None] | None = None) -> list[Node]:
+        """What nothing keeps any more, oldest first; asked again it is named again, until it is retired.
+
+        Args:
+            catalog: with what was there from the beginning and every checkpoint that was added, or about to get them.
+            tags: those that are about to be changed.
+        """
+        if self._newest is None:
+            return []
+        for window in self._windows.values():
+            self._suspects.update(window.lapse(self._newest))
+        self._retag({**catalog.tags, **(tags or {})})
+        found = []
+        for node in sorted(self._suspects):
+            entry = catalog.checkpoints.get(node) or self._new.get(node)
+            if entry is None or self.reasons(entry):  # gone; or it is named again when what keeps it lets it go
+                self._suspects.discard(node)
+            else:
+                found.append(node)
+        self._new.clear()
+        return found
+
+    def reasons(self, entry: CheckpointEntry) -> list[str]:
+        """What keeps a checkpoint: ``newest``, ``tagged``, and rules as they are written."""
+        on_line = self._on_line(entry.node)
+        found = ["newest"] if self._newest is not None and entry.node == self._newest.node else []
+        found += ["tagged"] if entry.node in self._named else []
+        return found + [rule for rule, window in self._windows.items() if window.keeps(entry, on_line)]
+
+    def _retag(self, tags: Mapping[str, Node | None]) -> None:
+        now = {name: node for name, node in tags.items() if node is not None}
+        if now != self._tags:
+            named = set(now.values())
+            self._suspects.update(self._named - named)
+            self._tags, self._named = now, named
+
+
+def reasons_of(catalog: Catalog, rules: Sequence[str]) -> tuple[dict[str, list[Node]], list[Node]]:
+    """What keeps what, and what nothing keeps: (reason -> checkpoints, ascending; superfluous ones, ascending).
+
+    Args:
+        rules: as `checked` gives them. Every one of them is among the reasons, and ``newest`` and ``tagged`` are.
+
+    Raises:
+        CorruptLogError: the newest checkpoint is not known.
+    """
+    keeping = Keeping(rules, catalog)
+    gone = keeping.superfluous(catalog)
+    found: dict[str, list[Node]] = {name: [] for name in ("newest", "tagged", *rules)}
+    for entry in catalog.checkpoints.values():
+        for reason in keeping.reasons(entry):
+            found[reason].append(entry.node)
+    return found, gone
