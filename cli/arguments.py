@@ -24,6 +24,7 @@ __all__ = [
     "DEFAULT_STORE",
     "RANGE",
     "REF",
+    "RULE",
     "SIZE",
     "STEP",
     "STORE",
@@ -232,9 +233,27 @@ class _Step(ParamType):
         return int(text)
 
 
+class _Rule(ParamType):
+    """A rule of retention; its beginning is completed."""
+
+    name = "RULE"
+
+    def shell_complete(
+        self,
+        ctx: click.Context,  # noqa: ARG002  # click's signature
+        param: click.Parameter,  # noqa: ARG002
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        known = ("last:", "every:", "best:", "newer-than:", "branches", "tagged")
+        return [CompletionItem(rule) for rule in known if rule.startswith(incomplete)]
+
+
 STORE = click.argument("store", metavar="STORE", type=_Store())
 REF = _InStore("REF", _refs)
 RANGE = _Range()
+RULE = _Rule()
 TAG = _InStore("NAME", lambda _, store: store.tags())
 TENSOR = _InStore("NAME", lambda ctx, store: store.tensors(_typed(ctx, 1) or "latest"))
 SIZE = _Size()

@@ -26,6 +26,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("diff", "Compare two checkpoints tensor by tensor."),
     "tag": ("tag", "Name a checkpoint, or list the tags."),
     "retire": ("retire", "Promise checkpoints no longer."),
+    "keep": ("keep", "Say which checkpoints a store keeps, or show it."),
+    "prune": ("prune", "Retire what no rule keeps."),
     "merge": ("merge", "Merge the diffs of a range into one segment."),
     "gc": ("gc", "Delete the segments that nothing needs."),
     "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),

@@ -101,6 +101,9 @@ class _Window(ABC):
         """Those that the rule keeps no longer now that this is the newest one."""
         return ()
 
+    def refill(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only ages change so
+        """The newest one is older than the one before: what was let go may be kept again."""
+
     @abstractmethod
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:
         """Whether the rule keeps a checkpoint that was added."""
@@ -147,6 +150,10 @@ class _NewerThan(_Window):
         while self._oldest and self._oldest[0][0] < self._since:
             found.append(heapq.heappop(self._oldest)[1])
         return found
+
+    def refill(self, entries: Iterable[CheckpointEntry]) -> None:
+        self._oldest = [(entry.time, entry.node) for entry in entries]
+        heapq.heapify(self._oldest)
 
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
         return entry.time >= self._since
@@ -237,6 +244,7 @@ class Keeping:
         assert len(self._windows) == len(self.rules), "rules that this version does not know keep everything"
         self._on_line = line(catalog)
         self._newest = catalog.latest()
+        self._time = -math.inf  # of the newest, when it was last asked
         self._tags: dict[str, Node] = {}
         self._named: set[Node] = set()
         self._new: dict[Node, CheckpointEntry] = {}
@@ -270,7 +278,10 @@ class Keeping:
         if self._newest is None:
             return []
         for window in self._windows.values():
+            if self._newest.time < self._time:  # a clock was put back
+                window.refill([*catalog.checkpoints.values(), *self._new.values()])
             self._suspects.update(window.lapse(self._newest))
+        self._time = self._newest.time
         self._retag({**catalog.tags, **(tags or {})})
         found = []
         for node in sorted(self._suspects):

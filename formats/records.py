@@ -203,8 +203,7 @@ class CommitRecord:
         tags: name -> (term, step), or None to remove the tag.
         requests: uuid of a request handled -> None if accepted, else why it was refused.
         swept: ids dropped earlier in this term whose objects are known to be gone, to be forgotten.
-        keep: the rules by which checkpoints are kept from now on (`ckptstore.formats.keeping`), none: all of them; None:
-            as before.
+        keep: the rules of retention from now on (`ckptstore.formats.keeping`), none: keep all; None: no change.
         manifest: id of the manifest object that carries the record, if it did not fit a slot.
         previous: xxh3_128 of the bytes of the slot before (see `OpenRecord`).
     """

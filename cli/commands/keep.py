@@ -1,0 +1,42 @@
+"""``ckpt keep``: a store's rules of retention."""
+
+from __future__ import annotations
+
+import click
+
+from ckptstore.cli.arguments import RULE, STORE, answer_options, opened
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import emit, note
+
+
+@make_command(
+    "keep",
+    examples=[
+        "ckpt keep runs/gpt                                       # the rules",
+        "ckpt keep runs/gpt last:100 every:1000 best:loss:5       # a training run is writing: it is asked",
+        "ckpt keep runs/gpt last:100 newer-than:7d --take-over    # no run is writing",
+        "ckpt keep runs/gpt --everything",
+    ],
+)
+@STORE
+@click.argument("rules", type=RULE, nargs=-1, metavar="[RULE...]")
+@click.option("--everything", is_flag=True, help="No rules any more: every checkpoint is kept.")
+@answer_options
+def command(
+    store: str, rules: tuple[str, ...], everything: bool, take_over: bool, timeout: float, as_json: bool
+) -> None:
+    """Say which checkpoints a store keeps, or show it.
+
+    RULE is last:N, every:N, best:METRIC:N[:max], newer-than:7d, branches or tagged. What any of them keeps stays; every
+    writer retires the rest as it saves. The newest checkpoint stays, and what has a tag.
+    """
+    target = opened(store)
+    if everything and rules:
+        raise click.UsageError("--everything stands for no rules; leave RULE out")
+    found = target.keep(*rules, take_over=take_over, timeout=timeout) if everything or rules else target.rules()
+    if as_json:
+        emit({"store": store, "rules": list(found)})
+        return
+    click.echo("\n".join(found) or "every checkpoint")
+    if rules:
+        note("what is superfluous by now goes with the next save, or by `ckpt prune`")

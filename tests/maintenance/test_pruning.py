@@ -1,0 +1,336 @@
+"""Retention: rules that a store has, writers that keep to them, pruning beside a live writer and without one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Store
+from ckptstore.formats.records import CommitRecord
+from ckptstore.log import folding, requests
+from ckptstore.log.term import open_term
+from tests.store.states import same
+from tests.write.test_diffs import Trainer
+from tools.conformance.comparing import differences
+from tools.conformance.ours import answer
+from tools.conformance.page import store as page
+
+CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=6))
+RULES = ("last:2", "every:5", "best:loss:2")
+
+
+def state(step: int) -> dict[str, Any]:
+    weights = np.zeros(5000, np.float32)
+    weights[: step % 100] = step
+    return {"w": weights, "step": step}
+
+
+def loss(step: int) -> float:
+    """Lowest at step 7."""
+    return abs(step - 7) + 0.25
+
+
+def save(writer: Any, steps: Iterable[int]) -> None:
+    for step in steps:
+        writer.save(state(step), step, metadata={"loss": loss(step)})
+
+
+def promised(
+    steps: Iterable[int], last: int = 2, every: int = 5, best: int = 2, tagged: Iterable[int] = ()
+) -> list[int]:
+    """What `RULES` keep of one term, said again."""
+    alive = sorted(steps)
+    rated = sorted(alive, key=lambda step: (loss(step), -step))
+    return sorted({*alive[-last:], *rated[:best], *tagged, *(step for step in alive if step % every == 0)})
+
+
+def check(store: Store, expected: Iterable[int]) -> None:
+    """Exactly these are promised, gc takes nothing that is needed, each restores bit for bit, every byte is right."""
+    store.gc()
+    assert [info.step for info in store.checkpoints()] == list(expected)
+    for info in store.checkpoints():
+        same(state(info.step), store.load(info.ref, framework="numpy"))
+    assert store.verify(deep=True).ok
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return ckptstore.open(tmp_path / "store")
+
+
+class TestWriters:
+    @pytest.mark.parametrize(
+        "deltas", [None, CHAIN, DeltaOptions(interval=3, form="paper")], ids=["full", "chain", "paper"]
+    )
+    def test_what_is_left_is_what_was_promised(self, store: Store, deltas: DeltaOptions | None) -> None:
+        with store.writer(keep=RULES, deltas=deltas, poll_seconds=None) as writer:
+            for step in range(1, 24):
+                save(writer, [step])
+                assert [info.step for info in store.checkpoints()] == promised(range(1, step + 1))
+                if deltas is not None and step % 6 == 0:
+                    store.gc()
+        kinds = {info.kind for info in store.checkpoints()}
+        assert ("delta" in kinds) is (deltas is not None)
+        check(store, promised(range(1, 24)))
+
+    def test_gradient_diffs_in_batches(self, tmp_path: Path) -> None:
+        store = ckptstore.open(tmp_path / "store")
+        trainer, states = Trainer(seed=3), {}
+        options = DiffOptions(full_every=8, batch=3, seconds=None)
+        with store.writer(keep=["last:2", "every:7"], diffs=options, poll_seconds=None) as writer:
+            for step in range(1, 24):
+                trainer.train()
+                states[step] = trainer.frozen()
+                writer.save_async(trainer.state(), step, updates=trainer.updates() if step > 1 else None)
+        store.gc()
+        assert [info.step for info in store.checkpoints()] == [7, 14, 21, 22, 23]
+        for info in store.checkpoints():
+            same(states[info.step], store.load(info.ref, framework="numpy"))
+        assert store.verify(deep=True).ok
+
+    def test_fulls_that_overtake_one_another(self, store: Store) -> None:
+        with store.writer(keep=RULES, max_in_flight=4, poll_seconds=None) as writer:
+            for step in range(1, 41):
+                writer.save_async(state(step), step, metadata={"loss": loss(step)})
+        check(store, promised(range(1, 41)))
+
+    def test_a_save_and_what_it_retires_are_one_record(self, store: Store) -> None:
+        with store.writer(keep=["last:3"], poll_seconds=None) as writer:
+            begin = store.view().end
+            save(writer, range(1, 21))
+            assert store.view().end == begin + 20
+
+    def test_tags_protect_until_they_go(self, store: Store) -> None:
+        with store.writer(keep=["last:2"], poll_seconds=None) as writer:
+            save(writer, range(1, 4))
+            writer.tag("mine", 2)
+            writer.save(state(4), 4, tags="also")
+            save(writer, range(5, 8))
+            assert [info.step for info in store.checkpoints()] == [2, 4, 6, 7]
+            writer.tag("mine", 6)
+            writer.untag("also")
+            save(writer, [8, 9])
+            assert [info.step for info in store.checkpoints()] == [6, 8, 9]
+
+    def test_rules_stay_and_every_later_writer_keeps_to_them(self, store: Store, tmp_path: Path) -> None:
+        with store.writer(keep=RULES, poll_seconds=None) as writer:
+            save(writer, range(1, 12))
+            for _ in range(3):  # folded, and the slot that said so deleted
+                folding.fold(store.journal, store.view())
+                save(writer, [store.checkpoints()[-1].step + 1])
+            folding.trim(store.journal, store.view())
+        again = ckptstore.open(tmp_path / "store")
+        assert again.rules() == RULES
+        with again.writer(poll_seconds=None) as writer:
+            save(writer, range(15, 20))
+        assert again.rules() == RULES
+        check(again, promised(range(1, 20)))
+        with again.writer(keep=[], poll_seconds=None) as writer:  # none: everything stays
+            save(writer, range(20, 24))
+        assert again.rules() == ()
+        check(again, [*promised(range(1, 20)), 20, 21, 22, 23])
+
+    def test_who_goes_back_keeps_the_branch_if_the_rules_say_so(self, store: Store) -> None:
+        with store.writer(keep=["last:2", "branches"], poll_seconds=None) as writer:
+            save(writer, range(1, 6))
+        with store.writer(parent=4, poll_seconds=None) as writer:
+            save(writer, range(5, 8))
+        assert [info.ref for info in store.checkpoints()] == ["5@1", "6@2", "7@2"]
+        store.prune("last:2", take_over=True)
+        assert [info.ref for info in store.checkpoints()] == ["6@2", "7@2"]
+
+    def test_rules_of_a_later_version_retire_nothing(self, store: Store) -> None:
+        with store.writer(poll_seconds=None) as writer:
+            save(writer, [1])
+        term = open_term(store.journal, lambda catalog: catalog.latest().id)  # type: ignore[union-attr]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ckptstore.formats.retention.checked", tuple)
+            term.commit(CommitRecord(term.number, keep=("last:1", "cosine:3")))
+        with (
+            pytest.warns(UserWarning, match="nothing is retired: of the rules last:1, cosine:3 this version does not"),
+            store.writer(poll_seconds=None) as writer,
+        ):
+            save(writer, [2, 3])
+        assert [info.step for info in store.checkpoints()] == [1, 2, 3]
+        with pytest.raises(ckptstore.UsageError, match="cosine:3 this version does not know"):
+            store.prune(dry_run=True)
+        assert store.prune("last:1", dry_run=True).retired == ("1@1", "2@3")
+
+    def test_what_cannot_be_meant_opens_no_term(self, store: Store) -> None:
+        for keep in (["last:x"], "last:3", 5):
+            with pytest.raises(ckptstore.UsageError):
+                store.writer(keep=keep)  # type: ignore[arg-type]
+        assert store.latest_step() is None
+
+    def test_another_reader_made_from_the_specification_is_not_bothered(self, store: Store, tmp_path: Path) -> None:
+        """It knows no rules: neither in a record nor in a fold."""
+        for steps in (range(1, 12), range(12, 15)):
+            with store.writer(keep=RULES, deltas=CHAIN, poll_seconds=None) as writer:
+                save(writer, steps)
+            found = page.Store(tmp_path / "store").answer()
+            assert differences(answer(tmp_path / "store"), found) == []
+            assert len(found["checkpoints"]) == len(store.checkpoints())
+            folding.fold(store.journal, store.view())
+
+
+class TestBesideALiveWriter:
+    @pytest.fixture
+    def writer(self, store: Store) -> Any:
+        with store.writer(poll_seconds=0.02, deltas=CHAIN) as writer:
+            save(writer, range(1, 13))
+            yield writer
+
+    def test_it_takes_rules_and_keeps_to_them_at_once(self, store: Store, writer: Any) -> None:
+        assert store.keep(*RULES) == RULES
+        writer.poll()
+        assert [info.step for info in store.checkpoints()] == promised(range(1, 13))
+        slots = store.view().end
+        assert store.keep(*RULES) == RULES  # asks nobody
+        assert store.view().end == slots
+        save(writer, range(13, 21))
+        assert store.keep() == ()
+        save(writer, range(21, 24))
+        check(store, [*promised(range(1, 21)), 21, 22, 23])
+
+    def test_prune(self, store: Store, writer: Any) -> None:
+        planned = store.prune(*RULES, dry_run=True)
+        assert len(store.checkpoints()) == 12
+        done = store.prune(*RULES)
+        assert done == planned
+        assert done.retired == tuple(f"{step}@1" for step in range(1, 13) if step not in promised(range(1, 13)))
+        assert done.kept == {
+            "newest": ("12@1",),
+            "tagged": (),
+            "last:2": ("11@1", "12@1"),
+            "every:5": ("5@1", "10@1"),
+            "best:loss:2": ("7@1", "8@1"),
+        }
+        assert done.checkpoints == 6
+        freed = store.gc()
+        assert (freed.segments, freed.nbytes) == (tuple(sorted(done.dropped)), done.dropped_nbytes)
+        assert done.held
+        assert set(done.held) <= set(done.retired)
+        save(writer, [13])  # nobody was fenced
+        check(store, [5, 7, 8, 10, 11, 12, 13])
+        assert store.rules() == ()
+
+    def test_what_was_held_goes_when_nothing_builds_on_it(self, store: Store, writer: Any) -> None:
+        store.prune("last:1")
+        left = sum(path.size for path in store.view().catalog.segments.values())
+        save(writer, range(13, 15))  # a chain has six deltas: a full, and one of it
+        done = store.prune("last:1")
+        assert (done.held, done.held_nbytes) != ((), 0)
+        save(writer, range(15, 23))
+        done = store.prune("last:1")
+        store.gc()
+        assert sum(path.size for path in store.view().catalog.segments.values()) < left + done.held_nbytes
+        check(store, [22])
+
+    def test_a_refusal_is_planned_anew(self, store: Store, writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        post, times = requests.post, []
+
+        def late(*arguments: Any, **changes: Any) -> Any:
+            if not times:
+                writer.tag("mine", 3)  # between our READ and its answer
+            times.append(1)
+            return post(*arguments, **changes)
+
+        monkeypatch.setattr(requests, "post", late)
+        done = store.prune("last:2")
+        assert len(times) == 2
+        assert "3@1" not in done.retired
+        assert done.kept["tagged"] == ("3@1",)
+        check(store, [3, 11, 12])
+
+
+class TestMistakes:
+    def test_no_rules(self, store: Store) -> None:
+        store.create()
+        with pytest.raises(ckptstore.UsageError, match="no run has written here yet"):
+            store.keep("last:3")
+        with store.writer(poll_seconds=None) as writer:
+            save(writer, [1, 2])
+        with pytest.raises(ckptstore.UsageError, match="has no rules of retention"):
+            store.prune(take_over=True)
+        with pytest.raises(ckptstore.UsageError, match="'newest:3' is no rule"):
+            store.prune("newest:3", dry_run=True)
+        with pytest.raises(ckptstore.UsageError, match="'newest:3' is no rule"):
+            store.keep("newest:3", take_over=True)
+        with pytest.raises(ckptstore.RequestTimeoutError):
+            store.prune("last:1", timeout=0.01)
+        assert len(store.checkpoints()) == 2
+
+    def test_a_damaged_log_is_not_pruned(self, store: Store, tmp_path: Path) -> None:
+        with store.writer(poll_seconds=None) as writer:
+            save(writer, range(1, 6))
+        slot = sorted((tmp_path / "store/log").iterdir())[2]
+        slot.write_bytes(slot.read_bytes()[:-5] + b"xxxxx")
+        with pytest.raises(ckptstore.CorruptLogError, match="damaged"):
+            store.prune("last:1", take_over=True)
+        with (
+            pytest.warns(UserWarning, match="nothing is retired while a slot of the log is damaged"),
+            store.writer(keep=["last:1"], poll_seconds=None) as writer,
+        ):
+            save(writer, [6, 7])
+        assert [info.step for info in store.checkpoints()] == [1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.slow
+def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) -> None:
+    """Three hundred steps; two readers restore whatever is newest or oldest, gc runs, tags come and go."""
+    store.create()
+    ended = threading.Event()
+    failures: list[BaseException] = []
+    restored: list[int] = []
+    most = 0
+
+    def restore(which: int) -> None:
+        own = ckptstore.open(tmp_path / "store")
+        while not ended.is_set():
+            try:
+                if found := own.checkpoints():
+                    step = found[which].step
+                    same(state(step), own.load(found[which].ref, framework="numpy"))
+                    restored.append(step)
+            except ckptstore.CheckpointNotFoundError:
+                pass  # retired between the two calls
+            except BaseException as error:  # noqa: BLE001  # told below
+                failures.append(error)
+                return
+
+    def collect() -> None:
+        nonlocal most
+        own = ckptstore.open(tmp_path / "store")
+        while not ended.is_set():
+            try:
+                own.gc()
+            except BaseException as error:  # noqa: BLE001  # told below
+                failures.append(error)
+                return
+            most = max(most, len(own.backend.list("seg/")))
+            ended.wait(0.02)
+
+    threads = [threading.Thread(target=restore, args=(which,)) for which in (0, -1)]
+    threads.append(threading.Thread(target=collect))
+    rules = ["last:3", "every:60", "best:loss:2"]
+    with store.writer(keep=rules, deltas=CHAIN, poll_seconds=0.05) as writer:
+        for thread in threads:
+            thread.start()
+        for step in range(1, 301):
+            writer.save_async(state(step), step, metadata={"loss": loss(step)})
+            if step in (100, 200):
+                writer.wait()
+                writer.tag("mark", step)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(set(restored)) > 10
+    check(store, promised(range(1, 301), last=3, every=60, tagged=[200]))
+    assert most < 60  # bounded, whatever 300 steps have written
