@@ -643,12 +643,14 @@ class Store:
 
         return tags(self.journal)
 
-    def lineage(self, limit: int | None = None, term: int | None = None) -> Lineage:
+    def lineage(self, limit: int | None = None, term: int | None = None, by: str | None = None) -> Lineage:
         """The checkpoints as a forest, newest first: who continues from whom, and what is wrong with the log.
 
         Args:
             limit: at most so many checkpoints, the newest; None: all.
             term: only the checkpoints of this term.
+            by: order by the number of this name in the metadata, lowest first, instead of newest first; ``NAME:max``:
+                highest first. Those without one come last.
 
         Raises:
             CorruptLogError: nothing of the log can be read.
@@ -656,7 +658,7 @@ class Store:
         """
         from ckptstore.reports.lineage import lineage
 
-        return lineage(self.journal, limit, term)
+        return lineage(self.journal, limit, term, by)
 
     def inspect(self, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> CheckpointDescription:
         """Take a checkpoint apart: its tensors and how each is stored, its chain, the rest of its state.

@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import metadata
@@ -22,7 +22,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import CheckpointEntry, Node
 
-__all__ = ["MAX_RULE", "MAX_RULES", "Keeping", "checked", "known", "line", "metric", "reasons_of"]
+__all__ = ["MAX_RULE", "MAX_RULES", "Keeping", "checked", "known", "line", "metric", "number", "reasons_of"]
 
 MAX_RULES: Final = 64
 """Rules that a store may have."""
@@ -59,20 +59,23 @@ def known(rules: Iterable[str]) -> bool:
 
 
 def metric(entry: CheckpointEntry, name: str) -> float | None:
-    """The number of this name in a checkpoint's metadata, or in its ``metrics``; None: there is none, or it is NaN."""
+    """`number` in a checkpoint's metadata."""
     said = entry.extra.get(metadata.MEMBER)
-    if not isinstance(said, Mapping):
-        return None
+    return number(said, name) if isinstance(said, Mapping) else None
+
+
+def number(said: Mapping[str, Any], name: str) -> float | None:
+    """The number of this name in metadata, or in its ``metrics``; None: there is none, or it is NaN."""
     inner = said.get(_METRICS)
     found = said.get(name, inner.get(name) if isinstance(inner, Mapping) else None)
     value = metadata.read({name: found})[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        number = float(value)
+        as_float = float(value)
     except OverflowError:
-        number = math.inf if value > 0 else -math.inf
-    return None if math.isnan(number) else number
+        as_float = math.inf if value > 0 else -math.inf
+    return None if math.isnan(as_float) else as_float
 
 
 def line(catalog: Catalog) -> Callable[[Node], bool]:

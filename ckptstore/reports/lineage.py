@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import CorruptLogError
+from ckptstore.formats.keeping import metric
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe, describe_terms
 from ckptstore.log.reading import read
@@ -27,7 +28,8 @@ class Lineage:
     """The checkpoints and terms of a store at one moment.
 
     Attributes:
-        checkpoints: those asked for, newest first: every one of a term was committed after all of earlier terms.
+        checkpoints: those asked for, newest first: every one of a term was committed after all of earlier terms. Or by
+            a metric, the best first; those without it last, newest first.
         parents: REF -> REF of the checkpoint it continues from; None for the first of a run. Retired checkpoints are
             skipped: the nearest one before it that is still there stands in. Newest first, down to the last of
             `checkpoints`, those between them that were not asked for included.
@@ -45,12 +47,14 @@ class Lineage:
     damage: tuple[str, ...]
 
 
-def lineage(journal: Journal, limit: int | None = None, term: int | None = None) -> Lineage:
+def lineage(journal: Journal, limit: int | None = None, term: int | None = None, by: str | None = None) -> Lineage:
     """Read the log of a store.
 
     Args:
         limit: at most so many checkpoints, the newest; None: all.
         term: only the checkpoints of this term.
+        by: order by the number of this name in the metadata, lowest first; ``NAME:max``: highest first. `limit` is of
+            those.
 
     Raises:
         CorruptLogError: nothing of the log can be read.
@@ -65,7 +69,9 @@ def lineage(journal: Journal, limit: int | None = None, term: int | None = None)
         latest = None if newest is None else newest.ref
     except CorruptLogError as error:
         damage.append(str(error))
-    nodes, parents = _newest(catalog, limit, term)
+    nodes, parents = _newest(catalog, limit if by is None else None, term)
+    if by is not None:
+        nodes = _ranked(catalog, nodes, by)[:limit]
     infos = describe(catalog, [catalog.checkpoints[node] for node in nodes])
     return Lineage(tuple(infos), parents, len(catalog.checkpoints), tuple(terms), latest, tuple(damage))
 
@@ -86,6 +92,16 @@ def _newest(catalog: Catalog, limit: int | None, term: int | None) -> tuple[list
             parents |= between
             between = {}
     return found, parents
+
+
+def _ranked(catalog: Catalog, nodes: list[Node], by: str) -> list[Node]:
+    name, _, direction = by.rpartition(":")
+    if direction not in ("min", "max"):
+        name, direction = by, "min"
+    sign = -1.0 if direction == "max" else 1.0
+    found = {node: metric(catalog.checkpoints[node], name) for node in nodes}
+    rated = [(sign * value, place, node) for place, (node, value) in enumerate(found.items()) if value is not None]
+    return [node for _, _, node in sorted(rated)] + [node for node, value in found.items() if value is None]
 
 
 def _line(catalog: Catalog, term: int) -> Node | None:

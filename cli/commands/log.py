@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, moment, note, size, table
+from ckptstore.cli.output import emit, moment, note, number, size, table
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo, TermInfo
     from ckptstore.reports.lineage import Lineage
 
+_MOST = 4
+_LONGEST = 24
 
-@make_command("log", examples=["ckpt log runs/gpt", "ckpt log runs/gpt -n 20", "ckpt log runs/gpt --term 3 --json"])
+
+@make_command(
+    "log",
+    examples=[
+        "ckpt log runs/gpt",
+        "ckpt log runs/gpt -n 20",
+        "ckpt log runs/gpt --sort loss -n 5       # the best five; accuracy:max for the highest",
+        "ckpt log runs/gpt --term 3 --json",
+    ],
+)
 @STORE
 @click.option("-n", "--limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest.")
 @click.option("--term", type=click.IntRange(min=1), metavar="TERM", help="Only the checkpoints of this term.")
-def command(store: str, limit: int | None, term: int | None, as_json: bool) -> None:
+@click.option(
+    "--sort", "by", metavar="NAME[:max]", help="Lowest (or highest) first by this number of the metadata; no graph."
+)
+def command(store: str, limit: int | None, term: int | None, by: str | None, as_json: bool) -> None:
     """List checkpoints, newest first, with forks as a graph.
 
     A branch begins where a writer went back and continued from an earlier checkpoint.
     """
     target = opened(store)
-    found = target.lineage(limit, term)
+    found = target.lineage(limit, term, by)
     shown = found.checkpoints
     for damage in found.damage:
         note(damage)
@@ -41,7 +56,7 @@ def command(store: str, limit: int | None, term: int | None, as_json: bool) -> N
             }
         )
     elif shown:
-        click.echo(_text(found))
+        click.echo(_text(found) if by is None else _listing(found))
         _closing(found, term)
     elif found.total and term is None:
         click.echo(f"{found.total:,} checkpoints")  # none of them was asked for
@@ -76,18 +91,45 @@ def _text(found: Lineage) -> str:
     from ckptstore.cli.graph import draw
 
     infos = {info.ref: info for info in found.checkpoints}
+    said = any(info.metadata for info in found.checkpoints)
     rows: list[list[str]] = []
     # The graph is drawn as far as it is shown, but of the whole: a branch whose root is below looks like a branch.
     known = {*found.parents, *filter(None, found.parents.values())}
     for columns, ref in draw(list(found.parents), found.parents, known):
         if ref in infos:
-            info = infos[ref]
-            names = (["latest"] if ref == found.latest else []) + [f"tag:{tag}" for tag in info.tags]
-            kind = info.kind + (f" of {info.base}" if info.base else "") + (", lossy" if info.lossy else "")
-            rows.append([columns, ref, kind, size(info.stored), moment(info.time), " ".join(names)])
+            rows.append([columns, *_cells(infos[ref], found, said)])
         elif ref is None and rows and len(infos) == found.total:
-            rows.append([columns, "", "", "", "", ""])
-    return table(["", "CHECKPOINT", "KIND", ">STORED", "TIME", ""], rows)
+            rows.append([columns] + [""] * (6 if said else 5))
+    return table(["", *_headings(said)], rows)
+
+
+def _listing(found: Lineage) -> str:
+    """In the order that was asked for, which no graph can follow."""
+    return table(_headings(True), [_cells(info, found, True) for info in found.checkpoints])
+
+
+def _headings(said: bool) -> list[str]:
+    return ["CHECKPOINT", "KIND", ">STORED", "TIME", *(["METADATA"] if said else []), ""]
+
+
+def _cells(info: CheckpointInfo, found: Lineage, said: bool) -> list[str]:
+    names = (["latest"] if info.ref == found.latest else []) + [f"tag:{tag}" for tag in info.tags]
+    kind = info.kind + (f" of {info.base}" if info.base else "") + (", lossy" if info.lossy else "")
+    metadata = [_said(info.metadata)] if said else []
+    return [info.ref, kind, size(info.stored), moment(info.time), *metadata, " ".join(names)]
+
+
+def _said(metadata: Mapping[str, Any]) -> str:
+    """A few words of metadata: ``loss 2.317, run a``; what is deeper is in --json."""
+    inner = metadata.get("metrics")
+    flat = {**metadata, **inner} if isinstance(inner, Mapping) else metadata
+    words = [
+        f"{name} {number(value) if isinstance(value, float) else str(value)[:_LONGEST]}"
+        for name, value in flat.items()
+        if isinstance(value, bool | int | float | str)
+    ]
+    text = ", ".join(words[:_MOST]) + (", ..." if len(words) > _MOST else "")
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _closing(found: Lineage, term: int | None) -> None:

@@ -138,3 +138,30 @@ def test_metadata_is_shown(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("log", store.url, "--json").json["checkpoints"][0]["metadata"] == shown
     assert ckpt("inspect", store.url, "--json").json["metadata"] == shown
     assert "\nloss: nan\nrun: a\n" in ckpt("inspect", store.url).out
+
+
+def test_the_best_first(ckpt: Run, tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "said")
+    said = {
+        1: {"loss": 2.5, "run": "a b"},
+        2: {"metrics": {"loss": 1.25}},
+        3: {},
+        4: {"loss": float("nan")},
+        5: {"loss": 7},
+    }
+    with store.writer(poll_seconds=None) as writer:
+        for step, metadata in said.items():
+            writer.save({"step": step}, step, metadata=metadata)
+    found = [entry["step"] for entry in ckpt("log", store.url, "--sort", "loss", "--json").json["checkpoints"]]
+    assert found == [2, 1, 5, 4, 3]
+    highest = ckpt("log", store.url, "--sort", "loss:max", "-n", 2)
+    lines = highest.out.splitlines()
+    assert [line.split()[0] for line in lines] == ["CHECKPOINT", "5@1", "1@1", "..."]
+    assert "METADATA" in lines[0]
+    assert lines[1].split()[-3:] == ["loss", "7", "latest"]
+    assert lines[2].endswith("loss 2.5, run a b")
+    drawn = ckpt("log", store.url).out.splitlines()
+    assert drawn[4].startswith("*  2@1")
+    assert "loss 1.25" in drawn[4]
+    assert [info.step for info in store.lineage(3, by="loss").checkpoints] == [2, 1, 5]
+    assert [info.step for info in store.lineage(by="nothing").checkpoints] == [5, 4, 3, 2, 1]

@@ -1,0 +1,86 @@
+"""`ckpt keep` and `ckpt prune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from tests.cli.conftest import Run, assert_documented, documented
+from tests.maintenance.test_pruning import CHAIN, RULES, promised, save
+
+STEPS = range(1, 21)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """Chains of seven; the loss is lowest at step 7."""
+    with ckptstore.open(tmp_path / "chain") as store, store.writer(deltas=CHAIN, poll_seconds=None) as writer:
+        save(writer, STEPS)
+        writer.tag("mine", 3)
+    return tmp_path / "chain"
+
+
+def test_rules_are_set_shown_and_taken_away(ckpt: Run, chain: Path) -> None:
+    assert ckpt("keep", chain).out == "every checkpoint\n"
+    done = ckpt("keep", chain, *RULES, "--take-over")
+    assert done.out.splitlines() == list(RULES)
+    assert "ckpt prune" in done.err
+    found = ckpt("keep", chain, "--json").json
+    assert_documented(found, documented("ckpt keep")[0])
+    assert found["rules"] == list(RULES)
+    assert ckptstore.open(chain).rules() == RULES
+    assert ckpt("keep", chain, "--everything", "--take-over").out == "every checkpoint\n"
+    assert ckptstore.open(chain).rules() == ()
+
+
+def test_dry_run_and_then(ckpt: Run, chain: Path) -> None:
+    ckpt("keep", chain, *RULES, "--take-over")
+    planned = ckpt("prune", chain, "--dry-run", "--json").json
+    assert_documented(planned, documented("ckpt prune")[0])
+    kept = [f"{step}@1" for step in promised(STEPS, tagged=[3])]
+    assert sorted({ref for one in planned["kept"] for ref in one["checkpoints"]}) == sorted(kept)
+    assert planned["checkpoints"] == len(kept)
+    assert planned["gc"] is None
+    assert len(ckptstore.open(chain).checkpoints()) == 20
+    text = ckpt("prune", chain, "--dry-run")
+    assert text.out.splitlines()[:6] == [
+        "KEPT BY      COUNT  CHECKPOINTS",
+        "newest           1  20@1",
+        "tagged           1  3@1",
+        "last:2           2  19@1, 20@1",
+        "every:5          4  5@1, 10@1, 15@1, 20@1",
+        "best:loss:2      2  7@1, 8@1",
+    ]
+    assert text.out.splitlines()[6].startswith("would keep 8, would retire 12: 1@1, 2@1, 4@1, 6@1 ... 14@1,")
+    assert "stored still, because others build on it: " in text.out.splitlines()[7]
+    segments = len(list((chain / "seg").rglob("*.safetensors")))
+    done = ckpt("prune", chain, "--gc", "--take-over", "--json").json
+    assert done == planned | {"dry_run": False, "gc": done["gc"]}
+    assert done["gc"] == {"segments": len(done["dropped"]), "bytes": done["bytes_dropped"], "pinned_bytes": 0}
+    assert len(list((chain / "seg").rglob("*.safetensors"))) == segments - done["gc"]["segments"]
+    assert [info.ref for info in ckptstore.open(chain).checkpoints()] == kept
+    assert ckpt("verify", chain, "--deep").code == 0
+    assert ckpt("prune", chain, "--take-over").out.splitlines()[6] == "kept 8, retired 0"
+
+
+def test_rules_for_once(ckpt: Run, chain: Path) -> None:
+    done = ckpt("prune", chain, "--keep", "last:1", "--take-over", "--gc")
+    assert done.out.splitlines()[-1].startswith("deleted ")
+    assert [info.step for info in ckptstore.open(chain).checkpoints()] == [3, 20]
+    assert ckptstore.open(chain).rules() == ()
+
+
+def test_mistakes(ckpt: Run, chain: Path) -> None:
+    for arguments, why in (
+        (("prune", chain, "--dry-run"), "has no rules of retention"),
+        (("prune", chain, "--keep", "newest:3"), "'newest:3' is no rule"),
+        (("keep", chain, "last:0", "--take-over"), "'last:0' is no rule"),
+        (("keep", chain, "last:1", "--everything"), "leave RULE out"),
+    ):
+        outcome = ckpt(*arguments)
+        assert outcome.code == 2
+        assert why in outcome.err
+    assert ckpt("prune", chain, "--keep", "last:1", "--timeout", "0.05").code == 10
+    assert len(ckptstore.open(chain).checkpoints()) == 20
