@@ -1,0 +1,55 @@
+"""docs/retention.md says what is so: its scripts run, and its commands print what it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs/retention.md"
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def plain(text: str) -> list[str]:
+    """Lines without what differs from run to run: sizes, times, and the spaces that they move."""
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
+    text = re.sub(r"[\d.,]+ (B|KiB|MiB)\b", "SIZE", text)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.mark.slow
+def test_scripts_and_commands_one_after_the_other(tmp_path: Path) -> None:
+    printed, compared = "", 0
+    for language, text in BLOCKS:
+        if language == "python":
+            done = subprocess.run(
+                [sys.executable, "-W", "error", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            printed += done.stdout
+            continue
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            command, _, shown = part.partition("\n")
+            words = shlex.split(command)
+            assert words[0] == "ckpt"
+            done = subprocess.run(
+                [sys.executable, "-c", "from ckptstore.cli.main import main; main()", *words[1:]],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            assert (done.returncode, plain(done.stdout)) == (0, plain(shown)), command
+            compared += 1
+    assert f"prints `{printed.strip()}`" in PAGE.read_text()
+    assert compared >= 6
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", PAGE.read_text()):
+        assert (PAGE.parent / target).exists(), target
