@@ -92,6 +92,9 @@ if TYPE_CHECKING:
     from ckptstore.reports.inspection import TensorDescription as TensorDescription
     from ckptstore.reports.inspection import TensorStatistics as TensorStatistics
     from ckptstore.reports.lineage import Lineage as Lineage
+    from ckptstore.reports.stats import ClassBytes as ClassBytes
+    from ckptstore.reports.stats import Share as Share
+    from ckptstore.reports.stats import StoreStats as StoreStats
     from ckptstore.restore.plan import Plan as Plan
     from ckptstore.store import Store as Store
     from ckptstore.store import open as open
@@ -144,6 +147,7 @@ _HOMES = {
     "reports.explaining": "Explanation PlanStep",
     "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",
     "reports.lineage": "Lineage",
+    "reports.stats": "ClassBytes Share StoreStats",
     "restore.plan": "Plan",
     "store": "Store open verify",
     "write.deltas": "DeltaOptions",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckptstore.reports.explaining import Explanation
     from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
     from ckptstore.reports.lineage import Lineage
+    from ckptstore.reports.stats import StoreStats
     from ckptstore.write.deltas import DeltaOptions
     from ckptstore.write.metrics import OnMetrics
     from ckptstore.write.options import WriterOptions
@@ -690,6 +691,26 @@ class Store:
         from ckptstore.reports.inspection import statistics
 
         return statistics(self.journal, ref, tensor, progress)
+
+    def stats(self) -> StoreStats:
+        """Where the store's bytes are: by kind, term and class of tensor; growth; what prune and gc would free.
+
+        Reads the log, lists the segments, and reads the headers of the newest checkpoint's chain.
+
+        Raises:
+            CorruptLogError: nothing of the log can be read.
+            CorruptionError: the newest checkpoint's chain is damaged.
+        """
+        from ckptstore.maintenance.gc import collect
+        from ckptstore.maintenance.pruning import prunable_nbytes
+        from ckptstore.reports.stats import stats
+
+        garbage = collect(self.journal, dry_run=True)
+        return stats(
+            self.journal,
+            prunable_nbytes=prunable_nbytes(self.journal),
+            garbage_nbytes=garbage.nbytes + garbage.pinned_nbytes,
+        )
 
     def explain(self, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> Explanation:
         """What restoring a checkpoint (or the tensors of it that `select` names) will read and decode, and how long

@@ -20,6 +20,7 @@ from ckptstore.errors import EXIT_CODES
 COMMANDS: dict[str, tuple[str, str]] = {
     "log": ("log", "List checkpoints, newest first, with forks as a graph."),
     "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
+    "stats": ("stats", "Show where a store's bytes are, and how it grows."),
     "verify": ("verify", "Check every byte and hash of a store, or of one checkpoint."),
     "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
     "import": ("import_", "Store .safetensors and .pt files as checkpoints."),

@@ -6,10 +6,9 @@ Names decide where they say something; otherwise values do: what is never negati
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,30 +16,14 @@ import numpy.typing as npt
 from ckptstore.analysis.series import Read, TensorType
 from ckptstore.errors import UsageError
 from ckptstore.formats import dtypes
-from ckptstore.reports.tensor_numbers import doubles, is_integer
+from ckptstore.reports.tensor_classes import CLASSES, TensorClass, class_by_name, of_an_optimizer
+from ckptstore.reports.tensor_numbers import doubles
 
 __all__ = ["CLASSES", "Classified", "TensorClass", "by_name", "by_values", "classify", "parse_overrides"]
-
-TensorClass: TypeAlias = Literal["weight", "first_moment", "second_moment", "gradient", "other"]
-CLASSES: Final[tuple[TensorClass, ...]] = get_args(TensorClass)
 
 _LOOKED_AT: Final = 1 << 14
 """Bytes read at the beginning and in the middle of a tensor whose name says nothing."""
 _TINY: Final = 1e-3
-_SPLIT: Final = re.compile(r"[./:/\s]+")
-_SECOND: Final = re.compile(
-    r"(max_)?exp_avg_sq(_row|_col)?|exp_inf|square_avg|second_moment\w*|moment2|nu|acc_delta|sum|variance", re.I
-)
-_FIRST: Final = re.compile(r"exp_avg|first_moment\w*|moment1|momentum(_buffer)?|grad_avg|mu", re.I)
-_GRADIENT: Final = re.compile(r"grads?|gradients?", re.I)
-_OTHER: Final = re.compile(
-    r"running_(mean|var)|num_batches_tracked|step|rng\w*|inv_freq|\w*_rng_state|scaler|lr_scheduler|"
-    r"position_ids|attn_mask",
-    re.I,
-)
-_WEIGHT: Final = re.compile(r"weights?|bias|kernel|embeddings?|gamma|beta|\w+_(weight|bias)|(q|k|v|o)_proj", re.I)
-_MODEL: Final = re.compile(r"model|module|models|params|parameters|master|state_dict|network|net|ema", re.I)
-_OPTIMIZER: Final = re.compile(r"optim\w*|opt(_state)?", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,36 +70,14 @@ def classify(
         elif (kind := by_name(name, tensor)) is not None:
             found[name] = Classified(kind, "name")
         else:
-            optimizer = any(_OPTIMIZER.fullmatch(part) for part in _SPLIT.split(name))
-            found[name] = Classified(by_values(_look(name, tensor, read), optimizer=optimizer), "values")
+            kind = by_values(_look(name, tensor, read), optimizer=of_an_optimizer(name))
+            found[name] = Classified(kind, "values")
     return found
 
 
 def by_name(name: str, tensor: TensorType) -> TensorClass | None:
-    """What the name and the dtype say; None for nothing.
-
-    ``v.`` and ``m.`` in front (or directly below the optimizer) may be moments, but also a value projection: values
-    decide.
-    """
-    parts = [part for part in _SPLIT.split(name) if part]
-    if tensor.dtype == "BOOL" or is_integer(dtypes.get(tensor.dtype)) or not tensor.shape:
-        return "other"
-    patterns: tuple[tuple[re.Pattern[str], TensorClass], ...] = (
-        (_SECOND, "second_moment"),
-        (_FIRST, "first_moment"),
-        (_GRADIENT, "gradient"),
-        (_OTHER, "other"),
-    )
-    model = _MODEL.fullmatch(parts[0]) is not None
-    for pattern, kind in patterns:
-        # Inside a model a module may be called anything: only what no module is called counts there.
-        where = parts[-1:] if model else parts
-        if any(pattern.fullmatch(part) for part in where):
-            return kind
-    optimizer = any(_OPTIMIZER.fullmatch(part) for part in parts)
-    if optimizer or parts[0].lower() in ("m", "v"):
-        return None
-    return "weight" if model or _WEIGHT.fullmatch(parts[-1]) else None
+    """What the name and the dtype say; None for nothing (`class_by_name`)."""
+    return class_by_name(name, tensor.dtype, tensor.shape)
 
 
 def by_values(values: npt.NDArray[np.float64], *, optimizer: bool = False) -> TensorClass:

@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["gaps", "intervals", "need_matplotlib", "prefixes", "ratios", "shipping", "speeds", "training"]
+__all__ = [
+    "COLOURS",
+    "STYLE",
+    "gaps",
+    "intervals",
+    "need_matplotlib",
+    "prefixes",
+    "ratios",
+    "shipping",
+    "speeds",
+    "training",
+]
 
 COLOURS: Final = {
     "raw": "#999999",
@@ -41,7 +52,7 @@ _CLASS_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", 
 _INK: Final = "#22272e"
 _FAINT: Final = "#8a929c"
 _PER_ROW: Final = 3
-_STYLE: Final[Any] = {  # Any: matplotlib types every key
+STYLE: Final[Any] = {  # Any: matplotlib types every key
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10,
@@ -86,7 +97,7 @@ def _grid(count: int, draw: Callable[[Axes, int], None], *, height: float = 2.9,
 
     columns = _columns(count)
     rows = -(-count // columns)
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         width = 8.4 if count == 1 else max(3.75 * columns, 10.6)
         figure: Figure = Figure(figsize=(width, height * rows + 0.3), layout="constrained")
         FigureCanvasSVG(figure)

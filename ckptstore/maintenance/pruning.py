@@ -19,7 +19,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.maintenance.changing import change
 
-__all__ = ["Pruned", "prune", "rules", "set_rules"]
+__all__ = ["Pruned", "prunable_nbytes", "prune", "rules", "set_rules"]
 
 _AT_ONCE: Final = 50_000
 """Checkpoints that one record retires."""
@@ -123,6 +123,15 @@ class _Plan:
 
     def __bool__(self) -> bool:
         return bool(self.retires or self.drops)
+
+
+def prunable_nbytes(journal: Journal) -> int | None:
+    """Bytes that `prune` by the store's rules would drop; None: it has none, or they cannot be applied."""
+    catalog = read(journal).catalog
+    try:
+        return sum(size for _, size in _plan(journal, catalog, None, all_at_once=True).drops.values())
+    except (UsageError, CorruptLogError):
+        return None
 
 
 def _retire_some(journal: Journal, chosen: tuple[str, ...] | None, take_over: bool, timeout: float | None) -> _Plan:

@@ -1,0 +1,156 @@
+"""Where a store's bytes are: by kind, term and class of tensor, how fast they grow. Reads the log, and one chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckptstore.errors import CorruptLogError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointEntry
+from ckptstore.formats.retention import users
+from ckptstore.log.checkpoints import CheckpointInfo, describe_all
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
+from ckptstore.reports.tensor_classes import class_by_name
+from ckptstore.restore.opened import opened
+
+__all__ = ["ClassBytes", "Share", "StoreStats", "stats"]
+
+WINDOW: Final = 1000
+"""Steps over which growth is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of the store: `checkpoints` in it, and the `nbytes` of segments that are theirs."""
+
+    checkpoints: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClassBytes:
+    """The tensors of one class in the newest checkpoint: how many, their logical bytes, and the stored bytes of all
+    links of the chain that restores them.
+    """
+
+    tensors: int
+    nbytes: int
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Where a store's bytes are.
+
+    Attributes:
+        checkpoints: how many there are, ascending by term and step.
+        latest: REF of the newest; None: there is none, or damage hides it.
+        nbytes: bytes of all segments that the log holds.
+        kinds: ``full``, ``delta`` or ``gradient`` -> its share; ``held``: retired checkpoints, stored because others
+            build on them; ``lost``: damage has taken every way to restore them. A segment that several share counts
+            once, for the oldest that is not retired.
+        steps: (step, kind, bytes) of every segment, ascending: the step of the checkpoint that it counts for.
+        terms: term -> its share of checkpoints, and the bytes that it wrote.
+        classes: ``weight``, ``first_moment``, ``second_moment``, ``gradient``, ``other`` -> those of the newest
+            checkpoint, by the tensors' names.
+        growth: bytes of the segments of the last 1,000 steps up to the newest's, as they are stored now, branches
+            included; of a shorter run in proportion. None: there are no two steps.
+        rules: the store's rules of retention.
+        prunable_nbytes: bytes that pruning by them would leave to gc; None: there are no rules, or damage forbids it.
+        garbage_nbytes: bytes that gc would free as it is.
+    """
+
+    checkpoints: tuple[CheckpointInfo, ...]
+    latest: str | None
+    nbytes: int
+    kinds: Mapping[str, Share]
+    steps: tuple[tuple[int, str, int], ...]
+    terms: Mapping[int, Share]
+    classes: Mapping[str, ClassBytes]
+    growth: float | None
+    rules: tuple[str, ...]
+    prunable_nbytes: int | None
+    garbage_nbytes: int
+
+
+def stats(journal: Journal, *, prunable_nbytes: int | None, garbage_nbytes: int) -> StoreStats:
+    """Look a store through.
+
+    Args:
+        prunable_nbytes, garbage_nbytes: what maintenance says that prune and gc would free.
+
+    Raises:
+        CorruptLogError: nothing of the log can be read.
+        CorruptionError: the newest checkpoint's chain is damaged.
+    """
+    catalog = read(journal).catalog
+    try:
+        newest = catalog.latest()
+    except CorruptLogError:
+        newest = None
+    steps = tuple(sorted((*_owner(catalog, segment.id), segment.size) for segment in catalog.segments.values()))
+    return StoreStats(
+        checkpoints=tuple(describe_all(catalog)),
+        latest=None if newest is None else newest.ref,
+        nbytes=sum(segment.size for segment in catalog.segments.values()),
+        kinds=_kinds(catalog, steps),
+        steps=steps,
+        terms=_terms(catalog),
+        classes={} if newest is None else _classes(journal, newest),
+        growth=None if newest is None or not steps else _growth(steps, newest.step),
+        rules=catalog.keep,
+        prunable_nbytes=prunable_nbytes,
+        garbage_nbytes=garbage_nbytes,
+    )
+
+
+def _terms(catalog: Catalog) -> dict[int, Share]:
+    nbytes = dict.fromkeys(sorted(catalog.terms), 0)
+    for segment in catalog.segments.values():
+        nbytes[segment.term] = nbytes.get(segment.term, 0) + segment.size
+    return {term: Share(catalog.checkpoints.holds(term), size) for term, size in nbytes.items()}
+
+
+def _kinds(catalog: Catalog, steps: Sequence[tuple[int, str, int]]) -> dict[str, Share]:
+    counts: dict[str, int] = {}
+    nbytes: dict[str, int] = {}
+    for node in catalog.checkpoints:
+        cheapest = min(catalog.encodings.get(node, ()), key=lambda edge: edge.bytes, default=None)
+        kind = "lost" if cheapest is None else cheapest.kind
+        counts[kind] = counts.get(kind, 0) + 1
+    if catalog.held:
+        counts["held"] = len(catalog.held)
+    for _, kind, size in steps:
+        nbytes[kind] = nbytes.get(kind, 0) + size
+    return {kind: Share(counts.get(kind, 0), nbytes.get(kind, 0)) for kind in sorted({*counts, *nbytes})}
+
+
+def _owner(catalog: Catalog, segment: str) -> tuple[int, str]:
+    """The step of the checkpoint for which a segment counts, and how that is stored in it."""
+    nodes = sorted(users(catalog, segment))
+    promised = [node for node in nodes if node in catalog.checkpoints]
+    for node in promised[:1]:
+        return node[1], next(edge.kind for edge in catalog.encodings[node] if segment in edge.segments)
+    return (nodes[0][1] if nodes else 0), "held"
+
+
+def _classes(journal: Journal, newest: CheckpointEntry) -> dict[str, ClassBytes]:
+    found: dict[str, ClassBytes] = {}
+    with opened(journal, newest.ref) as checkpoint:
+        for name, tensor in checkpoint.tensors.items():
+            kind = class_by_name(name, tensor.dtype, tuple(tensor.shape)) or "other"
+            stored = sum(link.tensor.stored for chain, _ in checkpoint.stored(name) for link in chain.links)
+            so_far = found.get(kind, ClassBytes(0, 0, 0))
+            found[kind] = ClassBytes(so_far.tensors + 1, so_far.nbytes + tensor.nbytes, so_far.stored + stored)
+    return dict(sorted(found.items()))
+
+
+def _growth(steps: Sequence[tuple[int, str, int]], newest: int) -> float | None:
+    first = max(newest - WINDOW, steps[0][0])
+    if newest <= first:
+        return None
+    # Of a shorter run the first checkpoint is where it grows from.
+    return sum(size for step, _, size in steps if first < step <= newest) * WINDOW / (newest - first)

@@ -1,0 +1,96 @@
+"""``ckpt stats``: where a store's bytes are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import STORE, opened
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import emit, note, size, table
+
+if TYPE_CHECKING:
+    from ckptstore import StoreStats
+
+
+@make_command(
+    "stats",
+    examples=["ckpt stats runs/gpt", "ckpt stats runs/gpt --plot gpt.svg", "ckpt stats runs/gpt --json"],
+)
+@STORE
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw bytes over steps, and the metric: .svg, .png or .pdf.",
+)
+@click.option("--metric", default="loss", metavar="NAME", help="Number of the metadata to draw. Default: loss.")
+def command(store: str, plot: Path | None, metric: str, as_json: bool) -> None:
+    """Show where a store's bytes are, and how it grows.
+
+    By kind, term and class of tensor; what pruning by the store's rules, and gc, would free.
+    """
+    found = opened(store).stats()
+    if plot is not None:
+        from ckptstore.analysis.growth import draw_growth
+
+        draw_growth(found, plot, metric)
+    if as_json:
+        emit(_json(store, found))
+        return
+    _print(found)
+    if plot is not None:
+        note(f"drawn: {plot}")
+
+
+def _json(store: str, found: StoreStats) -> dict[str, Any]:
+    return {
+        "store": store,
+        "checkpoints": len(found.checkpoints),
+        "latest": found.latest,
+        "bytes": found.nbytes,
+        "kinds": [
+            {"kind": kind, "checkpoints": share.checkpoints, "bytes": share.nbytes}
+            for kind, share in found.kinds.items()
+        ],
+        "terms": [
+            {"term": term, "checkpoints": share.checkpoints, "bytes": share.nbytes}
+            for term, share in found.terms.items()
+        ],
+        "classes": [
+            {"class": kind, "tensors": one.tensors, "bytes": one.nbytes, "stored_bytes": one.stored}
+            for kind, one in found.classes.items()
+        ],
+        "bytes_per_1000_steps": found.growth,
+        "rules": list(found.rules),
+        "prune_frees": found.prunable_nbytes,
+        "gc_frees": found.garbage_nbytes,
+    }
+
+
+def _print(found: StoreStats) -> None:
+    latest = f", the newest {found.latest}" if found.latest else ""
+    count = len(found.checkpoints)
+    click.echo(f"{count:,} checkpoint{'' if count == 1 else 's'}{latest}: {size(found.nbytes)}")
+    if found.growth is not None:
+        click.echo(f"grows by {size(round(found.growth))} in 1,000 steps")
+    shares = [[kind, f"{share.checkpoints:,}", size(share.nbytes)] for kind, share in found.kinds.items()]
+    click.echo("\n" + table(["KIND", ">CHECKPOINTS", ">STORED"], shares))
+    terms = {term: share for term, share in found.terms.items() if share.nbytes or share.checkpoints}
+    if len(terms) > 1:
+        shares = [[str(term), f"{share.checkpoints:,}", size(share.nbytes)] for term, share in terms.items()]
+        click.echo("\n" + table([">TERM", ">CHECKPOINTS", ">STORED"], shares))
+    if found.classes:
+        rows = [
+            [kind.replace("_", " "), f"{one.tensors:,}", size(one.nbytes), size(one.stored)]
+            for kind, one in found.classes.items()
+        ]
+        click.echo(f"\nof {found.latest}, and what it builds on:")
+        click.echo(table(["CLASS", ">TENSORS", ">LOGICAL", ">STORED"], rows))
+    rules = f"rules: {', '.join(found.rules)}" if found.rules else "no rules: every checkpoint is kept"
+    if found.prunable_nbytes is not None:
+        rules += f"; `ckpt prune` would leave {size(found.prunable_nbytes)} to gc"
+    click.echo(f"\n{rules}")
+    click.echo(f"`ckpt gc` would free {size(found.garbage_nbytes)}")
