@@ -92,6 +92,9 @@ if TYPE_CHECKING:
     from ckptstore.reports.inspection import TensorDescription as TensorDescription
     from ckptstore.reports.inspection import TensorStatistics as TensorStatistics
     from ckptstore.reports.lineage import Lineage as Lineage
+    from ckptstore.reports.runs import FoundRuns as FoundRuns
+    from ckptstore.reports.runs import RunInfo as RunInfo
+    from ckptstore.reports.runs import find_runs as find_runs
     from ckptstore.reports.stats import ClassBytes as ClassBytes
     from ckptstore.reports.stats import Share as Share
     from ckptstore.reports.stats import StoreStats as StoreStats
@@ -147,6 +150,7 @@ _HOMES = {
     "reports.explaining": "Explanation PlanStep",
     "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",
     "reports.lineage": "Lineage",
+    "reports.runs": "FoundRuns RunInfo find_runs",
     "reports.stats": "ClassBytes Share StoreStats",
     "restore.plan": "Plan",
     "store": "Store open verify",

@@ -18,6 +18,7 @@ from ckptstore.cli.closed_pipe import ClosedPipeError
 from ckptstore.errors import EXIT_CODES
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "ls": ("ls", "List the runs below a folder: how far, how large, how old."),
     "log": ("log", "List checkpoints, newest first, with forks as a graph."),
     "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
     "stats": ("stats", "Show where a store's bytes are, and how it grows."),

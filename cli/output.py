@@ -14,7 +14,7 @@ import click
 if TYPE_CHECKING:
     from ckptstore import Progress
 
-__all__ = ["duration", "emit", "moment", "note", "number", "progress", "ratio", "shape", "size", "some", "table"]
+__all__ = ["age", "duration", "emit", "moment", "note", "number", "progress", "ratio", "shape", "size", "some", "table"]
 
 
 def emit(document: dict[str, Any]) -> None:
@@ -102,6 +102,14 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.2f} s"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def age(seconds: float) -> str:
+    """How long ago: ``12 s``, ``3 min``, ``5 h``, ``8 d``; ``0 s`` of a time to come."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(0, int(seconds))} s"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -16,7 +16,7 @@ from ckptstore.log.reading import read
 from ckptstore.reports.tensor_classes import class_by_name
 from ckptstore.restore.opened import opened
 
-__all__ = ["ClassBytes", "Share", "StoreStats", "stats"]
+__all__ = ["ClassBytes", "Share", "StoreStats", "bytes_by_step", "growth", "stats"]
 
 WINDOW: Final = 1000
 """Steps over which growth is told."""
@@ -91,7 +91,7 @@ def stats(journal: Journal, *, prunable_nbytes: int | None, garbage_nbytes: int)
         newest = catalog.latest()
     except CorruptLogError:
         newest = None
-    steps = tuple(sorted((*_owner(catalog, segment.id), segment.size) for segment in catalog.segments.values()))
+    steps = bytes_by_step(catalog)
     return StoreStats(
         checkpoints=tuple(describe_all(catalog)),
         latest=None if newest is None else newest.ref,
@@ -100,7 +100,7 @@ def stats(journal: Journal, *, prunable_nbytes: int | None, garbage_nbytes: int)
         steps=steps,
         terms=_terms(catalog),
         classes={} if newest is None else _classes(journal, newest),
-        growth=None if newest is None or not steps else _growth(steps, newest.step),
+        growth=None if newest is None else growth(steps, newest.step),
         rules=catalog.keep,
         prunable_nbytes=prunable_nbytes,
         garbage_nbytes=garbage_nbytes,
@@ -148,7 +148,15 @@ def _classes(journal: Journal, newest: CheckpointEntry) -> dict[str, ClassBytes]
     return dict(sorted(found.items()))
 
 
-def _growth(steps: Sequence[tuple[int, str, int]], newest: int) -> float | None:
+def bytes_by_step(catalog: Catalog) -> tuple[tuple[int, str, int], ...]:
+    """See `StoreStats.steps`."""
+    return tuple(sorted((*_owner(catalog, segment.id), segment.size) for segment in catalog.segments.values()))
+
+
+def growth(steps: Sequence[tuple[int, str, int]], newest: int) -> float | None:
+    """See `StoreStats.growth`; `steps` as `bytes_by_step` gives them."""
+    if not steps:
+        return None
     first = max(newest - WINDOW, steps[0][0])
     if newest <= first:
         return None

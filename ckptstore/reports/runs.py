@@ -1,0 +1,197 @@
+"""The stores below a folder: how far each run is, how large, and what is known of who writes it.
+
+Nothing is written, no link is followed, and nothing is opened but stores. A folder that cannot be read is named.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ckptstore.backends import open_backend
+from ckptstore.errors import CkptError, CorruptLogError, NotFoundError
+from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
+from ckptstore.formats.records import FORMAT_KEY
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
+from ckptstore.reports.stats import bytes_by_step, growth
+
+__all__ = ["FoundRuns", "RunInfo", "WriterState", "find_runs"]
+
+WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
+_ROOMS: Final = ("log", "seg")
+_DEEPEST: Final = 64
+_SLACK: Final = 5.0
+"""Seconds by which a process may seem to be younger than the term that it opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """A store that was found.
+
+    Attributes:
+        path: its folder, as the one that was looked through was given.
+        error: why it cannot be read; the rest is then empty.
+        run: the run's uuid.
+        checkpoints: how many it has.
+        latest: REF of the newest; None: there is none, or damage hides it. `step`: its step.
+        nbytes: bytes of the segments that its log holds.
+        growth: see `StoreStats.growth`.
+        time: seconds since the Unix epoch of the newest checkpoint or, if that is later, of the newest term's
+            beginning, by the writer's clock; None: nobody has written to it.
+        writer: of the newest term. ``alive``: on this host the process that opened the term is running; it may have
+            closed the writer. ``gone``: this host has no process of its number. ``closed``: the log says that the term
+            has ended. ``unknown``: it is another host's, or nothing can be said: look at `time`. ``none``: nobody has
+            written to it.
+        host, pid: where that writer is, or was; None: it did not say.
+    """
+
+    path: str
+    error: str | None = None
+    run: str | None = None
+    checkpoints: int = 0
+    latest: str | None = None
+    step: int | None = None
+    nbytes: int = 0
+    growth: float | None = None
+    time: float | None = None
+    writer: WriterState = "none"
+    host: str | None = None
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRuns:
+    """The stores below a folder, by path; and the folders that could not be read, each with the reason."""
+
+    runs: tuple[RunInfo, ...]
+    unreadable: tuple[tuple[str, str], ...]
+
+
+def find_runs(folder: str | os.PathLike[str]) -> FoundRuns:
+    """Look for stores in a folder and below it, not within stores.
+
+    Raises:
+        NotFoundError: there is no such folder.
+    """
+    top = Path(os.path.expanduser(os.fspath(folder)))  # noqa: PTH111  # as every STORE is read
+    if not top.is_dir():
+        raise NotFoundError(f"{top}: there is no such folder")
+    unreadable: list[tuple[str, str]] = []
+    runs = [_look_at(path) for path in _stores(top, unreadable, 0)]
+    return FoundRuns(tuple(runs), tuple(unreadable))
+
+
+def _stores(folder: Path, unreadable: list[tuple[str, str]], depth: int) -> Iterator[Path]:
+    """Folders that have a FORMAT file and a log, in order."""
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted(((entry.name, _kind(entry)) for entry in entries), key=lambda one: one[0])
+    except OSError as error:
+        unreadable.append((str(folder), error.strerror or str(error)))
+        return
+    kinds = dict(found)
+    if kinds.get(FORMAT_KEY) == stat.S_IFREG and any(kinds.get(room) == stat.S_IFDIR for room in _ROOMS):
+        yield folder
+        return
+    if kinds.get(FORMAT_KEY) == stat.S_IFREG and _begun(folder):
+        yield folder
+        return
+    below = [name for name, kind in found if kind == stat.S_IFDIR]
+    if below and depth >= _DEEPEST:
+        unreadable.append((str(folder), f"more than {_DEEPEST} folders deep"))
+        return
+    for name in below:
+        yield from _stores(folder / name, unreadable, depth + 1)
+
+
+def _kind(entry: os.DirEntry[str]) -> int:
+    try:
+        return stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode)
+    except OSError:
+        return 0
+
+
+def _begun(folder: Path) -> bool:
+    """Whether a FORMAT file without a log is a store's that nobody has written to."""
+    try:
+        journal = Journal(open_backend(folder, create=False))
+        try:
+            return bool(journal.run)
+        finally:
+            journal.backend.close()
+    except (CkptError, OSError):
+        return False
+
+
+def _look_at(path: Path) -> RunInfo:
+    try:
+        journal = Journal(open_backend(path, create=False))
+        try:
+            return _described(str(path), journal.run, read(journal).catalog)
+        finally:
+            journal.backend.close()
+    except (CkptError, OSError) as error:
+        return RunInfo(str(path), error=str(error).removeprefix(f"{path}: "), writer="unknown")
+
+
+def _described(path: str, run: str, catalog: Catalog) -> RunInfo:
+    try:
+        newest = catalog.latest()
+    except CorruptLogError:
+        newest = None
+    opened = catalog.terms.get(catalog.term)
+    highest = catalog.checkpoints.highest(catalog.term)
+    times = [] if opened is None or not opened.known else [opened.time]
+    times += [] if highest is None else [catalog.checkpoints[highest].time]
+    told: Mapping[str, Any] = {} if opened is None else opened.writer
+    host, pid = told.get("host"), told.get("pid")
+    host, pid = host if isinstance(host, str) else None, pid if type(pid) is int else None
+    return RunInfo(
+        path,
+        run=run,
+        checkpoints=len(catalog.checkpoints),
+        latest=None if newest is None else newest.ref,
+        step=None if newest is None else newest.step,
+        nbytes=sum(segment.size for segment in catalog.segments.values()),
+        growth=None if newest is None else growth(bytes_by_step(catalog), newest.step),
+        time=max(times, default=None),
+        writer=_state(opened, host, pid),
+        host=host,
+        pid=pid,
+    )
+
+
+def _state(opened: TermEntry | None, host: str | None, pid: int | None) -> WriterState:
+    if opened is None:
+        return "none"
+    if opened.extra.get(CLOSED) is True:
+        return "closed"
+    return _alive(host, pid, opened.time)
+
+
+def _alive(host: str | None, pid: int | None, opened: float) -> WriterState:
+    """What this host's list of processes says of the one that opened a term, at the time `opened`."""
+    if host is None or pid is None or pid < 1 or host != platform.node():
+        return "unknown"
+    if not Path("/proc/1/stat").exists():  # no such list, or only one's own processes are shown
+        return "unknown"
+    try:
+        # The process's name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except FileNotFoundError:
+        return "gone"
+    except (OSError, ValueError, IndexError):
+        return "unknown"
+    if fields[0] in "ZX":
+        return "gone"
+    # Another process may have the number by now. Its age alone cannot prove that, where clocks were set.
+    return "alive" if time.time() - (uptime - began) <= opened + _SLACK else "unknown"

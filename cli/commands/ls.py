@@ -1,0 +1,82 @@
+"""``ckpt ls``: the runs below a folder."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import age, emit, note, size, table
+
+if TYPE_CHECKING:
+    from ckptstore import RunInfo
+
+
+@make_command("ls", examples=["ckpt ls runs", "ckpt ls .", "ckpt ls /data/checkpoints --json"])
+@click.argument("folder", metavar="DIR", type=click.Path())
+def command(folder: str, as_json: bool) -> None:
+    """List the runs below a folder: how far, how large, how old.
+
+    No link is followed. A folder that cannot be read is named, and so is a store that is damaged.
+    """
+    import ckptstore
+
+    found = ckptstore.find_runs(folder)
+    for path, why in found.unreadable:
+        note(f"{path}: {why}")
+    if as_json:
+        unreadable = [{"path": path, "why": why} for path, why in found.unreadable]
+        emit({"folder": folder, "runs": [_json(run) for run in found.runs], "unreadable": unreadable})
+    elif found.runs:
+        headings = ["RUN", ">NEWEST", ">CHECKPOINTS", ">STORED", ">IN 1,000 STEPS", ">LAST", "WRITER"]
+        click.echo(table(headings, [_row(run) for run in found.runs]))
+        for run in found.runs:
+            if run.error is not None:
+                note(f"{run.path}: {run.error}")
+    else:
+        note(f"no store in {folder} or below")
+
+
+def _json(run: RunInfo) -> dict[str, Any]:
+    return {
+        "path": run.path,
+        "error": run.error,
+        "run": run.run,
+        "checkpoints": run.checkpoints,
+        "latest": run.latest,
+        "step": run.step,
+        "bytes": run.nbytes,
+        "bytes_per_1000_steps": run.growth,
+        "time": run.time,
+        "writer": run.writer,
+        "host": run.host,
+        "pid": run.pid,
+    }
+
+
+def _row(run: RunInfo) -> list[str]:
+    if run.error is not None:
+        return [run.path, "?", "?", "?", "?", "?", "cannot be read"]
+    return [
+        run.path,
+        run.latest or "-",
+        f"{run.checkpoints:,}",
+        size(run.nbytes),
+        "-" if run.growth is None else size(round(run.growth)),
+        "-" if run.time is None else age(time.time() - run.time),
+        _writer(run),
+    ]
+
+
+def _writer(run: RunInfo) -> str:
+    who = f"process {run.pid}" if run.pid is not None else "somebody"
+    where = f" on {run.host}" if run.host is not None else ""
+    return {
+        "alive": f"{who} is running",
+        "gone": f"{who} is gone",
+        "closed": "closed",
+        "unknown": f"{who}{where}",
+        "none": "-",
+    }[run.writer]

@@ -1,0 +1,136 @@
+"""The runs below a folder, whatever else is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+from ckptstore import DiffOptions, RunInfo, find_runs
+from ckptstore.formats.records import OpenRecord
+from ckptstore.formats.texts import encode_open
+
+
+def fill(path: Path, steps: int = 3, **options: Any) -> ckptstore.Store:
+    store = ckptstore.open(path)
+    with store.writer(poll_seconds=None, **options) as writer:
+        for step in range(1, steps + 1):
+            writer.save({"x": b"x" * 5000, "step": step}, step)
+    return store
+
+
+def only(folder: Path) -> RunInfo:
+    (found,) = find_runs(folder).runs
+    return found
+
+
+def test_how_far_how_large_how_old(tmp_path: Path) -> None:
+    for name in ("b", "a/deep/er", "c"):
+        fill(tmp_path / name)
+    ckptstore.open(tmp_path / "new", create=True)
+    found = find_runs(tmp_path)
+    assert [run.path for run in found.runs] == [str(tmp_path / name) for name in ("a/deep/er", "b", "c", "new")]
+    assert found.unreadable == ()
+    run, store = found.runs[1], ckptstore.open(tmp_path / "b")
+    stats = store.stats()
+    assert (run.run, run.checkpoints, run.latest, run.step) == (store.run, 3, "3@1", 3)
+    assert (run.nbytes, run.growth, run.error) == (stats.nbytes, stats.growth, None)
+    assert run.time == store.checkpoints()[-1].time
+    new = found.runs[3]
+    assert (new.checkpoints, new.latest, new.time, new.writer) == (0, None, None, "none")
+    assert only(tmp_path / "c").path == str(tmp_path / "c")  # the folder itself
+
+
+def test_who_writes(tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "mine")
+    with store.writer():
+        run = only(tmp_path)
+        assert (run.writer, run.pid) == ("alive", os.getpid())
+        assert run.latest is None
+        assert run.time is not None
+
+
+def test_a_process_that_has_ended_is_gone(tmp_path: Path) -> None:
+    script = "import ckptstore\nwith ckptstore.open('s').writer() as w: w.save({'x': 1}, 1)"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    run = only(tmp_path)
+    assert (run.writer, run.latest) == ("gone", "1@1")
+
+
+def test_a_term_that_has_ended_says_so(tmp_path: Path) -> None:
+    fill(tmp_path / "s", diffs=DiffOptions(batch=2))
+    assert only(tmp_path).writer == "closed"
+
+
+@pytest.mark.parametrize(
+    ("writer", "opened", "expected"),
+    [
+        ({}, 0.0, "unknown"),
+        ({"host": "elsewhere.example", "pid": os.getpid()}, 4e9, "unknown"),
+        ({"host": os.uname().nodename, "pid": "7"}, 4e9, "unknown"),
+        ({"host": os.uname().nodename, "pid": -7}, 4e9, "unknown"),
+        ({"host": os.uname().nodename, "pid": os.getpid()}, 4e9, "alive"),
+        ({"host": os.uname().nodename, "pid": os.getpid()}, 10.0, "unknown"),  # younger than the term
+        ({"host": os.uname().nodename, "pid": 2**22 + 5}, 4e9, "gone"),
+    ],
+    ids=["silent", "another-host", "text", "negative", "this-one", "another-of-the-number", "none-of-the-number"],
+)
+def test_what_is_known_of_a_writer(tmp_path: Path, writer: dict[str, Any], opened: float, expected: str) -> None:
+    store = ckptstore.open(tmp_path / "s", create=True)
+    record = OpenRecord(1, None, "a" * 32, opened, writer)
+    store.backend.create(f"log/{0:020d}", encode_open(record, seq=0, run=store.run))
+    assert only(tmp_path).writer == expected
+
+
+def test_nothing_that_lies_there_breaks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "good")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "link-to-a-store").symlink_to(tmp_path / "good")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "no such thing")
+    for name in ("fifo", "link", "text", "folder"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "fifo/FORMAT")
+    (tmp_path / "link/FORMAT").symlink_to(tmp_path / "good/FORMAT")
+    (tmp_path / "text/FORMAT").write_text("of something else")
+    (tmp_path / "folder/FORMAT").mkdir()
+    (tmp_path / os.fsdecode(b"\xff\xfe")).mkdir()
+    fill(tmp_path / "piped")
+    os.mkfifo(tmp_path / f"piped/log/{99:020d}")
+    damaged = fill(tmp_path / "damaged")
+    (tmp_path / "damaged/FORMAT").write_bytes(b"garbage")
+    del damaged
+    last = fill(tmp_path / "last-slot")
+    sorted((Path(last.url) / "log").iterdir())[-1].write_bytes(b"garbage")
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path) == str(locked):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    found = find_runs(tmp_path)
+    runs = {Path(run.path).name: run for run in found.runs}
+    assert set(runs) == {"good", "piped", "damaged", "last-slot"}
+    assert runs["good"].latest == "3@1"
+    assert runs["damaged"].error is not None
+    assert "FORMAT" in runs["damaged"].error
+    assert (runs["last-slot"].latest, runs["last-slot"].checkpoints) == (None, 2)
+    assert found.unreadable == ((str(locked), "Permission denied"),)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ckptstore.NotFoundError, match="no such folder"):
+        find_runs(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(ckptstore.NotFoundError, match="no such folder"):
+        find_runs(tmp_path / "file")
+    assert find_runs(tmp_path).runs == ()
