@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tools.conformance.ours import answer
 from tools.conformance.page import store as page
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=6))
+PAPER = DeltaOptions(interval=3, form="paper", bound=RestoreBound(times=None, depth=3))
 RULES = ("last:2", "every:5", "best:loss:2")
 
 
@@ -60,14 +62,21 @@ def check(store: Store, expected: Iterable[int]) -> None:
 
 
 @pytest.fixture
+def quiet() -> Iterator[None]:
+    """No writer has had to do without retiring: it would say so, in a thread whose warnings raise nothing."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [str(one.message) for one in caught] == []
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Store:
     return ckptstore.open(tmp_path / "store")
 
 
 class TestWriters:
-    @pytest.mark.parametrize(
-        "deltas", [None, CHAIN, DeltaOptions(interval=3, form="paper")], ids=["full", "chain", "paper"]
-    )
+    @pytest.mark.parametrize("deltas", [None, CHAIN, PAPER], ids=["full", "chain", "paper"])
     def test_what_is_left_is_what_was_promised(self, store: Store, deltas: DeltaOptions | None) -> None:
         with store.writer(keep=RULES, deltas=deltas, poll_seconds=None) as writer:
             for step in range(1, 24):
@@ -78,6 +87,33 @@ class TestWriters:
         kinds = {info.kind for info in store.checkpoints()}
         assert ("delta" in kinds) is (deltas is not None)
         check(store, promised(range(1, 24)))
+
+    @pytest.mark.usefixtures("quiet")
+    @pytest.mark.parametrize("deltas", [CHAIN, PAPER], ids=["chain", "paper"])
+    def test_what_the_next_ones_build_on_stays_stored(self, tmp_path: Path, deltas: DeltaOptions) -> None:
+        """Deltas come as often as without rules; and what was held for them goes when they need it no more."""
+        kinds = []
+        for keep in ([], ["last:1"]):
+            store = ckptstore.open(tmp_path / f"store-{len(keep)}")
+            with store.writer(keep=keep, deltas=deltas, poll_seconds=None) as writer:
+                kinds.append([writer.save(state(step), step).kind for step in range(1, 31)])
+                if keep:
+                    assert len(store.view().catalog.held) < 12
+                    assert len(store.prune(dry_run=True).dropped) <= 9  # the chains of what is in memory
+        assert kinds[0] == kinds[1]
+        assert kinds[0].count("full") < 8
+        done = store.prune(take_over=True)
+        assert done.retired == ()
+        assert (len(done.dropped) > 0) == (deltas is PAPER)
+        assert len(done.held) == len(store.plan().segments) - 1
+        check(store, [30])
+
+    def test_what_somebody_else_retired_is_not_counted(self, store: Store) -> None:
+        with store.writer(keep=["last:3"], poll_seconds=0.02) as writer:
+            save(writer, range(1, 6))
+            store.retire(4)
+            save(writer, [6])
+            assert [info.step for info in store.checkpoints()] == [3, 5, 6]
 
     def test_gradient_diffs_in_batches(self, tmp_path: Path) -> None:
         store = ckptstore.open(tmp_path / "store")
@@ -94,6 +130,7 @@ class TestWriters:
             same(states[info.step], store.load(info.ref, framework="numpy"))
         assert store.verify(deep=True).ok
 
+    @pytest.mark.usefixtures("quiet")
     def test_fulls_that_overtake_one_another(self, store: Store) -> None:
         with store.writer(keep=RULES, max_in_flight=4, poll_seconds=None) as writer:
             for step in range(1, 41):
@@ -135,6 +172,40 @@ class TestWriters:
             save(writer, range(20, 24))
         assert again.rules() == ()
         check(again, [*promised(range(1, 20)), 20, 21, 22, 23])
+
+    def test_a_save_that_failed_counts_for_nothing(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        with store.writer(keep=["last:2", "best:loss:1"], poll_seconds=None) as writer:
+            save(writer, range(1, 5))
+            create = type(store.backend).create
+
+            def refusing(self: Any, key: str, data: bytes) -> None:
+                if key.startswith("log/"):
+                    error = ckptstore.StorageError("no space")
+                    error.unsent = True
+                    raise error
+                create(self, key, data)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(type(store.backend), "create", refusing)
+                with pytest.raises(ckptstore.StorageError, match="no space"):
+                    writer.save(state(7), 7, metadata={"loss": 0.0})
+            assert [info.step for info in store.checkpoints()] == [3, 4]
+            save(writer, [8])
+            assert [info.step for info in store.checkpoints()] == [4, 8]
+        check(store, [4, 8])
+
+    def test_no_save_fails_because_something_cannot_be_retired(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with store.writer(keep=["last:1"], deltas=CHAIN, poll_seconds=None) as writer:
+            save(writer, [1, 2])
+            every = store.view().catalog.segments
+            with monkeypatch.context() as patch:
+                patch.setattr("ckptstore.write.retaining.droppable", lambda *_: tuple(every))
+                with pytest.warns(UserWarning, match="upkeep of the log failed"):
+                    save(writer, [3])
+            save(writer, [4])
+        check(store, [4])
 
     def test_who_goes_back_keeps_the_branch_if_the_rules_say_so(self, store: Store) -> None:
         with store.writer(keep=["last:2", "branches"], poll_seconds=None) as writer:
