@@ -468,6 +468,18 @@ def test_branches_that_were_gone_back_from_stay(tmp_path: Path) -> None:
     assert [info.ref for info in store.checkpoints()] == ["3@1", "3@2"]
 
 
+def test_rules_are_the_store_s_and_the_next_run_keeps_to_them(tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "s")
+    for keep, losses in ((["last:1", "best:loss:2"], (5.0, 1.0, 4.0, 2.0, 3.0)), (None, (9.0, 0.5, 8.0))):
+        with Checkpointer(store, model=torch.nn.Linear(4, 4), keep=keep, strategy="full") as checkpointer:
+            checkpointer.resume()
+            for loss in losses:
+                checkpointer.step(metrics={"loss": loss})
+    assert store.rules() == ("last:1", "best:loss:2")
+    assert [info.step for info in store.checkpoints()] == [2, 7, 8]
+    assert len(list((tmp_path / "s" / "seg").rglob("*.safetensors"))) == 3  # and what went is deleted
+
+
 def test_not_every_step_and_the_last_one_all_the_same(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "s")
     model = torch.nn.Linear(4, 4)
@@ -650,6 +662,8 @@ def test_diffs_that_explain_nothing_are_told_of_once(tmp_path: Path) -> None:
         {"save_every": 0},
         {"keep_last": 0},
         {"keep_best": ""},
+        {"keep": ["newest:3"]},
+        {"keep": ["last:3"], "keep_last": 3},
         {"deadline_seconds": 0},
         {"no_such_option": 1},
         {"optimizer": object()},
