@@ -74,10 +74,12 @@ if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo as CheckpointInfo
     from ckptstore.log.checkpoints import TermInfo as TermInfo
     from ckptstore.log.reading import View as View
+    from ckptstore.maintenance.copies import Copied as Copied
     from ckptstore.maintenance.gc import Collected as Collected
     from ckptstore.maintenance.gc import Holder as Holder
     from ckptstore.maintenance.merge import Merged as Merged
     from ckptstore.maintenance.merge import RestoreCost as RestoreCost
+    from ckptstore.maintenance.repair import Repaired as Repaired
     from ckptstore.maintenance.retiring import Retired as Retired
     from ckptstore.maintenance.verify.findings import Damage as Damage
     from ckptstore.maintenance.verify.findings import Unread as Unread
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from ckptstore.restore.plan import Plan as Plan
     from ckptstore.store import Store as Store
     from ckptstore.store import open as open
+    from ckptstore.store import repair as repair
     from ckptstore.store import verify as verify
     from ckptstore.write.deltas import DeltaOptions as DeltaOptions
     from ckptstore.write.filling import LayerCopy as LayerCopy
@@ -133,8 +136,10 @@ _HOMES = {
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",
     "log.reading": "View",
+    "maintenance.copies": "Copied",
     "maintenance.gc": "Collected Holder",
     "maintenance.merge": "Merged RestoreCost",
+    "maintenance.repair": "Repaired",
     "maintenance.retiring": "Retired",
     "maintenance.verify.findings": "Damage Unread",
     "maintenance.verify.verification": "VerificationReport",
@@ -143,7 +148,7 @@ _HOMES = {
     "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",
     "reports.lineage": "Lineage",
     "restore.plan": "Plan",
-    "store": "Store open verify",
+    "store": "Store open repair verify",
     "write.deltas": "DeltaOptions",
     "write.filling": "LayerCopy",
     "write.interval": "RestoreBound",

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
+    from ckptstore.maintenance.copies import Copied
     from ckptstore.maintenance.gc import Collected
     from ckptstore.maintenance.merge import Merged
+    from ckptstore.maintenance.repair import Repaired
     from ckptstore.maintenance.retiring import Retired
     from ckptstore.maintenance.verify.verification import VerificationReport
     from ckptstore.reports.comparison import StateDifference, TensorDifference
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from ckptstore.write.steps.batcher import DiffOptions
     from ckptstore.write.writer import Writer
 
-__all__ = ["Store", "open", "verify"]
+__all__ = ["Store", "open", "repair", "verify"]
 
 Framework = Literal["torch", "numpy"]
 
@@ -87,6 +89,48 @@ def verify(
     """`Store.verify` of a store, or of the store at a path or URL."""
     opened = store if isinstance(store, Store) else open(store)
     return opened.verify(ref, deep=deep, progress=progress, threads=threads)
+
+
+def repair(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    run: str | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> Repaired:
+    """Make a store of what is intact of a damaged one. The damaged one is only read.
+
+    Keeps every checkpoint that can still be restored: what the log promises, and where the log is damaged or gone what
+    segments, which describe themselves, make up. Every byte is compared with its hash and every state decoded before it
+    is kept. Segments do not tell of tags, metadata, and which checkpoints were retired: where the log is lost, so are
+    the first two, and of the last those come back that gc had not deleted. No writer and no gc should be at work there.
+
+    Args:
+        source: path or URL of what is left.
+        target: where to: nothing, or what an interrupted call for the same source has left, which is gone on with.
+        run: the run's uuid, or its beginning: needed where objects of several are there.
+        progress: told (bytes done, bytes in all) of what is read, decoded and copied.
+        threads: None: up to four.
+
+    Returns:
+        what is kept, and what is lost and why, checkpoint by checkpoint.
+
+    Raises:
+        StoreNotFoundError: nothing of a store is there.
+        UsageError: objects of several runs are there; or the target is not empty.
+        IncompatibleFormatError: a newer version wrote it.
+        StorageError: a medium failed, otherwise than by a place that cannot be read any more.
+    """
+    from ckptstore.maintenance.repair import repair
+
+    return repair(
+        open_backend(source, create=False),
+        open_backend(target, create=True),
+        run=run,
+        progress=progress,
+        threads=threads,
+    )
 
 
 class Store:
@@ -581,6 +625,42 @@ class Store:
         from ckptstore.maintenance.tagging import untag
 
         untag(self.journal, name, take_over=take_over, timeout=timeout)
+
+    def copy(
+        self,
+        target: str | os.PathLike[str] | Store,
+        refs: Sequence[str | int] = (),
+        *,
+        form: Literal["stored", "full"] = "stored",
+        progress: Progress | None = None,
+        threads: int | None = None,
+    ) -> Copied:
+        """Copy checkpoints to another place, on whatever medium: same run, terms, states, tags and metadata.
+
+        Every byte is compared with its hash on the way. Beside a live writer what is copied is what the log said at one
+        instant. A copy that was interrupted is gone on with by the same call; one that is complete takes what is new.
+
+        Args:
+            target: a path, a URL or a `Store`: an empty place, or a copy of this run that nobody wrote to.
+            refs: the checkpoints, each with what it builds on (which is not promised there); none: everything that is
+                promised, with every encoding, and every term.
+            form: ``stored``: segments byte for byte. ``full``: each checkpoint decoded, and stored uncompressed.
+            progress: told (bytes done, bytes in all).
+            threads: segments that are copied at once; None: up to four.
+
+        Returns:
+            what is there now, and what was copied this time.
+
+        Raises:
+            UsageError: the target is something else, lies in this store, or went on by itself.
+            CheckpointNotFoundError: nothing answers to a REF.
+            CorruptionError: this store is damaged (`repair` copies what is intact).
+            ReadOnlyError, StorageError: a medium failed, or cannot be written.
+        """
+        from ckptstore.maintenance.copies import copy
+
+        there = target.backend if isinstance(target, Store) else open_backend(target, create=True)
+        return copy(self.journal, there, refs, form=form, progress=progress, threads=threads)
 
     def tags(self) -> dict[str, CheckpointInfo]:
         """Every tag, by name, and the checkpoint that it names."""

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 __all__ = [
     "ANCHOR_EVERY",
+    "COPYING_KEY",
     "FORMAT_KEY",
     "MAJOR",
     "NO_SLOT",
@@ -45,6 +46,8 @@ MAJOR: Final = 1
 ANCHOR_EVERY: Final = 1024
 """Default K: slots whose seq is a multiple of K are anchors and never deleted."""
 FORMAT_KEY: Final = "FORMAT"
+COPYING_KEY: Final = "COPYING"
+"""Of a copy that is being made, which has no FORMAT yet."""
 NO_SLOT: Final = "0" * 32
 """What slot 0 names as the hash of the slot before it."""
 

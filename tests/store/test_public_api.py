@@ -23,6 +23,7 @@ EXPECTED = [
     "CkptError",
     "Collected",
     "CommitUnknownError",
+    "Copied",
     "CorruptLogError",
     "CorruptSegmentError",
     "CorruptionError",
@@ -67,6 +68,7 @@ EXPECTED = [
     "RankOptions",
     "RankWriter",
     "ReadOnlyError",
+    "Repaired",
     "RequestError",
     "RequestRefusedError",
     "RequestTimeoutError",
@@ -103,6 +105,7 @@ EXPECTED = [
     "WriterError",
     "__version__",
     "open",
+    "repair",
     "verify",
 ]
 
