@@ -67,7 +67,8 @@ def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, Told]) -
             catalog.segments.update((one, told[one].entry) for one in whole.encoding.segments)
     for node in found.found:
         found.broken.pop(node, None)
-    _name_the_lost(found, named)
+    if not log.whole:
+        _name_the_lost(found, named, known)
     _terms(catalog, known, parents, run)
     return found
 
@@ -126,10 +127,11 @@ def _one_state_each(
     return chosen
 
 
-def _name_the_lost(found: Candidates, named: Mapping[CheckpointId, str]) -> None:
-    """What something builds on, and nothing has."""
+def _name_the_lost(found: Candidates, named: Mapping[CheckpointId, str], known: Catalog) -> None:
+    """What something builds on or continues from, and nothing has; unless the log saw how it was retired."""
+    retired = {one.parent.node for one in known.terms.values() if one.parent is not None and one.parent_found}
     for identity, why in named.items():
-        if found.catalog.find(identity.node) is None and "builds" in why:
+        if found.catalog.find(identity.node) is None and identity.node not in retired:
             found.broken.setdefault(identity.node, f"nothing of it is here but its name: {why}")
 
 
