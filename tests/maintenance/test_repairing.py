@@ -363,8 +363,7 @@ def test_a_repaired_store_is_no_part_of_the_old_one(source: Path, tmp_path: Path
     with pytest.raises(CorruptLogError):
         ckptstore.open(old).load("latest")
     done = ckptstore.repair(old, tmp_path / "new")
-    assert bits(ckptstore.open(tmp_path / "new").load("latest", framework="numpy")) == states(
-        ckptstore.open(tmp_path / "new")
-    )[done.latest or ""]
-
-
+    assert (
+        bits(ckptstore.open(tmp_path / "new").load("latest", framework="numpy"))
+        == states(ckptstore.open(tmp_path / "new"))[done.latest or ""]
+    )
