@@ -139,7 +139,7 @@ def test_copies_that_both_go_on_are_branches(tmp_path: Path) -> None:
 def test_what_is_too_late_to_add_is_refused(source: Path, tmp_path: Path) -> None:
     store = ckptstore.open(source)
     store.copy(tmp_path / "copy", ["20@4"])
-    with pytest.raises(UsageError, match="it has term 4 already.*empty place"):
+    with pytest.raises(UsageError, match=r"it has term 4 already.*empty place"):
         store.copy(tmp_path / "copy", ["5@1"])
     assert [info.ref for info in ckptstore.open(tmp_path / "copy").checkpoints()] == ["20@4"]
 

@@ -33,7 +33,7 @@ from ckptstore.maintenance.copies.fulls import Written, copy_as_fulls
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 
-__all__ = ["As", "Copied", "check_apart", "check_known", "copy"]
+__all__ = ["As", "Copied", "check_apart", "copy"]
 
 As = Literal["stored", "full"]
 _FORMS: Final = ("stored", "full")
@@ -90,12 +90,7 @@ def copy(
     check_apart(journal.backend, target)
 
     def choose(catalog: Catalog) -> tuple[list[Node], Catalog]:
-        check_known(journal, catalog)
-        if catalog.damage or catalog.lost > catalog.term:
-            raise CorruptLogError(
-                f"{journal.url}: the log is damaged, so nobody knows what belongs to it; `ckpt repair` copies what is "
-                "intact"
-            )
+        _check_copyable(journal, catalog)
         nodes = chosen_nodes(catalog, names)
         return nodes, part_of(catalog, nodes if names else None)
 
@@ -136,8 +131,12 @@ def check_apart(source: Backend, target: Backend) -> None:
             raise UsageError(f"{target.url}: the copy of a store has a place of its own, outside of {source.url}")
 
 
-def check_known(journal: Journal, catalog: Catalog) -> None:
-    """Raise `ReadOnlyError` if a newer version wrote what this one would lose."""
+def _check_copyable(journal: Journal, catalog: Catalog) -> None:
+    """Raise `CorruptLogError` if the log is damaged, `ReadOnlyError` if a newer version wrote what this one would lose."""
+    if catalog.damage or catalog.lost > catalog.term:
+        raise CorruptLogError(
+            f"{journal.url}: the log is damaged, so nobody knows what belongs to it; `ckpt repair` copies what is intact"
+        )
     needs = catalog.ro_compat.union(journal.format.features.get("write", ())) - KNOWN_FEATURES
     needs = needs.union(name for _, members in catalog.unknown for name in members)
     if needs:
