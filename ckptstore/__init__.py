@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ckptstore.formats.state import FlatState as FlatState
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
     from ckptstore.host.caller_warnings import DivergedReplicasWarning as DivergedReplicasWarning
+    from ckptstore.host.caller_warnings import FallbackWarning as FallbackWarning
     from ckptstore.host.caller_warnings import FreshStartWarning as FreshStartWarning
     from ckptstore.host.caller_warnings import LossyWarning as LossyWarning
     from ckptstore.host.caller_warnings import LostStepsWarning as LostStepsWarning
@@ -130,7 +131,7 @@ _HOMES = {
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",
     "host.caller_warnings": (
-        "DeterminismWarning DivergedReplicasWarning FreshStartWarning LossyWarning LostStepsWarning"
+        "DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning LossyWarning LostStepsWarning"
         " UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",

@@ -36,6 +36,7 @@ EXPECTED = [
     "Explanation",
     "ExportResult",
     "FailedRankError",
+    "FallbackWarning",
     "FencedError",
     "FlatState",
     "ForeignObjectError",

@@ -132,10 +132,10 @@ def check_apart(source: Backend, target: Backend) -> None:
 
 
 def _check_copyable(journal: Journal, catalog: Catalog) -> None:
-    """Raise `CorruptLogError` if the log is damaged, `ReadOnlyError` if a newer version wrote what this one would lose."""
+    """Raise `CorruptLogError` if the log is damaged, `ReadOnlyError` if a newer version wrote it."""
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
-            f"{journal.url}: the log is damaged, so nobody knows what belongs to it; `ckpt repair` copies what is intact"
+            f"{journal.url}: the log is damaged: nobody knows what belongs to it; `ckpt repair` copies what is intact"
         )
     needs = catalog.ro_compat.union(journal.format.features.get("write", ())) - KNOWN_FEATURES
     needs = needs.union(name for _, members in catalog.unknown for name in members)
