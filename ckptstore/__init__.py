@@ -85,6 +85,8 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.verify.findings import Damage as Damage
     from ckptstore.maintenance.verify.findings import Unread as Unread
     from ckptstore.maintenance.verify.verification import VerificationReport as VerificationReport
+    from ckptstore.reports.bisecting import Bisected as Bisected
+    from ckptstore.reports.bisecting import Probe as Probe
     from ckptstore.reports.comparison import StateDifference as StateDifference
     from ckptstore.reports.comparison import TensorDifference as TensorDifference
     from ckptstore.reports.explaining import Explanation as Explanation
@@ -144,6 +146,7 @@ _HOMES = {
     "maintenance.retiring": "Retired",
     "maintenance.verify.findings": "Damage Unread",
     "maintenance.verify.verification": "VerificationReport",
+    "reports.bisecting": "Bisected Probe",
     "reports.comparison": "StateDifference TensorDifference",
     "reports.explaining": "Explanation PlanStep",
     "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",

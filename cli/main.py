@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
     "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
     "diff": ("diff", "Compare two checkpoints tensor by tensor."),
+    "bisect": ("bisect", "Find the checkpoint at which something began."),
     "tag": ("tag", "Name a checkpoint, or list the tags."),
     "retire": ("retire", "Promise checkpoints no longer."),
     "merge": ("merge", "Merge the diffs of a range into one segment."),
