@@ -734,6 +734,7 @@ class Store:
         ref_b: str | int,
         select: str | Sequence[str] | None = None,
         *,
+        other: Store | None = None,
         progress: Progress | None = None,
     ) -> list[TensorDifference]:
         """How two checkpoints differ, tensor by tensor: bits, elements, norms.
@@ -743,6 +744,7 @@ class Store:
 
         Args:
             select: only tensors at places that match one of these patterns, in either checkpoint.
+            other: the store that `ref_b` is in; None: this one.
             progress: told (bytes done, bytes in all).
 
         Returns:
@@ -753,17 +755,20 @@ class Store:
         """
         from ckptstore.reports.comparison import compare
 
-        return compare(self.journal, ref_a, ref_b, select, progress)
+        return compare(self.journal, ref_a, ref_b, select, progress, None if other is None else other.journal)
 
-    def compare_state(self, ref_a: str | int, ref_b: str | int) -> list[StateDifference]:
+    def compare_state(self, ref_a: str | int, ref_b: str | int, *, other: Store | None = None) -> list[StateDifference]:
         """How two checkpoints differ in what is not a tensor: numbers, strings, RNG states.
+
+        Args:
+            other: the store that `ref_b` is in; None: this one.
 
         Raises:
             CheckpointNotFoundError, CorruptionError, FormatError.
         """
         from ckptstore.reports.comparison import compare_state
 
-        return compare_state(self.journal, ref_a, ref_b)
+        return compare_state(self.journal, ref_a, ref_b, None if other is None else other.journal)
 
     def bisect(
         self,
