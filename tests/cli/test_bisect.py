@@ -52,14 +52,16 @@ def test_mistakes(ckpt: Run, nan: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(nan: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from ckptstore.cli.main import main; main()", "bisect", str(nan)]
-    command.append(f"test -e {tmp_path}/once && echo here > {tmp_path}/there && sleep 60; touch {tmp_path}/once")
+    once, there = tmp_path / "once", tmp_path / "there"
+    command.append(f"test -e {once} || {{ touch {once}; exit 0; }}; echo here > {there}; exec sleep 60")
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
     deadline = time.monotonic() + 60
-    while not (tmp_path / "there").exists() and time.monotonic() < deadline:
+    while not there.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
+    time.sleep(0.2)  # until the shell is asleep
     assert process.pid > 1
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=30)
