@@ -76,7 +76,7 @@ class Journal:
             self._check_finished(error)
             raise StoreNotFoundError(
                 f"{self.url}: there is no FORMAT file, although {rooms[0]}/ is here: it was removed, and without it "
-                "this is no checkpoint store; restore FORMAT from a copy of this store"
+                "this is no checkpoint store; restore FORMAT from a copy of this store, or use `ckpt repair`"
             ) from error
 
     def _check_finished(self, absence: KeyNotFoundError) -> None:
