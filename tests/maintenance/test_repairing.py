@@ -8,15 +8,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptstore
-from ckptstore import CorruptLogError, Repaired, StoreNotFoundError, UsageError
+from ckptstore import CorruptLogError, ReadOnlyError, Repaired, StoreNotFoundError, UsageError
 from ckptstore.log import folding
 from tests.maintenance.stores import bits, broken, flip, grown, segments, states
+from tests.restore.twofold import twofold
+
+GOLDEN = Path(__file__).parents[1] / "golden/conformance"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,8 @@ def test_without_its_log_a_store_is_made_again_from_segments(
     assert {"5@1", "20@4"} <= set(done.unproven)  # nothing builds on them
     assert not {"1@1", "4@1", "17@3"} & set(done.unproven)
     store = ckptstore.open(tmp_path / "new")
+    for before, after in zip(ckptstore.open(source).checkpoints(), store.checkpoints(), strict=True):
+        assert replace(before, tags=(), metadata={}, extra={}) == replace(after, extra={})
     assert [one.parent for one in store.terms()] == [None, "4@1", "6@2", "18@3"]
     with store.writer() as writer:  # it is a store to go on with
         writer.save({"n": 21}, 21)
@@ -231,12 +237,12 @@ def test_one_percent_of_the_segments_damaged(tmp_path: Path) -> None:
     assert all(path.stem in done.lost[refs[path.stem]] for path in hit)
 
 
-def test_what_has_two_encodings_is_kept_by_the_intact_one(tmp_path: Path) -> None:
-    from tests.restore.twofold import twofold
-
-    store = twofold(tmp_path / "old")
+@pytest.mark.parametrize("step", [1, 3])
+def test_what_has_two_encodings_is_kept_by_the_intact_one(tmp_path: Path, step: int) -> None:
+    """Step 1 is the base of all others, which are decoded on whichever of its fulls is left."""
+    store = twofold(tmp_path / "old", f"{step}@1")
     wanted = states(store)
-    edges = store.view().catalog.encodings[1, 3]
+    edges = store.view().catalog.encodings[1, step]
     assert len(edges) == 2
     for number, edge in enumerate(edges):
         old = tmp_path / f"old{number}"
@@ -245,6 +251,29 @@ def test_what_has_two_encodings_is_kept_by_the_intact_one(tmp_path: Path) -> Non
         done = ckptstore.repair(old, tmp_path / f"new{number}")
         check(tmp_path / f"new{number}", done, wanted)
         assert done.lost == {}
+
+
+@pytest.mark.parametrize("name", ["codecs", "lossy-base", "manifests", "merged", "parts", "shards", "steps"])
+def test_every_form_of_segments_makes_its_log_again(tmp_path: Path, name: str) -> None:
+    old = Path(shutil.copytree(GOLDEN / name, tmp_path / "old"))
+    before = {info.ref: info for info in ckptstore.open(GOLDEN / name).checkpoints()}
+    shutil.rmtree(old / "log")
+    done = ckptstore.repair(old, tmp_path / "new")
+    assert ckptstore.verify(tmp_path / "new", deep=True).ok
+    after = {info.ref: info for info in ckptstore.open(tmp_path / "new").checkpoints()}
+    assert (set(done.kept), done.lost) == (set(after), {})
+    for ref, info in before.items():
+        for member in ("state", "nbytes", "lossy", "kind", "base"):
+            assert getattr(after[ref], member) == getattr(info, member), (ref, member)
+
+
+@pytest.mark.parametrize("name", ["ro-compat", "features-write", "unknown-members"])
+def test_what_a_newer_version_wrote_is_left_to_it(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ReadOnlyError, match="only a newer version knows"):
+        ckptstore.repair(GOLDEN / name, tmp_path / "new")
+    with pytest.raises(ReadOnlyError, match="only a newer version knows"):
+        ckptstore.open(GOLDEN / name).copy(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 # -- several stores, other things

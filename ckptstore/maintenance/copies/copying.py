@@ -20,7 +20,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.records import FormatFile, Node, ref_of
 from ckptstore.formats.texts import KNOWN_FEATURES
 from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally
@@ -33,7 +33,7 @@ from ckptstore.maintenance.copies.fulls import Written, copy_as_fulls
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 
-__all__ = ["As", "Copied", "check_apart", "copy"]
+__all__ = ["As", "Copied", "check_apart", "check_known", "copy"]
 
 As = Literal["stored", "full"]
 _FORMS: Final = ("stored", "full")
@@ -137,12 +137,15 @@ def _check_copyable(journal: Journal, catalog: Catalog) -> None:
         raise CorruptLogError(
             f"{journal.url}: the log is damaged: nobody knows what belongs to it; `ckpt repair` copies what is intact"
         )
-    needs = catalog.ro_compat.union(journal.format.features.get("write", ())) - KNOWN_FEATURES
+    check_known(journal.url, journal.format, catalog)
+
+
+def check_known(url: str, format_file: FormatFile, catalog: Catalog) -> None:
+    """Raise `ReadOnlyError` if a newer version wrote what a copy of this one's would not have."""
+    needs = catalog.ro_compat.union(format_file.features.get("write", ())) - KNOWN_FEATURES
     needs = needs.union(name for _, members in catalog.unknown for name in members)
     if needs:
-        raise ReadOnlyError(
-            f"{journal.url}: copying needs {', '.join(sorted(needs))}, which only a newer version knows"
-        )
+        raise ReadOnlyError(f"{url}: copying needs {', '.join(sorted(needs))}, which only a newer version knows")
 
 
 def _request(names: Sequence[str | int], form: As) -> str:

@@ -24,7 +24,7 @@ from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log.replica import Origin, Replica
 from ckptstore.maintenance.copies.choosing import lines_of
-from ckptstore.maintenance.copies.copying import check_apart
+from ckptstore.maintenance.copies.copying import check_apart, check_known
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.maintenance.repair.candidates import Candidates, candidates
@@ -33,7 +33,7 @@ from ckptstore.maintenance.repair.evidence import Log, choose_run, format_of, re
 from ckptstore.maintenance.repair.judging import Verdict, judge
 from ckptstore.maintenance.repair.rewriting import Rewritten, rewrite
 from ckptstore.maintenance.verify.examination import examine
-from ckptstore.maintenance.verify.findings import Damage, Findings
+from ckptstore.maintenance.verify.findings import Damage, Findings, edge_of
 from ckptstore.restore.plan import Plan, plan_all
 
 __all__ = ["Repaired", "repair"]
@@ -90,14 +90,13 @@ def repair(
     run = choose_run(source, keys, told, run)
     format_file, bad = format_of(source, run)
     log = read_log(source, format_file, keys)
+    check_known(source.url, format_file, log.catalog)
     options = candidates(source, run, log, told)
     if not (options.catalog.checkpoints or options.broken):
         raise StoreNotFoundError(f"{source.url}: nothing of a checkpoint is left of run {run}")
     replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
     found = Findings(Tally(progress))
-    plans = {node: one for node, one in plan_all(options.catalog).items() if isinstance(one, Plan)}
-    examine(source, run, options.catalog, plans, found, threads, deep=True)
-    verdict = judge(source, options.catalog, found)
+    verdict = _examined(source, run, options.catalog, found, threads)
     written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
     part = _part(options, log, verdict, written, replica.catalog)
     supply = _Supply(source, target, run, threads, found.tally.advance)
@@ -109,6 +108,40 @@ def repair(
     all_damage = [*bad, *log.damage, *damage, *(Damage(*one) for one in found.damage)]
     all_damage += [Damage(key, what) for key, what in found.unread.items()]
     return _report(run, log, options, verdict, replica.catalog, all_damage, (supply, written))
+
+
+def _examined(source: Backend, run: str, catalog: Catalog, found: Findings, threads: int) -> Verdict:
+    """What is intact. Every encoding that is kept was decoded on a base that is kept.
+
+    Where a planned encoding is damaged and another of its checkpoint is not, what builds on it is examined once more.
+    """
+    lost: dict[Node, str] = {}
+    while True:
+        flaws = Findings(found.tally)
+        plans = {node: one for node, one in plan_all(catalog).items() if isinstance(one, Plan)}
+        examine(source, run, catalog, plans, flaws, threads, deep=True)
+        verdict = judge(source, catalog, flaws)
+        found.damage.update(flaws.damage)
+        found.unread.update(flaws.unread)
+        verdict.lost = lost = {**verdict.lost, **lost}
+        kept = {edge_of(edge) for edge in (*verdict.edges, *verdict.rewritten)}
+        planned = {edge_of(edge) for one in plans.values() for edge in one.encodings}
+        if all(edge in kept for edge in planned if edge[0] in verdict.nodes):
+            return verdict
+        catalog = _reduced(catalog, verdict)
+
+
+def _reduced(catalog: Catalog, verdict: Verdict) -> Catalog:
+    """What is kept so far."""
+    part = Catalog(term=catalog.term, terms=catalog.terms)
+    for edge in (*verdict.edges, *verdict.rewritten):
+        node = edge.checkpoint
+        entry = catalog.find(node)
+        assert entry is not None, node  # or nothing would lead to it
+        (part.checkpoints if node in catalog.checkpoints else part.held)[node] = entry
+        part.encodings[node] = (*part.encodings.get(node, ()), edge)
+        part.segments.update((segment, catalog.segments[segment]) for segment in edge.segments)
+    return part
 
 
 class _Supply(Copies):
