@@ -169,6 +169,22 @@ def test_one_tensor_and_streams_and_files(root: Path, tmp_path: Path, how: str) 
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.safetensors"]
 
 
+def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The first chunk was given already when the second one turns out to be damaged: nothing comes twice."""
+    store = ckptstore.open(tmp_path / "store")
+    weight = np.arange(5_000_000, dtype="f4")
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"w": weight}, 1)
+    stored_again(store, "1@1")
+    plan = store.plan("1@1")
+    flip(tmp_path / "store" / store.view().catalog.segments[plan.segments[0]].key, -4)
+    found = []
+    with pytest.warns(FallbackWarning, match="restored by another"):
+        found += [(start, bytes(data)) for start, data in store.chunks("1@1", "w")]
+    assert [start for start, _ in found] == [0, 16 << 20]
+    assert b"".join(data for _, data in found) == weight.tobytes()
+
+
 class BadMedium(SegmentSource):
     """A segment of which one place cannot be read."""
 
