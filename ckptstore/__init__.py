@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ckptstore.formats.state import FlatState as FlatState
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
     from ckptstore.host.caller_warnings import DivergedReplicasWarning as DivergedReplicasWarning
+    from ckptstore.host.caller_warnings import FallbackWarning as FallbackWarning
     from ckptstore.host.caller_warnings import FreshStartWarning as FreshStartWarning
     from ckptstore.host.caller_warnings import LossyWarning as LossyWarning
     from ckptstore.host.caller_warnings import LostStepsWarning as LostStepsWarning
@@ -74,15 +75,19 @@ if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo as CheckpointInfo
     from ckptstore.log.checkpoints import TermInfo as TermInfo
     from ckptstore.log.reading import View as View
+    from ckptstore.maintenance.copies import Copied as Copied
     from ckptstore.maintenance.gc import Collected as Collected
     from ckptstore.maintenance.gc import Holder as Holder
     from ckptstore.maintenance.merge import Merged as Merged
     from ckptstore.maintenance.merge import RestoreCost as RestoreCost
     from ckptstore.maintenance.pruning import Pruned as Pruned
+    from ckptstore.maintenance.repair import Repaired as Repaired
     from ckptstore.maintenance.retiring import Retired as Retired
     from ckptstore.maintenance.verify.findings import Damage as Damage
     from ckptstore.maintenance.verify.findings import Unread as Unread
     from ckptstore.maintenance.verify.verification import VerificationReport as VerificationReport
+    from ckptstore.reports.bisecting import Bisected as Bisected
+    from ckptstore.reports.bisecting import Probe as Probe
     from ckptstore.reports.comparison import StateDifference as StateDifference
     from ckptstore.reports.comparison import TensorDifference as TensorDifference
     from ckptstore.reports.explaining import Explanation as Explanation
@@ -101,6 +106,7 @@ if TYPE_CHECKING:
     from ckptstore.restore.plan import Plan as Plan
     from ckptstore.store import Store as Store
     from ckptstore.store import open as open
+    from ckptstore.store import repair as repair
     from ckptstore.store import verify as verify
     from ckptstore.write.deltas import DeltaOptions as DeltaOptions
     from ckptstore.write.filling import LayerCopy as LayerCopy
@@ -134,18 +140,21 @@ _HOMES = {
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",
     "host.caller_warnings": (
-        "DeterminismWarning DivergedReplicasWarning FreshStartWarning LossyWarning LostStepsWarning"
+        "DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning LossyWarning LostStepsWarning"
         " UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",
     "log.reading": "View",
+    "maintenance.copies": "Copied",
     "maintenance.gc": "Collected Holder",
     "maintenance.merge": "Merged RestoreCost",
     "maintenance.pruning": "Pruned",
+    "maintenance.repair": "Repaired",
     "maintenance.retiring": "Retired",
     "maintenance.verify.findings": "Damage Unread",
     "maintenance.verify.verification": "VerificationReport",
+    "reports.bisecting": "Bisected Probe",
     "reports.comparison": "StateDifference TensorDifference",
     "reports.explaining": "Explanation PlanStep",
     "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",
@@ -153,7 +162,7 @@ _HOMES = {
     "reports.runs": "FoundRuns RunInfo find_runs",
     "reports.stats": "ClassBytes Share StoreStats",
     "restore.plan": "Plan",
-    "store": "Store open verify",
+    "store": "Store open repair verify",
     "write.deltas": "DeltaOptions",
     "write.filling": "LayerCopy",
     "write.interval": "RestoreBound",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
+    from ckptstore.maintenance.copies import Copied
     from ckptstore.maintenance.gc import Collected
     from ckptstore.maintenance.merge import Merged
     from ckptstore.maintenance.pruning import Pruned
+    from ckptstore.maintenance.repair import Repaired
     from ckptstore.maintenance.retiring import Retired
     from ckptstore.maintenance.verify.verification import VerificationReport
+    from ckptstore.reports.bisecting import Bisected, Predicate, Probe
     from ckptstore.reports.comparison import StateDifference, TensorDifference
     from ckptstore.reports.explaining import Explanation
     from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     from ckptstore.write.steps.batcher import DiffOptions
     from ckptstore.write.writer import Writer
 
-__all__ = ["Store", "open", "verify"]
+__all__ = ["Store", "open", "repair", "verify"]
 
 Framework = Literal["torch", "numpy"]
 
@@ -89,6 +92,48 @@ def verify(
     """`Store.verify` of a store, or of the store at a path or URL."""
     opened = store if isinstance(store, Store) else open(store)
     return opened.verify(ref, deep=deep, progress=progress, threads=threads)
+
+
+def repair(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    run: str | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> Repaired:
+    """Make a store of what is intact of a damaged one. The damaged one is only read.
+
+    Keeps every checkpoint that can still be restored: what the log promises, and where the log is damaged or gone what
+    segments, which describe themselves, make up. Every byte is compared with its hash and every state decoded before it
+    is kept. Segments do not tell of tags, metadata, and which checkpoints were retired: where the log is lost, so are
+    the first two, and of the last those come back that gc had not deleted. No writer and no gc should be at work there.
+
+    Args:
+        source: path or URL of what is left.
+        target: where to: nothing, or what an interrupted call for the same source has left, which is gone on with.
+        run: the run's uuid, or its beginning: needed where objects of several are there.
+        progress: told (bytes done, bytes in all) of what is read, decoded and copied.
+        threads: None: up to four.
+
+    Returns:
+        what is kept, and what is lost and why, checkpoint by checkpoint.
+
+    Raises:
+        StoreNotFoundError: nothing of a store is there.
+        UsageError: objects of several runs are there; or the target is not empty.
+        IncompatibleFormatError: a newer version wrote it.
+        StorageError: a medium failed, otherwise than by a place that cannot be read any more.
+    """
+    from ckptstore.maintenance.repair import repair
+
+    return repair(
+        open_backend(source, create=False),
+        open_backend(target, create=True),
+        run=run,
+        progress=progress,
+        threads=threads,
+    )
 
 
 class Store:
@@ -638,6 +683,42 @@ class Store:
 
         untag(self.journal, name, take_over=take_over, timeout=timeout)
 
+    def copy(
+        self,
+        target: str | os.PathLike[str] | Store,
+        refs: Sequence[str | int] = (),
+        *,
+        form: Literal["stored", "full"] = "stored",
+        progress: Progress | None = None,
+        threads: int | None = None,
+    ) -> Copied:
+        """Copy checkpoints to another place, on whatever medium: same run, terms, states, tags and metadata.
+
+        Every byte is compared with its hash on the way. Beside a live writer what is copied is what the log said at one
+        instant. A copy that was interrupted is gone on with by the same call; one that is complete takes what is new.
+
+        Args:
+            target: a path, a URL or a `Store`: an empty place, or a copy of this run that nobody wrote to.
+            refs: the checkpoints, each with what it builds on (which is not promised there); none: everything that is
+                promised, with every encoding, and every term.
+            form: ``stored``: segments byte for byte. ``full``: each checkpoint decoded, and stored uncompressed.
+            progress: told (bytes done, bytes in all).
+            threads: segments that are copied at once; None: up to four.
+
+        Returns:
+            what is there now, and what was copied this time.
+
+        Raises:
+            UsageError: the target is something else, lies in this store, or went on by itself.
+            CheckpointNotFoundError: nothing answers to a REF.
+            CorruptionError: this store is damaged (`repair` copies what is intact).
+            ReadOnlyError, StorageError: a medium failed, or cannot be written.
+        """
+        from ckptstore.maintenance.copies import copy
+
+        there = target.backend if isinstance(target, Store) else open_backend(target, create=True)
+        return copy(self.journal, there, refs, form=form, progress=progress, threads=threads)
+
     def tags(self) -> dict[str, CheckpointInfo]:
         """Every tag, by name, and the checkpoint that it names."""
         from ckptstore.maintenance.tagging import tags
@@ -731,6 +812,7 @@ class Store:
         ref_b: str | int,
         select: str | Sequence[str] | None = None,
         *,
+        other: Store | None = None,
         progress: Progress | None = None,
     ) -> list[TensorDifference]:
         """How two checkpoints differ, tensor by tensor: bits, elements, norms.
@@ -740,6 +822,7 @@ class Store:
 
         Args:
             select: only tensors at places that match one of these patterns, in either checkpoint.
+            other: the store that `ref_b` is in; None: this one.
             progress: told (bytes done, bytes in all).
 
         Returns:
@@ -750,17 +833,60 @@ class Store:
         """
         from ckptstore.reports.comparison import compare
 
-        return compare(self.journal, ref_a, ref_b, select, progress)
+        return compare(self.journal, ref_a, ref_b, select, progress, None if other is None else other.journal)
 
-    def compare_state(self, ref_a: str | int, ref_b: str | int) -> list[StateDifference]:
+    def compare_state(self, ref_a: str | int, ref_b: str | int, *, other: Store | None = None) -> list[StateDifference]:
         """How two checkpoints differ in what is not a tensor: numbers, strings, RNG states.
+
+        Args:
+            other: the store that `ref_b` is in; None: this one.
 
         Raises:
             CheckpointNotFoundError, CorruptionError, FormatError.
         """
         from ckptstore.reports.comparison import compare_state
 
-        return compare_state(self.journal, ref_a, ref_b)
+        return compare_state(self.journal, ref_a, ref_b, None if other is None else other.journal)
+
+    def bisect(
+        self,
+        predicate: Predicate | str,
+        *,
+        ref: str | int = "latest",
+        select: str | Sequence[str] | None = None,
+        good: str | int | None = None,
+        bad: str | int | None = None,
+        checks: int = 0,
+        on_probe: Callable[[Probe], object] | None = None,
+    ) -> Bisected:
+        """Find the checkpoint at which something began, by binary search: 14 restores for 10,000 checkpoints.
+
+        Searched is the history of one checkpoint: of a fork its own line alone. What is damaged is skipped.
+
+        Args:
+            predicate: called with each state, arrays of numpy: True if it is bad, False if it is good, None if that
+                cannot be said. Or a shell command that gets a safetensors file as ``$1``, and exits with 0 (good), 125
+                (cannot be said) or another code up to 127 (bad).
+            ref: the end of the history.
+            select: restore only tensors at places that match one of these patterns.
+            good: a checkpoint that is known to be good: only what is after it is searched.
+            bad: one that is known to be bad: only what is before it is; instead of `ref`.
+            checks: look at so many checkpoints more on either side: does it go on, once it began?
+            on_probe: told of every checkpoint that was looked at.
+
+        Raises:
+            CheckpointNotFoundError, TensorNotFoundError: there is none.
+            UsageError: `good` is not before the end; or the command was killed, or exited with more than 127.
+            StorageError: the medium failed. And anything that `predicate` raises.
+        """
+        from ckptstore.reports.bisecting import bisect, judged
+        from ckptstore.reports.predicates import commanded
+
+        if isinstance(predicate, str):
+            ask = commanded(predicate, lambda one, path: self.export(one, path, format="safetensors", select=select))
+        else:
+            ask = judged(lambda one: self.load(one, framework="numpy", select=select), predicate)
+        return bisect(self.journal, ask, ref=ref, good=good, bad=bad, checks=checks, on_probe=on_probe)
 
     def describe(self, ref: str | int = "latest") -> list[tuple[SegmentEntry, SegmentDoc]]:
         """The segments that restoring `ref` reads, base first, each with its verified description."""

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 __all__ = [
     "ANCHOR_EVERY",
+    "COPYING_KEY",
     "FORMAT_KEY",
     "KEEP",
     "MAJOR",
@@ -48,6 +49,8 @@ ANCHOR_EVERY: Final = 1024
 FORMAT_KEY: Final = "FORMAT"
 KEEP: Final = "keep"
 """Member of a COMMIT or request: the rules of retention; and the feature that a request with it needs."""
+COPYING_KEY: Final = "COPYING"
+"""Of a copy that is being made, which has no FORMAT yet."""
 NO_SLOT: Final = "0" * 32
 """What slot 0 names as the hash of the slot before it."""
 

@@ -15,6 +15,15 @@ REFUSALS: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 ABSENCES: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """What the system raises when nothing, or no file, has this name."""
 
+_BAD_MEDIUM: Final = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN})
+"""What a system says when it got through to the medium and this place of it cannot be read any more: a bad sector, or
+a checksum of the file system's own that differs."""
+
+
+def is_bad_medium(error: StorageError) -> bool:
+    """Whether what could not be read is lost, as far as anybody can tell. Everything else may be there tomorrow."""
+    return error.errno in _BAD_MEDIUM
+
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:

@@ -24,7 +24,8 @@ from ckptstore.formats.layout import TensorSpec, order
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import check_size, places, unflatten
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.restore.opened import Opened, opened
+from ckptstore.restore.load import restoring
+from ckptstore.restore.opened import Opened
 from ckptstore.restore.selection import Selection, select_from
 from ckptstore.restore.streams import streams
 
@@ -107,20 +108,24 @@ def export(
         raise UsageError(f"{out} is a folder: name the file to write")
     refuse_store(out)
     refuse_missing_folder(out)
-    with opened(journal, ref) as found, outputs(overwrite) as files:
-        picked = select_from(found.tree, select or None, found.ref)
-        names = picked.tensors
-        chosen = {name: replace(found.tensors[tensor], name=name) for tensor, name in names.items()}
-        content = _Content(found.ref, picked.tree(names), chosen, _counted(found, names, progress))
-        made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
-        if format == "pt":
-            converted = _write_pt(files.create(out, content.nbytes), content)
-            made = replace(made, converted=tuple(converted))
-        else:
-            paths, index = _write_shards(files, out, content, max_shard_bytes)
-            made = replace(made, paths=paths, index=index, tied=_tied(found, picked))
-        files.publish()
-        return made
+
+    def written(found: Opened) -> ExportResult:
+        with outputs(overwrite) as files:
+            picked = select_from(found.tree, select or None, found.ref)
+            names = picked.tensors
+            chosen = {name: replace(found.tensors[tensor], name=name) for tensor, name in names.items()}
+            content = _Content(found.ref, picked.tree(names), chosen, _counted(found, names, progress))
+            made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
+            if format == "pt":
+                converted = _write_pt(files.create(out, content.nbytes), content)
+                made = replace(made, converted=tuple(converted))
+            else:
+                paths, index = _write_shards(files, out, content, max_shard_bytes)
+                made = replace(made, paths=paths, index=index, tied=_tied(found, picked))
+            files.publish()
+            return made
+
+    return restoring(journal, ref, written)
 
 
 @dataclass(frozen=True, slots=True)

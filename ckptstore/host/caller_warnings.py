@@ -11,6 +11,7 @@ from typing import Final
 __all__ = [
     "DeterminismWarning",
     "DivergedReplicasWarning",
+    "FallbackWarning",
     "FreshStartWarning",
     "LossyWarning",
     "LostStepsWarning",
@@ -31,6 +32,10 @@ class DeterminismWarning(UserWarning):
 
 class DivergedReplicasWarning(UserWarning):
     """A tensor that is to be the same on several ranks is not; it was saved nevertheless, as asked for."""
+
+
+class FallbackWarning(UserWarning):
+    """What is stored of a checkpoint is damaged, and it was restored by another of its encodings, bit for bit."""
 
 
 class FreshStartWarning(UserWarning):

@@ -15,7 +15,7 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.records import FORMAT_KEY, FormatFile
+from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, FormatFile
 from ckptstore.formats.texts import SLOT_LIMIT, decode_format, encode_format
 
 __all__ = ["Journal"]
@@ -73,10 +73,22 @@ class Journal:
         try:
             return decode_format(self.backend.get(FORMAT_KEY, SLOT_LIMIT))
         except KeyNotFoundError as error:
+            self._check_finished(error)
             raise StoreNotFoundError(
                 f"{self.url}: there is no FORMAT file, although {rooms[0]}/ is here: it was removed, and without it "
-                "this is no checkpoint store; restore FORMAT from a copy of this store"
+                "this is no checkpoint store; restore FORMAT from a copy of this store, or use `ckpt repair`"
             ) from error
+
+    def _check_finished(self, absence: KeyNotFoundError) -> None:
+        """Raise `StoreNotFoundError` where a copy was begun and is not finished (`log.replica`)."""
+        try:
+            self.backend.size(COPYING_KEY)
+        except (KeyNotFoundError, StorageError):
+            return
+        raise StoreNotFoundError(
+            f"{self.url}: a copy or repair to this place is not finished: the command that began it goes on where it "
+            "stopped; or delete this"
+        ) from absence
 
     def rooms(self) -> list[str]:
         """The folders of a store that are here, whether FORMAT is or not.

@@ -99,6 +99,7 @@ def compare(
     ref_b: str | int,
     select: str | Sequence[str] | None = None,
     progress: Progress | None = None,
+    other: Journal | None = None,
 ) -> list[TensorDifference]:
     """Compare two checkpoints tensor by tensor, in the order of B's state, what only A has at the end.
 
@@ -109,11 +110,12 @@ def compare(
 
     Args:
         progress: told how many bytes of both are compared.
+        other: of the store that B is in; None: the same.
 
     Raises:
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
     """
-    with opened(journal, ref_a) as found_a, opened(journal, ref_b) as found_b:
+    with opened(journal, ref_a) as found_a, opened(other or journal, ref_b) as found_b:
         in_a, in_b = found_a.tensors, found_b.tensors
         pairs = _pairs(found_a.tree, found_b.tree, select or None, f"{found_a.ref} or {found_b.ref}")
         sides = {name: (in_a.get(a or ""), in_b.get(b or "")) for name, (a, b) in pairs.items()}
@@ -187,13 +189,18 @@ def _hash(tensor: TensorEntry) -> str | None:
     return tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None
 
 
-def compare_state(journal: Journal, ref_a: str | int, ref_b: str | int) -> list[StateDifference]:
+def compare_state(
+    journal: Journal, ref_a: str | int, ref_b: str | int, other: Journal | None = None
+) -> list[StateDifference]:
     """Compare what is not a tensor: numbers, strings, RNG states ..., in the order of B's state.
+
+    Args:
+        other: of the store that B is in; None: the same.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError.
     """
-    tree_a, tree_b = tree(journal, ref_a), tree(journal, ref_b)
+    tree_a, tree_b = tree(journal, ref_a), tree(other or journal, ref_b)
     before, after = dict(leaves(tree_a)), dict(leaves(tree_b))
     found: list[StateDifference] = []
     for path in dict.fromkeys([*after, *before]):

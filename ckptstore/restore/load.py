@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import numpy.typing as npt
 
-from ckptstore.errors import UsageError
+from ckptstore.errors import CkptError, CorruptSegmentError, StorageError, UsageError
 from ckptstore.formats import dtypes
 from ckptstore.formats.boxes import Box
 from ckptstore.formats.ranked import of_rank
@@ -24,6 +24,7 @@ from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain, restore_tensors
+from ckptstore.restore.fallback import around
 from ckptstore.restore.filling import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
 from ckptstore.restore.opened import Opened, opened
 from ckptstore.restore.selection import Selection, chosen_box, one_of, select_from
@@ -31,7 +32,9 @@ from ckptstore.restore.streams import stream
 from ckptstore.restore.targets import Targets, TargetSink, find_targets
 from ckptstore.segments.reading import SegmentReader, copy_tensors, load_tensors, map_tensors
 
-__all__ = ["LoadOptions", "chunks", "describe", "load", "read_tensor", "tensors", "tree"]
+__all__ = ["LoadOptions", "chunks", "describe", "load", "read_tensor", "restoring", "tensors", "tree"]
+
+_R = TypeVar("_R")
 
 _SHARED: Final = 1 << 20
 """Tensors below this many bytes do not get memory of their own when they are put together: mappings are few."""
@@ -109,7 +112,8 @@ class _Wanted:
 
 def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
     """See `Store.load`."""
-    with opened(journal, ref) as found:
+
+    def restored(found: Opened) -> Any:
         tree = found.tree if options.rank is None else of_rank(found.merged, options.rank)
         picked = select_from(tree, options.select, found.ref)
         if found.lossy:
@@ -125,6 +129,30 @@ def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
             else:
                 resolve = _fresh(wanted, readers, options)
         return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
+
+    return restoring(journal, ref, restored)
+
+
+def restoring(journal: Journal, ref: str | int, work: Callable[[Opened], _R]) -> _R:
+    """What `work` makes of an open checkpoint; once more by another encoding if one turns out to be damaged.
+
+    Args:
+        work: reads with checksums, and gives nothing away before it returns.
+
+    Raises:
+        CorruptSegmentError, StorageError: what is damaged; there is no other way, or it is of no use here.
+        anything `work` raises.
+    """
+    avoid = frozenset[str]()
+    damage: CkptError | None = None
+    while True:
+        with opened(journal, ref, avoid) as found:
+            try:
+                return work(found)
+            except (CorruptSegmentError, StorageError) as error:
+                avoid, ref, damage = around(found.catalog, found.plan, found.avoided, error), found.ref, error
+            except UsageError as error:  # another encoding cannot be mapped, for instance
+                raise (damage or error) from (error if damage else None)
 
 
 def _by_segment(chains: Iterable[Chain]) -> list[tuple[SegmentReader, list[TensorEntry]]]:
@@ -261,15 +289,28 @@ def tree(journal: Journal, ref: str | int) -> Any:
 
 def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """See `Store.chunks`."""
-    with opened(journal, ref) as found:
-        yield from stream(found, _named(found, name), verify=verify)
+    done, avoid = 0, frozenset[str]()
+    while True:
+        with opened(journal, ref, avoid) as found:
+            try:
+                for start, data in stream(found, _named(found, name), verify=verify):
+                    if start >= done:  # what was given already was verified: another encoding gives the same
+                        yield start, data
+                        done = start + len(data)
+                return
+            except (CorruptSegmentError, StorageError) as error:
+                avoid, ref = around(found.catalog, found.plan, found.avoided, error), found.ref
 
 
 def read_tensor(
     journal: Journal, ref: str | int, name: str, verify: bool, box: Sequence[slice] | slice | None = None
 ) -> npt.NDArray[Any]:
     """See `Store.read_tensor`."""
-    with opened(journal, ref) as found, workers(default_threads(), "read") as readers:
+    return restoring(journal, ref, lambda found: _read_tensor(found, name, verify, box))
+
+
+def _read_tensor(found: Opened, name: str, verify: bool, box: Sequence[slice] | slice | None) -> npt.NDArray[Any]:
+    with workers(default_threads(), "read") as readers:
         name = _named(found, name)
         entry, staging = found.tensors[name], _staging(readers.threads)
         if box is None and not found.sharded(name):

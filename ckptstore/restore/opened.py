@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
+from ckptstore.errors import CkptError, CorruptSegmentError, FormatError, IncompatibleFormatError, StorageError
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.boxes import Box
 from ckptstore.formats.catalog import Catalog
@@ -26,6 +26,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
 from ckptstore.restore.chain import Chain
+from ckptstore.restore.fallback import around
 from ckptstore.restore.filling import Part
 from ckptstore.restore.parts import Parts, stored_parts
 from ckptstore.restore.plan import Plan, plan
@@ -47,12 +48,14 @@ class Opened:
         entry: the checkpoint in it.
         plan: how it is restored.
         readers: the plan's segments, by id.
+        avoided: segments that were not used, because they are damaged.
     """
 
     catalog: Catalog
     entry: CheckpointEntry
     plan: Plan
     readers: dict[str, SegmentReader]
+    avoided: frozenset[str] = frozenset()
 
     @property
     def ref(self) -> str:
@@ -140,12 +143,54 @@ class Opened:
 
 
 @contextmanager
-def opened(journal: Journal, ref: str | int) -> Iterator[Opened]:
-    """Plan, pin and open everything that restoring `ref` reads."""
+def opened(journal: Journal, ref: str | int, avoid: frozenset[str] = frozenset()) -> Iterator[Opened]:
+    """Plan, pin and open everything that restoring `ref` reads.
 
+    If a segment of the plan is missing, or its description is damaged, and another plan does without it, that one is
+    opened, and a `FallbackWarning` says so.
+
+    Args:
+        avoid: segments not to use.
+    """
+    with ExitStack() as stack:
+        while True:
+            attempt = _Attempt()
+            try:
+                found = stack.enter_context(_opened(journal, ref, avoid, attempt))
+                break
+            except (CorruptSegmentError, StorageError) as error:
+                avoid = attempt.around(error, avoid)
+                ref = attempt.ref
+        yield found
+
+
+@dataclass
+class _Attempt:
+    """What is known of a checkpoint when it turns out that it cannot be opened."""
+
+    catalog: Catalog | None = None
+    chosen: Plan | None = None
+
+    @property
+    def ref(self) -> str:
+        """What names the checkpoint for ever: ``latest`` may be another one the next time."""
+        assert self.chosen is not None
+        return self.chosen.target.ref
+
+    def around(self, error: CkptError, avoid: frozenset[str]) -> frozenset[str]:
+        """See `fallback.around`."""
+        if self.catalog is None or self.chosen is None:
+            raise error
+        return around(self.catalog, self.chosen, avoid, error)
+
+
+@contextmanager
+def _opened(journal: Journal, ref: str | int, avoid: frozenset[str], attempt: _Attempt) -> Iterator[Opened]:
     def choose_plan(catalog: Catalog) -> tuple[CheckpointEntry, Plan]:
         entry = refs.resolve(catalog, ref)
-        return entry, plan(catalog, entry.id)
+        chosen = plan(catalog, entry.id, avoid=avoid)
+        attempt.catalog, attempt.chosen = catalog, chosen
+        return entry, chosen
 
     with (
         claim(journal, choose_plan, lambda chosen: chosen[1].segments) as (view, (entry, chosen)),
@@ -161,7 +206,7 @@ def opened(journal: Journal, ref: str | int) -> Iterator[Opened]:
             else:
                 reader.close()
                 reader.source = handles.source(reader.entry.key, reader.entry.size)
-        found = Opened(view.catalog, entry, chosen, readers)
+        found = Opened(view.catalog, entry, chosen, readers, avoid)
         found.check_identity()
         yield found
 

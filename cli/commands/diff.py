@@ -29,16 +29,25 @@ _SORTS: dict[str, Callable[[TensorDifference], float]] = {
         "ckpt diff runs/gpt 1000 2000",
         "ckpt diff runs/gpt 1000@1 1000@2 --select 'model.*' --sort relative",
         "ckpt diff runs/gpt 1000 latest --all --json",
+        "ckpt diff runs/gpt 1000 1000 --in runs/gpt-again     # of another run",
     ],
 )
 @STORE
 @click.argument("ref_a", type=REF, metavar="REF")
 @click.argument("ref_b", type=REF, metavar="REF")
 @select_option("Only tensors that match, and not the rest of the state; may be repeated.")
+@click.option("--in", "other", metavar="STORE", help="The second REF is in this store.")
 @click.option("--sort", type=click.Choice(["name", *_SORTS]), help="Default: the order of the state.")
 @click.option("--all", "everything", is_flag=True, help="List tensors that are the same, too.")
 def command(
-    store: str, ref_a: str, ref_b: str, select: tuple[str, ...], sort: str | None, everything: bool, as_json: bool
+    store: str,
+    ref_a: str,
+    ref_b: str,
+    select: tuple[str, ...],
+    other: str | None,
+    sort: str | None,
+    everything: bool,
+    as_json: bool,
 ) -> None:
     """Compare two checkpoints tensor by tensor.
 
@@ -46,10 +55,11 @@ def command(
     values.
     """
     target = opened(store)
-    infos = target.checkpoint(ref_a), target.checkpoint(ref_b)
+    second = target if other is None else opened(other)
+    infos = target.checkpoint(ref_a), second.checkpoint(ref_b)
     with progress("comparing") as advance:
-        tensors = target.compare(infos[0].ref, infos[1].ref, select or None, progress=advance)
-    state = [] if select else target.compare_state(infos[0].ref, infos[1].ref)
+        tensors = target.compare(infos[0].ref, infos[1].ref, select or None, other=second, progress=advance)
+    state = [] if select else target.compare_state(infos[0].ref, infos[1].ref, other=second)
     counts = Counter(tensor.status for tensor in tensors)
     shown = [tensor for tensor in tensors if everything or tensor.status != "same"]
     if sort == "name":

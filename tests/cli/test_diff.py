@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
 
 
@@ -63,3 +64,13 @@ def test_errors(ckpt: Run, pristine: Path) -> None:
     assert ckpt("diff", pristine, "5").code == 2
     assert ckpt("diff", pristine, "5", "6").code == 3
     assert ckpt("diff", pristine, "5", "4", "--select", "nothing").code == 3
+
+
+def test_two_stores(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    ckptstore.open(pristine).copy(tmp_path / "copy", ["4@1"])
+    assert ckpt("diff", pristine, "4@1", "latest", "--in", tmp_path / "copy").out == "4@1 -> 4@1  tensors: 5 same\n"
+    done = ckpt("diff", pristine, "5", "latest", "--in", tmp_path / "copy", "--json").json
+    assert done["identical"] is False
+    assert [one["name"] for one in done["tensors"]] == ["model.embedding.weight", "odd.half"]
+    assert {"path": "step", "status": "changed", "before": 5, "after": 4} in done["state"]
+    assert ckpt("diff", pristine, "5", "5", "--in", tmp_path / "copy").code == 3

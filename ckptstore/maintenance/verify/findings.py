@@ -6,12 +6,11 @@ left, no permission, no connection) says nothing about it, and is kept apart.
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
+from ckptstore.backends.system_errors import is_bad_medium
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.formats.records import CheckpointId, Encoding, Node
 from ckptstore.host.progress import Tally
@@ -21,19 +20,10 @@ __all__ = ["Damage", "Edge", "Findings", "Flaw", "Unread", "edge_of", "is_bad_me
 Edge = tuple[Node, tuple[str, ...], CheckpointId | None]
 """What tells the encodings of a catalog apart: checkpoint, segments and base."""
 
-_BAD_MEDIUM: Final = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN})
-"""What a system says when it got through to the medium and this place of it cannot be read any more: a bad sector, or
-a checksum of the file system's own that differs."""
-
 
 def edge_of(encoding: Encoding) -> Edge:
     """Names an encoding."""
     return encoding.checkpoint, encoding.segments, encoding.base
-
-
-def is_bad_medium(error: StorageError) -> bool:
-    """Whether what could not be read is lost, as far as anybody can tell. Everything else may be there tomorrow."""
-    return error.errno in _BAD_MEDIUM
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,23 +27,18 @@ from ckptstore.formats.records import (
     slot_key,
     slot_of,
 )
-from ckptstore.host.buffers import Staging
 from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.host.task_pool import sweep
 from ckptstore.host.threads import default_threads
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import exists, read
-from ckptstore.maintenance.verify.branches import chosen_encodings, trees
-from ckptstore.maintenance.verify.deep import decoded_bytes, prove
-from ckptstore.maintenance.verify.descriptions import Descriptions, reading_order
+from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
 from ckptstore.maintenance.verify.log_check import SlotHashes, check_log
 from ckptstore.maintenance.verify.lost_checkpoints import casualties
 from ckptstore.maintenance.verify.one_checkpoint import restricted
-from ckptstore.maintenance.verify.stored_bytes import scrubbing
 from ckptstore.restore.plan import Plan, plan_all
 
 __all__ = ["Damage", "Unread", "VerificationReport", "verify"]
@@ -129,19 +124,8 @@ def verify(
         ref, catalog = target.ref, restricted(everything, target.node)
     planned = plan_all(catalog)
     plans = {node: plan for node, plan in planned.items() if isinstance(plan, Plan)}
-    chosen = chosen_encodings(plans)
-    roots = trees(catalog, chosen) if deep else []
-    stored = sum(segment.size for segment in catalog.segments.values())
-    found.tally.total = found.nbytes + stored + decoded_bytes(roots, catalog)
     _check_log(catalog, planned, found)
-    descriptions = Descriptions(catalog, found)
-    staging = Staging.for_chunks(max(2, threads))
-    run = journal.run
-    order = [catalog.segments[segment] for segment in reading_order(catalog)]
-    tasks = [scrubbing(journal.backend, run, entry, staging, descriptions, found) for entry in order]
-    sweep(tasks, threads, "ckptstore-verify")
-    descriptions.compare_bases(chosen)
-    prove(journal.backend, catalog, roots, found, threads)
+    examine(journal.backend, journal.run, catalog, plans, found, threads, deep=deep)
     report = _report(journal, catalog, plans, keys, found, deep)
     if ref is None:
         return report

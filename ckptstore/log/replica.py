@@ -1,0 +1,192 @@
+"""A log that is made again somewhere else: the same terms and checkpoints, in slots of its own (SPEC 10, COPIES).
+
+While it is being made the place has an object ``COPYING`` and no FORMAT, so it is no store: nobody reads it, or writes
+to it, or takes it for one that lost its FORMAT file. FORMAT comes last. Whoever makes it again after a crash goes on
+behind the slots that are there: what these name is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass, replace
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CkptError, KeyExistsError, KeyNotFoundError, ReadOnlyError, StorageError, UsageError
+from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.records import (
+    COPYING_KEY,
+    FORMAT_KEY,
+    CommitRecord,
+    FormatFile,
+    OpenRecord,
+    Record,
+    manifest_key,
+    object_of,
+    slot_key,
+)
+from ckptstore.formats.texts import SLOT_LIMIT, encode_commit, encode_format, encode_open, seal, unseal
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
+
+__all__ = ["Origin", "Replica"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a copy comes from, as ``COPYING`` says it.
+
+    Attributes:
+        format: of the store that is made, which is that of the run.
+        how: ``copy`` or ``repair``.
+        what: what was asked for, so that another request does not go on with this one's half.
+    """
+
+    format: FormatFile
+    how: str
+    what: str
+
+
+class Replica:
+    """The log that is made, as far as it is.
+
+    Attributes:
+        backend: where.
+        begun: False if the place was a whole store of this run already, to which is added.
+    """
+
+    def __init__(self, backend: Backend, origin: Origin) -> None:
+        """Find out what is there, and claim the place if that is nothing.
+
+        Raises:
+            UsageError: something else is there: another run's store, an unfinished copy of something else, files.
+            CorruptLogError: what is there is damaged.
+            ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
+        """
+        self.backend = backend
+        self._origin = origin
+        if backend.read_only:
+            raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
+        self.begun = self._claimed()
+        view = read(Journal(backend, origin.format), look_above=True)
+        if view.damage:
+            raise UsageError(
+                f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged; delete it, and copy anew"
+            )
+        if view.end:
+            backend.settle("log/")  # a killed process may have left a slot that can be seen, and is not durable
+        self._builder = CatalogBuilder(view.catalog)
+        self._next = view.end
+
+    @property
+    def catalog(self) -> Catalog:
+        """What the log says so far. Changes with every record."""
+        return self._builder.catalog
+
+    def _claimed(self) -> bool:
+        """Whether a copy has to be made, or gone on with, here; else there is a whole store of the run."""
+        backend, run = self.backend, self._origin.format.run
+        marker, wanted = self._marker(), self._text()
+        if marker not in (None, wanted):
+            raise UsageError(
+                f"{backend.url}: an unfinished copy of something else is there (or of other checkpoints); finish it "
+                "with the command that began it, or delete it"
+            )
+        try:
+            there = Journal(backend).format
+        except CkptError as error:
+            if marker is None and (strangers := [key for key in backend.list("") if not key.startswith("probe/")]):
+                raise UsageError(
+                    f"{backend.url}: not empty (it holds {strangers[0]!r}), and no unfinished copy; give an empty place"
+                ) from error
+        else:
+            if there.run != run:
+                raise UsageError(f"{backend.url}: there is the store of another run, {there.run}, not {run}")
+            if self._origin.how != "copy" and marker is None:
+                raise UsageError(f"{backend.url}: there is a store already; give an empty place")
+            return False
+        if marker is None:
+            backend.probe()
+            backend.create(COPYING_KEY, wanted)
+        return True
+
+    def _marker(self) -> bytes | None:
+        try:
+            return self.backend.get(COPYING_KEY, SLOT_LIMIT)
+        except KeyNotFoundError:
+            return None
+
+    def _text(self) -> bytes:
+        return seal(
+            {"ckptstore": "copying", "run": self._origin.format.run, "how": self._origin.how, "what": self._origin.what}
+        )
+
+    def open(self, record: OpenRecord) -> None:
+        """Append an OPEN. Raises as `commit`."""
+        record = replace(record, previous=self.catalog.last)
+        self._append(record, encode_open(record, seq=self._next, run=self._origin.format.run))
+
+    def commit(self, record: CommitRecord) -> None:
+        """Append a COMMIT of the newest term, of segments that are durable. On return it is, too.
+
+        Raises:
+            UsageError: somebody else writes to this place.
+            FormatError: it is too long.
+            StorageError: the medium failed.
+        """
+        nonce = self.catalog.terms[record.term].nonce
+        record = replace(record, nonce=nonce, previous=self.catalog.last)
+        run = self._origin.format.run
+        data, manifest = encode_commit(record, seq=self._next, run=run, manifest=secrets.token_hex(16))
+        if manifest is not None:
+            key = slot_key(self._next)
+            record = replace(record, manifest=_manifest_of(data, key))
+            self.backend.create(manifest_key(record.term, record.manifest or ""), manifest)
+        self._append(record, data)
+
+    def _append(self, record: Record, data: bytes) -> None:
+        key = slot_key(self._next)
+        try:
+            self.backend.create(key, data)
+        except KeyExistsError as error:
+            raise UsageError(f"{self.backend.url}: another process writes to this place ({key} is there)") from error
+        except StorageError:
+            # It may be there for all that; whoever goes on later reads what is.
+            if not self._landed(key, data):
+                raise
+        self._builder.apply(record, self._next, xxh3_128(data))
+        self._next += 1
+
+    def _landed(self, key: str, data: bytes) -> bool:
+        try:
+            mine = self.backend.get(key, SLOT_LIMIT) == data
+        except CkptError:
+            return False
+        if mine:
+            self.backend.settle("log/")
+        return mine
+
+    def finish(self) -> None:
+        """Make a store of it: FORMAT, and ``COPYING`` goes. What a killed process left below ``seg/`` goes, too.
+
+        Raises `StorageError`.
+        """
+        if self.begun:
+            self._sweep()
+            self.backend.settle("log/")
+            with contextlib.suppress(KeyExistsError):
+                self.backend.create(FORMAT_KEY, encode_format(self._origin.format))
+        self.backend.delete(COPYING_KEY)
+
+    def _sweep(self) -> None:
+        for key in self.backend.list("seg/"):
+            place = object_of(key)
+            if place is not None and place[1] not in self.catalog.segments and place[1] not in self.catalog.manifests:
+                self.backend.delete(key)
+
+
+def _manifest_of(data: bytes, key: str) -> str:
+    """The id of the manifest to which a slot points."""
+    identity: str = unseal(data, what=key)["manifest"]["id"]
+    return identity

@@ -1,0 +1,118 @@
+"""``copy`` in another form: each checkpoint decoded through its chain, verified, and written as a plain full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from ckptstore.errors import CorruptSegmentError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointEntry, Encoding, Node, SegmentEntry
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
+from ckptstore.host.progress import Progress, Tally
+from ckptstore.host.threads import workers
+from ckptstore.log.journal import Journal
+from ckptstore.log.replica import Replica
+from ckptstore.maintenance.copies.choosing import lines_of, with_paths
+from ckptstore.maintenance.copies.transfer import Transfer
+from ckptstore.maintenance.merge.checking import opened_plan
+from ckptstore.maintenance.merge.copying import merged_draft, refuse_shards
+from ckptstore.maintenance.merge.recoding import ChainSource
+from ckptstore.restore.opened import Opened
+from ckptstore.restore.plan import plan
+from ckptstore.restore.stored_base import StoredBase
+from ckptstore.segments.plain import write_full
+from ckptstore.segments.session import SegmentSession
+
+__all__ = ["Written", "copy_as_fulls"]
+
+_TOGETHER: Final = 16
+"""Fulls that one round commits."""
+
+
+@dataclass
+class Written:
+    """What was written: segments, and their bytes."""
+
+    brought: int = 0
+    nbytes: int = 0
+
+    def bring(self, segments: Sequence[SegmentEntry]) -> None:
+        """See `transfer.Supply`: they are there already."""
+
+
+def copy_as_fulls(
+    journal: Journal,
+    catalog: Catalog,
+    nodes: Sequence[Node],
+    replica: Replica,
+    progress: Progress | None,
+    threads: int,
+) -> Written:
+    """Write the checkpoints `nodes` of `catalog`, whose segments the caller has pinned, as fulls.
+
+    Raises:
+        UsageError: one is stored in shards.
+        CorruptSegmentError: what is stored is not what was saved.
+        StorageError: a medium failed.
+    """
+    done, part = Written(), Catalog(term=catalog.term)
+    there = replica.catalog
+    left = []
+    for node in nodes:
+        entry = catalog.checkpoints[node]
+        if there.restorable(entry.id):
+            with_paths(part, _merged(catalog, there), [node], there.encodings.get(node, ()))
+        else:
+            left.append(entry)
+    tally = Tally(progress, sum(entry.nbytes for entry in left))
+    replica.backend.check_space(tally.total)
+    with ExitStack() as stack:
+        blocks = stack.enter_context(workers(2, "write"))
+        coders = stack.enter_context(workers(threads, "copy"))
+        staging = Staging.for_chunks(2 * threads, DEFAULT_BUDGET)
+        session = SegmentSession(replica.backend, staging, blocks.pool, coders, lambda _: None, tally.advance)
+        for begin in range(0, max(1, len(left)), _TOGETHER):
+            for entry in left[begin : begin + _TOGETHER]:
+                segments, edge = _written(session, journal, catalog, entry)
+                done.brought += len(segments)
+                done.nbytes += sum(segment.size for segment in segments)
+                part.segments.update((segment.id, segment) for segment in segments)
+                part.checkpoints[entry.node] = entry
+                part.encodings[entry.node] = (edge,)
+                part.tags.update((name, node) for name, node in catalog.tags.items() if node == entry.node)
+            numbers = lines_of(catalog, {node[0] for node in part.checkpoints})
+            part.terms.update((number, catalog.terms[number]) for number in sorted(numbers))
+            Transfer(part, replica, done).run()
+    return done
+
+
+def _merged(catalog: Catalog, there: Catalog) -> Catalog:
+    """What `with_paths` looks up: checkpoints of the one, segments of the other."""
+    return Catalog(checkpoints=catalog.checkpoints, segments=there.segments, tags=catalog.tags)
+
+
+def _written(
+    session: SegmentSession, journal: Journal, catalog: Catalog, entry: CheckpointEntry
+) -> tuple[tuple[SegmentEntry, ...], Encoding]:
+    encodings = plan(catalog, entry.id).encodings
+    with opened_plan(journal.backend, catalog, entry, encodings) as found:
+        found.check_identity()
+        edge = Encoding(entry.node, "full", None, (), encodings[-1].lossy, 0)
+        draft = merged_draft([edge], catalog, journal.run, entry.term)
+        made = write_full(session, _flat(found), draft)
+    if made.state != entry.state:
+        raise CorruptSegmentError(f"checkpoint {entry.ref}: its chain gives another state than the log says")
+    ids = tuple(segment.id for segment in made.segments)
+    return made.segments, Encoding(entry.node, "full", None, ids, edge.lossy, made.stored)
+
+
+def _flat(found: Opened) -> FlatState:
+    if any(found.sharded(name) for name in found.parts):
+        refuse_shards(found.ref)
+    state = StoredBase(found.entry.id, found.chains, lambda: None)
+    sources: dict[str, TensorSource] = {name: ChainSource(state, name) for name in found.chains}
+    return FlatState(found.merged, sources)

@@ -1,0 +1,67 @@
+"""Encodings that are intact in a segment that is not, written to the new store in segments of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from ckptstore.backends.base import Backend
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import Encoding, Node, SegmentEntry
+from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
+from ckptstore.host.threads import workers
+from ckptstore.log.replica import Replica
+from ckptstore.maintenance.merge.checking import check_copies
+from ckptstore.maintenance.merge.copying import copy_encodings
+from ckptstore.segments.session import SegmentSession
+
+__all__ = ["Rewritten", "rewrite"]
+
+
+@dataclass
+class Rewritten:
+    """What was written.
+
+    Attributes:
+        segments: durable, and read back.
+        encodings: what reads them.
+        present: checkpoints for which an earlier try has done it.
+    """
+
+    segments: list[SegmentEntry] = field(default_factory=list)
+    encodings: list[Encoding] = field(default_factory=list)
+    present: list[Node] = field(default_factory=list)
+
+
+def rewrite(
+    source: Backend, replica: Replica, catalog: Catalog, edges: Sequence[Encoding], run: str, threads: int
+) -> Rewritten:
+    """Copy the chunks of `edges`, those of one damaged segment into one new one of the same term.
+
+    Raises:
+        CorruptSegmentError: a chunk has changed since it was verified.
+        UsageError: only a newer version may write a segment anew.
+        StorageError: a medium failed.
+    """
+    done = Rewritten()
+    groups: dict[tuple[int, tuple[str, ...]], list[Encoding]] = {}
+    for edge in sorted(edges, key=lambda one: one.checkpoint):
+        if replica.catalog.encodings.get(edge.checkpoint):
+            done.present.append(edge.checkpoint)
+        else:
+            groups.setdefault((edge.checkpoint[0], edge.segments), []).append(edge)
+    if not groups:
+        return done
+    target = replica.backend
+    with ExitStack() as stack:
+        blocks = stack.enter_context(workers(2, "write"))
+        coders = stack.enter_context(workers(threads, "repair"))
+        staging = Staging.for_chunks(2 * threads, DEFAULT_BUDGET)
+        session = SegmentSession(target, staging, blocks.pool, coders, lambda _: None, lambda _: None)
+        for (term, _), members in groups.items():
+            segments, encodings = copy_encodings(session, source, catalog, members, run=run, term=term)
+            check_copies(target, catalog, segments, encodings, coders.pool, staging, lambda _: None)
+            done.segments += segments
+            done.encodings += encodings
+    return done

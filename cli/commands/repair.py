@@ -1,0 +1,97 @@
+"""``ckpt repair``: what is intact of a damaged store, as a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import STORE
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import emit, note, progress, size, some
+from ckptstore.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from ckptstore import Repaired
+
+LOST = CorruptionError.exit_code
+"""When a checkpoint, or a tag, is lost."""
+_MOST = 20
+
+
+@make_command(
+    "repair",
+    examples=[
+        "ckpt repair runs/gpt runs/gpt-repaired",
+        "ckpt repair runs/mixed runs/gpt --run 3f0e1c52   # objects of two runs are in one folder",
+    ],
+)
+@STORE
+@click.argument("target", metavar="DST")
+@click.option("--run", metavar="UUID", help="Whose store it is, where there are several; its beginning does.")
+def command(store: str, target: str, run: str | None, as_json: bool) -> int:
+    """Make a store of what is intact of a damaged one.
+
+    STORE is only read; DST must not exist, or be empty. Every checkpoint that is still complete is there, restored and
+    compared before it counts; the log is made again where it is gone. Says what is lost, checkpoint by checkpoint, and
+    exits with 4 if anything is. Interrupted, the same command goes on.
+    """
+    import ckptstore
+
+    with progress("repairing") as advance:
+        done = ckptstore.repair(store, target, run=run, progress=advance)
+    if as_json:
+        emit(_json(store, target, done))
+    else:
+        _print(done)
+    return LOST if done.lost or done.tags else 0
+
+
+def _json(store: str, target: str, done: Repaired) -> dict[str, Any]:
+    return {
+        "store": store,
+        "target": target,
+        "run": done.run,
+        "log": done.log,
+        "kept": list(done.kept),
+        "lost": [{"ref": ref, "why": why} for ref, why in done.lost.items()],
+        "found": list(done.found),
+        "unproven": list(done.unproven),
+        "rewritten": list(done.rewritten),
+        "lost_tags": [{"tag": name, "ref": ref} for name, ref in done.tags.items()],
+        "damage": [{"key": one.key, "what": one.what} for one in done.damage],
+        "latest": done.latest,
+        "segments": done.segments,
+        "bytes": done.nbytes,
+    }
+
+
+def _print(done: Repaired) -> None:
+    for one in done.damage[:_MOST]:
+        click.echo(f"{click.style('damaged', fg='red', bold=True)}  {one.key}: {one.what}")
+    if len(done.damage) > _MOST:
+        click.echo(f"... and {len(done.damage) - _MOST:,} more (--json lists all)")
+    _print_lost("lost", done.lost)
+    for name, ref in done.tags.items():
+        click.echo(f"{click.style('lost', fg='red', bold=True)}     tag {name}, which named {ref}")
+    kept = f"{len(done.kept):,} checkpoints, {some(done.kept)}" if done.kept else "no checkpoint"
+    click.echo(f"{click.style('kept', fg='green', bold=True)}     {kept}")
+    if done.found:
+        click.echo(f"found    {some(done.found)}: the log says nothing of them, their segments do")
+    if done.rewritten:
+        click.echo(f"rewritten, because their segment is damaged elsewhere: {some(done.rewritten)}")
+    click.echo(f"{done.segments:,} segments, {size(done.nbytes)} written; latest is {done.latest or 'nothing'}")
+    if done.log != "whole":
+        note("tags, metadata and retirements that stood in lost parts of the log are lost with them")
+    if done.unproven:
+        note(
+            f"tensors of {some(done.unproven, 4)} are what was saved; of the rest of their state nothing but their own "
+            "segments tells"
+        )
+
+
+def _print_lost(label: str, lost: Mapping[str, str]) -> None:
+    """Every one of them: that is what the command is for."""
+    for ref, why in lost.items():
+        click.echo(f"{click.style(label, fg='red', bold=True)}     {ref}: {why}")

@@ -1,0 +1,58 @@
+"""`ckpt copy` and `ckpt repair`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ckptstore
+from tests.cli.conftest import Run, assert_documented, documented
+
+
+def test_copy(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    done = ckpt("copy", run, tmp_path / "copy", "tag:best", "3@1", "--json").json
+    assert_documented(done, documented("ckpt copy")[0])
+    assert (done["checkpoints"], done["segments"], done["went_on"]) == (["3@1", "5@3"], 2, False)
+    assert ckpt("verify", tmp_path / "copy", "--deep").code == 0
+    text = ckpt("copy", run, tmp_path / "all")
+    assert text.out.splitlines()[0] == "copied 7 checkpoints: 1@1, 2@1, 3@1, 4@1, 3@2, 4@2, 5@3"
+    assert text.out.splitlines()[1].startswith("7 segments, ")
+    again = ckpt("copy", run, tmp_path / "all").out.splitlines()
+    assert again[1:] == ["0 segments, 0 B written and verified", "7 segments were there already"]
+    full = ckpt("copy", run, tmp_path / "full", 4, "--as", "full")
+    assert full.code == 0
+    assert ckptstore.open(tmp_path / "full").checkpoint("latest").ref == "4@2"
+
+
+def test_copy_mistakes(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    assert ckpt("copy", run, tmp_path / "copy", "99").code == 3
+    assert ckpt("copy", tmp_path / "nothing", tmp_path / "copy").code == 3
+    assert ckpt("copy", run, run / "inside").code == 2
+    assert ckpt("copy", run).code == 2
+
+
+def test_repair(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    store = ckptstore.open(run)
+    key = store.describe("5@3")[0][0].key
+    (run / key).unlink()
+    (run / "FORMAT").unlink()
+    done = ckpt("repair", run, tmp_path / "new", "--json")
+    assert done.code == 4
+    assert_documented(done.json, documented("ckpt repair")[0])
+    assert [one["ref"] for one in done.json["lost"]] == ["5@3"]
+    assert done.json["latest"] == "4@2"
+    assert ckpt("verify", tmp_path / "new", "--deep").code == 0
+    text = ckpt("repair", run, tmp_path / "text")
+    assert text.code == 4
+    assert text.out.splitlines()[-4:-1] == [
+        f"lost     5@3: {key}: the segment is committed but missing",
+        "lost     tag best, which named 5@3",
+        "kept     6 checkpoints, 1@1, 2@1, 3@1, 4@1, 3@2, 4@2",
+    ]
+
+
+def test_repair_of_an_intact_store(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    outcome = ckpt("repair", run, tmp_path / "new")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines()[0].startswith("kept     7 checkpoints")
+    assert ckpt("repair", run, tmp_path / "new").code == 2
+    assert ckpt("repair", tmp_path / "nothing", tmp_path / "other").code == 3

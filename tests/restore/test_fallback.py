@@ -1,0 +1,220 @@
+"""With two encodings of a checkpoint, damage of one costs a warning: load goes on with the other, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import CorruptSegmentError, FallbackWarning, StorageError
+from ckptstore.backends.base import SegmentSource
+from ckptstore.backends.local import LocalBackend
+from tests.restore.twofold import state, stored_again, twofold
+from tests.store.states import same
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("fallback") / "store"
+    twofold(root)
+    return root
+
+
+@pytest.fixture
+def root(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "store"))
+
+
+def planned(root: Path) -> Path:
+    """The segment that 3@1 itself is restored from."""
+    store = ckptstore.open(root)
+    plan = store.plan("3@1")
+    return root / store.view().catalog.segments[plan.encodings[-1].segments[0]].key
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+
+
+def header(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+DAMAGES: dict[str, Damage] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "header": lambda path: flip(path, 200),
+    "chunk": lambda path: flip(path, header(path) + 3),
+    "last chunk": lambda path: flip(path, header(path) + 200_000),
+    "foreign": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_load_goes_on_with_the_other(root: Path, how: str) -> None:
+    """Found when it is opened (headers), or when half of the state was read (chunks)."""
+    path = planned(root)
+    assert len(ckptstore.open(root).plan("3@1").encodings) == 1  # the full is cheaper than its chain
+    DAMAGES[how](path)
+    store = ckptstore.open(root)
+    with pytest.warns(FallbackWarning, match=rf"{path.name}.*3@1 is restored by another.*full and delta") as told:
+        loaded = store.load("3@1", framework="numpy")
+    same(state(3), loaded)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    report = store.verify(deep=True)
+    assert [damage.key for damage in report.damage] == [str(path.relative_to(root))] * len(report.damage) != []
+    assert (report.lost, set(report.restorable)) == ((), {f"{step}@1" for step in range(1, 5)})
+    assert not store.verify("3@1").ok
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same(state(4), store.load("4@1", framework="numpy"))
+
+
+def test_the_other_way_round(root: Path) -> None:
+    """The delta, which is not in the plan, is damaged: nothing is to be said, but by verify."""
+    store = ckptstore.open(root)
+    (delta,) = [edge for edge in store.view().catalog.encodings[1, 3] if edge.base is not None]
+    flip(root / store.view().catalog.segments[delta.segments[0]].key, -5)
+    same(state(3), store.load("3@1", framework="numpy"))
+    report = store.verify()
+    assert len(report.damage) == 1
+    assert report.lost == ()
+
+
+def test_both_damaged(root: Path) -> None:
+    store = ckptstore.open(root)
+    first = planned(root)
+    for edge in store.view().catalog.encodings[1, 3]:
+        path = root / store.view().catalog.segments[edge.segments[0]].key
+        flip(path, header(path) + 3)
+    with pytest.warns(FallbackWarning), pytest.raises(CorruptSegmentError, match="checksum") as raised:
+        store.load("3@1")
+    assert first.name not in str(raised.value)  # the one that was tried last
+    assert store.verify().lost == ("3@1",)
+
+
+def test_a_base_that_is_stored_twice(tmp_path: Path) -> None:
+    """What builds on 1@1 is restored whichever of its two fulls is intact."""
+    store = twofold(tmp_path / "store", "1@1")
+    path = tmp_path / "store" / store.view().catalog.segments[store.plan("4@1").encodings[0].segments[0]].key
+    flip(path, header(path) + 3)
+    with pytest.warns(FallbackWarning, match="4@1 is restored by another"):
+        same(state(4), store.load("4@1", framework="numpy"))
+
+
+def test_three_of_them(root: Path) -> None:
+    store = ckptstore.open(root)
+    stored_again(store, "3@1")
+    fulls = [edge for edge in store.view().catalog.encodings[1, 3] if edge.base is None]
+    assert len(fulls) == 2
+    for edge in fulls:
+        path = root / store.view().catalog.segments[edge.segments[0]].key
+        flip(path, header(path) + 3)
+    with pytest.warns(FallbackWarning) as told:
+        same(state(3), store.load("3@1", framework="numpy"))
+    assert len(told) == 2
+
+
+def test_into_holds_the_right_bits_or_the_call_raises(root: Path) -> None:
+    path = planned(root)
+    flip(path, header(path) + 200_000)
+    wanted = state(3)
+    arrays = {name: np.zeros_like(one) if isinstance(one, np.ndarray) else 0 for name, one in wanted.items()}
+    with pytest.warns(FallbackWarning):
+        loaded = ckptstore.open(root).load("3@1", into=arrays, framework="numpy")
+    same(wanted, loaded)
+    assert loaded["w"] is arrays["w"]
+
+
+def test_mapped(root: Path, tmp_path: Path) -> None:
+    """If the other encoding is no plain full, what cannot be mapped raises the damage, not another complaint."""
+    more = Path(shutil.copytree(root, tmp_path / "more"))
+    stored_again(ckptstore.open(more), "3@1")
+    for folder in (root, more):
+        path = planned(folder)
+        flip(path, header(path) + 3)
+    with pytest.warns(FallbackWarning), pytest.raises(CorruptSegmentError, match="checksum mismatch"):
+        ckptstore.open(root).load("3@1", mmap=True)
+    with pytest.warns(FallbackWarning, match=r"\(full\)"):
+        same(state(3), ckptstore.open(more).load("3@1", mmap=True, framework="numpy"))
+
+
+@pytest.mark.parametrize("how", ["missing", "last chunk"])
+def test_one_tensor_and_streams_and_files(root: Path, tmp_path: Path, how: str) -> None:
+    DAMAGES[how](planned(root))
+    store, weight = ckptstore.open(root), state(3)["w"]
+    assert isinstance(weight, np.ndarray)
+    with pytest.warns(FallbackWarning):
+        assert store.read_tensor("3@1", "w").tobytes() == weight.tobytes()
+    with pytest.warns(FallbackWarning):
+        assert b"".join(bytes(data) for _, data in store.chunks("3@1", "w")) == weight.tobytes()
+    with pytest.warns(FallbackWarning):
+        store.export("3@1", tmp_path / "out.safetensors")
+    from safetensors.numpy import load_file
+
+    assert load_file(tmp_path / "out.safetensors")["w"].tobytes() == weight.tobytes()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.safetensors"]
+
+
+def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The first chunk was given already when the second one turns out to be damaged: nothing comes twice."""
+    store = ckptstore.open(tmp_path / "store")
+    weight = np.arange(5_000_000, dtype="f4")
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"w": weight}, 1)
+    stored_again(store, "1@1")
+    plan = store.plan("1@1")
+    flip(tmp_path / "store" / store.view().catalog.segments[plan.segments[0]].key, -4)
+    found = []
+    with pytest.warns(FallbackWarning, match="restored by another"):
+        found += [(start, bytes(data)) for start, data in store.chunks("1@1", "w")]
+    assert [start for start, _ in found] == [0, 16 << 20]
+    assert b"".join(data for _, data in found) == weight.tobytes()
+
+
+class BadMedium(SegmentSource):
+    """A segment of which one place cannot be read."""
+
+    def __init__(self, source: SegmentSource, key: str, number: int) -> None:
+        self.source, self.key, self.number, self.size = source, key, number, source.size
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        if offset >= 4096:
+            raise StorageError(self.number, f"cannot read: {os.strerror(self.number)}", self.key)
+        self.source.read_into(offset, out)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM], ids=["EIO", "ENOMEM"])
+def test_a_bad_sector_is_damage_and_want_of_memory_is_none(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    bad, real = planned(root).name, LocalBackend.open_source
+
+    def open_source(self: LocalBackend, key: str) -> SegmentSource:
+        found = real(self, key)
+        return BadMedium(found, key, number) if key.endswith(bad) else found
+
+    monkeypatch.setattr(LocalBackend, "open_source", open_source)
+    store = ckptstore.open(root)
+    if number == errno.ENOMEM:
+        with pytest.raises(StorageError, match="memory"):
+            store.load("3@1")
+        return
+    with pytest.warns(FallbackWarning, match="Input/output error"):
+        same(state(3), store.load("3@1", framework="numpy"))
