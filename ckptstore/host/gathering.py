@@ -8,15 +8,16 @@ where it may not, or does not, each is copied by itself. Large pieces always are
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.host.threads import run_all
+from ckptstore.host.threads import default_threads
 
 __all__ = ["Gathering"]
 
@@ -24,7 +25,7 @@ _MOST: Final = 1024
 """Pieces that one call takes (``IOV_MAX``)."""
 _LARGE: Final = 64 << 10
 """From here on a copy of its own is quicker: the system call looks at every page."""
-_JOB: Final = 8 << 20
+_JOB: Final = 4 << 20
 _ALONE: Final = 1 << 20
 """So much is copied before another thread has woken up."""
 
@@ -65,8 +66,26 @@ class Gathering:
         if self.nbytes <= _ALONE:
             for job in self._jobs:
                 job()
-        elif self._jobs:
-            run_all(pool, self._jobs)
+        else:
+            shared_out(pool, self._jobs)
+
+
+def shared_out(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]]) -> None:
+    """Do every job, here and with whichever threads of the pool have woken up by then; raises what one raised."""
+    numbers = itertools.count()  # each is taken once: a call of C that no thread interrupts
+
+    def work() -> None:
+        while (number := next(numbers)) < len(jobs):
+            jobs[number]()
+
+    helping = [pool.submit(work) for _ in range(min(len(jobs), default_threads()) - 1)]
+    try:
+        work()
+    finally:
+        helped = [one for one in helping if not one.cancel()]
+        wait(helped)
+    for one in helped:
+        one.result()
 
 
 def _parted(copies: Sequence[tuple[int, int, int]], most: int) -> list[list[tuple[int, int, int]]]:

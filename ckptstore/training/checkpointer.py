@@ -97,7 +97,7 @@ class Checkpointer:
         self._taken = TakenSteps(self._captured.optimizers, self._settings.compressor)
         self._notices = Notices(self._flush, self._settings.grace_seconds)
         self._deadline = Deadline(self._settings.deadline_seconds)
-        self._explained = Explained(self._settings.on_metrics, self._deadline.saved)
+        self._explained = Explained(self._settings.on_metrics, self._deadline.saved, self._settings.tensorboard)
         self._writer: StateWriter | None = None
         self._saving: Saving | None = None
         self._retention: Retention | None = None
@@ -122,6 +122,12 @@ class Checkpointer:
     def term(self) -> int | None:
         """The term that this run writes; None until it is open."""
         return None if self._writer is None else self._writer.term
+
+    @property
+    def agent_pid(self) -> int | None:
+        """The process that saves, with ``agent=True``; None: this one, or none yet."""
+        pid: int | None = getattr(self._writer, "agent_pid", None)
+        return pid
 
     @property
     def steps_done(self) -> int:
@@ -366,9 +372,15 @@ class Checkpointer:
         assert self._saving is not None  # a writer is open
         self._saving.settle()
         pending = self._saving.save(self._done, metrics, tags)
+        self._draw(metrics or {})
         if (remark := self._explained.remark()) is not None:
             warn(remark, UnexplainedStepWarning)
         return pending
+
+    def _draw(self, metrics: Mapping[str, Any]) -> None:
+        board = self._settings.tensorboard
+        for name, value in metrics.items() if board is not None else ():
+            board.add_scalar(name, float(value.item() if hasattr(value, "item") else value), self._done)
 
     def _saved(self, pending: PendingSave) -> PendingSave:
         """The save that is durable: another one, where its agent died with it."""

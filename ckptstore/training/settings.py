@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypedDict
 
 from ckptstore.errors import UsageError
 from ckptstore.host.checks import seconds, whole
+from ckptstore.training.explained import Scalars
 from ckptstore.training.retention import Keep
 from ckptstore.training.strategies import STRATEGIES
 from ckptstore.training.taken import Compressor
@@ -74,7 +75,7 @@ class CheckpointerOptions(TypedDict, total=False):
     rank_timeout: float
     agent: bool
     linger_seconds: float
-    tensorboard: Any
+    tensorboard: Scalars | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Settings:
     rank_timeout: float = 600.0
     agent: bool = False
     linger_seconds: float = 300.0
-    tensorboard: Any = None
+    tensorboard: Scalars | None = None
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:

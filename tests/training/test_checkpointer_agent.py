@@ -50,8 +50,8 @@ class Script:
 
     @property
     def agent_pid(self) -> int:
-        writer: Any = self.checkpointer._writer
-        pid: int = writer.agent_pid
+        pid = self.checkpointer.agent_pid
+        assert pid is not None
         return pid
 
     def digest(self) -> str:
