@@ -379,7 +379,9 @@ class Checkpointer:
 
     def _draw(self, metrics: Mapping[str, Any]) -> None:
         board = self._settings.tensorboard
-        for name, value in metrics.items() if board is not None else ():
+        if board is None:
+            return
+        for name, value in metrics.items():
             board.add_scalar(name, float(value.item() if hasattr(value, "item") else value), self._done)
 
     def _saved(self, pending: PendingSave) -> PendingSave:
