@@ -18,12 +18,10 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.frameworks import bridge  # noqa: E402
 from ckptstore.host.gathering import Gathering  # noqa: E402
 from ckptstore.host.threads import started_pool  # noqa: E402
-from ckptstore.training import Checkpointer, standing  # noqa: E402
-from ckptstore.training import planned as planned_module  # noqa: E402
+from ckptstore.training import Checkpointer  # noqa: E402
 from ckptstore.training.plan import StatePlan  # noqa: E402
 from tests.store.states import same  # noqa: E402
-
-STRATEGIES = ("full", "delta", "gradient")
+from tests.training import inside  # noqa: E402
 
 
 class Run:
@@ -175,12 +173,12 @@ def tied_with_what_moves(run: Run) -> None:
 
 
 def renamed(run: Run) -> None:
-    members = run.extra["ema"]._modules
+    members = inside.members_of(run.extra["ema"])
     members["last"] = members.pop("3")
 
 
 def reordered(run: Run) -> None:
-    members = run.extra["ema"]._modules
+    members = inside.members_of(run.extra["ema"])
     members["0"] = members.pop("0")
 
 
@@ -202,11 +200,11 @@ def hook(run: Run) -> None:
     def add(_: Any, state: Any, prefix: str, __: Any) -> None:
         state[prefix + "more"] = torch.full((3,), 2.0)
 
-    run.extra["ema"]._register_state_dict_hook(add)
+    inside.hook_state_dict(run.extra["ema"], add)
 
 
 def not_persistent(run: Run) -> None:
-    run.extra["ema"][1]._non_persistent_buffers_set.add("running_mean")
+    inside.not_persistent(run.extra["ema"][1], "running_mean")
 
 
 def optimizer_hook(run: Run) -> None:
@@ -269,7 +267,7 @@ def test_every_strategy_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_the_guards_of_torch_compile_the_same_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing, "_guards", standing._described_guards)
+    inside.without_guards(monkeypatch)
     run = Run(tmp_path, monkeypatch, "full")
     with run.checkpointer:
         run.train()
@@ -288,23 +286,23 @@ def test_a_state_that_always_changes_its_form_is_left_alone(tmp_path: Path, monk
         for number in range(12):
             run.extra["box"].value = {"list": torch.arange(number + 1)}
             run.train()
-    assert run.made <= planned_module._IN_VAIN + 1
+    assert run.made <= inside.MOST_IN_VAIN + 1
 
 
 def test_a_diff_of_a_planned_step_is_as_small_as_one_that_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
-    for number, pause in enumerate((0, 100)):
+    for number, with_plans in enumerate((True, False)):
         run = Run(tmp_path / str(number), monkeypatch, "gradient", full_every=100)
-        assert run.checkpointer._saving is not None
-        run.checkpointer._saving._planned._pause = pause
+        if not with_plans:
+            inside.plan_nothing(run.checkpointer)
         scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.7)
         with run.checkpointer:
             for _ in range(5):
                 run.train()
                 scheduler.step()
-        assert bool(run.made) is not bool(pause)
+        assert bool(run.made) is with_plans
         sizes.append([info.stored for info in ckptstore.open(tmp_path / str(number) / "store").checkpoints()])
     for with_plan, without in zip(*sizes, strict=True):
         assert with_plan <= without * 1.02 + 64
