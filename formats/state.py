@@ -99,6 +99,11 @@ class FlatState:
     tree: Any
     tensors: dict[str, TensorSource]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(source.nbytes for source in self.tensors.values())
+
 
 Recognise = Callable[[object], "TensorSource | Tagged | None"]
 

@@ -1,6 +1,7 @@
 """SIGKILL of a training script that uses a `Checkpointer`, at random: it ends in the bits of one that never was killed.
 
     python -m tools.shim_kills --kills 100
+    python -m tools.shim_kills --kills 100 --agent
 
 For each strategy, and for one process and two ranks of DDP. A run goes on in a new process (or group) after each kill.
 Then:
@@ -9,6 +10,10 @@ Then:
 - a step that was acknowledged is never lost;
 - the last state (weights, moments, schedule, scaler, buffers, generators, loader) is the uninterrupted run's, bit for
   bit.
+
+With ``--agent`` an agent saves, for one process, and the trainer, the agent or both are killed. When the trainer alone
+is, the next life goes on from the agent's memory: at most the step in flight is lost. When the agent alone is, training
+goes on in the same life.
 """
 
 from __future__ import annotations
@@ -56,6 +61,8 @@ class Life:
         resumed: where it began.
         digests: of the last state, by rank.
         errors: what a rank died of that was not killed.
+        agent: the process that saves; 0: there is none, or it has not been told of.
+        given: the highest step that the writer had taken.
     """
 
     losses: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -63,12 +70,16 @@ class Life:
     resumed: int | None = None
     digests: dict[int, str] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    agent: int = 0
+    given: int = 0
 
 
 # -- the script
 
 
-def train(store: Path, strategy: str, rank: int, ranks: int, port: int, tell: Callable[[str], None]) -> None:
+def train(
+    store: Path, strategy: str, rank: int, ranks: int, port: int, tell: Callable[[str], None], *, by_agent: bool = False
+) -> None:
     """The script of issue 13, with every part that it may have."""
     import torch
 
@@ -107,9 +118,13 @@ def train(store: Path, strategy: str, rank: int, ranks: int, port: int, tell: Ca
         extra={"ema": ema},
         full_every=8,
         rank_timeout=_RANK_TIMEOUT,
+        agent=by_agent,
+        linger_seconds=60.0,
     ) as checkpointer:
         start = checkpointer.resume()
         tell(f"resumed {start}")
+        if by_agent:
+            tell(f"agent {checkpointer.agent_pid}")
         batches = endless(checkpointer.loader)
         for step in range(start, STEPS):
             (x,) = next(batches)
@@ -123,6 +138,9 @@ def train(store: Path, strategy: str, rank: int, ranks: int, port: int, tell: Ca
             tell(f"loss {step} {loss.item().hex()}")
             pending = checkpointer.step(metrics={"loss": loss})
             assert pending is not None
+            tell(f"given {step + 1}")
+            if by_agent:
+                tell(f"agent {checkpointer.agent_pid}")
             pending.when_done(lambda durable, step=step: tell(f"durable {step + 1}") if durable else None)
         checkpointer.wait()
         parts = [bare.state_dict(), optimizer.state_dict(), scheduler.state_dict(), ema.state_dict()]
@@ -179,17 +197,22 @@ def forked(work: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
     os._exit(status)
 
 
-def live(store: Path, strategy: str, ranks: int, doom: tuple[int, float, int] | None) -> tuple[Life, bool]:
+_AGENT: Final = 1  # as a victim: one process has no rank 1
+
+
+def live(
+    store: Path, strategy: str, ranks: int, doom: tuple[int, float, int] | None, *, by_agent: bool = False
+) -> tuple[Life, bool]:
     """One life -> what it told, and whether it was killed.
 
     Args:
         doom: after how many losses of rank 0, how many seconds later, and which rank is killed (-1: all); the others
-            follow soon after, as under a scheduler.
+            follow soon after, as under a scheduler. With an agent: 0 the trainer, 1 the agent, -1 both.
     """
     port = free_port()
 
     def work(rank: int) -> Callable[[Callable[[str], None]], None]:
-        return lambda tell: train(store, strategy, rank, ranks, port, tell)
+        return lambda tell: train(store, strategy, rank, ranks, port, tell, by_agent=by_agent)
 
     processes = [forked(work(rank)) for rank in range(ranks)]
     life, killed = Life(), False
@@ -204,7 +227,11 @@ def live(store: Path, strategy: str, ranks: int, doom: tuple[int, float, int] | 
                 strike = now + doom[1]
             if doom is not None and strike is not None and not killed and now >= strike:
                 killed = True
-                strike_down(processes, doom[2])
+                if not by_agent or doom[2] != _AGENT:
+                    strike_down(processes, doom[2])
+                if by_agent and doom[2] != 0 and life.agent > 1:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(life.agent, signal.SIGKILL)
             ready, _, _ = select.select(list(pipes), [], [], 0.002 if strike is not None and not killed else 0.05)
             for pipe in ready:
                 rank, rest = pipes[pipe]
@@ -244,6 +271,10 @@ def note(life: Life, rank: int, line: str) -> None:
         life.acknowledged = max(life.acknowledged, int(rest))
     elif what == "resumed":
         life.resumed = int(rest)
+    elif what == "given":
+        life.given = max(life.given, int(rest))
+    elif what == "agent":
+        life.agent = int(rest)
     elif what == "end":
         life.digests[rank] = rest
     else:
@@ -260,10 +291,13 @@ def free_port() -> int:
 # -- the sweep
 
 
-def sweep(kills: int, strategy: str, ranks: int, seed: int, say: Callable[[str], object]) -> int:
+def sweep(
+    kills: int, strategy: str, ranks: int, seed: int, say: Callable[[str], object], *, by_agent: bool = False
+) -> int:
     """Kill a run `kills` times -> how many runs that took. Raises `Violation`."""
     draw = random.Random(f"{seed} {strategy} {ranks}")
     folder = Path(tempfile.mkdtemp(prefix="shim-kills-"))
+    os.environ["CKPTSTORE_RUNTIME_DIR"] = str(folder / "runtime")
     try:
         reference, _ = live(folder / "reference", strategy, ranks, None)
         if reference.errors or len(reference.digests) != ranks:
@@ -272,7 +306,7 @@ def sweep(kills: int, strategy: str, ranks: int, seed: int, say: Callable[[str],
         resumed: list[int] = []
         while done < kills:
             runs += 1
-            done += one_run(folder / f"run-{runs}", strategy, ranks, kills - done, reference, draw, resumed)
+            done += one_run(folder / f"run-{runs}", strategy, ranks, kills - done, reference, draw, resumed, by_agent)
             shutil.rmtree(folder / f"run-{runs}")
             again = sum(step > 0 for step in resumed)
             say(f"{strategy}, {ranks} rank{'s' if ranks > 1 else ''}: {done} kills in {runs} runs, {again} resumed")
@@ -286,18 +320,28 @@ def sweep(kills: int, strategy: str, ranks: int, seed: int, say: Callable[[str],
 
 
 def one_run(
-    store: Path, strategy: str, ranks: int, kills: int, reference: Life, draw: random.Random, resumed: list[int]
+    store: Path,
+    strategy: str,
+    ranks: int,
+    kills: int,
+    reference: Life,
+    draw: random.Random,
+    resumed: list[int],
+    by_agent: bool,
 ) -> int:
     """A run from nothing to its end, killed at most so often -> how often; `resumed` gets where each life began."""
-    done, acknowledged = 0, 0
+    done, acknowledged, given = 0, 0, 0
     while True:
-        victim = draw.choice([-1, *range(ranks)])
+        victim = draw.choice([-1, 0, _AGENT] if by_agent else [-1, *range(ranks)])
         doom = (draw.randrange(STEPS // 2), draw.random() * draw.choice([0.01, 0.1]), victim) if done < kills else None
-        life, killed = live(store, strategy, ranks, doom)
+        life, killed = live(store, strategy, ranks, doom, by_agent=by_agent)
         resumed.append(life.resumed or 0)
         about = f"{strategy}, {ranks} ranks, after {done} kills"
         if life.resumed is not None and life.resumed < acknowledged:
             raise Violation(f"{about}: step {acknowledged} was acknowledged, and the run resumed at {life.resumed}")
+        if life.resumed is not None and life.resumed < given - 1:  # the message may have been on its way
+            raise Violation(f"{about}: step {given} was given to the agent, and the run resumed at {life.resumed}")
+        given = life.given if by_agent and doom is not None and victim == 0 else 0
         for key, loss in life.losses.items():
             if loss != reference.losses[key]:
                 raise Violation(f"{about}: the loss of step {key[0]} on rank {key[1]} is another")
@@ -315,16 +359,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=100, help="of each strategy")
     parser.add_argument("--strategy", choices=("full", "delta", "gradient"), action="append")
     parser.add_argument("--ranks", type=int, choices=(1, 2), action="append")
+    parser.add_argument("--agent", action="store_true", help="an agent saves, and is killed, too (one process)")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     import torch  # here, and not once for each life  # noqa: F401
 
     print(f"seed {options.seed}")
-    for ranks in options.ranks or (1, 2):
+    for ranks in (1,) if options.agent else options.ranks or (1, 2):
         for strategy in options.strategy or ("full", "delta", "gradient"):
             try:
-                sweep(options.kills, strategy, ranks, options.seed, print)
+                sweep(options.kills, strategy, ranks, options.seed, print, by_agent=options.agent)
             except Violation as error:
                 print(f"BROKEN: {error}")
                 return 1

@@ -1,6 +1,6 @@
 """What trains: the `Checkpointer`, optimizers' steps as the store takes them, snapshots layer by layer; needs torch.
 
-Imports `store`, `write` and what is below; importing the package itself imports nothing.
+Imports `agent`, `store`, `write` and what is below; importing the package itself imports nothing.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from ckptstore.errors import FormatError, UsageError
 from ckptstore.training import rng
 from ckptstore.training.batches import CountedBatches, is_stateful
 from ckptstore.training.environment import described
+from ckptstore.training.standing import WatchedModule, WatchedOptimizer, is_plain_module, is_plain_optimizer
 
 __all__ = ["Captured", "inner_model", "inner_optimizer"]
 
@@ -73,6 +74,7 @@ class Captured:
         self._given = dict(extra or {})
         self._extra = {name: _accessors(f"extra[{name!r}]", one) for name, one in (extra or {}).items()}
         self._compressor = compressor
+        self._standing_extra: list[str] = []  # the modules among them, since `watched`
         self.models: list[torch.nn.Module] = _flat(self._model)
         self.optimizers: list[torch.optim.Optimizer] = _flat(self._optimizer)
         if compressor is not None:
@@ -94,11 +96,16 @@ class Captured:
         names += [f"extra.{name}" for name, one in self._given.items() if not is_stateful(one)]
         return ("random", "loader", "compressor", *(glob.escape(name) for name in names))
 
-    def state(self, step: int, ranks: int = 1) -> dict[str, Any]:
-        """Everything that the next step depends on. Tensors are the script's own, not copies."""
-        found: dict[str, Any] = {"format": _FORMAT, "step": step, "model": _states(self._model)}
+    def state(self, step: int, ranks: int = 1, *, standing: bool = False) -> dict[str, Any]:
+        """Everything that the next step depends on. Tensors are the script's own, not copies.
+
+        Args:
+            standing: leave out what `with_standing` puts in.
+        """
+        found: dict[str, Any] = {"format": _FORMAT, "step": step}
+        found["model"] = None if standing else _states(self._model)
         if self._optimizer is not None:
-            found["optimizer"] = _states(self._optimizer)
+            found["optimizer"] = _states(self._optimizer, _numbers) if standing else _states(self._optimizer)
         if self._scheduler is not None:
             found["scheduler"] = _states(self._scheduler)
         if self._scaler is not None:
@@ -108,10 +115,37 @@ class Captured:
         if self._compressor is not None:
             found["compressor"] = self._compressor.state_dict()
         if self._extra:
-            found["extra"] = {name: get() for name, (get, _) in self._extra.items()}
+            left_out = self._standing_extra if standing else ()
+            found["extra"] = {name: None if name in left_out else get() for name, (get, _) in self._extra.items()}
         found["random"] = rng.gathered()
         found["environment"] = described(self.optimizers, ranks)
         return found
+
+    def watched(self) -> tuple[list[WatchedModule], list[WatchedOptimizer]] | None:
+        """What `with_standing` puts into a state, watched; None: something of it cannot be."""
+        self._standing_extra = [
+            name for name, one in self._given.items() if isinstance(one, torch.nn.Module) and is_plain_module(one)
+        ]
+        modules = [*self.models, *(self._given[name] for name in self._standing_extra)]
+        if not all(map(is_plain_module, self.models)) or not all(map(is_plain_optimizer, self.optimizers)):
+            return None
+        return list(map(WatchedModule, modules)), list(map(WatchedOptimizer, self.optimizers))
+
+    def with_standing(self, tree: Any, whole: Any) -> None:
+        """Complete the tree of a state that was taken with ``standing`` from that of a whole one.
+
+        That is modules, and all of an optimizer but the numbers of its groups.
+        """
+        tree["model"] = whole["model"]
+        for name in self._standing_extra:
+            tree["extra"][name] = whole["extra"][name]
+        if self._optimizer is None:
+            return
+        mine_and_whole = (_each_tree(one["optimizer"], self._optimizer) for one in (tree, whole))
+        for mine, its in zip(*mine_and_whole, strict=True):
+            mine["state"] = its["state"]
+            for group, complete in zip(mine["param_groups"], its["param_groups"], strict=True):
+                group["params"] = complete["params"]
 
     def restore(self, state: Any) -> int:
         """Give every object its part of a state back -> the step it is the state of.
@@ -217,10 +251,27 @@ def _flat(given: Any) -> list[Any]:
     return list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
 
 
-def _states(given: Any) -> Any:
+def _state_of(given: Any) -> Any:
+    return given.state_dict()
+
+
+def _states(given: Any, state_of: Callable[[Any], Any] = _state_of) -> Any:
     if isinstance(given, dict):
-        return {key: one.state_dict() for key, one in given.items()}
-    return [one.state_dict() for one in given] if isinstance(given, list) else given.state_dict()
+        return {key: state_of(one) for key, one in given.items()}
+    return [state_of(one) for one in given] if isinstance(given, list) else state_of(given)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state without what it keeps for parameters, and without their numbers."""
+    groups = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
+    return {"state": None, "param_groups": [{**group, "params": None} for group in groups]}
+
+
+def _each_tree(tree: Any, given: Any) -> list[Any]:
+    """The trees of what was given."""
+    if isinstance(given, dict):
+        return [tree[key] for key in given]
+    return list(tree) if isinstance(given, list) else [tree]
 
 
 def _load(name: str, given: Any, state: Any, load: Callable[[Any, Any], Any]) -> None:

@@ -35,9 +35,10 @@ from ckptstore.training.deadline import Deadline
 from ckptstore.training.environment import compared, described
 from ckptstore.training.explained import Explained
 from ckptstore.training.retention import Retention
+from ckptstore.training.saving import Saving, opened_by_agent
 from ckptstore.training.settings import CheckpointerOptions, Settings, UnsavedStepWarning
 from ckptstore.training.taken import TakenSteps
-from ckptstore.training.writing import GoesBack, StateWriter, TakesUpdates
+from ckptstore.training.writing import GoesBack, Inherits, StateWriter
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.ranks.options import RankOptions
 
@@ -96,15 +97,15 @@ class Checkpointer:
         self._taken = TakenSteps(self._captured.optimizers, self._settings.compressor)
         self._notices = Notices(self._flush, self._settings.grace_seconds)
         self._deadline = Deadline(self._settings.deadline_seconds)
-        self._explained = Explained(self._settings.on_metrics, self._deadline.saved)
+        self._explained = Explained(self._settings.on_metrics, self._deadline.saved, self._settings.tensorboard)
         self._writer: StateWriter | None = None
+        self._saving: Saving | None = None
         self._retention: Retention | None = None
         self._strategy: strategies.Strategy | None = None
         self._group: Any = None
         self._rank, self._ranks = 0, 1
         self._done = 0
         self._unsaved: Mapping[str, Any] | None = None  # the metrics of the last step, if it was not saved
-        self._under_way: list[PendingSave] = []
         self._idle = 0
         self._stopped = False
         self._closed = False
@@ -121,6 +122,12 @@ class Checkpointer:
     def term(self) -> int | None:
         """The term that this run writes; None until it is open."""
         return None if self._writer is None else self._writer.term
+
+    @property
+    def agent_pid(self) -> int | None:
+        """The process that saves, with ``agent=True``; None: this one, or none yet."""
+        pid: int | None = getattr(self._writer, "agent_pid", None)
+        return pid
 
     @property
     def steps_done(self) -> int:
@@ -151,9 +158,11 @@ class Checkpointer:
             if ref is None:
                 raise UsageError("resume(None) begins from nothing, and this run has begun: make another Checkpointer")
             return self.rollback(ref)
-        parent = self._open(None if ref is None else str(ref)).parent
-        if parent is not None:
-            self._restore(parent)
+        writer = self._open(None if ref is None else str(ref))
+        if isinstance(writer, Inherits) and writer.inherited is not None:
+            self._give_back(writer.load(), f"step {writer.step}")
+        elif writer.parent is not None:
+            self._restore(writer.parent)
         return self._done
 
     def rollback(self, ref: str | int | CheckpointInfo) -> int:
@@ -222,10 +231,9 @@ class Checkpointer:
         if self._stopped or not due or not moved:
             return None
         try:
-            self._settle()
             pending = self._save(metrics, tags)
             if urgent:
-                pending.result()
+                pending = self._saved(pending)
                 self._deadline.reached = ends
                 self._notices.asked = False
         except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
@@ -242,10 +250,9 @@ class Checkpointer:
             with ``on_error="raise"`` what stopped a save.
         """
         self._check_open()
-        if self._writer is not None and not self._stopped:
+        if self._saving is not None and not self._stopped:
             try:
-                self._writer.wait()
-                self._settle()
+                self._saving.wait()
             except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
                 self._failed(error)
 
@@ -276,7 +283,7 @@ class Checkpointer:
                 last.callback(self._taken.remove)
                 last.callback(self._end_writer)
                 if self._writer is not None and not self._stopped:
-                    self._finish(self._writer, save)
+                    self._finish(save)
         except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
             self._failed(error)
 
@@ -302,7 +309,8 @@ class Checkpointer:
                 f"{self.store.url} holds a run of {newest} steps: call resume() before the first step to continue it, "
                 "or resume(None) to begin another from nothing"
             )
-        self._open("latest")
+        # With an agent: one that keeps a step which is in no store yet is not to be gone on from unasked.
+        self._open(None if self._settings.agent else "latest")
 
     def _open(self, ref: str | None) -> StateWriter:
         settings = self._settings
@@ -317,11 +325,17 @@ class Checkpointer:
         if self._group is not None:
             told["group"] = self._group
             told["ranks"] = RankOptions(timeout=settings.rank_timeout, per_rank=self._captured.per_rank)
-        writer: StateWriter = self.store.writer(ref, **told)
+        if settings.agent:
+            writer: StateWriter = opened_by_agent(self.store, ref, self._group, settings.linger_seconds, told)
+        else:
+            writer = self.store.writer(ref, **told)
         self._writer = writer
         self._taken.install(predict=self._strategy == "gradient")
         if self._rank == 0 and (settings.keep.best is not None or self.store.rules()):
             self._retention = Retention(self.store, writer, settings.keep)
+        self._saving = Saving(
+            self.store, writer, self._captured, self._taken, self._strategy, settings, self._ranks, self._retention
+        )
         return writer
 
     def _choose(self) -> strategies.Strategy:
@@ -342,42 +356,38 @@ class Checkpointer:
         return strategy
 
     def _restore(self, parent: CheckpointInfo) -> None:
-        state = self.store.load(parent.ref, rank=None if self._group is None else self._rank)
+        self._give_back(self.store.load(parent.ref, rank=None if self._group is None else self._rank), parent.ref)
+
+    def _give_back(self, state: Any, ref: str) -> None:
         self._done = self._captured.restore(state)
         self._unsaved = None
         self._scale = self._scale_now()
         self._taken.collected()
         self._taken.loaded = False
-        compared(state.get("environment"), described(self._captured.optimizers, self._ranks), parent.ref)
+        compared(state.get("environment"), described(self._captured.optimizers, self._ranks), ref)
 
     # -- saving
 
     def _save(self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
-        assert self._writer is not None
-        metadata = {"metrics": dict(metrics)} if metrics else None
-        updates = self._taken.collected()
-        state = self._captured.state(self._done, self._ranks)
-        if self._strategy == "gradient":
-            coder = cast(TakesUpdates, self._writer)
-            pending = coder.save_async(state, self._done, metadata=metadata, tags=tags, updates=updates)
-        else:
-            pending = self._writer.save_async(state, self._done, metadata=metadata, tags=tags)
-        self._under_way.append(pending)
-        if self._retention is not None:
-            pending.when_done(self._retention.durable)
+        assert self._saving is not None  # a writer is open
+        self._saving.settle()
+        pending = self._saving.save(self._done, metrics, tags)
+        self._draw(metrics or {})
         if (remark := self._explained.remark()) is not None:
             warn(remark, UnexplainedStepWarning)
         return pending
 
-    def _settle(self) -> None:
-        """Hear of the saves that have ended. Raises what stopped the first of them that failed."""
-        ended = [one for one in self._under_way if one.done()]
-        self._under_way = [one for one in self._under_way if not one.done()]
-        errors = [error for one in ended if (error := one.exception()) is not None]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"and another save: {other}")
-            raise errors[0]
+    def _draw(self, metrics: Mapping[str, Any]) -> None:
+        board = self._settings.tensorboard
+        if board is None:
+            return
+        for name, value in metrics.items():
+            board.add_scalar(name, float(value.item() if hasattr(value, "item") else value), self._done)
+
+    def _saved(self, pending: PendingSave) -> PendingSave:
+        """The save that is durable: another one, where its agent died with it."""
+        assert self._saving is not None
+        return self._saving.durable(pending)
 
     def _remark_idle(self, moved: bool) -> None:
         """Say once that nothing is saved, because no optimizer that was given is seen to step."""
@@ -412,20 +422,26 @@ class Checkpointer:
         what = "no step is saved any more" if self._stopped else f"step {self._done} or one before it was not saved"
         warn(f"{self.store.url}: {what}, and training goes on: {type(error).__name__}: {error}", UnsavedStepWarning)
 
-    def _finish(self, writer: StateWriter, save: bool) -> None:
+    def _finish(self, save: bool) -> None:
         if save and self._unsaved is not None:
             self._save(self._unsaved, ())
+        if self._saving is not None and (self._retention is not None or self._settings.agent):
+            self._saving.wait()
         if self._retention is not None:
-            writer.wait()
             self._retention.close()
 
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
         retention, self._retention = self._retention, None
-        if retention is not None:
-            retention.abandon()
-        if writer is not None:
-            writer.close()
+        saving, self._saving = self._saving, None
+        try:
+            if retention is not None:
+                retention.abandon()
+            if writer is not None:
+                writer.close()
+        finally:
+            if saving is not None:
+                saving.close()
 
     def _check_open(self) -> None:
         if self._closed:

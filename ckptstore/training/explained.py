@@ -1,28 +1,55 @@
-"""Whether gradient diffs are as small as they should be: if not, somebody is told once, and why that may be."""
+"""What is told of saves: to who asked for metrics, to a TensorBoard writer, and to people where diffs are too large.
+
+Gradient diffs that explain nothing are told of once, with why that may be.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from ckptstore.write.metrics import OnMetrics, SaveMetrics
 
-__all__ = ["Explained"]
+__all__ = ["Explained", "Scalars", "curves"]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
 
 _LARGE: Final = 0.6
 """Share of a full. A step that is explained takes 5 to 35 %, by its gradients; one that is not, 70 to 90 %."""
 _IN_A_ROW: Final = 3
 
 
+class Scalars(Protocol):
+    """What draws curves: torch's ``SummaryWriter``, and others'."""
+
+    def add_scalar(self, name: str, value: float, step: int, /) -> object:
+        """One point of a curve."""
+
+
+def curves(metrics: SaveMetrics) -> dict[str, float]:
+    """A save's numbers by name: seconds, bytes, and as ``ratio`` what was stored of each byte. A failed one has few."""
+    found = {"stall": metrics.stall, "waited": metrics.waited, "in_flight": metrics.in_flight, "lag": metrics.lag}
+    if metrics.error is None:
+        found |= {"durable": metrics.durable, "stored": metrics.stored}
+        if metrics.nbytes:
+            found["ratio"] = metrics.stored / metrics.nbytes
+    return {name: float(value) for name, value in found.items()}
+
+
 class Explained:
     """Looks at each save's metrics, and hands them on."""
 
-    def __init__(self, hand_on: OnMetrics | None, durable: Callable[[float], None]) -> None:
+    def __init__(
+        self, hand_on: OnMetrics | None, durable: Callable[[float], None], board: Scalars | None = None
+    ) -> None:
         """
         Args:
             hand_on: who is told of them, too.
             durable: is told how long each save took.
+            board: gets them as curves.
         """
+        self._board = board
         self._hand_on = hand_on
         self._durable = durable
         self._in_a_row = 0
@@ -31,6 +58,11 @@ class Explained:
 
     def told(self, metrics: SaveMetrics) -> None:
         """One save has ended (`Store.writer`'s `on_metrics`)."""
+        _LOG.debug(
+            "step %d: %s, %d of %d bytes, stall %.4f s, durable after %.3f s, lag %d",
+            metrics.step, metrics.kind or f"not saved ({metrics.error})", metrics.stored, metrics.nbytes,
+            metrics.stall, metrics.durable, metrics.lag,
+        )  # fmt: skip
         if metrics.error is None:
             self._durable(metrics.durable)
         if metrics.kind == "gradient" and metrics.nbytes:
@@ -46,6 +78,9 @@ class Explained:
                 )
         if self._hand_on is not None:
             self._hand_on(metrics)
+        if self._board is not None:
+            for name, value in curves(metrics).items():
+                self._board.add_scalar(f"ckptstore/{name}", value, metrics.step)
 
     def remark(self) -> str | None:
         """What is to be said, once; None: nothing."""

@@ -46,7 +46,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.write.steps.updates import Found, Update
 
-__all__ = ["Gradients", "OptimizerStep", "clip_factor"]
+__all__ = ["LATER", "Gradients", "OptimizerStep", "clip_factor", "group_numbers"]
 
 Gradients: TypeAlias = Literal["none", "grad"] | Mapping[torch.Tensor, torch.Tensor | SparseGradient]
 """Where an `OptimizerStep` finds gradients: nowhere, in ``parameter.grad``, or here by parameter."""
@@ -57,7 +57,8 @@ _ARITHMETIC: Final[tuple[tuple[type[torch.optim.Optimizer], str], ...]] = (
     (torch.optim.SGD, "SGD"),
 )
 _GRADIENTS: Final = ("F32", "BF16", "F16")
-_LATER: Final = 2  # any count but 1: SGD's buffer existed before, or there is no base for it to be a step from
+LATER: Final = 2
+"""Any count but 1: SGD's buffer existed before, or there is no base for it to be a step from."""
 
 
 class OptimizerStep:
@@ -201,6 +202,24 @@ class _Move:
         return [source.identity for source in self.sources]
 
 
+def group_numbers(optimizer: torch.optim.Optimizer) -> tuple[tuple[optim.Optimizer, float] | None, ...]:
+    """Settings and learning rate of each group; None for one whose arithmetic is not known."""
+    kind = next((name for base, name in _ARITHMETIC if isinstance(optimizer, base)), None)
+    return tuple(
+        None if kind is None or isinstance(numbers := _numbers(kind, group), str) else numbers
+        for group in optimizer.param_groups
+    )
+
+
+def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[optim.Optimizer, float] | str:
+    """Settings and learning rate of a group, or why they cannot be had."""
+    try:
+        settings, lr = optim.from_group(kind, group), float(group["lr"])
+    except (UnsupportedStateError, TypeError, ValueError) as error:
+        return str(error)
+    return (settings, lr) if math.isfinite(lr) else f"a learning rate of {lr}"
+
+
 def _entries(
     optimizer: torch.optim.Optimizer, left_out: Counter[str]
 ) -> Iterator[tuple[optim.Optimizer, torch.Tensor, float, Mapping[str, Any]]]:
@@ -212,13 +231,11 @@ def _entries(
         left_out[reason] += sum(len(group["params"]) for group in optimizer.param_groups)
         return
     for group in optimizer.param_groups:
-        try:
-            settings, lr = optim.from_group(kind, group), float(group["lr"])
-            if not math.isfinite(lr):
-                raise ValueError(f"a learning rate of {lr}")
-        except (UnsupportedStateError, TypeError, ValueError) as error:
-            left_out[f"{type(optimizer).__qualname__}: {error}"] += len(group["params"])
+        numbers = _numbers(kind, group)
+        if isinstance(numbers, str):
+            left_out[f"{type(optimizer).__qualname__}: {numbers}"] += len(group["params"])
             continue
+        settings, lr = numbers
         for parameter in group["params"]:
             yield settings, parameter, lr, optimizer.state.get(parameter, {})
 
@@ -230,7 +247,7 @@ def _wraps(optimizer: object) -> bool:
 
 def _counts(steps: Sequence[Any]) -> list[int]:
     """How often each parameter was moved: SGD keeps no count, and then it is not 1. One wait for each device."""
-    counts = [_LATER] * len(steps)
+    counts = [LATER] * len(steps)
     waiting: dict[torch.device, list[int]] = {}
     for index, step in enumerate(steps):
         if isinstance(step, torch.Tensor) and step.numel() == 1:
@@ -240,7 +257,7 @@ def _counts(steps: Sequence[Any]) -> list[int]:
     for indices in waiting.values():
         together = torch.stack([steps[index].detach().reshape(()).double() for index in indices])
         for index, value in zip(indices, together.tolist(), strict=True):
-            counts[index] = int(value) if math.isfinite(value) else _LATER
+            counts[index] = int(value) if math.isfinite(value) else LATER
     return [min(max(count, 1), MAX_COUNT) for count in counts]
 
 

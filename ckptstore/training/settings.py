@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypedDict
 
 from ckptstore.errors import UsageError
 from ckptstore.host.checks import seconds, whole
+from ckptstore.training.explained import Scalars
 from ckptstore.training.retention import Keep
 from ckptstore.training.strategies import STRATEGIES
 from ckptstore.training.taken import Compressor
@@ -50,6 +51,9 @@ class CheckpointerOptions(TypedDict, total=False):
         group: the process group that saves together (`Store.writer`); by default all ranks, if there are several.
             None: this process alone.
         rank_timeout: seconds that ranks wait for one another (default 600).
+        agent: save by a process of its own (`ckptstore.agent`), which outlives this one: True, or False (default).
+        linger_seconds: how long it keeps the newest state once this process is gone (default 300).
+        tensorboard: what has ``add_scalar(name, value, step)``, as a ``SummaryWriter``: told of metrics and saves.
     """
 
     scaler: Any
@@ -72,6 +76,9 @@ class CheckpointerOptions(TypedDict, total=False):
     on_metrics: OnMetrics | None
     group: Any
     rank_timeout: float
+    agent: bool
+    linger_seconds: float
+    tensorboard: Scalars | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,9 @@ class Settings:
     on_metrics: OnMetrics | None = None
     group: Any = "all"
     rank_timeout: float = 600.0
+    agent: bool = False
+    linger_seconds: float = 300.0
+    tensorboard: Scalars | None = None
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:
@@ -106,6 +116,12 @@ class Settings:
         seconds("deadline_seconds", self.deadline_seconds, above=True)
         if seconds("grace_seconds", self.grace_seconds) is None:
             raise UsageError("grace_seconds: a number of seconds is needed")
+        if not isinstance(self.agent, bool):
+            raise UsageError(f"agent: {self.agent!r:.80}; it may be True or False")
+        if seconds("linger_seconds", self.linger_seconds) is None:
+            raise UsageError("linger_seconds: a number of seconds is needed")
+        if self.tensorboard is not None and not callable(getattr(self.tensorboard, "add_scalar", None)):
+            raise UsageError(f"tensorboard: {type(self.tensorboard).__name__} has no add_scalar(name, value, step)")
         if self.strategy == "gradient" and self.save_every > 1:
             raise UsageError(
                 f"save_every={self.save_every} with strategy='gradient': a gradient diff is one optimizer step; save "

@@ -14,10 +14,11 @@ import torch
 
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.state import FlatState
+from ckptstore.training.foreseen import Noted
 from ckptstore.training.optimizers import OptimizerStep
 from ckptstore.write.steps.updates import Found, Update, Updates
 
-__all__ = ["Compressor", "TakenSteps"]
+__all__ = ["Collected", "Compressor", "TakenSteps"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 
@@ -43,6 +44,7 @@ class TakenSteps:
 
     Attributes:
         loaded: an optimizer's ``load_state_dict`` was called since this was set to False.
+        brief: note numbers alone, for one who knows which tensors are meant (`foreseen`).
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], compressor: Compressor | None = None) -> None:
@@ -51,11 +53,12 @@ class TakenSteps:
             compressor: knows which entries of the gradients are left.
         """
         self.loaded = False
+        self.brief = False
         self._optimizers = list(optimizers)
         self._predict = False
         self._compressor = compressor
         self._counts = [0] * len(self._optimizers)
-        self._steps: list[OptimizerStep | None] = [None] * len(self._optimizers)
+        self._steps: list[OptimizerStep | Noted | None] = [None] * len(self._optimizers)
         self._sparse: list[Mapping[torch.Tensor, SparseGradient]] = [{} for _ in self._optimizers]
         self._hooks: list[Any] = []
 
@@ -85,19 +88,12 @@ class TakenSteps:
         """Whether an optimizer has stepped since `collected`."""
         return any(self._counts)
 
-    def collected(self) -> Updates | None:
-        """What happened since the last time, as ``updates=`` takes it; None if it cannot be predicted."""
+    def collected(self) -> Collected:
+        """What happened since the last time."""
         counts, steps = self._counts, self._steps
         self._counts, self._steps = [0] * len(counts), [None] * len(counts)
-        if not self._predict or any(count > 1 for count in counts):
-            return None  # two steps are no step
-        taken: list[OptimizerStep] = []
-        for optimizer, count, step in zip(self._optimizers, counts, steps, strict=True):
-            if count == 0:
-                taken.append(OptimizerStep(optimizer, gradients="none", skipped=True))
-            elif step is not None:
-                taken.append(step)
-        return _joined(taken) if taken else None
+        predicted = self._predict and not any(count > 1 for count in counts)  # two steps are no step
+        return Collected(self._optimizers, counts, steps, predicted=predicted)
 
     @staticmethod
     def _calling(call: Callable[[int], None], number: int) -> Callable[..., None]:
@@ -123,10 +119,56 @@ class TakenSteps:
         optimizer = self._optimizers[number]
         found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler, while a fused kernel looks at it itself
         skipped = found_inf is not None and bool(torch.as_tensor(found_inf).item())
-        self._steps[number] = OptimizerStep(optimizer, gradients=sparse or "none", skipped=skipped)
+        if self.brief and not sparse:
+            self._steps[number] = Noted.of(optimizer, skipped=skipped)
+        else:
+            self._steps[number] = OptimizerStep(optimizer, gradients=sparse or "none", skipped=skipped)
 
     def _load(self, _: int) -> None:
         self.loaded = True
+
+
+class Collected:
+    """What optimizers did from one `TakenSteps.collected` to the next."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        counts: Sequence[int],
+        steps: Sequence[OptimizerStep | Noted | None],
+        *,
+        predicted: bool,
+    ) -> None:
+        self._optimizers = optimizers
+        self._counts = counts
+        self._steps = steps
+        self._predicted = predicted
+
+    @property
+    def noted(self) -> list[Noted] | None:
+        """The numbers of every optimizer's step; None: they say nothing, or not numbers alone were noted."""
+        found: list[Noted] = []
+        for optimizer, count, step in zip(self._optimizers, self._counts, self._steps, strict=True):
+            one = Noted.of(optimizer, skipped=True) if count == 0 else step
+            if not isinstance(one, Noted):
+                return None
+            found.append(one)
+        return found if self._predicted else None
+
+    @property
+    def updates(self) -> Updates | None:
+        """As ``updates=`` takes it; None if it cannot be predicted. Of what was noted briefly only as far as is known
+        now, when a schedule may have changed the learning rate: that costs bytes.
+        """
+        taken: list[OptimizerStep] = []
+        for optimizer, count, step in zip(self._optimizers, self._counts, self._steps, strict=True):
+            if count == 0:
+                taken.append(OptimizerStep(optimizer, gradients="none", skipped=True))
+            elif isinstance(step, Noted):
+                taken.append(OptimizerStep(optimizer, gradients="none", skipped=step.skipped))
+            elif step is not None:
+                taken.append(step)
+        return _joined(taken) if taken and self._predicted else None
 
 
 def _joined(steps: Sequence[OptimizerStep]) -> Callable[[FlatState], Found]:

@@ -12,7 +12,7 @@ from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.steps.updates import Updates
 
-__all__ = ["GoesBack", "PollsRequests", "StateWriter", "TakesUpdates"]
+__all__ = ["GoesBack", "Inherits", "PollsRequests", "StateWriter", "TakesUpdates"]
 
 
 class StateWriter(Protocol):
@@ -65,6 +65,25 @@ class GoesBack(Protocol):
 
     def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """Go back there -> the checkpoint."""
+
+
+@runtime_checkable
+class Inherits(Protocol):
+    """A writer whose agent may have kept what a trainer before had reached (`ckptstore.agent`).
+
+    Attributes:
+        inherited: what it has kept; None: nothing.
+        step: optimizer steps done in what `load` gives.
+    """
+
+    @property
+    def inherited(self) -> object: ...  # noqa: D102 - described above
+
+    @property
+    def step(self) -> int: ...  # noqa: D102 - described above
+
+    def load(self) -> Any:
+        """What the agent has kept, checked, or else the parent from the store; None: nothing."""
 
 
 @runtime_checkable

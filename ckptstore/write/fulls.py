@@ -32,6 +32,7 @@ from ckptstore.write.committer import Committer
 from ckptstore.write.lanes import Lanes
 from ckptstore.write.ledger import Claim, Labels
 from ckptstore.write.metrics import Measured
+from ckptstore.write.snapshot import Snapshot
 
 __all__ = ["Full", "Fulls"]
 
@@ -155,6 +156,32 @@ class Fulls:
             with self._lock:
                 self._copied.discard(full)
         return full
+
+    def adopt(self, committer: Committer, snapshot: Snapshot, step: int, labels: Labels, measured: Measured) -> Claim:
+        """Make durable what somebody else has copied. Raises as `begin`; the snapshot is the caller's again then."""
+        claim = Claim(committer.saves, step)
+        measured.ends_with(claim.done)
+        committer.saves.watch(step, claim.done)
+
+        def work(writers: ThreadPoolExecutor) -> None:
+            try:
+                if not claim.done.done():  # else it was cancelled before its turn came
+                    made = committer.make(snapshot.flat, step, labels=labels, writers=writers)
+                    claim.done.set_result(self.commit(lambda: committer.publish(made, claim.take)))
+            except BaseException as error:  # noqa: BLE001  # its saver hears of it
+                if claim.taken or claim.take():
+                    committer.fail(step, error, claim.done)
+            finally:
+                snapshot.land()
+                snapshot.free()
+                self.tend()
+
+        try:
+            self.submit(work)
+        except BaseException as error:
+            claim.give_up(error)
+            raise
+        return claim
 
     # -- what a full needs
 

@@ -157,7 +157,7 @@ class Meter:
 
     def begin(self, flat: FlatState, step: int, began: float) -> Measured:
         """A step is given, since `began` on the monotonic clock."""
-        nbytes = sum(source.nbytes for source in flat.tensors.values())
+        nbytes = flat.nbytes
         with self._lock:
             self.newest = step
             self._under_way += 1

@@ -317,6 +317,8 @@ class Writer:
         tags: str | Sequence[str] = (),
         updates: Sequence[Update] = (),
         gradients: Snapshot | None = None,
+        began: float | None = None,
+        waited: float = 0.0,
     ) -> PendingSave:
         """Make durable what somebody else has copied, laid out as its segments will be (`agent`): without a copy.
 
@@ -328,6 +330,8 @@ class Writer:
             step, metadata, tags: as for `save`.
             updates: as for `save`, looked up already; they may refer to what `gradients` holds.
             gradients: what owns the memory of the gradients.
+            began, waited: since when training has waited for the copy (``time.monotonic()``), and how many seconds of
+                that for earlier saves: for `on_metrics`. None: it has not.
 
         Raises:
             as `save_async`. The memory is the caller's again then: `land` and `free` it.
@@ -335,10 +339,14 @@ class Writer:
         refuse_within(self, _SAVING)
         step = step_number(step)
         labels = Labels.of(metadata, tags)
-        began = time.monotonic()
+        began = time.monotonic() if began is None else began
         committer, flat = self._admit(snapshot.flat, step)
         measured = self._meter.begin(flat, step, began)
+        measured.waited = waited
         try:
+            if self._fulls is not None:
+                claim = self._fulls.adopt(committer, snapshot, step, labels, measured)
+                return PendingSave(step, claim.done, lambda: committer.saves.seen(step), cancel=claim.cancel)
             copies = Copies(snapshot, updates, gradients)
             return self._coded.hand_over(committer, copies, step, labels, measured)
         except BaseException as error:

@@ -121,6 +121,24 @@ def test_a_copy_takes_what_is_new_and_gives_nothing_up(tmp_path: Path) -> None:
     assert list(copied.tags()) == ["best"]
 
 
+def test_rules_of_retention_go_with_the_whole_store(tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(keep=["last:3", "every:4"]) as writer:
+        for step in range(1, 6):
+            writer.save({"n": step}, step)
+    store.copy(tmp_path / "copy")
+    copy = ckptstore.open(tmp_path / "copy")
+    assert copy.rules() == store.rules() != ()
+    assert [one.step for one in copy.checkpoints()] == [3, 4, 5]
+    store.copy(tmp_path / "some", ["3"])
+    assert ckptstore.open(tmp_path / "some").rules() == ()  # they would retire what was asked for
+    store.keep(take_over=True)
+    with store.writer() as writer:
+        writer.save({"n": 6}, 6)
+    store.copy(tmp_path / "copy")
+    assert ckptstore.open(tmp_path / "copy").rules() == store.rules() == ()
+
+
 def test_copies_that_both_go_on_are_branches(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     with store.writer() as writer:

@@ -94,6 +94,17 @@ def test_without_format(source: Path, tmp_path: Path, wanted: dict[str, Any], ho
     assert [one.key for one in done.damage] == ["FORMAT"]
 
 
+def test_rules_of_retention_are_kept_where_the_log_has_them(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store").writer(keep=["last:2"]) as writer:
+        for step in range(1, 5):
+            writer.save({"n": step}, step)
+    (tmp_path / "store" / "FORMAT").unlink()
+    ckptstore.repair(tmp_path / "store", tmp_path / "new")
+    found = ckptstore.open(tmp_path / "new")
+    assert found.rules() == ("last:2",)
+    assert [one.step for one in found.checkpoints()] == [3, 4]
+
+
 def test_a_slot_lost_or_damaged(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
     """What the slot had promised comes back from segments. (Tags that it set do not.)"""
     count = len(slots(source))

@@ -46,6 +46,11 @@ def test_two_ranks(strategy: str) -> None:
 
 
 @pytest.mark.slow
+def test_one_process_and_its_agent() -> None:
+    assert "3 kills" in kills("--kills", "3", "--seed", "3", "--agent", "--strategy", "gradient")
+
+
+@pytest.mark.slow
 def test_a_run_that_forgets_its_generators_is_found_out() -> None:
     """The harness sees what is wrong: here a restore that leaves numpy's generator alone."""
     code = (

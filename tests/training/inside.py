@@ -1,4 +1,4 @@
-"""What the tests of this room reach inside layer-wise snapshots for; see each function."""
+"""What the tests of this room reach inside layer-wise snapshots, and planned states, for; see each function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,52 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore.training import LayerwiseSnapshots, staging
+from ckptstore.training import Checkpointer, LayerwiseSnapshots, planned, staging, standing
 
-__all__ = ["copying", "fill_the_device", "interrupt_early_copy", "on_copies", "waits_for"]
+__all__ = [
+    "MOST_IN_VAIN",
+    "copying",
+    "fill_the_device",
+    "hook_state_dict",
+    "interrupt_early_copy",
+    "members_of",
+    "not_persistent",
+    "on_copies",
+    "plan_nothing",
+    "waits_for",
+    "without_guards",
+]
+
+MOST_IN_VAIN = planned._IN_VAIN
+"""After how many plans that did not hold none is made any more: nothing public tells of plans."""
+
+
+def without_guards(patch: pytest.MonkeyPatch) -> None:
+    """As where torch's C code cannot say whether tensors are the same: `standing._guards`, `_described_guards`."""
+    patch.setattr(standing, "_guards", standing._described_guards)
+
+
+def plan_nothing(checkpointer: Checkpointer) -> None:
+    """Have every state taken apart: `PlannedSaves._pause`. Nothing public does, because nobody should want it."""
+    assert checkpointer._saving is not None
+    assert checkpointer._saving._planned is not None
+    checkpointer._saving._planned._pause = 1000
+
+
+def members_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The modules in a module, to be renamed and put in another order: `torch.nn.Module._modules`."""
+    members: dict[str, Any] = module._modules
+    return members
+
+
+def not_persistent(module: torch.nn.Module, name: str) -> None:
+    """Leave a buffer out of the state from now on: `torch.nn.Module._non_persistent_buffers_set`."""
+    module._non_persistent_buffers_set.add(name)
+
+
+def hook_state_dict(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
+    """`torch.nn.Module._register_state_dict_hook`: public only since torch 2.7, under another name."""
+    module._register_state_dict_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def on_copies(snapshots: LayerwiseSnapshots, patch: pytest.MonkeyPatch, call: Callable[[str], object]) -> None:

@@ -717,6 +717,29 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         checkpointer.step()
 
 
+class Board:
+    """A `SummaryWriter` as far as it is asked for."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, list[tuple[int, float]]] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.points.setdefault(name, []).append((step, value))
+
+
+def test_metrics_and_saves_are_drawn(tmp_path: Path) -> None:
+    board, told = Board(), []
+    losses = Script().run(tmp_path / "run", 4, tensorboard=board, on_metrics=told.append, strategy="gradient")
+    assert board.points["loss"] == list(zip(range(1, 5), losses, strict=True))
+    assert [step for step, _ in board.points["ckptstore/stall"]] == [1, 2, 3, 4]
+    ratios = [value for _, value in board.points["ckptstore/ratio"]]
+    assert ratios == [one.stored / one.nbytes for one in told]
+    assert ratios[-1] < 0.9 < ratios[0]
+    assert {"durable", "stored", "waited", "in_flight", "lag"} <= {name.rpartition("/")[2] for name in board.points}
+    with pytest.raises(UsageError, match="Linear has no add_scalar"):
+        Script().run(tmp_path / "run", 5, tensorboard=torch.nn.Linear(1, 1))
+
+
 def test_outside_the_main_thread_no_handler_is_set(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []

@@ -31,6 +31,7 @@ from ckptstore import (
 )
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState
+from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.gathering import check_seen
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from tests.write.rank_threads import as_ranks
@@ -415,6 +416,35 @@ def test_deltas_of_ranks_are_restored_bit_for_bit(tmp_path: Path, deltas: Any, a
             assert_same(store.load(step, rank=rank), drifting(rank, step))
     assert store.checkpoint(2).stored < 0.7 * store.checkpoint(1).stored
     assert store.verify(deep=True).ok
+
+
+def test_a_base_that_a_rank_cannot_keep_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, short = RankDeltas.committed, [True]
+
+    def committed(self: RankDeltas, order: Any, identity: Any, *arguments: Any) -> None:
+        if identity.node[1] == 2 and threading.current_thread().name.startswith("ckptstore") and short:
+            short.clear()  # one rank of the two
+            raise MemoryError("no more")
+        whole(self, order, identity, *arguments)
+
+    monkeypatch.setattr(RankDeltas, "committed", committed)
+
+    def work(group: Group) -> list[str]:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT, deltas=100) as writer:
+            kinds = []
+            for step in range(1, 6):
+                try:
+                    kinds.append(writer.save(drifting(group.rank, step), step).kind)
+                except ckptstore.FailedRankError:
+                    kinds.append("failed")
+            return kinds
+
+    with pytest.warns(
+        UserWarning, match="2@1 cannot be kept as a base by rank [01], so the next save is a full: Memory"
+    ):
+        found = as_ranks(2, work)
+    assert "full" in found[0][2:]
+    assert found[0] == found[1]
 
 
 def test_deltas_of_shards_build_on_the_same_shards(tmp_path: Path) -> None:

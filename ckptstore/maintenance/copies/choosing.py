@@ -24,7 +24,7 @@ def part_of(catalog: Catalog, nodes: Sequence[Node] | None) -> Catalog:
 
     Args:
         nodes: the checkpoints that are asked for, each by its cheapest chain; None: everything that is promised, with
-            every encoding, and every term.
+            every encoding, every term, and the rules of retention, which would retire what somebody asked for.
 
     Raises:
         CorruptionError: one of them has no chain.
@@ -35,6 +35,7 @@ def part_of(catalog: Catalog, nodes: Sequence[Node] | None) -> Catalog:
         edges = [edge for node in sorted(wanted) for edge in catalog.encodings.get(node, ()) if _leads(catalog, edge)]
         nodes = list(catalog.checkpoints)
         terms: Iterable[int] = catalog.terms
+        part.keep, part.keep_seq = catalog.keep, catalog.keep_seq
     else:
         plans = [plan(catalog, catalog.checkpoints[node].id) for node in nodes]
         paths = {edge.checkpoint: edge for one in plans for edge in one.encodings}

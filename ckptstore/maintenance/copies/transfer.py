@@ -140,14 +140,16 @@ class Transfer:
             self._replica.commit(CommitRecord(term=opened.term, extra={CLOSED: True}))
 
     def _settle(self) -> None:
-        """What is known at the end: which checkpoints are promised no longer, and the tags."""
+        """What is known at the end: which checkpoints are promised no longer, the tags, the rules of retention."""
         there = self._replica.catalog
         if not there.term:
             return
         retires = tuple(node for node in there.checkpoints if self._is_spent(node))
         tags = {name: node for name, node in self._wanted.tags.items() if there.tags.get(name) != node}
-        if retires or tags:
-            self._replica.commit(CommitRecord(term=there.term, retires=retires, tags=tags))
+        known = self._wanted.keep_seq >= 0 and self._wanted.keep != there.keep
+        keep = self._wanted.keep if known else None
+        if retires or tags or keep is not None:
+            self._replica.commit(CommitRecord(term=there.term, retires=retires, tags=tags, keep=keep))
 
     def _is_spent(self, node: Node) -> bool:
         """Whether a promised checkpoint is there only because something needs, or needed, it."""

@@ -53,6 +53,7 @@ def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, Told]) -
     catalog.encodings.update(known.encodings)
     catalog.segments.update(known.segments)
     catalog.tags.update(known.tags)
+    catalog.keep, catalog.keep_seq = known.keep, known.keep_seq
     named = _named(own, known, parents)
     for whole in _one_state_each(made.whole, named, found.broken, known):
         node = whole.entry.node

@@ -176,6 +176,7 @@ def _part(options: Candidates, log: Log, verdict: Verdict, written: Rewritten, t
         part.encodings[node] = tuple(edges[node])
         part.segments.update((one, segments[one]) for edge in edges[node] for one in edge.segments)
     part.tags.update((name, node) for name, node in catalog.tags.items() if node in part.checkpoints)
+    part.keep, part.keep_seq = catalog.keep, catalog.keep_seq
     terms = {*log.catalog.terms, *(entry.term for entry in part.segments.values())}
     terms |= {node[0] for node in (*part.checkpoints, *part.held)}
     part.terms.update((number, catalog.terms[number]) for number in sorted(lines_of(catalog, terms)))

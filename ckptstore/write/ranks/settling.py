@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 
 from ckptstore.errors import CommitUnknownError, FencedError, MailboxError, WriterError
@@ -119,8 +120,11 @@ class Settling:
                 self._deltas.committed(one.how, info.id, info.stored, seconds, copied)
             if self._diffs is not None:
                 self._diffs.begin(info, copied(), seconds)
-        except Exception:  # noqa: BLE001  # no memory, or a controller's: it is no reason to fail a save
+        except Exception as error:  # noqa: BLE001  # no memory, or a controller's: it is no reason to fail a save
             self.restart()  # the next delta fails here, is said to all, and a full follows
+            with contextlib.suppress(Warning):  # where warnings are errors: this thread has others to tell
+                text = f"{info.ref} cannot be kept as a base by rank {one.exchange.rank}"
+                warnings.warn(f"{text}, so the next save is a full: {type(error).__name__}: {error}", stacklevel=1)
 
     def _decided(self, one: RankSave) -> CheckpointInfo:
         committer = self._tenure.committer

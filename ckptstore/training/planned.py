@@ -1,0 +1,203 @@
+"""Saves of a planned state: one check that the plan holds, one copy, and the writer has it.
+
+Where there is no plan (`plan`), or it does not hold any more, the state is taken apart as ever, and the next plan is
+made of it. A script whose state has another form in every step gets none: after a few in vain it is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+from ckptstore.formats.state import FlatState
+from ckptstore.frameworks import bridge
+from ckptstore.host.buffers import aligned
+from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.host.touching import Touching
+from ckptstore.training.captured import Captured
+from ckptstore.training.foreseen import Foreseen
+from ckptstore.training.plan import Place, StatePlan
+from ckptstore.training.taken import Collected
+from ckptstore.write.ledger import PendingSave
+from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.steps.updates import Explaining, Update
+
+__all__ = ["Adopts", "Labels", "PlannedSaves"]
+
+_IN_VAIN: Final = 3
+"""Plans in a row of which none held for a step."""
+_PAUSE: Final = 200
+"""Saves until it is tried again."""
+
+
+@runtime_checkable
+class Adopts(Protocol):
+    """A writer that takes what somebody else has copied."""
+
+    def adopt(
+        self,
+        snapshot: Snapshot,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Sequence[Update] = (),
+        gradients: Snapshot | None = None,
+        began: float | None = None,
+        waited: float = 0.0,
+    ) -> PendingSave:
+        """See `Writer.adopt`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What is said of a checkpoint."""
+
+    metadata: Mapping[str, Any] | None
+    tags: str | Sequence[str]
+
+
+class PlannedSaves:
+    """Takes a script's state by plan, and has a writer make it durable."""
+
+    def __init__(self, captured: Captured, writer: Adopts, limit: int, *, predict: bool, kept: int) -> None:
+        """
+        Args:
+            limit: saves that may be on their way.
+            predict: steps are stored as gradient diffs.
+            kept: how many states the writer keeps beside those on their way.
+        """
+        self._captured = captured
+        self._writer = writer
+        self._predict = predict
+        self._most = limit + kept
+        self._slots = threading.BoundedSemaphore(limit)
+        self._pool = started_pool(default_threads(), "ckptstore-copy")
+        self._explaining = Explaining(wanted=predict)
+        self._plan: StatePlan | None = None
+        self._foreseen: Foreseen | None = None
+        self._free: list[Place] = []
+        self._made = 0
+        self._lock = threading.Lock()
+        self._in_vain = 0
+        self._pause = 0
+
+    @property
+    def predicts(self) -> bool:
+        """Whether only numbers need be noted of the next step."""
+        return self._foreseen is not None
+
+    def save(self, step: int, ranks: int, collected: Collected, labels: Labels) -> PendingSave | None:
+        """Copy the state of `step`, and hand it over -> None: it cannot be planned, and nothing is done.
+
+        Raises:
+            as `Writer.save_async`.
+        """
+        began = time.monotonic()
+        plan, light = self._taken(step, ranks)
+        if plan is None or light is None:
+            return None
+        self._slots.acquire()
+        waited = time.monotonic() - began
+        try:
+            place = self._place(plan)
+        except BaseException:
+            self._slots.release()
+            raise
+        snapshot = None
+        try:
+            state = place.filled(light, self._pool)
+            snapshot = Snapshot(state, self._slots.release, lambda: self._give(place))
+            updates = self._updates(plan, collected, place)
+            return self._writer.adopt(
+                snapshot, step, metadata=labels.metadata, tags=labels.tags, updates=updates, began=began, waited=waited
+            )
+        except BaseException:
+            if snapshot is None:
+                self._slots.release()
+                self._give(place)
+            else:
+                snapshot.land()
+                snapshot.free()
+            raise
+
+    def _taken(self, step: int, ranks: int) -> tuple[StatePlan | None, FlatState | None]:
+        if self._plan is not None:
+            light = self._plan.taken(step, ranks)
+            if light is not None:
+                self._in_vain = 0
+                return self._plan, light
+            self._forget()
+        if self._pause:
+            self._pause -= 1
+            return None, None
+        self._in_vain += 1
+        state = self._captured.state(step, ranks)
+        plan = StatePlan.made(self._captured, state, bridge.flattened(state), step, ranks)
+        light = None if plan is None else plan.taken(step, ranks)
+        if light is None or self._in_vain > _IN_VAIN:
+            self._in_vain, self._pause = 0, _PAUSE
+            return None, None
+        self._plan = plan
+        return plan, light
+
+    def _updates(self, plan: StatePlan, collected: Collected, place: Place) -> Sequence[Update]:
+        """What is foreseen of this step."""
+        if not self._predict:
+            return ()
+        noted = collected.noted
+        if self._foreseen is None or (noted is not None and not self._foreseen.fits(noted)):
+            self._foreseen = Foreseen(self._captured.optimizers, plan)
+        foreseen = self._foreseen.updates(noted, place.memory)
+        if noted is not None:
+            return foreseen
+        return self._explaining.found(collected.updates, FlatState(None, plan.tensors))
+
+    # -- memory
+
+    def _place(self, plan: StatePlan) -> Place:
+        with self._lock:
+            while self._free:
+                place = self._free.pop()
+                if place.plan is plan:
+                    return place
+            first, self._made = not self._made, self._made + 1
+        place = Place(plan, aligned(plan.size))
+        if first:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._pool.submit(self._make_ready, plan)
+        return place
+
+    def _make_ready(self, plan: StatePlan) -> None:
+        """Make what the next saves will need, while others work: the first write to memory costs more than the copy."""
+        while True:
+            with self._lock:
+                if plan is not self._plan or self._made >= self._most:
+                    return
+                self._made += 1
+            try:
+                memory = aligned(plan.size)
+                Touching(memory).run()
+                self._give(Place(plan, memory))
+            except MemoryError:
+                return  # who needs it will say so
+
+    def _give(self, place: Place) -> None:
+        with self._lock:
+            if place.plan is self._plan:
+                self._free.append(place)
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._plan = self._foreseen = None
+            self._free.clear()
+            self._made = 0
+
+    def close(self) -> None:
+        """Let go of memory and threads. Call it when the writer is closed."""
+        self._pool.shutdown(cancel_futures=True)
+        self._forget()

@@ -1,0 +1,154 @@
+"""The saves of an open writer: how a step's state reaches it, and what becomes of those whose agent died.
+
+The writer is this process's (`Writer`, `RankWriter`), or its work is done by an agent (`ckptstore.agent`). If an agent
+dies, what it had not made durable may or may not be in the store. Training goes on: the next step is given to another
+agent, whose term begins with a full; and who waits for the last step has it given again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ckptstore import agent
+from ckptstore.errors import AgentLostError, UsageError
+from ckptstore.host.caller_warnings import warn
+from ckptstore.store import Store
+from ckptstore.training.captured import Captured
+from ckptstore.training.planned import Adopts, Labels, PlannedSaves
+from ckptstore.training.retention import Retention
+from ckptstore.training.settings import Settings, UnsavedStepWarning
+from ckptstore.training.strategies import Strategy
+from ckptstore.training.taken import Collected, TakenSteps
+from ckptstore.training.writing import StateWriter, TakesUpdates
+from ckptstore.write.ledger import PendingSave
+
+__all__ = ["Saving", "opened_by_agent"]
+
+
+class Saving:
+    """Saves on their way to one writer. The script's thread calls it."""
+
+    def __init__(
+        self,
+        store: Store,
+        writer: StateWriter,
+        captured: Captured,
+        taken: TakenSteps,
+        strategy: Strategy,
+        settings: Settings,
+        ranks: int,
+        retention: Retention | None,
+    ) -> None:
+        """
+        Args:
+            ranks: how many save together.
+            retention: is told of what is durable.
+        """
+        self._store = store
+        self._writer = writer
+        self._captured = captured
+        self._taken = taken
+        self._coded = strategy == "gradient"
+        self._ranks = ranks
+        self._retention = retention
+        self._under_way: list[PendingSave] = []
+        self._last: tuple[int, Mapping[str, Any] | None, str | Sequence[str]] | None = None
+        self._planned: PlannedSaves | None = None
+        # Sparse gradients are found by looking at each parameter.
+        if isinstance(writer, Adopts) and not (self._coded and settings.compressor is not None):
+            kept = int(strategy != "full")
+            self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
+        """Give the writer the state as it is now. Raises what `Writer.save_async` does."""
+        labels = Labels({"metrics": dict(metrics)} if metrics else None, tags)
+        collected = self._taken.collected()
+        try:
+            pending = self._given(step, labels, collected)
+        except AgentLostError as error:  # with an earlier save; that another agent can be had, giving it again shows
+            self._remark_lost(error)
+            pending = self._given(step, labels, collected)
+        self._last = (step, metrics, tags)
+        self._under_way.append(pending)
+        if self._retention is not None:
+            pending.when_done(self._retention.durable)
+        return pending
+
+    def _given(self, step: int, labels: Labels, collected: Collected) -> PendingSave:
+        if self._planned is not None:
+            pending = self._planned.save(step, self._ranks, collected, labels)
+            self._taken.brief = self._planned.predicts
+            if pending is not None:
+                return pending
+        state = self._captured.state(step, self._ranks)
+        if not self._coded:
+            return self._writer.save_async(state, step, metadata=labels.metadata, tags=labels.tags)
+        coder = cast(TakesUpdates, self._writer)
+        return coder.save_async(state, step, metadata=labels.metadata, tags=labels.tags, updates=collected.updates)
+
+    def settle(self) -> None:
+        """Hear of the saves that have ended. Raises what stopped the first that failed; warns of an agent's death."""
+        ended = [one for one in self._under_way if one.done()]
+        self._under_way = [one for one in self._under_way if not one.done()]
+        errors = [error for one in ended if (error := one.exception()) is not None]
+        for lost in [one for one in errors if isinstance(one, AgentLostError)][:1]:
+            self._remark_lost(lost)
+        errors = [one for one in errors if not isinstance(one, AgentLostError)]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"and another save: {other}")
+            raise errors[0]
+
+    def wait(self) -> None:
+        """Return when everything is durable. The last step is given again, if its agent died with it."""
+        try:
+            self._writer.wait()
+        except AgentLostError as error:
+            self._remark_lost(error)
+        last = self._under_way[-1] if self._under_way else None
+        lost = last is not None and isinstance(last.exception(), AgentLostError)
+        self.settle()
+        if lost:
+            self._again()
+
+    def durable(self, pending: PendingSave) -> PendingSave:
+        """Wait until the save of the last step is durable -> that, or the one that took its place."""
+        try:
+            pending.result()
+        except AgentLostError:
+            self.wait()
+            return self._under_way[-1] if self._under_way else pending
+        return pending
+
+    def _again(self) -> None:
+        """Save the last step once more, unless it is in the store, or the state is another step's by now."""
+        newest = self._store.latest_step()
+        if self._last is None or self._taken.any or (newest is not None and newest >= self._last[0]):
+            return
+        self.save(*self._last)
+        self._writer.wait()
+
+    def _remark_lost(self, error: AgentLostError) -> None:
+        warn(f"{self._store.url}: {error}; training goes on, and another agent saves the next step", UnsavedStepWarning)
+
+    def close(self) -> None:
+        """Let go of memory and threads. Call it when the writer is closed."""
+        self._taken.brief = False
+        if self._planned is not None:
+            self._planned.close()
+
+
+def opened_by_agent(store: Store, ref: str | None, group: Any, linger: float, told: Mapping[str, Any]) -> StateWriter:
+    """A writer whose work a process of its own does.
+
+    Raises:
+        UsageError: ranks that save together.
+        and what `ckptstore.agent.writer` raises.
+    """
+    if group is not None:
+        raise UsageError(
+            "agent: ranks that save one checkpoint together cannot have agents yet, because each agent is the only "
+            "author of its store's log; leave out agent=, or give every rank group=None and a store of its own"
+        )
+    return agent.writer(store, ref, linger_seconds=linger, **told)

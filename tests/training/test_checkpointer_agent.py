@@ -1,0 +1,198 @@
+"""A Checkpointer whose saves an agent does: who dies, and what the next `resume` goes on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.agent import AgentRestartWarning  # noqa: E402
+from ckptstore.errors import UsageError  # noqa: E402
+from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
+from tools import shim_kills  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+class Script:
+    """A small training script."""
+
+    def __init__(self, store: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 16))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.checkpointer = Checkpointer(
+            store, model=self.model, optimizer=self.optimizer, agent=True, linger_seconds=30, **options
+        )
+
+    def train(self) -> ckptstore.PendingSave:
+        self.model(torch.randn(8, 16)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        pending = self.checkpointer.step()
+        assert pending is not None
+        return pending
+
+    @property
+    def agent_pid(self) -> int:
+        pid = self.checkpointer.agent_pid
+        assert pid is not None
+        return pid
+
+    def digest(self) -> str:
+        return shim_kills.digest([self.model.state_dict(), self.optimizer.state_dict(), torch.get_rng_state()])
+
+
+def uninterrupted(steps: int) -> str:
+    """The last state of a run without a Checkpointer."""
+    script = Script.__new__(Script)
+    torch.manual_seed(0)
+    script.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 16))
+    script.optimizer = torch.optim.AdamW(script.model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        script.model(torch.randn(8, 16)).square().mean().backward()
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.digest()
+
+
+def killed(pid: int) -> None:
+    """Kill an agent, and wait until it is gone."""
+    assert pid > 1
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.01)
+
+
+TRAINER = """
+import os, signal, sys
+from tests.training.test_checkpointer_agent import Script
+import torch
+script = Script(sys.argv[1], strategy=sys.argv[2])
+print("from", script.checkpointer.resume(), flush=True)
+for _ in range(3):
+    script.train()
+print("agent", script.agent_pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("victims", ["trainer", "both"])
+def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victims: str) -> None:
+    arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run"), "gradient"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    told = dict(line.split() for line in done.stdout.splitlines())
+    assert told["from"] == "0"
+    if victims == "both":
+        killed(int(told["agent"]))
+    script = Script(tmp_path / "run", strategy="gradient")
+    with script.checkpointer:
+        start = script.checkpointer.resume()
+        if victims == "trainer":
+            assert start >= 2, "more than the step in flight is lost"  # a message may be on its way when step() returns
+            assert script.agent_pid == int(told["agent"])
+        for _ in range(start, 6):
+            script.train()
+    assert script.digest() == uninterrupted(6)
+    assert ckptstore.open(tmp_path / "run").latest_step() == 6
+
+
+def test_training_goes_on_when_the_agent_dies_and_another_one_saves(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run", strategy="delta")
+    with script.checkpointer:
+        script.checkpointer.resume()
+        script.train()
+        script.checkpointer.wait()
+        first = script.agent_pid
+        killed(first)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                script.train()
+            script.checkpointer.wait()
+        assert AgentRestartWarning in {one.category for one in caught}
+        assert script.agent_pid != first
+    store = ckptstore.open(tmp_path / "run")
+    assert [info.step for info in store.checkpoints()] == [1, 2, 3]
+    again = Script(tmp_path / "run", strategy="delta")
+    with again.checkpointer:
+        assert again.checkpointer.resume() == 3
+        again.train()
+    assert again.digest() == uninterrupted(4)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_the_last_step_is_saved_again_if_its_agent_dies_with_it(tmp_path: Path, closing: bool) -> None:
+    script = Script(tmp_path / "run", strategy="gradient", batch=50)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with script.checkpointer:
+            script.checkpointer.resume()
+            script.train().result()
+            pending = [script.train(), script.train()]  # they wait for their batch, in the agent's memory
+            killed(script.agent_pid)
+            if not closing:
+                script.checkpointer.wait()
+                assert ckptstore.open(tmp_path / "run").latest_step() == 3
+    assert all(one.exception() is not None for one in pending)
+    assert {AgentRestartWarning, UnsavedStepWarning} <= {one.category for one in caught}
+    store = ckptstore.open(tmp_path / "run")
+    assert [info.step for info in store.checkpoints()] == [1, 3]
+    assert shim_kills.digest([store.load()["model"]]) == shim_kills.digest([script.model.state_dict()])
+
+
+def test_going_back_with_an_agent(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run", strategy="gradient")
+    with script.checkpointer:
+        script.checkpointer.resume()
+        for _ in range(3):
+            script.train()
+        assert script.checkpointer.rollback(1) == 1
+        for _ in range(2):
+            script.train()
+    assert script.digest() == uninterrupted(3)
+    assert [info.ref for info in ckptstore.open(tmp_path / "run").checkpoints()][-2:] == ["2@2", "3@2"]
+
+
+def test_resume_none_takes_nothing_that_an_agent_kept(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run"), "full"]
+    subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    script = Script(tmp_path / "run", strategy="full")
+    with script.checkpointer:
+        assert script.checkpointer.resume(None) == 0
+        script.train()
+    assert ckptstore.open(tmp_path / "run").latest_step() == 1
+
+
+def test_ranks_that_save_together_are_refused_with_the_reason(tmp_path: Path) -> None:
+    from ckptstore.training.saving import opened_by_agent
+
+    with pytest.raises(UsageError, match="group=None and a store of its own"):
+        opened_by_agent(ckptstore.open(tmp_path / "run"), "latest", object(), 1.0, {})
+    with pytest.raises(UsageError, match="agent: 'yes'"):
+        Checkpointer(tmp_path / "run", model=torch.nn.Linear(1, 1), agent="yes")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="linger_seconds"):
+        Checkpointer(tmp_path / "run", model=torch.nn.Linear(1, 1), agent=True, linger_seconds=-1)

@@ -1,0 +1,362 @@
+"""Plans of a state: they hold while nothing but bits changes, and whatever else changes is in the next checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.frameworks import bridge  # noqa: E402
+from ckptstore.host.gathering import Gathering  # noqa: E402
+from ckptstore.host.threads import started_pool  # noqa: E402
+from ckptstore.training import Checkpointer  # noqa: E402
+from ckptstore.training.plan import StatePlan  # noqa: E402
+from tests.store.states import same  # noqa: E402
+from tests.training import inside  # noqa: E402
+
+
+class Run:
+    """A model that has been trained for a step, its Checkpointer, and how often a plan was made."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 8)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.extra: dict[str, Any] = {"ema": copy.deepcopy(self.model), "box": Box()}
+        self.made = 0
+        made = StatePlan.made.__func__  # type: ignore[attr-defined]
+
+        def counted(cls: Any, *arguments: Any) -> Any:
+            self.made += 1
+            return made(cls, *arguments)
+
+        monkeypatch.setattr(StatePlan, "made", classmethod(counted))
+        self.checkpointer = Checkpointer(
+            tmp_path / "store",
+            model=self.model,
+            optimizer=self.optimizer,
+            strategy=strategy,
+            extra=self.extra,
+            **options,
+        )
+        self.checkpointer.resume()
+
+    def train(self) -> Any:
+        """A step, saved and loaded again -> the state that was expected."""
+        self.model(torch.randn(6, 8)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        expected = copy.deepcopy(self.state())
+        pending = self.checkpointer.step()
+        assert pending is not None
+        info = pending.result()
+        loaded = ckptstore.open(self.checkpointer.store.url).load(info.ref)
+        found = {"model": loaded["model"], "optimizer": loaded["optimizer"], "ema": loaded["extra"]["ema"]}
+        same({**found, "box": loaded["extra"]["box"]}, expected)
+        return loaded
+
+    def state(self) -> Any:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ema": self.extra["ema"].state_dict(),
+            "box": self.extra["box"].state_dict(),
+        }
+
+
+class Box:
+    """State of any form."""
+
+    def __init__(self) -> None:
+        self.value: Any = {"number": 1}
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def replaced_parameter(run: Run) -> None:
+    run.model[0].weight = torch.nn.Parameter(torch.randn(16, 8))
+
+
+def replaced_data(run: Run) -> None:
+    run.model[0].weight.data = torch.randn(16, 8)
+
+
+def swapped_data(run: Run) -> None:
+    first, second = run.model[2].weight, next(run.extra["ema"][2].parameters())
+    first.data, second.data = second.data, first.data
+
+
+def resized(run: Run) -> None:
+    run.model[3] = torch.nn.Linear(16, 4)
+
+
+def resized_in_place(run: Run) -> None:
+    buffer = run.model[1].running_mean
+    run.model.register_buffer("late", torch.zeros(12))
+    run.train()
+    assert buffer is run.model[1].running_mean
+    run.model.late.resize_(6)
+
+
+def other_shape_of_the_same_memory(run: Run) -> None:
+    run.extra["ema"][0].weight.data = run.extra["ema"][0].weight.data.view(8, 16)
+
+
+def other_type_of_the_same_memory(run: Run) -> None:
+    run.extra["ema"][0].weight.requires_grad_(False)
+    run.extra["ema"][0].weight.data = run.extra["ema"][0].weight.data.view(torch.int32)
+
+
+def other_type(run: Run) -> None:
+    run.extra["ema"].to(torch.bfloat16)
+
+
+def transposed(run: Run) -> None:
+    run.extra["ema"][2].weight.data = run.extra["ema"][2].weight.data.t()
+
+
+def strided(run: Run) -> None:
+    run.model[2].weight.data = torch.randn(16, 16).t()
+
+
+def new_parameter(run: Run) -> None:
+    run.model.add_module("late", torch.nn.Linear(8, 8))
+    run.optimizer.add_param_group({"params": list(run.model.late.parameters()), "lr": 0.5})
+
+
+def new_optimizer_state(run: Run) -> None:
+    run.optimizer.state[run.model[0].weight]["max_exp_avg_sq"] = torch.ones(16, 8)
+
+
+def replaced_moment(run: Run) -> None:
+    slots = run.optimizer.state[run.model[0].weight]
+    slots["exp_avg"] = slots["exp_avg"] * 2
+
+
+def no_state_any_more(run: Run) -> None:
+    del run.optimizer.state[run.model[0].weight]
+    run.model[0].weight.requires_grad_(False)
+
+
+def frozen(run: Run) -> None:
+    run.model[0].requires_grad_(False)
+
+
+def tied(run: Run) -> None:
+    run.model[3].weight = torch.nn.Parameter(torch.randn(8, 16))
+    run.model.add_module("again", torch.nn.Linear(16, 8, bias=False))
+    run.model.again.weight = run.model[3].weight
+    run.model.forward = torch.nn.Sequential(*list(run.model)[:4]).forward
+
+
+def tied_with_the_average(run: Run) -> None:
+    run.extra["ema"][3].weight.data = run.model[3].weight.data
+
+
+def tied_with_what_moves(run: Run) -> None:
+    run.extra["box"].value = {"number": 1, "weight": run.model[3].weight.detach()}
+
+
+def renamed(run: Run) -> None:
+    members = inside.members_of(run.extra["ema"])
+    members["last"] = members.pop("3")
+
+
+def reordered(run: Run) -> None:
+    members = inside.members_of(run.extra["ema"])
+    members["0"] = members.pop("0")
+
+
+def other_class(run: Run) -> None:
+    class Louder(torch.nn.Linear):  # type: ignore[misc]
+        def get_extra_state(self) -> Any:
+            return {"loud": 1}
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    run.model[0].__class__ = Louder
+
+
+def own_state_dict(run: Run) -> None:
+    run.model.state_dict = lambda *_, **__: OrderedDict(only=torch.ones(3))
+
+
+def hook(run: Run) -> None:
+    def add(_: Any, state: Any, prefix: str, __: Any) -> None:
+        state[prefix + "more"] = torch.full((3,), 2.0)
+
+    inside.hook_state_dict(run.extra["ema"], add)
+
+
+def not_persistent(run: Run) -> None:
+    inside.not_persistent(run.extra["ema"][1], "running_mean")
+
+
+def optimizer_hook(run: Run) -> None:
+    run.optimizer.register_state_dict_post_hook(lambda _, state: {**state, "more": 1})
+
+
+def numbers(run: Run) -> None:
+    run.extra["box"].value = {"number": 2, "more": ["x", 1.5]}
+
+
+def tensor_where_there_was_none(run: Run) -> None:
+    run.extra["box"].value = {"number": torch.arange(5)}
+
+
+def schedule(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 3e-3
+
+
+def settings(run: Run) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+def loaded(run: Run) -> None:
+    run.model.load_state_dict({name: one + 1 for name, one in run.model.state_dict().items()}, assign=True)
+
+
+HOLDS = (numbers, schedule, settings, frozen)
+CHANGES = (
+    replaced_parameter, replaced_data, swapped_data, resized, resized_in_place, other_shape_of_the_same_memory,
+    other_type_of_the_same_memory, other_type, transposed, strided, new_parameter, new_optimizer_state,
+    replaced_moment, no_state_any_more, tied, tied_with_the_average, tied_with_what_moves, renamed, reordered,
+    other_class, own_state_dict, hook, not_persistent, optimizer_hook, tensor_where_there_was_none, loaded, *HOLDS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_changes_between_steps_is_in_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Run], None]
+) -> None:
+    run = Run(tmp_path, monkeypatch, "gradient")
+    with run.checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.train()
+        run.train()
+        assert run.made == 1, "the plan does not hold from one step to the next"
+        change(run)
+        run.train()
+        if change in (numbers, schedule, settings):
+            assert run.made == 1
+        run.train()
+
+
+@pytest.mark.parametrize("strategy", ["full", "delta"])
+def test_every_strategy_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    run = Run(tmp_path, monkeypatch, strategy)
+    with run.checkpointer:
+        for _ in range(4):
+            run.train()
+    assert run.made == 1
+
+
+def test_without_the_guards_of_torch_compile_the_same_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside.without_guards(monkeypatch)
+    run = Run(tmp_path, monkeypatch, "full")
+    with run.checkpointer:
+        run.train()
+        run.train()
+        assert run.made == 1
+        for change in (other_shape_of_the_same_memory, transposed):
+            before = run.made
+            change(run)
+            run.train()
+            assert run.made == before + 1
+
+
+def test_a_state_that_always_changes_its_form_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, "gradient")
+    with run.checkpointer:
+        for number in range(12):
+            run.extra["box"].value = {"list": torch.arange(number + 1)}
+            run.train()
+    assert run.made <= inside.MOST_IN_VAIN + 1
+
+
+def test_a_diff_of_a_planned_step_is_as_small_as_one_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    for number, with_plans in enumerate((True, False)):
+        run = Run(tmp_path / str(number), monkeypatch, "gradient", full_every=100)
+        if not with_plans:
+            inside.plan_nothing(run.checkpointer)
+        scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.7)
+        with run.checkpointer:
+            for _ in range(5):
+                run.train()
+                scheduler.step()
+        assert bool(run.made) is with_plans
+        sizes.append([info.stored for info in ckptstore.open(tmp_path / str(number) / "store").checkpoints()])
+    for with_plan, without in zip(*sizes, strict=True):
+        assert with_plan <= without * 1.02 + 64
+
+
+def test_a_save_that_is_refused_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, "full", max_in_flight=1)
+    with run.checkpointer:
+        run.train()
+        for _ in range(3):
+            run.optimizer.step()
+            with pytest.raises(ckptstore.UsageError):
+                run.checkpointer.step(tags="not a tag")
+        run.train()
+    assert run.made == 1
+
+
+def test_pieces_of_all_sizes_are_gathered() -> None:
+    draw = np.random.default_rng(0)
+    sizes = [0, 1, 4, 3000, 65535, 65536, 9 << 20, *draw.integers(1, 200, 3000).tolist()]
+    sources = [draw.integers(0, 256, size, np.uint8) for size in sizes]
+    target = np.zeros(sum(sizes) + len(sizes), np.uint8)
+    copies, start = [], 0
+    for source in sources:
+        copies.append((target.ctypes.data + start, source.ctypes.data, len(source)))
+        start += len(source) + 1
+    pool = started_pool(2, "test-gathering")
+    for change in (0, 1):
+        for source in sources:
+            np.add(source, change, out=source)
+        Gathering(copies).run(pool)
+        assert target.tobytes() == b"".join(source.tobytes() + b"\0" for source in sources)
+    pool.shutdown()
+
+
+def test_a_system_that_copies_nothing_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.host import gathering
+
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    for refused in (None, lambda *_: -1, lambda *_: 7):
+        target[:] = 0
+        monkeypatch.setattr(gathering, "_readv", refused)
+        copies = [(target.ctypes.data + at, source.ctypes.data + at, 10) for at in range(0, 100, 10)]
+        gathering.Gathering(copies).run(started_pool(1, "test-gathering"))
+        assert target.tolist() == source.tolist()
+
+
+def test_a_module_with_a_way_of_its_own_has_no_plan() -> None:
+    from ckptstore.training.captured import Captured
+
+    model = torch.nn.Linear(2, 2)
+    captured = Captured(model)
+    state = captured.state(1)
+    assert StatePlan.made(captured, state, bridge.flattened(state), 1, 1) is not None
+    model.get_extra_state = lambda: {"more": 1}
+    state = captured.state(1)
+    assert StatePlan.made(captured, state, bridge.flattened(state), 1, 1) is None
