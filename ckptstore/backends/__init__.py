@@ -104,7 +104,7 @@ def _open_filesystem(path: str, filesystem: Any, storage_options: Mapping[str, A
 def _open_fsspec_url(url: str, scheme: str, options: Mapping[str, Any]) -> Backend:
     known = ", ".join((*_OPENERS, *_OBJECTS))
     try:
-        from ckptstore.backends.fsspec_files import FsspecBackend, known_scheme, opened
+        from ckptstore.backends.fsspec_files import FsspecBackend, known_scheme, opened, shown
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "fsspec":
             raise
@@ -112,7 +112,7 @@ def _open_fsspec_url(url: str, scheme: str, options: Mapping[str, Any]) -> Backe
             f"{scheme}:// is for fsspec to open (without it: paths and {known} URLs): pip install 'ckptstore[s3]'"
         ) from error
     if not known_scheme(scheme):
-        raise UsageError(f"{url}: no backend for {scheme}://; supported are paths, {known} URLs and those of fsspec")
+        raise UsageError(f"{shown(url)}: no backend for {scheme}://; supported are paths, {known} URLs and those of fsspec")
     filesystem, path = opened(url, scheme, options)
     return FsspecBackend(filesystem, path, url=url)
 

@@ -66,7 +66,14 @@ def opened(url: str, scheme: str, options: Mapping[str, Any]) -> tuple[Any, str]
         raise MissingDependencyError(f"{scheme}:// needs a package of its own: {missing}") from None
     except Exception as error:  # noqa: BLE001 - whatever a file system raises; its text may hold credentials
         failure = type(error).__name__
-    raise UsageError(f"{scheme}://: fsspec's file system cannot be made of these storage_options ({failure})")
+    raise UsageError(f"{shown(url)}: fsspec's file system cannot be made of this URL and these options ({failure})")
+
+
+def shown(url: str) -> str:
+    """A URL as it may be shown: without user, password and query, which some schemes carry credentials in."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
 
 
 class FsspecBackend(Backend):
@@ -81,7 +88,7 @@ class FsspecBackend(Backend):
     def __init__(self, filesystem: Any, path: str, *, url: str | None = None) -> None:
         protocol = getattr(filesystem, "protocol", "fsspec")
         scheme = protocol if isinstance(protocol, str) else protocol[0]
-        self.url = f"{scheme}://{path.lstrip('/')}" if url is None else url
+        self.url = f"{scheme}://{path.lstrip('/')}" if url is None else shown(url)
         self._fs = filesystem
         self._root = path.rstrip("/")
         self._how: Callable[[str, bytes], None] = self._pipe

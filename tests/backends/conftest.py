@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.backends.s3_server import Server, serving
+from tools.objects.server import Server, serving
 
 pytest.register_assert_rewrite("tests.backends.backend_conformance")
 

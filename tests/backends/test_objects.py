@@ -8,7 +8,7 @@ import pytest
 
 from ckptstore.backends.objects import ObjectBackend
 from tests.backends.backend_conformance import BackendConformance, Opener
-from tests.backends.s3_server import Server
+from tools.objects.server import Server
 
 
 class TestS3(BackendConformance):
