@@ -112,7 +112,7 @@ def _open_fsspec_url(url: str, scheme: str, options: Mapping[str, Any]) -> Backe
             f"{scheme}:// is for fsspec to open (without it: paths and {known} URLs): pip install 'ckptstore[s3]'"
         ) from error
     if not known_scheme(scheme):
-        raise UsageError(f"{shown(url)}: no backend for {scheme}://; supported are paths, {known} URLs and those of fsspec")
+        raise UsageError(f"{shown(url)}: no backend for {scheme}://; it takes paths, {known} URLs and fsspec's")
     filesystem, path = opened(url, scheme, options)
     return FsspecBackend(filesystem, path, url=url)
 

@@ -32,6 +32,10 @@ _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>([A-Za-z]{1,48})</Code>")
 _KIND: Final = re.compile(r"kind: (Timeout|Connect|Interrupted|Decode|Request)\b")
 _SERVER_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_DAMAGED: Final = frozenset(
+    {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "IncompleteBody"}
+)
+"""How servers say that what came is not what was sent."""
 _TOLD: Final = {
     "Timeout": "no answer in time",
     "Connect": "cannot connect",
@@ -63,7 +67,7 @@ class Failure:
     @property
     def passing(self) -> bool:
         """Whether it is worth sending the request again."""
-        return self.kind in _TOLD or self.status in _SERVER_BUSY
+        return self.kind in _TOLD or self.status in _SERVER_BUSY or self.code in _DAMAGED
 
     @property
     def undone(self) -> bool:

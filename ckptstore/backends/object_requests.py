@@ -152,7 +152,7 @@ class Requests:
     # -- writing
 
     def create(self, key: str, data: bytes | Sequence[bytes]) -> None:
-        """One PUT with ``If-None-Match: *``, once.
+        """One PUT with ``If-None-Match: *``; a second only where the one before certainly did nothing.
 
         Raises:
             KeyExistsError: the server said 412 or 409. After 409 the key may still be absent.
@@ -164,7 +164,7 @@ class Requests:
             self.costs.count("create", sent=sum(map(len, parts)))
             obstore.put(self._once, key, parts, mode="create", use_multipart=False)
 
-        self._run("create", key, call, writing=True, tries=1)
+        self._run("create", key, call, writing=True, doubtful=False)
 
     def replace(self, key: str, data: bytes) -> None:
         """One PUT, whatever was there. Raises `StorageError`."""
@@ -182,7 +182,7 @@ class Requests:
             self.costs.count("part", 2 + -(-size // PART), sent=size)
             obstore.put(self._again, key, parts, use_multipart=True, chunk_size=PART, max_concurrency=_PARTS_AT_ONCE)
 
-        self._run("part", key, call, writing=True, tries=1)
+        self._run("part", key, call, writing=True, doubtful=False)
 
     def delete(self, key: str) -> None:
         """Remove; a missing key is no error. Raises `StorageError`."""
@@ -199,18 +199,19 @@ class Requests:
 
     # -- both
 
-    def _run(
-        self, kind: str, key: str, call: Callable[[], _T], *, writing: bool = False, tries: int | None = None
-    ) -> _T:
-        """Send a request, again while that is worth it."""
+    def _run(self, kind: str, key: str, call: Callable[[], _T], *, writing: bool = False, doubtful: bool = True) -> _T:
+        """Send a request, again while that is worth it.
+
+        Args:
+            doubtful: also after one that may have had its effect, or may still have it.
+        """
         if os.getpid() != self._process:
             raise UsageError(
                 f"{self._url}: this store was opened before a fork, and its connections are the parent's: open it anew "
                 "in the child, after spawn or forkserver"
             )
-        tries = self.tries if tries is None else tries
         failure = _SHORT
-        for done in range(tries):
+        for done in range(self.tries):
             if done:
                 self.pause(done - 1)
                 self.costs.count(kind, 0, repeated=True)
@@ -218,7 +219,7 @@ class Requests:
             if not isinstance(result, Failure):
                 return result
             failure = result
-            if not failure.passing:
+            if not failure.passing or not (doubtful or failure.undone):
                 break
         if failure.status == 416:
             raise StorageError(errno.ERANGE, "the object is shorter", self.name(key))

@@ -11,8 +11,8 @@
     curl -X PUT localhost:4900/__faults/rules -d '[{"fault": "503", "operation": "create"}]'
     curl localhost:4900/__faults/log
 
-Operations: ``create`` (conditional PUT), ``put``, ``begin``, ``part`` and ``complete`` of an upload, ``abort``, ``get``,
-``range``, ``head``, ``list``, ``delete``. One client per proxy: rules know no clients.
+Operations: ``create`` (conditional PUT), ``put``, ``begin``, ``part``, ``complete`` and ``abort`` of an upload,
+``get``, ``range``, ``head``, ``list``, ``delete``. One client per proxy: rules know no clients.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class FaultProxy:
                 else:
                     await self._serve(request, writer)
                 await writer.drain()
-        except (_GoneError, ConnectionError, asyncio.IncompleteReadError):
+        except (_GoneError, ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             writer.transport.abort()
         finally:
             with contextlib.suppress(ConnectionError):
