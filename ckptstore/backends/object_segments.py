@@ -53,7 +53,7 @@ class ObjectSink(SegmentSink):
         self._pool = pool
         self._taken = requests.name(key)
         self._blocks: dict[int, bytes] | None = {}
-        self._perhaps = False  # whether something of ours may be in the bucket although no seal succeeded
+        self._perhaps = False  # whether something of ours may be in the bucket, although it is not sealed
         with _taking:
             if self._taken in _being_written:
                 raise KeyExistsError(errno.EEXIST, "the segment exists already", self._taken)
@@ -70,10 +70,18 @@ class ObjectSink(SegmentSink):
         return self._blocks
 
     def seal(self, size: int) -> None:
-        """See `SegmentSink.seal`. Whatever is not clear afterwards was looked up: length and bytes."""
+        """See `SegmentSink.seal`. Whatever is not clear afterwards is looked up: length and bytes."""
         blocks, self._blocks = self._open_blocks(), None
         parts = list(in_order(blocks, size))
         del blocks
+        try:
+            self._put(parts, size)
+        finally:
+            self._free()
+        self._perhaps = False
+
+    def _put(self, parts: Sequence[bytes], size: int) -> None:
+        """Send it until it is certainly there. Raises `KeyExistsError`: it is somebody else's; `StorageError`."""
         doubt: CkptError | None = None
         for done in range(self._requests.tries):
             if done:
@@ -81,23 +89,26 @@ class ObjectSink(SegmentSink):
                 self._requests.costs.count("create" if size <= SINGLE else "part", 0, repeated=True)
             try:
                 self._send(parts, size)
+                return
             except (StorageError, KeyNotFoundError) as error:  # an upload that is done may be said not to exist
-                undone = isinstance(error, StorageError) and error.unsent
-                if undone and doubt is None:
-                    self._free()
+                if isinstance(error, StorageError) and error.unsent and doubt is None:
                     raise
-                if isinstance(error, KeyExistsError) and doubt is None and not self._is_mine(parts, size, error):
-                    self._free()
-                    raise
+                self._perhaps = self._perhaps or not isinstance(error, KeyExistsError)
                 doubt = error
-                self._perhaps = not undone or self._perhaps
-                if not self._is_mine(parts, size, error):
-                    continue
-            self._perhaps = False
-            self._free()
-            return
+            try:
+                if self._is_there(parts, size):
+                    return
+            except KeyNotFoundError:
+                continue  # absent: again
+            except StorageError:
+                continue  # no answer to that either
+            if not self._perhaps:
+                raise KeyExistsError(errno.EEXIST, "the segment exists already", self._taken)
+            raise StorageError(errno.EIO, "what is there is not what was sent", self._taken)
         assert doubt is not None
-        raise doubt if isinstance(doubt, StorageError) else StorageError(errno.EIO, str(doubt), self._taken)
+        if type(doubt) is StorageError:
+            raise doubt
+        raise StorageError(errno.EIO, f"cannot write: {doubt}", self._taken)
 
     def _send(self, parts: Sequence[bytes], size: int) -> None:
         if size <= SINGLE:
@@ -105,19 +116,15 @@ class ObjectSink(SegmentSink):
         else:
             self._requests.upload(self._key, parts, size)
 
-    def _is_mine(self, parts: Sequence[bytes], size: int, error: CkptError) -> bool:
-        """Whether the bucket has exactly these bytes. Raises `StorageError` if it has others."""
+    def _is_there(self, parts: Sequence[bytes], size: int) -> bool:
+        """Whether the bucket has exactly these bytes, and not others. Raises `KeyNotFoundError`, `StorageError`."""
+        if self._requests.size(self._key) != size:
+            return False
         try:
-            if self._requests.size(self._key) == size:
-                self._compare(parts)
-                return True
-        except KeyNotFoundError:
-            return False
+            self._compare(parts)
         except CorruptSegmentError:
-            pass
-        if isinstance(error, KeyExistsError):
             return False
-        raise StorageError(errno.EIO, "what was sent is not what is there", self._taken)
+        return True
 
     def _compare(self, parts: Sequence[bytes]) -> None:
         def job(start: int, part: memoryview) -> None:

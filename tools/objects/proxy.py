@@ -269,6 +269,9 @@ class FaultProxy:
             time.sleep(0.02)
 
     def _in_loop(self, call: Any) -> Any:
+        if not self._thread.is_alive():  # it has ended: what it left is read as it is
+            return call()
+
         async def inside() -> Any:
             return call()
 
