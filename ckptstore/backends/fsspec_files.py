@@ -27,7 +27,7 @@ from ckptstore.backends.base import (
     checked_key,
     too_long,
 )
-from ckptstore.backends.gathered import in_order
+from ckptstore.backends.gathered import GatheredSink
 from ckptstore.errors import (
     CkptError,
     CorruptSegmentError,
@@ -274,40 +274,24 @@ class FsspecBackend(Backend):
         raise failure
 
 
-class _FsspecSink(SegmentSink):
+class _FsspecSink(GatheredSink):
     def __init__(self, backend: FsspecBackend, key: str) -> None:
+        super().__init__(f"{backend.url}: {key}")
         self._backend = backend
         self._key = key
-        self._blocks: dict[int, bytes] | None = {}
-        self._perhaps = False
 
-    def _open_blocks(self) -> dict[int, bytes]:
-        if self._blocks is None:
-            raise StorageError(errno.EBADF, "the segment is sealed or given up", self._key)
-        return self._blocks
-
-    def write(self, offset: int, data: memoryview) -> None:
-        blocks = self._open_blocks()
-        blocks[offset] = bytes(data)
-
-    def seal(self, size: int) -> None:
-        blocks, self._blocks = self._open_blocks(), None
-        self._perhaps = True
+    def put(self, parts: Sequence[bytes], size: int) -> None:
+        self.perhaps = True
         try:
-            self._backend.put(self._key, list(in_order(blocks, size)))
+            self._backend.put(self._key, parts)
         except KeyExistsError:
-            self._perhaps = False
+            self.perhaps = False
             raise
         if (found := self._backend.size(self._key)) != size:
-            raise StorageError(errno.EIO, f"{found} of {size} bytes arrived", self._key)
-        self._perhaps = False
+            raise StorageError(errno.EIO, f"{found} of {size} bytes arrived", self.name)
 
-    def abort(self) -> None:
-        self._blocks = None
-        if self._perhaps:
-            self._perhaps = False
-            with contextlib.suppress(CkptError):  # no record names it: gc removes it
-                self._backend.delete(self._key)
+    def remove(self) -> None:
+        self._backend.delete(self._key)
 
 
 class _FsspecSource(SegmentSource):

@@ -7,16 +7,14 @@ segment up costs no request.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
-from ckptstore.backends.base import SegmentSink, SegmentSource
-from ckptstore.backends.gathered import in_order
+from ckptstore.backends.base import SegmentSource
+from ckptstore.backends.gathered import GatheredSink
 from ckptstore.backends.object_requests import Requests
 from ckptstore.errors import CkptError, CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
 from ckptstore.host.threads import run_all
@@ -31,57 +29,24 @@ SINGLE: Final = 32 << 20
 RANGE: Final = 8 << 20
 """Bytes of a range that is read at once."""
 
-_being_written: set[str] = set()
-"""Segments that this process is writing: a name is taken once, here at least. In the bucket nobody gives one twice."""
-_taking = threading.Lock()
 
-
-class ObjectSink(SegmentSink):
-    """A segment on its way. Its memory is that of its blocks, until it is sealed.
+class ObjectSink(GatheredSink):
+    """A segment on its way into a bucket.
 
     Args:
         requests: of its bucket.
         key: its name, which holds a UUID.
         pool: threads that read back, where an answer was lost.
-
-    Raises `KeyExistsError` if this process is writing it already; if it is in the bucket, `seal` says so.
     """
 
     def __init__(self, requests: Requests, key: str, pool: Callable[[], ThreadPoolExecutor]) -> None:
+        super().__init__(requests.name(key))
         self._requests = requests
         self._key = key
         self._pool = pool
-        self._taken = requests.name(key)
-        self._blocks: dict[int, bytes] | None = {}
-        self._perhaps = False  # whether something of ours may be in the bucket, although it is not sealed
-        with _taking:
-            if self._taken in _being_written:
-                raise KeyExistsError(errno.EEXIST, "the segment exists already", self._taken)
-            _being_written.add(self._taken)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """See `SegmentSink.write`."""
-        blocks = self._open_blocks()
-        blocks[offset] = bytes(data)
-
-    def _open_blocks(self) -> dict[int, bytes]:
-        if self._blocks is None:
-            raise StorageError(errno.EBADF, "the segment is sealed or given up", self._taken)
-        return self._blocks
-
-    def seal(self, size: int) -> None:
-        """See `SegmentSink.seal`. Whatever is not clear afterwards is looked up: length and bytes."""
-        blocks, self._blocks = self._open_blocks(), None
-        parts = list(in_order(blocks, size))
-        del blocks
-        try:
-            self._put(parts, size)
-        finally:
-            self._free()
-        self._perhaps = False
-
-    def _put(self, parts: Sequence[bytes], size: int) -> None:
-        """Send it until it is certainly there. Raises `KeyExistsError`: it is somebody else's; `StorageError`."""
+    def put(self, parts: Sequence[bytes], size: int) -> None:
+        """See `GatheredSink.put`. Whatever is not clear is looked up: length and bytes."""
         doubt: CkptError | None = None
         for done in range(self._requests.tries):
             if done:
@@ -93,7 +58,7 @@ class ObjectSink(SegmentSink):
             except (StorageError, KeyNotFoundError) as error:  # an upload that is done may be said not to exist
                 if isinstance(error, StorageError) and error.unsent and doubt is None:
                     raise
-                self._perhaps = self._perhaps or not isinstance(error, KeyExistsError)
+                self.perhaps = self.perhaps or not isinstance(error, KeyExistsError)
                 doubt = error
             try:
                 if self._is_there(parts, size):
@@ -102,13 +67,13 @@ class ObjectSink(SegmentSink):
                 continue  # absent: again
             except StorageError:
                 continue  # no answer to that either
-            if not self._perhaps:
-                raise KeyExistsError(errno.EEXIST, "the segment exists already", self._taken)
-            raise StorageError(errno.EIO, "what is there is not what was sent", self._taken)
+            if not self.perhaps:
+                raise KeyExistsError(errno.EEXIST, "the segment exists already", self.name)
+            raise StorageError(errno.EIO, "what is there is not what was sent", self.name)
         assert doubt is not None
         if type(doubt) is StorageError:
             raise doubt
-        raise StorageError(errno.EIO, f"cannot write: {doubt}", self._taken)
+        raise StorageError(errno.EIO, f"cannot write: {doubt}", self.name)
 
     def _send(self, parts: Sequence[bytes], size: int) -> None:
         if size <= SINGLE:
@@ -131,7 +96,7 @@ class ObjectSink(SegmentSink):
             found = memoryview(bytearray(len(part)))
             self._requests.get_range(self._key, start, found)
             if found != part:
-                raise CorruptSegmentError(f"{self._taken}: other bytes")
+                raise CorruptSegmentError(f"{self.name}: other bytes")
 
         work: list[Callable[[], None]] = []
         at = 0
@@ -142,18 +107,9 @@ class ObjectSink(SegmentSink):
         if work:
             run_all(self._pool(), work)
 
-    def abort(self) -> None:
-        """See `SegmentSink.abort`."""
-        self._blocks = None
-        self._free()
-        if self._perhaps:
-            self._perhaps = False
-            with contextlib.suppress(CkptError):  # no record names it: gc removes it
-                self._requests.delete(self._key)
-
-    def _free(self) -> None:
-        with _taking:
-            _being_written.discard(self._taken)
+    def remove(self) -> None:
+        """See `GatheredSink.remove`."""
+        self._requests.delete(self._key)
 
 
 class ObjectSource(SegmentSource):
