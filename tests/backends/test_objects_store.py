@@ -274,6 +274,19 @@ def test_a_commit_takes_three_requests_and_no_listing(s3: Server) -> None:
     assert [one.step for one in store.checkpoints()] == [1, 2, 3, 4]
 
 
+def test_a_store_of_many_commits_is_opened_with_a_few_requests(s3: Server) -> None:
+    """What a term leaves is folded when it ends: FORMAT, folds, the newest, and what shows that nothing follows."""
+    store = open_store(s3, s3.url(), create=True)
+    with store.writer(poll_seconds=None) as writer:
+        for step in range(1, 80):
+            writer.save({"step": step}, step=step)
+    again = open_store(s3, store.url)
+    assert len(again.checkpoints()) == 79
+    costs = again.backend.costs
+    assert costs is not None
+    assert dict(costs.spent.requests) == {"get": 3, "list": 1, "head": 2}
+
+
 def test_one_tensor_reads_little_more_than_its_bytes(s3: Server) -> None:
     store = open_store(s3, s3.url(), create=True)
     tensors = {name: np.random.default_rng(1).standard_normal(150_000) for name in "abcd"}
