@@ -74,8 +74,8 @@ class Failure:
         """Whether the request certainly did nothing, and never will."""
         return self.kind == "Connect" or (400 <= self.status < 500 and self.status not in (408, 409, 412, 425, 429))
 
-    def error(self, name: str, *, writing: bool) -> CkptError:
-        """The project's error about the object or listing `name` (with the store's URL)."""
+    def error(self, name: str, more: str = "", *, writing: bool) -> CkptError:
+        """The project's error about the object or listing `name` (with the store's URL). `more`: where, how often."""
         if self.code == "NoSuchBucket":
             return StoreNotFoundError(f"{name.partition(': ')[0]}: there is no such bucket")
         if self.absent:
@@ -84,7 +84,7 @@ class Failure:
             return KeyExistsError(errno.EEXIST, "the object exists already", name)
         if self.kind == "Path":
             return ForeignObjectError(f"{name}: {self.what}")
-        told = f"cannot {'write' if writing else 'read'}: {self.what}"
+        told = f"cannot {'write' if writing else 'read'}: {self.what}{more}"
         if self.status in (401, 403):
             kind: type[StorageError] = ReadOnlyError if writing else StorageError
             found = kind(errno.EACCES, told, name)

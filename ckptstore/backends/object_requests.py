@@ -51,6 +51,7 @@ class Requests:
         self.costs = Costs()
         self.tries = place.tries
         self._url = place.url
+        self._endpoint = place.endpoint
         self._once = _store(place, 0)
         self._again = _store(place, max(0, place.tries - 1))
         self._process = os.getpid()
@@ -210,7 +211,7 @@ class Requests:
                 f"{self._url}: this store was opened before a fork, and its connections are the parent's: open it anew "
                 "in the child, after spawn or forkserver"
             )
-        failure = _SHORT
+        failure, done = _SHORT, 0
         for done in range(self.tries):
             if done:
                 self.pause(done - 1)
@@ -223,7 +224,8 @@ class Requests:
                 break
         if failure.status == 416:
             raise StorageError(errno.ERANGE, "the object is shorter", self.name(key))
-        raise failure.error(self.name(key), writing=writing)
+        where = f" at {self._endpoint}" if self._endpoint and not failure.status else ""
+        raise failure.error(self.name(key), f"{where}, {done + 1} times" if done else where, writing=writing)
 
 
 class _ShortError(Exception):
