@@ -13,7 +13,6 @@ import errno
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import fsspec
@@ -40,6 +39,7 @@ from ckptstore.errors import (
     UnsupportedBackendError,
     UsageError,
 )
+from ckptstore.host.threads import workers
 
 __all__ = ["FsspecBackend", "known_scheme", "opened"]
 
@@ -209,8 +209,8 @@ class FsspecBackend(Backend):
         for _ in range(_RACES):
             key = f"probe/{uuid.uuid4().hex}"
             try:
-                with ThreadPoolExecutor(_RACERS) as pool:
-                    racers = [pool.submit(self._won, key, bytes([n]) * 32) for n in range(_RACERS)]
+                with workers(_RACERS, "probe") as found:
+                    racers = [found.pool.submit(self._won, key, bytes([n]) * 32) for n in range(_RACERS)]
                     won = sum(racer.result() for racer in racers)
                 if won != 1:
                     return f"{won} of {_RACERS} won at once"
