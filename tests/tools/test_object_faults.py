@@ -16,6 +16,9 @@ from tools.objects.proxy import FAULTS, FaultProxy, Rule
 from tools.objects.races import races
 from tools.objects.server import SECRET, Server, options_for, serving
 
+WAITS = ("slow", "stall")
+"""Faults that cost a time-out for each operation: here for those that differ."""
+
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
@@ -39,7 +42,7 @@ def reached(proxy: FaultProxy, fault: str) -> set[str]:
 
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_a_fault_in_each_operation_costs_nothing_acknowledged(s3: Server, proxy: FaultProxy, fault: str) -> None:
-    operations = FAULTS[fault]
+    operations = [one for one in FAULTS[fault] if fault not in WAITS or one in ("create", "complete", "range")]
     seconds = {"stall": 0.6, "slow": 0.5, "late": 0.05}.get(fault, 0.0)
     with small_uploads():
         trial = Trial(s3, proxy, deltas=3)
@@ -67,13 +70,13 @@ def test_a_writer_goes_on_where_a_fault_passes(s3: Server, proxy: FaultProxy) ->
     """What is tried again costs no error at all: the faults that leave no doubt, or that reading back clears."""
     trial = Trial(s3, proxy, deltas=None)
     trial.save()
-    for fault in ("lost_ack", "duplicate", "reset", "409", "412", "500", "500_after", "503", "flip_up"):
+    for fault in ("lost_ack", "duplicate", "reset", "409", "412", "500", "500_after", "503", "flip_up", "flip_down"):
         proxy.rules([Rule(fault, one, times=1) for one in ("create", "get")])
         trial.save()
         trial.load()
     assert trial.texts == []
     trial.settle()
-    assert len(trial.acknowledged) == 11
+    assert len(trial.acknowledged) == 12
 
 
 def test_a_slot_that_lands_late_is_found_by_the_one_who_sent_it(s3: Server, proxy: FaultProxy) -> None:
@@ -90,9 +93,9 @@ def test_a_slot_that_lands_late_is_found_by_the_one_who_sent_it(s3: Server, prox
 
 
 def test_a_random_run_of_faults_is_survived(s3: Server) -> None:
-    trials = list(random_run(s3, faults=60, seed=3, rounds=12))
-    assert sum(len(trial.acknowledged) for trial in trials) > 3
-    assert len({fault for trial in trials for fault, _ in trial.proxy.injected()}) > 8
+    trials = list(random_run(s3, faults=30, seed=3, rounds=6))
+    assert sum(len(trial.acknowledged) for trial in trials) > 1
+    assert len({fault for trial in trials for fault, _ in trial.proxy.injected()}) > 4
 
 
 def test_the_run_notices_what_it_is_for(s3: Server, proxy: FaultProxy) -> None:
@@ -157,7 +160,7 @@ def test_the_rules_and_the_log_have_a_path(s3: Server, proxy: FaultProxy) -> Non
 
 
 def test_races_have_one_winner(s3: Server) -> None:
-    told = races(s3, opening=4, committing=20, racers=4)
-    assert told.opened == 4
+    told = races(s3, opening=2, committing=20, racers=4)
+    assert told.opened == 2
     assert told.committed == 20
     assert told.several == 0

@@ -155,6 +155,7 @@ class Trial:
         if report.damage or report.unread:
             raise LossError(f"damage: {report.damage} {report.unread}")
         self.save()
+        self.close()
         if self.steps not in self.acknowledged:
             raise LossError(f"no save without faults: {self.texts[-1]}")
 
