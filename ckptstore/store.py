@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
@@ -53,17 +53,29 @@ __all__ = ["Store", "open", "repair", "verify"]
 Framework = Literal["torch", "numpy"]
 
 
-def open(url: str | os.PathLike[str], *, create: bool | None = None) -> Store:
+def open(
+    url: str | os.PathLike[str],
+    *,
+    create: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+) -> Store:
     """Open the store at a path or URL.
 
     Args:
-        url: a directory, ``file:///…`` or ``memory://name``.
+        url: a directory, ``file:///…``, ``memory://name``, ``s3://bucket/prefix`` (``gs://``, ``az://``), or a URL of
+            another scheme that fsspec knows.
         create: True: create it now if there is none. False: it must exist. None (default): the first `Store.writer`
             creates it, and reading what does not exist raises.
+        storage_options: how an object store is reached, in fsspec's words (docs/object-stores.md): ``key``, ``secret``,
+            ``token``, ``profile``, ``anon``, ``endpoint_url``, ``client_kwargs={"region_name": …}``. What is left out
+            the environment says (``AWS_ACCESS_KEY_ID``, …). Credentials are kept nowhere but in memory.
+        filesystem: an fsspec file system; `url` is then a path in it. Writing needs one that creates exclusively.
 
     Raises:
         StoreNotFoundError: `create` is False and there is no store.
-        UsageError: the path holds something that is not a store, or the URL's scheme is unknown.
+        UsageError: the path holds something that is not a store, or the URL's scheme or an option is unknown.
+        MissingDependencyError: the scheme needs a package that is not installed.
         FormatError, CorruptLogError, StorageError: the FORMAT file cannot be used.
 
     Example:
@@ -73,7 +85,7 @@ def open(url: str | os.PathLike[str], *, create: bool | None = None) -> Store:
         >>> store.load("latest")
         {'weight': 1.5}
     """
-    store = Store(open_backend(url, create=create is not False))
+    store = Store(open_backend(url, create is not False, storage_options, filesystem))
     if create is True:
         store.create()
     elif create is False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from ckptstore.agent.forms import info_form, options_form, read_info
 from ckptstore.agent.inherited import Inherited, inherit
 from ckptstore.agent.place import Place
 from ckptstore.agent.starting import Lost, Started, Told, found, started
+from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import AgentBusyError, AgentLostError, CkptError, UsageError
 from ckptstore.frameworks import bridge
@@ -131,6 +133,7 @@ class _Opener:
     def __init__(self, store: Store, name: str, linger: float, options: WriterOptions) -> None:
         self._store = store
         self._url = _absolute(store.url)
+        self._storage = _portable(store.backend)
         self._name = name
         self._linger = linger
         self._options = options_form(options)
@@ -199,6 +202,7 @@ class _Opener:
     ) -> Started:
         body: dict[str, Any] = {
             "url": self._url,
+            "storage_options": self._storage,
             "name": self._name,
             "run": self._run,
             "parent": info_form(parent) if isinstance(parent, CheckpointInfo) else _text(parent),
@@ -224,6 +228,16 @@ def _end(left: Started) -> None:
         if not isinstance(error, AgentLostError):
             warn(f"the agent of the trainer before ended with: {error}", UserWarning)
     left.gone()
+
+
+def _portable(backend: Backend) -> dict[str, Any]:
+    """What the agent needs to reach the store. It goes through the socket alone, and is kept nowhere else."""
+    options = dict(backend.storage_options)
+    try:
+        json.dumps(options)
+    except (TypeError, ValueError):
+        raise UsageError(f"{backend.url}: storage_options that are no JSON, which an agent cannot be told") from None
+    return options
 
 
 def _absolute(url: str) -> str:

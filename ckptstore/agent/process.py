@@ -136,12 +136,12 @@ _BUSY: Final = (
 )
 
 
-def _opened(start: _Start) -> tuple[Keeper, list[list[str]]]:
+def _opened(start: _Start, storage: dict[str, Any]) -> tuple[Keeper, list[list[str]]]:
     """The store, open for writing -> and what there is to be warned of."""
     options = read("options", start.options, read_options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        store = open_store(start.url)
+        store = open_store(start.url, storage_options=storage)
         if start.run is not None and store.run != start.run:
             raise StoreReplacedError(
                 f"{start.url}: another run's store ({store.run}) is where that of run {start.run} was; nothing was "
@@ -189,10 +189,11 @@ def run(channel: Channel) -> int:
     found.close()
     place: Place | None = None
     try:
+        storage = dict(found.body.pop("storage_options", {}))  # holds credentials: no part of what errors quote
         start = read("start", found.body, _Start.of)
         place = Place(start.url, start.name)
         place.claim(_CLAIM_SECONDS)
-        keeper, told = _opened(start)
+        keeper, told = _opened(start, storage)
     except (CkptError, MemoryError, RuntimeError) as error:
         channel.post({"re": 0, "error": error_form(error)})
         channel.finish()

@@ -1,6 +1,6 @@
 """Where a store lives: `open_backend` takes a path or a URL and returns the `Backend` for it.
 
-Imports `host` alone, and neither numpy nor fsspec: ``ckpt`` shall start quickly, and a folder needs neither.
+Imports `host` alone, and neither numpy nor obstore nor fsspec before a URL asks for it: ``ckpt`` shall start quickly.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import CkptError, StorageError, StoreNotFoundError, UsageError
+from ckptstore.errors import CkptError, MissingDependencyError, StorageError, StoreNotFoundError, UsageError
 
 __all__ = ["Backend", "open_backend"]
 
@@ -82,6 +82,43 @@ def _open_memory_url(url: str, create: bool) -> Backend:
     return MemoryBackend(name)
 
 
+def _open_objects(url: str, options: Mapping[str, Any]) -> Backend:
+    try:
+        from ckptstore.backends.objects import ObjectBackend
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "obstore":
+            raise
+        scheme = url.partition("://")[0]
+        raise MissingDependencyError(f"{scheme}:// URLs need obstore: pip install 'ckptstore[s3]'") from error
+    return ObjectBackend(url, options)
+
+
+def _open_filesystem(path: str, filesystem: Any, storage_options: Mapping[str, Any] | None) -> Backend:
+    if storage_options:
+        raise UsageError("filesystem= has its options already: leave storage_options out")
+    from ckptstore.backends.fsspec_files import FsspecBackend
+
+    return FsspecBackend(filesystem, path)
+
+
+def _open_fsspec_url(url: str, scheme: str, options: Mapping[str, Any]) -> Backend:
+    known = ", ".join((*_OPENERS, *_OBJECTS))
+    try:
+        from ckptstore.backends.fsspec_files import FsspecBackend, known_scheme, opened, shown
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "fsspec":
+            raise
+        raise MissingDependencyError(
+            f"{scheme}:// is for fsspec to open (without it: paths and {known} URLs): pip install 'ckptstore[s3]'"
+        ) from error
+    if not known_scheme(scheme):
+        raise UsageError(f"{shown(url)}: no backend for {scheme}://; it takes paths, {known} URLs and fsspec's")
+    filesystem, path = opened(url, scheme, options)
+    return FsspecBackend(filesystem, path, url=url)
+
+
+_OBJECTS: Final = ("s3", "gs", "az")
+
 _OPENERS: Final[Mapping[str, Callable[[str, bool], Backend]]] = {
     "file": _open_file_url,
     "pmem": _open_pmem_url,
@@ -89,26 +126,41 @@ _OPENERS: Final[Mapping[str, Callable[[str, bool], Backend]]] = {
 }
 
 
-def open_backend(url: str | os.PathLike[str], create: bool) -> Backend:
+def open_backend(
+    url: str | os.PathLike[str],
+    create: bool,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+) -> Backend:
     """The medium of the store at `url`. Whether a store is there is for the engine to find out.
 
     Args:
-        url: a path (``~`` is the user's home), ``file:///absolute/path``, ``pmem:///absolute/path`` or
-            ``memory://name``.
+        url: a path (``~`` is the user's home), ``file:///absolute/path``, ``pmem:///absolute/path``,
+            ``memory://name``, ``s3://bucket/prefix`` (``gs://``, ``az://``), or of any scheme that fsspec knows.
         create: accept a place where nothing is yet; the first write makes it.
+        storage_options: how an object store, or fsspec's file system, is reached.
+        filesystem: an fsspec file system, in which `url` is a path.
 
     Raises:
         StoreNotFoundError: nothing is there, or a file is, and `create` does not help.
-        UsageError: the path or URL is malformed, or its scheme is unknown.
+        UsageError: the path or URL is malformed, its scheme or an option is unknown.
+        MissingDependencyError: an optional package is needed.
         StorageError: the medium failed.
     """
     text = os.fsdecode(url)
     if not text:
         raise UsageError("the path of a store is empty")
     match = _URL.match(text) if isinstance(url, str) else None
+    scheme = "" if match is None else match[1].lower()
+    if filesystem is not None:
+        return _open_filesystem(text, filesystem, storage_options)
+    if scheme in _OBJECTS:
+        return _open_objects(text, storage_options or {})
+    if storage_options and (match is None or scheme in _OPENERS):
+        raise UsageError(f"{text}: storage_options are for object stores and fsspec's URLs; this has none")
     if match is None:
         return _open_path(text, text, create)
-    opener = _OPENERS.get(match[1].lower())
+    opener = _OPENERS.get(scheme)
     if opener is None:
-        raise UsageError(f"{text}: no backend for {match[1]}://; supported are paths and {', '.join(_OPENERS)} URLs")
+        return _open_fsspec_url(text, scheme, storage_options or {})
     return opener(text, create)

@@ -20,14 +20,18 @@ from __future__ import annotations
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
+from ckptstore.backends.costs import Costs
 from ckptstore.errors import ForeignObjectError, StorageError, UsageError
 
 OBJECT_LIMIT: Final = 256 << 20
 """Bytes that `Backend.get` reads where the caller sets no limit of its own."""
+
+SEGMENT_BYTES: Final = (4 << 30) - (64 << 20)
+"""Bytes of tensors that a segment has at most, a single larger tensor aside: with its header no more than 4 GiB."""
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 
@@ -91,7 +95,8 @@ class SegmentSink(ABC):
     def seal(self, size: int) -> None:
         """Cut to exactly `size` bytes and make contents and name durable, once.
 
-        Raises `StorageError`; then `abort`, and write the segment anew: a failed sync is never repeated.
+        Raises `StorageError`; then `abort`, and write the segment anew: a failed sync is never repeated. Also
+        `KeyExistsError`, of a medium that makes nothing before this.
         """
 
     @abstractmethod
@@ -145,12 +150,26 @@ class Backend(ABC):
             above the end of the log, and a writer before each commit whether the slot before is still the one it knows.
         anchored: every call reaches the store that the first one reached, whatever takes its place (a handle on a
             folder). Where it is False, who commits has to look first whether the store is still the same.
+        segment_bytes: bytes of tensors that one segment may have; more are divided. A medium that holds a segment in
+            memory until it is sealed wants less than others.
+        costs: requests and bytes so far, where a medium charges for them; None: it does not.
     """
 
     url: str
     read_only: bool = False
     cheap_looks: bool = False
     anchored: bool = False
+    segment_bytes: int = SEGMENT_BYTES
+
+    @property
+    def costs(self) -> Costs | None:
+        """Counters of requests and bytes; None: requests of this medium cost nothing."""
+        return None
+
+    @property
+    def storage_options(self) -> Mapping[str, Any]:
+        """What another process needs besides the URL to reach this store. May hold credentials: never to be shown."""
+        return {}
 
     @property
     def recycling(self) -> str:
@@ -231,7 +250,10 @@ class Backend(ABC):
 
     @abstractmethod
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
-        """Begin a new segment of about `size_hint` bytes (never exact). Raises `KeyExistsError`, `StorageError`."""
+        """Begin a new segment of about `size_hint` bytes (never exact). Raises `KeyExistsError`, `StorageError`.
+
+        A medium that makes nothing before `SegmentSink.seal` may find out only there that the key is taken.
+        """
 
     @abstractmethod
     def open_source(self, key: str) -> SegmentSource:

@@ -33,6 +33,8 @@ _PATIENCE: Final = 60.0
 """Seconds that closing waits for a fold under way."""
 _AGAIN: Final = 64
 """Slots after a fold that failed before another is tried."""
+_AT_END: Final = 8
+"""Slots that are worth a fold when a term ends, where each costs a request."""
 KEEP = 2
 """Newest valid folds that stay: if one is damaged, the other serves, and the slots above it are still there."""
 
@@ -110,11 +112,30 @@ class FoldThread:
         return failure
 
     def finish(self, seconds: float = _PATIENCE) -> Exception | None:
-        """Wait for a fold under way, at most so long -> what it failed with."""
+        """Wait for a fold under way, at most so long -> what it failed with.
+
+        Where every slot that is read costs a request, what the term leaves behind is folded then: who opens the store
+        next reads one object, and not hundreds.
+        """
         if self._thread is not None:
             self._thread.join(seconds)
+            if self._thread.is_alive():
+                return None
+        if self._failure is None and self._worth_it():
+            try:
+                view = self._term.view()
+                fold(self._term.journal, view)
+                self._term.fold_seq = view.end - 1
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and fails no save
+                self._failure = error
         failure, self._failure = self._failure, None
         return failure
+
+    def _worth_it(self) -> bool:
+        """Whether the term ends on a medium that charges for requests, and leaves slots that no fold covers."""
+        term = self._term
+        slots = term.next_seq - 1 - term.fold_seq
+        return term.journal.backend.costs is not None and term.dead is None and slots >= _AT_END
 
     def _run(self, view: View) -> None:
         try:

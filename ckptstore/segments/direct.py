@@ -17,8 +17,6 @@ import xxhash
 from ckptstore.backends.base import Backend, SegmentSink
 from ckptstore.formats import digest, hashing, jsontext
 from ckptstore.formats.layout import (
-    HEADER_LIMIT,
-    SEGMENT_LIMIT,
     Layout,
     TensorSpec,
     chunk_extents,
@@ -80,19 +78,19 @@ class DirectState(LaidOutState):
 
 
 def map_segments(
-    backend: Backend, flat: FlatState, draft: SegmentDoc, limit: int = SEGMENT_LIMIT - HEADER_LIMIT
+    backend: Backend, flat: FlatState, draft: SegmentDoc, limit: int | None = None
 ) -> tuple[Mapped, ...] | None:
     """Open the segments of a full of a state like `flat`, and map them; None: the medium has no memory for that.
 
     Args:
         draft: what they will say of themselves, about; see `packed.drafts`.
-        limit: bytes of tensors per segment.
+        limit: bytes of tensors per segment; None: what the medium wants.
 
     Raises:
         StorageError: the medium failed, or is full; nothing is left of them, as far as possible.
     """
     specs = [TensorSpec(name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()]
-    divided = split(specs, limit)
+    divided = split(specs, backend.segment_bytes if limit is None else limit)
     found: list[Mapped] = []
     try:
         for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):

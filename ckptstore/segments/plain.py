@@ -19,7 +19,7 @@ import xxhash
 
 from ckptstore.backends.base import SegmentSink
 from ckptstore.formats import digest, hashing, jsontext
-from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, Layout, TensorSpec, split
+from ckptstore.formats.layout import Layout, TensorSpec, split
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.sources import place_of
@@ -66,7 +66,7 @@ def write_full(
     flat: FlatState,
     draft: SegmentDoc,
     *,
-    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    limit: int | None = None,
 ) -> WrittenState:
     """Write `flat` as one or more uncompressed full segments and make them durable (COMMIT step 1).
 
@@ -75,7 +75,7 @@ def write_full(
         flat: the state; its tensors must not change until this returns. A `LaidOutState` is not copied, nor is an
             `ArrivingState`.
         draft: what its segments say of themselves; see `packed.drafts`.
-        limit: bytes of tensors per segment; of an `ArrivingState`, its plan decides.
+        limit: bytes of tensors per segment; None: what the medium wants. Of an `ArrivingState`, its plan decides.
 
     Raises:
         StorageError: it cannot fit, which is found out before anything is written, or the medium failed; what was
@@ -92,7 +92,7 @@ def write_plain(
     flat: FlatState,
     documents: Callable[[int], Sequence[SegmentDoc]],
     *,
-    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    limit: int | None = None,
 ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
     """Write the tensors of `flat`, whole ones and shards, as plain segments and make them durable.
 
@@ -113,7 +113,7 @@ def write_plain(
     entries: list[TensorEntry] = []
     # Units that are copied already lie in the segments that they were planned for.
     planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, ArrivingState) else None
-    divided = planned or split(specs, limit)
+    divided = planned or split(specs, session.backend.segment_bytes if limit is None else limit)
     session.backend.check_space(sum(spec.nbytes for spec in specs) + len(divided) * BLOCK)  # no header is shorter
     for doc, members, passing in zip(documents(len(divided)), divided, _passages(flat, divided), strict=True):
         entry, tensors = _write_plain(session, doc, members, passing)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptstore.formats import codecs, digest, hashing, jsontext
 from ckptstore.formats.codecs import CodecChoice, Policy, Sample
-from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, chunk_extents, split
+from ckptstore.formats.layout import TensorSpec, chunk_extents, split
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.sources import place_of
@@ -151,7 +151,7 @@ def write_packed(
     base: Base | None,
     gap: int,
     choices: Choices,
-    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    limit: int | None = None,
     fed: Fed | None = None,
 ) -> WrittenState:
     """Code `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
@@ -162,7 +162,7 @@ def write_packed(
         base: what deltas are made against; None: codecs without a base only.
         gap: checkpoints between base and state; choices are kept apart by its magnitude.
         choices: what was chosen before; updated.
-        limit: logical bytes per segment.
+        limit: logical bytes per segment; None: what the medium wants.
         fed: how `flat` comes, if it is not read where it is.
 
     Raises:
@@ -184,7 +184,7 @@ def write_coded(
     base: Base | None,
     gap: int,
     choices: Choices,
-    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    limit: int | None = None,
     fed: Fed | None = None,
 ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
     """Code the tensors of `flat`, whole ones and shards, into packed segments and make them durable.
@@ -204,7 +204,8 @@ def write_coded(
         plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, session.workers)}
     written: list[SegmentEntry] = []
     entries: list[TensorEntry] = []
-    divided = [[plans[spec.name] for spec in part] for part in split([plan.spec for plan in plans.values()], limit)]
+    most = session.backend.segment_bytes if limit is None else limit
+    divided = [[plans[spec.name] for spec in part] for part in split([plan.spec for plan in plans.values()], most)]
     windows = None
     if fed is not None:
         windows = fed.feed.windows([unit for own in divided for unit in units_of(own, flat, fed.room)])

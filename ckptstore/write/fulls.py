@@ -55,6 +55,7 @@ class Fulls:
         commit: ThreadPoolExecutor,
         tend: Callable[[], None],
         background: Callable[[Callable[[], None]], object],
+        segment_bytes: int,
     ) -> None:
         """
         Args:
@@ -64,8 +65,10 @@ class Fulls:
             commit: the thread through which every COMMIT goes.
             tend: what that thread does after each of them.
             background: has memory touched while others work.
+            segment_bytes: `Backend.segment_bytes` of the medium.
         """
         self.memory = Arenas(memory)
+        self._segment_bytes = segment_bytes
         self._limit = limit
         self._commit = commit
         self._tend = tend
@@ -88,8 +91,12 @@ class Fulls:
 
     def prepare_for(self, flat: FlatState) -> None:
         """Touch memory for such a state in the background. A second time does nothing."""
-        self.memory.expect(_plan(flat).space, self._limit)
+        self.memory.expect(self._plan(flat).space, self._limit)
         self._touch()
+
+    def _plan(self, flat: FlatState) -> UnitPlan:
+        tensors = tuple((name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items())
+        return plan_units(tensors, self._segment_bytes)
 
     def _touch(self) -> None:
         for run in self.memory.touch():
@@ -134,7 +141,7 @@ class Fulls:
         measured.waited += time.monotonic() - began
         full: Full | None = None
         try:
-            plan = _plan(flat)
+            plan = self._plan(flat)
             self.memory.expect(plan.space, self._limit)
             full = Full(self, committer, flat, plan, step, labels, measured)
             with self._lock:
@@ -378,7 +385,3 @@ class Full:
             return
         self._arrivals.discard()
         self._fulls.leave()
-
-
-def _plan(flat: FlatState) -> UnitPlan:
-    return plan_units(tuple((name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()))

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
+from ckptstore.backends.base import SEGMENT_BYTES
 from ckptstore.formats import streaming
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
@@ -112,14 +113,21 @@ class SnapshotPool:
     kept of them.
     """
 
-    def __init__(self, limit: int, background: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        background: Callable[[Callable[[], None]], object],
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
         """
         Args:
             limit: snapshots in flight.
             background: has memory touched while others work.
+            segment_bytes: `Backend.segment_bytes` of the medium: copies lie as their segments will.
         """
         self._slots = threading.BoundedSemaphore(limit)
         self._limit = limit
+        self._segment_bytes = segment_bytes
         self._background = background
         self._free: list[_Free] = []
         self._out = 0
@@ -131,11 +139,11 @@ class SnapshotPool:
 
     def prepare(self, flat: FlatState) -> None:
         """Touch memory for a state like `flat` in the background. A second time does nothing."""
-        self._prepare(_plan(flat).size, 1)
+        self._prepare(self._plan(flat).size, 1)
 
     def kept(self, flat: FlatState) -> None:
         """A copy of `flat` stays in memory: the next one will need memory of its own, which is touched by then."""
-        self._prepare(_plan(flat).size, self._out + 1)
+        self._prepare(self._plan(flat).size, self._out + 1)
 
     def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> tuple[Snapshot, float]:
         """Copy every tensor of `flat`, once fewer than `limit` snapshots are in flight -> and the seconds waited."""
@@ -144,7 +152,7 @@ class SnapshotPool:
         waited = time.monotonic() - began
         try:
             snapshot = self.copy(flat, pool, self._slots.release)
-            size = _plan(flat).size
+            size = self._plan(flat).size
             self._prepare(size, self._limit)
             if size >= streaming.LARGE:
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
@@ -182,11 +190,14 @@ class SnapshotPool:
             raise
         return snapshot
 
+    def _plan(self, flat: FlatState) -> RegionPlan:
+        return plan_regions(_specs(flat), self._segment_bytes)
+
     def _laid_out(
         self, flat: FlatState, landed: Callable[[], None]
     ) -> tuple[Snapshot, list[tuple[TensorSource, Bytes]]]:
         """A snapshot that is not filled yet, and what is to be copied where."""
-        plan = _plan(flat)
+        plan = self._plan(flat)
         memory = self._memory(plan.size)
         copies: list[tuple[TensorSource, Bytes]] = []
         tensors: dict[str, TensorSource] = {}
@@ -254,10 +265,6 @@ _Spec: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tupl
 
 def _specs(flat: FlatState) -> tuple[_Spec, ...]:
     return tuple((name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items())
-
-
-def _plan(flat: FlatState) -> RegionPlan:
-    return plan_regions(_specs(flat))
 
 
 def copy_jobs(copies: Sequence[tuple[TensorSource, Bytes]]) -> list[Callable[[], None]]:

@@ -81,7 +81,7 @@ class Writer:
         self._failures = Failures()
         self._staging = Staging.for_chunks(budget=options.staging_bytes)
         self._background = started_pool(1, "ckptstore-touch")
-        self._snapshots = SnapshotPool(options.max_in_flight, self._background.submit)
+        self._snapshots = SnapshotPool(options.max_in_flight, self._background.submit, self._backend.segment_bytes)
         cores = os.cpu_count() or 1
         # Payloads under way take no more memory than the staging blocks do. What is not coded has none.
         encoders = max(self._staging.blocks - 1, options.max_in_flight * options.threads if options.plain else 1)
@@ -129,6 +129,7 @@ class Writer:
             commit=self._thread,
             tend=self._upkeep,
             background=self._background.submit,
+            segment_bytes=self._backend.segment_bytes,
         )
         if self.parent is not None and (self._options.memory is not None or self._options.max_in_flight > 1):
             # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.

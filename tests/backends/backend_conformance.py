@@ -109,6 +109,10 @@ class BackendConformance:
     """Whether `opener` can be pickled and opens the same store in another process."""
     rounds = 100
     """Rounds of each race."""
+    replacements = 200
+    """How often a pin is replaced under its readers' eyes."""
+    taken_at_seal = False
+    """Whether a segment's name is looked at only when it is sealed, and nothing is there before."""
 
     @pytest.fixture
     def opener(self, tmp_path: Any) -> Opener:
@@ -208,7 +212,7 @@ class BackendConformance:
 
         with ThreadPoolExecutor(2) as pool:
             watchers = [pool.submit(watch) for _ in range(2)]
-            for number in range(200):
+            for number in range(self.replacements):
                 backend.replace("pins/a", values[number % 4])
             done.set()
             for watcher in watchers:
@@ -334,8 +338,15 @@ class BackendConformance:
             backend.open_sink(SEGMENT, BLOCK)
         first.write(0, filled(BLOCK))
         first.seal(BLOCK)
-        with pytest.raises(KeyExistsError):
-            backend.open_sink(SEGMENT, BLOCK)
+        if self.taken_at_seal:
+            second = backend.open_sink(SEGMENT, BLOCK)
+            second.write(0, filled(BLOCK, seed=1))
+            with pytest.raises(KeyExistsError):
+                second.seal(BLOCK)
+            second.abort()
+        else:
+            with pytest.raises(KeyExistsError):
+                backend.open_sink(SEGMENT, BLOCK)
         assert read_segment(backend) == filled(BLOCK)
 
     def test_an_aborted_segment_leaves_nothing(self, backend: Backend) -> None:

@@ -201,7 +201,11 @@ def test_memory_stores_have_names() -> None:
     "url",
     [
         "ftp://host/x",
-        "gs://bucket/run",
+        "nonsense://bucket/run",
+        "s3://",
+        "s3://b/x?y",
+        "gs://bucket/a/../b",
+        "az://b ucket/x",
         "memory://",
         "",
         "file://host/x",
@@ -219,8 +223,8 @@ def test_what_cannot_be_opened_is_named(url: str) -> None:
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"gs://.*file, pmem, memory"):
-        open_backend("gs://bucket/run", create=True)
+    with pytest.raises(UsageError, match=r"nonsense://.*file, pmem, memory, s3, gs, az"):
+        open_backend("nonsense://bucket/run", create=True)
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Staging
 from ckptstore.segments.plain import write_full
 from ckptstore.segments.regions import plan_regions
-from ckptstore.segments.units import plan_units
 from tests.store.states import every_dtype, same, training_state
 
 PAGE = 4096
@@ -140,8 +139,7 @@ def store() -> ckptstore.Store:
 
 def limited(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Segments of fewer bytes, as they are written and as snapshots are laid out."""
-    monkeypatch.setattr("ckptstore.write.deltas.write_full", functools.partial(write_full, limit=limit))
-    monkeypatch.setattr("ckptstore.write.fulls.plan_units", functools.partial(plan_units, limit=limit))
+    monkeypatch.setattr("ckptstore.backends.base.Backend.segment_bytes", limit)
 
 
 def images(flat: FlatState) -> dict[str, bytes]:

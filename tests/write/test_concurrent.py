@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.arenas import LEAST
 from ckptstore.log import requests
 from ckptstore.log.change import Change
-from ckptstore.segments.units import plan_units
 from tests.write import inside
 
 MIB = 1 << 20
@@ -662,7 +660,7 @@ def test_a_kill_with_several_in_flight(tmp_path: Path, point: str, count: int, m
 
 def test_a_large_state_divided_over_segments(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is short, units that share pages, several segments: the bits are those that training had."""
-    monkeypatch.setattr("ckptstore.write.fulls.plan_units", functools.partial(plan_units, limit=40 * MIB))
+    monkeypatch.setattr("ckptstore.backends.base.Backend.segment_bytes", 40 * MIB)
     rng = np.random.default_rng(0)
     state = {f"w{number}": rng.integers(0, 256, 5_000_001 + 997 * number, np.uint8) for number in range(24)}
     expected = {name: array.copy() for name, array in state.items()}

@@ -16,7 +16,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptSegmentError, UsageError
 from ckptstore.formats import jsontext
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT, SEGMENT_LIMIT
+from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT
 from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_steps import StepEncoding
@@ -69,7 +69,7 @@ def copy_encodings(
     *,
     run: str,
     term: int,
-    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    limit: int | None = None,
 ) -> tuple[list[SegmentEntry], list[Encoding]]:
     """Copy encodings into one segment (several, where one would exceed `limit`), and make it durable.
 
@@ -89,7 +89,8 @@ def copy_encodings(
     """
     written: list[SegmentEntry] = []
     encodings: list[Encoding] = []
-    for group in _groups([_described(backend, catalog, edge) for edge in edges], limit):
+    most = session.backend.segment_bytes if limit is None else limit
+    for group in _groups([_described(backend, catalog, edge) for edge in edges], most):
         draft = merged_draft([piece.edge for piece in group], catalog, run, term)
         draft = replace(
             draft,

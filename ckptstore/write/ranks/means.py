@@ -41,7 +41,7 @@ class Means:
         self.failures = Failures()
         self.staging = Staging.for_chunks(budget=options.staging_bytes)
         self._background = started_pool(1, "ckptstore-touch")
-        self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit)
+        self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit, journal.backend.segment_bytes)
         self.blocks = started_pool(options.threads, "ckptstore-write")
         self.workers = Workers.started(min(os.cpu_count() or 1, self.staging.blocks - 1), "ckptstore-hash")
         self.writing = started_pool(1, "ckptstore-part")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptstore.formats import hashing
-from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_index import MAX_ENTRIES
@@ -63,7 +62,7 @@ def write_batch(
     *,
     times: Sequence[float],
     digests: Mapping[str, int] | None = None,
-    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
+    limit: int | None = None,
     share: RankShare | None = None,
 ) -> tuple[tuple[SegmentEntry, ...], tuple[Encoding, ...]]:
     """Write coded steps and make them durable (COMMIT step 1) -> the segments, and for each step the edge to it.
@@ -73,14 +72,15 @@ def write_batch(
         draft: what its segments say of themselves; their uuids and steps are filled in.
         times: when each of the steps was made.
         digests: state digests of the last step's tensors, by name.
-        limit: payload bytes of a segment.
+        limit: payload bytes of a segment; None: what the medium wants.
         share: they are one rank's. Then the segments hold no trees, and the edges those segments alone.
 
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
     """
     written: list[SegmentEntry] = []
-    divided = [(uuid.uuid4().hex, parts) for parts in _split(steps, limit)]
+    most = session.backend.segment_bytes if limit is None else limit
+    divided = [(uuid.uuid4().hex, parts) for parts in _split(steps, most)]
     used: dict[int, list[str]] = {step.step: [] for step in steps}
     for segment, parts in divided:
         for part in parts:

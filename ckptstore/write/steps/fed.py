@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptstore.formats import digest, hashing, jsontext
-from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, chunk_extents
+from ckptstore.formats.layout import chunk_extents
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_index import MAX_ENTRIES
@@ -50,7 +50,6 @@ from ckptstore.write.steps.updates import Update
 
 __all__ = ["FedStep", "StreamedStep", "TooLongError", "digest_of", "plan_fed"]
 
-_LIMIT: Final = SEGMENT_LIMIT - HEADER_LIMIT
 _NOTHING: Final = np.empty(0, np.uint8)
 _Place = tuple[int, int, str]
 """Where a payload is, its length and its hash."""
@@ -142,21 +141,21 @@ class FedStep:
         return EncodedStep(self._step, self._base.id, self._flat.tree, tuple(units), state, self._nbytes)
 
     def write(
-        self, fed: Fed, session: SegmentSession, draft: SegmentDoc, moment: float, limit: int = _LIMIT
+        self, fed: Fed, session: SegmentSession, draft: SegmentDoc, moment: float, limit: int | None = None
     ) -> StreamedStep:
         """Code it, write it as it is coded, and make it durable (COMMIT step 1).
 
         Args:
             draft: what its segments say of themselves; their uuids and steps are filled in.
             moment: when it was made.
-            limit: logical bytes of a segment.
+            limit: logical bytes of a segment; None: what the medium wants.
 
         Raises:
             TooLongError: what was written is no part of any checkpoint.
             StorageError: the medium failed.
             and whatever feeding raises.
         """
-        shares = list(self._shares(limit))
+        shares = list(self._shares(session.backend.segment_bytes if limit is None else limit))
         ids = [uuid.uuid4().hex for _ in shares]
         parts = [Part(ids[0], number, len(ids)) if len(ids) > 1 else None for number in range(len(ids))]
         segments: list[SegmentEntry] = []

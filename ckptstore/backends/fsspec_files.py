@@ -1,0 +1,327 @@
+"""A store in a file system of fsspec's: another scheme than those that have a backend, or one that the user made.
+
+It needs what most of them lack: an exclusive create. It is tried, `pipe_file(mode="create")` first and ``open("xb")``
+then, and the probe refuses the file system where neither has exactly one winner. Reading works everywhere.
+
+What it makes is as durable as the file system says: fsspec has no sync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import fsspec
+
+from ckptstore.backends.base import (
+    OBJECT_LIMIT,
+    Backend,
+    SegmentSink,
+    SegmentSource,
+    checked_folder,
+    checked_key,
+    too_long,
+)
+from ckptstore.backends.gathered import GatheredSink
+from ckptstore.errors import (
+    CkptError,
+    CorruptSegmentError,
+    ForeignObjectError,
+    KeyExistsError,
+    KeyNotFoundError,
+    MissingDependencyError,
+    ReadOnlyError,
+    StorageError,
+    UnsupportedBackendError,
+    UsageError,
+)
+from ckptstore.host.threads import workers
+
+__all__ = ["FsspecBackend", "known_scheme", "opened"]
+
+_RACERS: Final = 4
+_RACES: Final = 8
+_T = TypeVar("_T")
+
+
+def known_scheme(scheme: str) -> bool:
+    """Whether fsspec has an implementation of a scheme."""
+    return scheme in fsspec.available_protocols()
+
+
+def opened(url: str, scheme: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it. Raises `UsageError`, `MissingDependencyError`."""
+    failure = ""
+    try:
+        kind = fsspec.get_filesystem_class(scheme)
+        path = str(kind._strip_protocol(url))
+        inferred = kind._get_kwargs_from_urls(url)
+        return kind(**{"use_listings_cache": False, "skip_instance_cache": True, **inferred, **options}), path
+    except ImportError as error:
+        missing = str(error)
+        raise MissingDependencyError(f"{scheme}:// needs a package of its own: {missing}") from None
+    except Exception as error:  # noqa: BLE001 - whatever a file system raises; its text may hold credentials
+        failure = type(error).__name__
+    raise UsageError(f"{shown(url)}: fsspec's file system cannot be made of this URL and these options ({failure})")
+
+
+def shown(url: str) -> str:
+    """A URL as it may be shown: without user, password and query, which some schemes carry credentials in."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+
+class FsspecBackend(Backend):
+    """The store in folder `path` of an fsspec file system.
+
+    Args:
+        filesystem: any. Caches of listings are asked to forget before each look.
+        path: of the folder.
+        url: for messages; None: made of the file system's protocol and `path`.
+    """
+
+    def __init__(self, filesystem: Any, path: str, *, url: str | None = None) -> None:
+        protocol = getattr(filesystem, "protocol", "fsspec")
+        scheme = protocol if isinstance(protocol, str) else protocol[0]
+        self.url = f"{scheme}://{path.lstrip('/')}" if url is None else shown(url)
+        self._fs = filesystem
+        self._root = path.rstrip("/")
+        self._how: Callable[[str, bytes], None] = self._pipe
+        self._lock = threading.Lock()
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{checked_key(key)}"
+
+    def _name(self, key: str) -> str:
+        return f"{self.url}: {key}" if key else self.url
+
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
+        """See `Backend.get`."""
+        size = self.size(key)
+        if size > limit:
+            raise too_long(self._name(key), size, limit)
+        data = self._asked(key, lambda path: bytes(self._fs.cat_file(path)))
+        if len(data) > limit:
+            raise too_long(self._name(key), len(data), limit)
+        return data
+
+    def size(self, key: str) -> int:
+        """See `Backend.size`."""
+
+        def call(path: str) -> int:
+            self._fs.invalidate_cache()
+            found = self._fs.info(path)
+            if found["type"] != "file":
+                raise ForeignObjectError(f"{self._name(key)} is a {found['type']}, not an object of a store")
+            return int(found["size"])
+
+        return self._asked(key, call)
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Bytes `start` to `end`, fewer only if the object is shorter. Raises as `get`."""
+        return self._asked(key, lambda path: bytes(self._fs.cat_file(path, start=start, end=end)))
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Backend.create`."""
+        self._written(key, lambda path: self._how(path, bytes(data)), make=True)
+
+    def _pipe(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(path, data, mode="create")
+
+    def _open_exclusively(self, path: str, data: bytes) -> None:
+        with self._fs.open(path, "xb") as file:
+            file.write(data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """See `Backend.replace`."""
+        self._written(key, lambda path: self._fs.pipe_file(path, bytes(data)), make=True)
+
+    def put(self, key: str, parts: Sequence[bytes]) -> None:
+        """A segment, of its parts. Raises `KeyExistsError`, `StorageError`."""
+
+        def call(path: str) -> None:
+            self._fs.invalidate_cache()
+            if self._fs.exists(path):
+                raise KeyExistsError(errno.EEXIST, "the segment exists already", self._name(key))
+            with self._fs.open(path, "wb") as file:
+                for part in parts:
+                    file.write(part)
+
+        self._written(key, call, make=True)
+
+    def delete(self, key: str) -> None:
+        """See `Backend.delete`."""
+        with contextlib.suppress(KeyNotFoundError):
+            self._written(key, self._fs.rm_file)
+
+    def list(self, prefix: str) -> list[str]:
+        """See `Backend.list`."""
+        folder = checked_folder(prefix)
+        root = self._fs._strip_protocol(f"{self._root}/{folder}".rstrip("/"))
+
+        def call(_: str) -> list[str]:
+            self._fs.invalidate_cache()
+            return [str(path) for path in self._fs.find(root)]
+
+        try:
+            found = self._asked(prefix, call, root)
+        except KeyNotFoundError:
+            return []
+        keys = (f"{folder}{path.removeprefix(root).lstrip('/')}" for path in found)
+        return sorted(key for key in keys if key != folder and not key.rpartition("/")[2].startswith("."))
+
+    def settle(self, prefix: str) -> None:
+        """See `Backend.settle`: fsspec has nothing to settle with."""
+        checked_folder(prefix)
+
+    def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002 - memory needs no reservation
+        """See `Backend.open_sink`."""
+        return _FsspecSink(self, checked_key(key))
+
+    def open_source(self, key: str) -> SegmentSource:
+        """See `Backend.open_source`."""
+        return _FsspecSource(self, checked_key(key))
+
+    def probe(self) -> None:
+        """See `Backend.probe`: a second create has to fail, and of several at once one has to win, each time."""
+        failures = []
+        for how in (self._pipe, self._open_exclusively):
+            self._how = how
+            why = self._not_exclusive()
+            if not why:
+                return
+            failures.append(why)
+        raise UnsupportedBackendError(
+            errno.EOPNOTSUPP,
+            f"this file system does not create exclusively (mode='create': {failures[0]}; open('xb'): {failures[1]}), "
+            "so that two writers could not exclude each other; it can be read, not written; use a path, s3://, "
+            "gs:// or az://",
+            self.url,
+        )
+
+    def _not_exclusive(self) -> str:
+        """Why creating in the present way is not exclusive; empty: it is, as far as can be seen."""
+        for _ in range(_RACES):
+            key = f"probe/{uuid.uuid4().hex}"
+            try:
+                with workers(_RACERS, "probe") as found:
+                    racers = [found.pool.submit(self._won, key, bytes([n]) * 32) for n in range(_RACERS)]
+                    won = sum(racer.result() for racer in racers)
+                if won != 1:
+                    return f"{won} of {_RACERS} won at once"
+                if self._won(key, b"late"):
+                    return "a second one succeeded"
+            except CkptError as error:
+                return str(error)
+            finally:
+                self._forget(key)
+        return ""
+
+    def _won(self, key: str, data: bytes) -> bool:
+        try:
+            self.create(key, data)
+        except KeyExistsError:
+            return False
+        return True
+
+    def _forget(self, key: str) -> None:
+        try:
+            self.delete(key)
+            self._fs.rmdir(f"{self._root}/probe")
+        except Exception:  # noqa: BLE001 - what is left is harmless, and another probe may be beside this one
+            pass
+
+    def medium(self) -> str:
+        """See `Backend.medium`."""
+        return f"fsspec ({type(self._fs).__name__})"
+
+    def _written(self, key: str, call: Callable[[str], None], *, make: bool = False) -> None:
+        """Change something. The project's errors for whatever is raised."""
+        path = self._path(key)
+
+        def change(_: str) -> None:
+            if make:
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            call(path)
+            self._fs.invalidate_cache()
+
+        self._asked(key, change, path, writing=True)
+
+    def _asked(self, key: str, call: Callable[[str], _T], path: str | None = None, *, writing: bool = False) -> _T:
+        """Ask. The project's errors for whatever is raised, with no text of others': it may hold credentials."""
+        path = self._path(key) if path is None else path
+        failure: CkptError
+        try:
+            return call(path)
+        except CkptError:
+            raise
+        except FileExistsError:
+            failure = KeyExistsError(errno.EEXIST, "the object exists already", self._name(key))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            failure = KeyNotFoundError(f"{self._name(key)} does not exist")
+        except PermissionError as error:
+            kind = ReadOnlyError if writing else StorageError
+            failure = kind(error.errno or errno.EACCES, "not permitted", self._name(key))
+        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+            code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            told = f"cannot {'write' if writing else 'read'} ({type(error).__name__})"
+            failure = StorageError(code, told, self._name(key))
+        raise failure
+
+
+class _FsspecSink(GatheredSink):
+    def __init__(self, backend: FsspecBackend, key: str) -> None:
+        super().__init__(f"{backend.url}: {key}")
+        self._backend = backend
+        self._key = key
+
+    def put(self, parts: Sequence[bytes], size: int) -> None:
+        self.perhaps = True
+        try:
+            self._backend.put(self._key, parts)
+        except KeyExistsError:
+            self.perhaps = False
+            raise
+        if (found := self._backend.size(self._key)) != size:
+            raise StorageError(errno.EIO, f"{found} of {size} bytes arrived", self.name)
+
+    def remove(self) -> None:
+        self._backend.delete(self._key)
+
+
+class _FsspecSource(SegmentSource):
+    def __init__(self, backend: FsspecBackend, key: str) -> None:
+        self._backend = backend
+        self._key = key
+        self._closed = False
+        self.size = backend.size(key)
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        view = out.cast("B")
+        self._check_open()
+        if offset < 0 or offset + len(view) > self.size:
+            raise CorruptSegmentError(
+                f"{self._key} ends at byte {self.size}; bytes {offset} to {offset + len(view)} were asked for"
+            )
+        if not len(view):
+            return
+        data = self._backend.read_range(self._key, offset, offset + len(view))
+        if len(data) != len(view):
+            raise CorruptSegmentError(f"{self._key} ends at byte {offset + len(data)}, although it had {self.size}")
+        view[:] = data
+
+    def map(self) -> memoryview | None:
+        self._check_open()
+        return None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(errno.EBADF, "the segment is closed", self._key)
+
+    def close(self) -> None:
+        self._closed = True

@@ -1,0 +1,293 @@
+"""Requests to one bucket through obstore: counted, sent again a bounded number of times, with the project's errors.
+
+obstore sends each request once (its own retries are off), so that every one is counted and a conditional create is not
+repeated behind our back; the parts of a multipart upload are the exception.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import obstore
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from ckptstore.backends.base import OBJECT_LIMIT, too_long
+from ckptstore.backends.costs import Costs
+from ckptstore.backends.object_errors import RAISED, Failure, understood
+from ckptstore.backends.object_options import ObjectPlace
+from ckptstore.errors import CkptError, CorruptSegmentError, MissingDependencyError, StorageError, UsageError
+
+__all__ = ["PART", "Requests"]
+
+PART: Final = 16 << 20
+"""Bytes of a part of a multipart upload."""
+_PARTS_AT_ONCE: Final = 8
+_PAGE: Final = 1000
+"""Keys that one request lists."""
+_FIRST_PAUSE: Final = 0.05
+_LONGEST_PAUSE: Final = 5.0
+_MD5: Final = 32
+
+_T = TypeVar("_T")
+
+
+class Requests:
+    """What a backend asks its bucket. Thread-safe.
+
+    Attributes:
+        costs: what was asked so far.
+        tries: how often a request is sent at most.
+    """
+
+    def __init__(self, place: ObjectPlace) -> None:
+        """Send nothing yet. Raises `UsageError`, `MissingDependencyError`, `StorageError`."""
+        self.costs = Costs()
+        self.tries = place.tries
+        self._url = place.url
+        self._endpoint = place.endpoint
+        self._once = _store(place, 0)
+        self._again = _store(place, max(0, place.tries - 1))
+        self._process = os.getpid()
+        self._tags_are_md5 = place.scheme == "s3"
+
+    def name(self, key: str) -> str:
+        """How errors call an object."""
+        return f"{self._url}: {key}" if key else self._url
+
+    def pause(self, done: int) -> None:
+        """Wait before a request is sent again, after `done` tries: longer each time, and never in step with others."""
+        time.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.uniform(0.5, 1.0))
+
+    # -- reading
+
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
+        """The whole object. Raises as `Backend.get`.
+
+        Where the server's ETag is the MD5 of the bytes they are compared with it, and asked for again if they differ:
+        a slot that is damaged on its way would else be taken for damage in the store.
+        """
+        before: bytes | None = None
+        for done in range(self.tries):
+            data, tag = self._run("get", key, lambda: self._got(key, limit))
+            if not self._tags_are_md5 or len(tag) != _MD5 or _md5(data) == tag:
+                return data
+            if data == before:  # the same twice: the tag is something else (SSE-KMS)
+                self._tags_are_md5 = False
+                return data
+            before = data
+            self.pause(done)
+        raise StorageError(errno.EIO, "cannot read: other bytes each time", self.name(key))
+
+    def _got(self, key: str, limit: int) -> tuple[bytes, str]:
+        self.costs.count("get")
+        result = obstore.get(self._once, key)
+        size = result.meta["size"]
+        if size > limit:
+            raise too_long(self.name(key), size, limit)
+        data = bytes(result.bytes())
+        self.costs.receive(len(data))
+        if len(data) != size:
+            raise _ShortError
+        return data, (result.meta["e_tag"] or "").strip('"')
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on. Raises `CorruptSegmentError` if there are fewer."""
+
+        def call() -> None:
+            self.costs.count("range")
+            data = memoryview(obstore.get_range(self._once, key, start=start, length=len(out)))
+            self.costs.receive(len(data))
+            if len(data) != len(out):  # a short body with an honest length is no error to anybody else
+                raise _ShortError
+            out[:] = data
+
+        if not len(out):
+            return
+        try:
+            self._run("range", key, call)
+        except StorageError as error:
+            if error.errno == errno.ERANGE:
+                text = f"{self.name(key)} ends before byte {start + len(out)}, although it was longer"
+                raise CorruptSegmentError(text) from None
+            raise
+
+    def size(self, key: str) -> int:
+        """Length of an object. Raises as `Backend.size`."""
+
+        def call() -> int:
+            self.costs.count("head")
+            return obstore.head(self._once, key)["size"]
+
+        return self._run("head", key, call)
+
+    def keys(self, prefix: str) -> list[str]:
+        """Keys below a folder. Raises `StorageError`, `ForeignObjectError`."""
+
+        def call() -> list[str]:
+            self.costs.count("list")
+            keys: list[str] = []
+            for batch in obstore.list(self._once, prefix or None, chunk_size=_PAGE):
+                keys += [found["path"] for found in batch]
+            self.costs.count("list", max(0, len(keys) - 1) // _PAGE)
+            return keys
+
+        return self._run("list", prefix, call)
+
+    def folders(self, prefix: str) -> list[str]:
+        """Names directly below a folder that others are below. Raises as `keys`."""
+
+        def call() -> list[str]:
+            self.costs.count("list")
+            found = obstore.list_with_delimiter(self._once, prefix or None)
+            return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+
+        return self._run("list", prefix, call)
+
+    # -- writing
+
+    def create(self, key: str, data: bytes | Sequence[bytes]) -> None:
+        """One PUT with ``If-None-Match: *``; a second only where the one before certainly did nothing.
+
+        Raises:
+            KeyExistsError: the server said 412 or 409. After 409 the key may still be absent.
+            StorageError: anything else; unknown, but for `unsent`.
+        """
+        parts = [data] if isinstance(data, bytes) else list(data)
+
+        def call() -> None:
+            self.costs.count("create", sent=sum(map(len, parts)))
+            obstore.put(self._once, key, parts, mode="create", use_multipart=False)
+
+        self._run("create", key, call, writing=True, doubtful=False)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """One PUT, whatever was there. Raises `StorageError`."""
+
+        def call() -> None:
+            self.costs.count("put", sent=len(data))
+            obstore.put(self._once, key, data, use_multipart=False)
+
+        self._run("put", key, call, writing=True)
+
+    def upload(self, key: str, parts: Sequence[bytes], size: int) -> None:
+        """A multipart upload, once; each of its parts may be sent several times. Raises `CkptError`: unknown."""
+
+        def call() -> None:
+            self.costs.count("part", 2 + -(-size // PART), sent=size)
+            obstore.put(self._again, key, parts, use_multipart=True, chunk_size=PART, max_concurrency=_PARTS_AT_ONCE)
+
+        self._run("part", key, call, writing=True, doubtful=False)
+
+    def delete(self, key: str) -> None:
+        """Remove; a missing key is no error. Raises `StorageError`."""
+
+        def call() -> None:
+            self.costs.count("delete")
+            try:
+                obstore.delete(self._once, key)
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+
+        self._run("delete", key, call, writing=True)
+
+    # -- both
+
+    def _run(self, kind: str, key: str, call: Callable[[], _T], *, writing: bool = False, doubtful: bool = True) -> _T:
+        """Send a request, again while that is worth it.
+
+        Args:
+            doubtful: also after one that may have had its effect, or may still have it.
+        """
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"{self._url}: this store was opened before a fork, and its connections are the parent's: open it anew "
+                "in the child, after spawn or forkserver"
+            )
+        failure, done = _SHORT, 0
+        for done in range(self.tries):
+            if done:
+                self.pause(done - 1)
+                self.costs.count(kind, 0, repeated=True)
+            result = _tried(call)
+            if not isinstance(result, Failure):
+                return result
+            failure = result
+            if not failure.passing or not (doubtful or failure.undone):
+                break
+        if failure.status == 416:
+            raise StorageError(errno.ERANGE, "the object is shorter", self.name(key))
+        where = f" at {self._endpoint}" if self._endpoint and not failure.status else ""
+        raise failure.error(self.name(key), f"{where}, {done + 1} times" if done else where, writing=writing)
+
+
+class _ShortError(Exception):
+    """Fewer bytes came than were announced or asked for. Stays in this module."""
+
+
+_SHORT: Final = Failure("fewer bytes came than were asked for", kind="Decode")
+
+
+def _tried(call: Callable[[], _T]) -> _T | Failure:
+    """What a request gave, or why it failed. Nothing of obstore's error lives on: its text may hold credentials."""
+    try:
+        return call()
+    except CkptError:
+        raise
+    except _ShortError:
+        return _SHORT
+    except RAISED as error:
+        return understood(error)
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _store(place: ObjectPlace, retries: int) -> Any:
+    """obstore's store of a place. Raises `UsageError`, `MissingDependencyError`, `StorageError`."""
+    config: Any = dict(place.config)
+    more: dict[str, Any] = {
+        "prefix": place.prefix or None,
+        "client_options": dict(place.client),
+        "retry_config": {"max_retries": retries, "retry_timeout": timedelta(minutes=3)},
+    }
+    failure: Failure | None = None
+    try:
+        if place.from_files:
+            more["credential_provider"] = _from_files(place, config)
+        if place.scheme == "s3":
+            return S3Store(place.bucket, config=config, **more)
+        if place.scheme == "gs":
+            return GCSStore(place.bucket, config=config, **more)
+        return AzureStore(place.bucket, config=config, **more)
+    except CkptError:
+        raise
+    except RAISED as error:
+        failure = understood(error)
+    raise UsageError(f"{place.url}: cannot be opened: {failure.what}")
+
+
+def _from_files(place: ObjectPlace, config: dict[str, Any]) -> Any:
+    """boto3's way to credentials: profile files, SSO, a process that gives them."""
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise MissingDependencyError("profile files are read by boto3: pip install boto3") from None
+    try:
+        session = boto3.Session(profile_name=place.profile)
+        if session.region_name:
+            config.setdefault("region", session.region_name)
+        return Boto3CredentialProvider(session)
+    except Exception as error:  # noqa: BLE001 - botocore's errors have no base of their own; none is quoted
+        kind = type(error).__name__
+    named = "the default profile" if place.profile is None else f"profile {place.profile!r}"
+    raise UsageError(f"{place.url}: no credentials in {named} of ~/.aws ({kind})")

@@ -1,0 +1,163 @@
+"""Segments of an object store: collected in memory and put as one object, read by ranges in parallel.
+
+The header of a segment is final when everything else is, and the first part of an upload cannot be sent last through
+obstore; so the PUT of a segment begins when its header is final. Until then nothing is in the bucket, and giving a
+segment up costs no request.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final
+
+from ckptstore.backends.base import SegmentSource
+from ckptstore.backends.gathered import GatheredSink
+from ckptstore.backends.object_requests import Requests
+from ckptstore.errors import CkptError, CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
+from ckptstore.host.threads import run_all
+
+__all__ = ["RANGE", "SEGMENT_BYTES", "ObjectSink", "ObjectSource"]
+
+SEGMENT_BYTES: Final = 240 << 20
+"""Bytes of tensors in a segment, which is in memory as a whole before it is sent; with its header 256 MiB at most. (A
+tensor that is larger has a segment of its own, also here.)"""
+SINGLE: Final = 32 << 20
+"""Up to so many bytes a segment is one PUT, which creates it or does nothing; beyond, a multipart upload."""
+RANGE: Final = 8 << 20
+"""Bytes of a range that is read at once."""
+
+
+class ObjectSink(GatheredSink):
+    """A segment on its way into a bucket.
+
+    Args:
+        requests: of its bucket.
+        key: its name, which holds a UUID.
+        pool: threads that read back, where an answer was lost.
+    """
+
+    def __init__(self, requests: Requests, key: str, pool: Callable[[], ThreadPoolExecutor]) -> None:
+        super().__init__(requests.name(key))
+        self._requests = requests
+        self._key = key
+        self._pool = pool
+
+    def put(self, parts: Sequence[bytes], size: int) -> None:
+        """See `GatheredSink.put`. Whatever is not clear is looked up: length and bytes."""
+        doubt: CkptError | None = None
+        for done in range(self._requests.tries):
+            if done:
+                self._requests.pause(done - 1)
+                self._requests.costs.count("create" if size <= SINGLE else "part", 0, repeated=True)
+            try:
+                self._send(parts, size)
+                return
+            except (StorageError, KeyNotFoundError) as error:  # an upload that is done may be said not to exist
+                if isinstance(error, StorageError) and error.unsent and doubt is None:
+                    raise
+                self.perhaps = self.perhaps or not isinstance(error, KeyExistsError)
+                doubt = error
+            try:
+                if self._is_there(parts, size):
+                    return
+            except KeyNotFoundError:
+                continue  # absent: again
+            except StorageError:
+                continue  # no answer to that either
+            if not self.perhaps:
+                raise KeyExistsError(errno.EEXIST, "the segment exists already", self.name)
+            raise StorageError(errno.EIO, "what is there is not what was sent", self.name)
+        assert doubt is not None
+        if type(doubt) is StorageError:
+            raise doubt
+        raise StorageError(errno.EIO, f"cannot write: {doubt}", self.name)
+
+    def _send(self, parts: Sequence[bytes], size: int) -> None:
+        if size <= SINGLE:
+            self._requests.create(self._key, parts)
+        else:
+            self._requests.upload(self._key, parts, size)
+
+    def _is_there(self, parts: Sequence[bytes], size: int) -> bool:
+        """Whether the bucket has exactly these bytes, and not others. Raises `KeyNotFoundError`, `StorageError`."""
+        if self._requests.size(self._key) != size:
+            return False
+        try:
+            self._compare(parts)
+        except CorruptSegmentError:
+            return False
+        return True
+
+    def _compare(self, parts: Sequence[bytes]) -> None:
+        def job(start: int, part: memoryview) -> None:
+            found = memoryview(bytearray(len(part)))
+            self._requests.get_range(self._key, start, found)
+            if found != part:
+                raise CorruptSegmentError(f"{self.name}: other bytes")
+
+        work: list[Callable[[], None]] = []
+        at = 0
+        for part in parts:
+            view = memoryview(part)
+            work += [partial(job, at + cut, view[cut : cut + RANGE]) for cut in range(0, len(view), RANGE)]
+            at += len(part)
+        if work:
+            run_all(self._pool(), work)
+
+    def remove(self) -> None:
+        """See `GatheredSink.remove`."""
+        self._requests.delete(self._key)
+
+
+class ObjectSource(SegmentSource):
+    """A segment in a bucket. Raises `KeyNotFoundError`, `StorageError`.
+
+    Args:
+        requests: of its bucket.
+        key: its name.
+        pool: threads that read ranges.
+    """
+
+    def __init__(self, requests: Requests, key: str, pool: Callable[[], ThreadPoolExecutor]) -> None:
+        self._requests = requests
+        self._key = key
+        self._pool = pool
+        self._closed = False
+        self.size = requests.size(key)
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """See `SegmentSource.read_into`. Ranges of 8 MiB, several at once."""
+        view = out.cast("B")
+        self._check_open()
+        if offset < 0 or offset + len(view) > self.size:
+            raise CorruptSegmentError(
+                f"{self._requests.name(self._key)} ends at byte {self.size}; bytes {offset} to {offset + len(view)} "
+                "were asked for"
+            )
+        if len(view) <= RANGE:
+            self._read(offset, view)
+            return
+        cuts = range(0, len(view), RANGE)
+        run_all(self._pool(), [partial(self._read, offset + cut, view[cut : cut + RANGE]) for cut in cuts])
+
+    def _read(self, offset: int, out: memoryview) -> None:
+        try:
+            self._requests.get_range(self._key, offset, out)
+        except KeyNotFoundError as error:
+            raise CorruptSegmentError(f"{error}: it was deleted while it was read") from None
+
+    def map(self) -> memoryview | None:
+        """See `SegmentSource.map`: a bucket has no memory."""
+        self._check_open()
+        return None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(errno.EBADF, "the segment is closed", self._requests.name(self._key))
+
+    def close(self) -> None:
+        """See `SegmentSource.close`."""
+        self._closed = True

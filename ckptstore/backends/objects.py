@@ -1,0 +1,201 @@
+"""A store in a bucket of an object store: S3 and what speaks its language, Google Cloud Storage, Azure.
+
+Create-if-absent (design: COMMIT, step 2) is one PUT with ``If-None-Match: *``, never a multipart upload. Its answer is
+believed only if it is clear: 200 is ours. After anything else (412, 409, no answer, 500) the object is read back and
+its bytes are compared; if it is absent the same bytes are sent again, a bounded number of times.
+
+What is visible is durable here, so there is nothing to settle. No decision of the engine rests on listing ``log/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from ckptstore.backends.base import (
+    OBJECT_LIMIT,
+    Backend,
+    SegmentSink,
+    SegmentSource,
+    checked_folder,
+    checked_key,
+)
+from ckptstore.backends.costs import Costs
+from ckptstore.backends.object_options import place_of
+from ckptstore.backends.object_requests import Requests
+from ckptstore.backends.object_segments import SEGMENT_BYTES, ObjectSink, ObjectSource
+from ckptstore.errors import (
+    CkptError,
+    ForeignObjectError,
+    KeyExistsError,
+    KeyNotFoundError,
+    StorageError,
+    UnsupportedBackendError,
+)
+from ckptstore.host.threads import started_pool
+
+__all__ = ["NOT_EXCLUSIVE", "ObjectBackend"]
+
+_THREADS: Final = 8
+"""Ranges that are read at once."""
+_VENDORS: Final = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
+NOT_EXCLUSIVE: Final = (
+    "creating an object twice succeeded: this store ignores If-None-Match, so that two writers could not exclude each "
+    "other and commits would be lost; use one with conditional writes (AWS S3, Google Cloud Storage, Azure, R2, MinIO, "
+    "Ceph 16 or newer), or keep the run in a folder"
+)
+
+
+class ObjectBackend(Backend):
+    """The store below a bucket's prefix. Thread-safe; not to be taken along through a fork.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://…``, ``az://…``.
+        options: fsspec's words (`object_options`). They may hold credentials, and show nowhere.
+
+    Attributes:
+        costs: requests and bytes so far.
+
+    Raises:
+        UsageError: URL or options are wrong.
+        MissingDependencyError: a profile is to be read, and boto3 is not installed.
+    """
+
+    segment_bytes = SEGMENT_BYTES
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.url = url
+        self._place = place_of(url, options)
+        self._options = dict(options or {})
+        self._requests = Requests(self._place)
+        self._threads: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
+
+    @property
+    def costs(self) -> Costs:
+        """See `Backend.costs`."""
+        return self._requests.costs
+
+    @property
+    def storage_options(self) -> Mapping[str, Any]:
+        """See `Backend.storage_options`."""
+        return self._options
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._starting:
+            if self._threads is None:
+                self._threads = started_pool(_THREADS, "ckptstore-ranges")
+            return self._threads
+
+    def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
+        """See `Backend.get`."""
+        return self._requests.get(checked_key(key), limit)
+
+    def size(self, key: str) -> int:
+        """See `Backend.size`."""
+        return self._requests.size(checked_key(key))
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Backend.create`."""
+        doubt: StorageError | None = None
+        for done in range(self._requests.tries):
+            if done:
+                self._requests.pause(done - 1)
+                self.costs.count("create", 0, repeated=True)
+            try:
+                self._requests.create(checked_key(key), bytes(data))
+                return
+            except StorageError as error:
+                if error.unsent and doubt is None:
+                    raise
+                # Refused at the first try: by somebody else's object. (Or a copy of this request was faster: who cares
+                # compares the bytes, as `log.term` does.)
+                theirs = not done and isinstance(error, KeyExistsError)
+                doubt = error if doubt is None or not error.unsent else doubt
+            found: bytes | None = None
+            try:
+                found = self._requests.get(key, len(data))
+            except KeyNotFoundError:
+                continue  # 409 on an absent key, or nothing arrived yet: the same bytes again
+            except ForeignObjectError:
+                pass  # longer: not what was sent
+            except StorageError:
+                continue
+            if theirs or found != data:
+                raise KeyExistsError(errno.EEXIST, "the object exists already", self._requests.name(key))
+            return
+        assert doubt is not None
+        if isinstance(doubt, KeyExistsError):
+            raise StorageError(errno.EIO, "it exists and does not, by turns", self._requests.name(key))
+        raise doubt
+
+    def replace(self, key: str, data: bytes) -> None:
+        """See `Backend.replace`."""
+        self._requests.replace(checked_key(key), bytes(data))
+
+    def delete(self, key: str) -> None:
+        """See `Backend.delete`."""
+        self._requests.delete(checked_key(key))
+
+    def list(self, prefix: str) -> list[str]:
+        """See `Backend.list`."""
+        folder = checked_folder(prefix)
+        return sorted(key for key in self._requests.keys(folder) if key.startswith(folder))
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        """See `Backend.folders`."""
+        return sorted(set(self._requests.folders(checked_folder(prefix))))
+
+    def settle(self, prefix: str) -> None:
+        """See `Backend.settle`: what a bucket shows is durable."""
+        checked_folder(prefix)
+
+    def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002 - memory needs no reservation
+        """See `Backend.open_sink`. That the key is taken in the bucket is found out by `SegmentSink.seal`."""
+        return ObjectSink(self._requests, checked_key(key), self._pool)
+
+    def open_source(self, key: str) -> SegmentSource:
+        """See `Backend.open_source`."""
+        return ObjectSource(self._requests, checked_key(key), self._pool)
+
+    def probe(self) -> None:
+        """See `Backend.probe`. Three requests."""
+        key = f"probe/{uuid.uuid4().hex}"
+        try:
+            self.create(key, b"first")
+        except KeyExistsError:  # of a key that nobody else has: a copy of this request was faster, if it holds the same
+            if self.get(key) != b"first":
+                raise
+        try:
+            self.create(key, b"second")
+        except KeyExistsError:
+            pass
+        else:
+            raise UnsupportedBackendError(errno.EOPNOTSUPP, NOT_EXCLUSIVE, self.url)
+        finally:
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        with contextlib.suppress(CkptError):  # a writer that may not delete: harmless, and not the store's
+            self.delete(key)
+
+    def medium(self) -> str:
+        """See `Backend.medium`."""
+        at = self._place.endpoint
+        return f"object store ({_VENDORS[self._place.scheme]}{f', {at}' if at else ''})"
+
+    def reopened(self) -> ObjectBackend:
+        """See `Backend.reopened`."""
+        return ObjectBackend(self.url, self._options)
+
+    def close(self) -> None:
+        """See `Backend.close`. Connections end when nobody has them any more."""
+        with self._starting:
+            if self._threads is not None:
+                self._threads.shutdown(wait=False)
+                self._threads = None

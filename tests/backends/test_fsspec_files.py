@@ -1,0 +1,108 @@
+"""fsspec's file systems: read and written where they create exclusively, refused with the reason where they do not."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+import ckptstore
+from ckptstore.backends.fsspec_files import FsspecBackend
+from tests.backends.backend_conformance import BackendConformance, Opener
+
+
+class TestFsspecLocal(BackendConformance):
+    """fsspec's local files: `open("xb")` is exclusive there, `pipe_file(mode="create")` is not."""
+
+    rounds = 10
+    replacements = 0
+    taken_at_seal = True
+
+    @pytest.fixture
+    def opener(self, tmp_path: Path) -> Opener:
+        def opened() -> FsspecBackend:
+            return FsspecBackend(LocalFileSystem(skip_instance_cache=True), str(tmp_path / "store"))
+
+        opened().probe()
+        chosen = opened()
+        chosen.probe()
+        return lambda: chosen
+
+
+def test_a_run_in_a_file_system_that_the_user_made(tmp_path: Path) -> None:
+    filesystem = DirFileSystem(path=str(tmp_path), fs=LocalFileSystem())
+    store = ckptstore.open("runs/gpt", filesystem=filesystem)
+    states = {step: {"weight": np.arange(3000) * step, "step": step} for step in range(1, 6)}
+    with store.writer(deltas=2, poll_seconds=None) as writer:
+        for step, state in states.items():
+            writer.save(state, step=step)
+    again = ckptstore.open(tmp_path / "runs" / "gpt", create=False)  # the same bytes as in a folder
+    for one in (store, again):
+        for step, state in states.items():
+            found = one.load(step, framework="numpy")
+            assert np.array_equal(found["weight"], state["weight"])
+        assert one.verify(deep=True).ok
+    store.retire(1, take_over=True)
+    store.gc()
+    assert store.verify().ok
+    assert "fsspec (DirFileSystem)" in store.backend.medium()
+
+
+def test_what_does_not_create_exclusively_is_refused_with_the_reason() -> None:
+    class Careless(MemoryFileSystem):
+        protocol = "careless"
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+            super().pipe_file(path, value, mode="overwrite")
+
+        def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+            return super()._open(path, mode.replace("x", "w"), **more)
+
+    store = ckptstore.open("/run", filesystem=Careless())
+    with pytest.raises(
+        ckptstore.UnsupportedBackendError, match=r"does not create exclusively.*of 4 won at once.*use a path, s3://"
+    ):
+        store.writer()
+    assert store.backend.list("") == []
+
+
+def test_a_scheme_of_fsspec(tmp_path: Path) -> None:
+    store = ckptstore.open(f"local://{tmp_path}/run", storage_options={"auto_mkdir": True})
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"step": 1}, step=1)
+    assert ckptstore.open(tmp_path / "run").load()["step"] == 1
+
+
+def test_no_credential_of_a_url_or_an_option_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ckptstore.CkptError) as caught:
+        ckptstore.open("ftp://me:hunter2@127.0.0.1:1/run?key=hunter3", storage_options={"password": "hunter4"})
+    assert "hunter" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    backend = FsspecBackend(fsspec.filesystem("memory"), "/x", url="sftp://me:hunter2@host/run?key=hunter3")
+    assert backend.url == "sftp://host/run"
+
+
+def test_filesystem_and_options_together_are_an_error() -> None:
+    with pytest.raises(ckptstore.UsageError, match="has its options already"):
+        ckptstore.open("/x", filesystem=fsspec.filesystem("memory"), storage_options={"a": 1})
+
+
+def test_errors_of_a_file_system_become_the_projects(tmp_path: Path) -> None:
+    class Broken(LocalFileSystem):
+        def cat_file(self, path: str, *arguments: Any, **more: Any) -> bytes:
+            raise RuntimeError("with a secret in it")
+
+    backend = FsspecBackend(Broken(skip_instance_cache=True), str(tmp_path / uuid.uuid4().hex))
+    backend.replace("pins/a", b"1")
+    with pytest.raises(ckptstore.StorageError, match=r"RuntimeError.*pins/a") as caught:
+        backend.get("pins/a")
+    assert "secret" not in str(caught.value)
