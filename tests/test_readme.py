@@ -38,7 +38,7 @@ def test_commands(folder: Path) -> None:
     for line in lines:
         arguments = shlex.split(line, comments=True)
         done = subprocess.run(
-            [sys.executable, "-c", "from ckptstore.cli.main import main; main()", *arguments[1:]],
+            [sys.executable, "-m", "ckptstore", *arguments[1:]],
             cwd=folder,
             capture_output=True,
             text=True,
