@@ -152,16 +152,18 @@ def opened(journal: Journal, ref: str | int, avoid: frozenset[str] = frozenset()
     Args:
         avoid: segments not to use.
     """
-    with ExitStack() as stack:
-        while True:
-            attempt = _Attempt()
-            try:
-                found = stack.enter_context(_opened(journal, ref, avoid, attempt))
-                break
-            except (CorruptSegmentError, StorageError) as error:
-                avoid = attempt.around(error, avoid)
-                ref = attempt.ref
-        yield found
+    entered = False
+    while not entered:
+        attempt = _Attempt()
+        try:
+            # No ExitStack: Ctrl-C while it leaves would keep the pin until Python looks for cycles.
+            with _opened(journal, ref, avoid, attempt) as found:
+                entered = True
+                yield found
+        except (CorruptSegmentError, StorageError) as error:
+            if entered:
+                raise  # of the caller's work
+            avoid, ref = attempt.around(error, avoid), attempt.ref
 
 
 @dataclass
