@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, Unpack
 
@@ -47,6 +48,7 @@ class Settings(TypedDict, total=False):
     deltas: DeltaOptions | Literal["auto"] | int | None
     diffs: DiffOptions | None
     on_metrics: OnMetrics | None
+    keep: Sequence[str] | None
 
 
 def writer(
@@ -68,8 +70,8 @@ def writer(
         name: which of the run's trainers this is (its rank): each has an agent of its own.
         linger_seconds: how long the agent waits for a successor once this process is gone; it keeps whole states in
             memory until then.
-        settings: `staging_bytes`, `threads`, `max_in_flight`, `poll_seconds`, `deltas`, `diffs`, `on_metrics` as for
-            `Store.writer`.
+        settings: `staging_bytes`, `threads`, `max_in_flight`, `poll_seconds`, `deltas`, `diffs`, `on_metrics`, `keep`
+            as for `Store.writer`.
 
     Raises:
         AgentBusyError: the agent of this store and name serves another process, which is alive.
@@ -115,6 +117,7 @@ def _options(settings: Settings) -> WriterOptions:
         settings.get("diffs"),
         None,
         settings.get("on_metrics"),
+        settings.get("keep"),
     )
 
 
@@ -165,6 +168,7 @@ class _Opener:
 
     def again(self, after: int, told: Told, lost: Lost) -> Started:
         """Another agent, in place of one that died in term `after`."""
+        self._options |= {"keep": None}  # the store's rules may have been changed since
         place = Place(self._url, self._name)
         try:
             return self._start(place, "latest", after, told, lost)

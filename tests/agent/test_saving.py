@@ -78,6 +78,23 @@ def test_what_is_said_of_a_checkpoint_arrives(tmp_path: Path) -> None:
             writer.save_async(begun(), 6, tags="no tag")
 
 
+def test_the_stores_rules_are_kept_to(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", keep=["last:2"], poll_seconds=0.05) as writer:
+        for step in range(1, 6):
+            writer.save({"n": step}, step)
+        store = ckptstore.open(tmp_path / "store")
+        assert store.rules() == ("last:2",)
+        assert [one.step for one in store.checkpoints()] == [4, 5]
+        store.keep("last:1")
+        kill(writer.agent_pid)
+        with pytest.warns(AgentRestartWarning):
+            writer.save({"n": 6}, 6)
+        assert store.rules() == ("last:1",)
+    assert [one.step for one in store.checkpoints()] == [6]
+    with pytest.raises(UsageError, match="lest:2"):
+        opened(tmp_path / "store", keep=["lest:2"])
+
+
 def test_the_agent_imports_no_torch(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         writer.save(training_state(), 1)
