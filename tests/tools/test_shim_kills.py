@@ -30,7 +30,9 @@ def kills(*options: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
+@pytest.mark.parametrize(
+    "strategy", ["full", pytest.param("delta", marks=long_only), pytest.param("gradient", marks=long_only)]
+)
 def test_one_process(strategy: str) -> None:
     count = str(short_or(2, 3))
     assert f"{count} kills" in kills("--kills", count, "--seed", "1", "--ranks", "1", "--strategy", strategy)

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.formats.optim import SparseGradient  # noqa: E402
 from ckptstore.training import OptimizerStep, clip_factor  # noqa: E402
-from tests.forms import short_or  # noqa: E402
+from tests.forms import long_only, short_or  # noqa: E402
 from tools.exact.recovery import HORIZON, choose, restore, resume, train  # noqa: E402
 from tools.exact.training import Recipe, Training, fingerprint  # noqa: E402
 
@@ -33,7 +33,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if "batch" in name else long_only) for name in RUNS])
 def test_restored_and_resumed_runs_are_the_first_one_bit_for_bit(name: str, tmp_path: Path) -> None:
     recipe, full_every, batch = RUNS[name]
     url = str(tmp_path / "store")
