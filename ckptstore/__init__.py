@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from ckptstore.reports.inspection import TensorDescription as TensorDescription
     from ckptstore.reports.inspection import TensorStatistics as TensorStatistics
     from ckptstore.reports.lineage import Lineage as Lineage
+    from ckptstore.reports.run_status import RunStatus as RunStatus
     from ckptstore.reports.runs import FoundRuns as FoundRuns
     from ckptstore.reports.runs import RunInfo as RunInfo
     from ckptstore.reports.runs import find_runs as find_runs
@@ -159,6 +160,7 @@ _HOMES = {
     "reports.explaining": "Explanation PlanStep",
     "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",
     "reports.lineage": "Lineage",
+    "reports.run_status": "RunStatus",
     "reports.runs": "FoundRuns RunInfo find_runs",
     "reports.stats": "ClassBytes Share StoreStats",
     "restore.plan": "Plan",

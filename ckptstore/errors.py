@@ -156,7 +156,10 @@ class CommitUnknownError(WriterError):
 
 
 class StoreReplacedError(WriterError):
-    """The store that this writer opened is gone, and another run's is in its place. Nothing was written to that."""
+    """The store that this writer opened is gone, and another run's is in its place. Nothing was written to that.
+
+    Or that of `Store.watch` is, which then says so and ends.
+    """
 
 
 class WriterClosedError(WriterError):

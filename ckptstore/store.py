@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckptstore.reports.explaining import Explanation
     from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
     from ckptstore.reports.lineage import Lineage
+    from ckptstore.reports.run_status import RunStatus
     from ckptstore.reports.stats import StoreStats
     from ckptstore.write.deltas import DeltaOptions
     from ckptstore.write.metrics import OnMetrics
@@ -804,6 +805,39 @@ class Store:
             prunable_nbytes=prunable_nbytes(self.journal),
             garbage_nbytes=garbage.nbytes + garbage.pinned_nbytes,
         )
+
+    def watch(
+        self, every: float = 2.0, *, metric: str = "loss", wait: bool = False, quiet: bool = False
+    ) -> Iterator[RunStatus]:
+        """Follow the run: how it is doing now, and from then on whenever something has changed. Ends with an error.
+
+        Takes no lock and no pin, and reads no segment. A look fetches only what is new: of a store at rest it takes
+        four requests, and one more for each record that came.
+
+        Args:
+            every: seconds between two looks, 0.01 to 86,400.
+            metric: name of a number in the metadata (or in their ``metrics``) to follow.
+            wait: where there is no store yet, wait until there is one.
+            quiet: give the status after every look, whether something has changed or not.
+
+        Raises:
+            UsageError: at once: `every` is no such time, or `metric` no name.
+            StoreNotFoundError: there is no store here; or it was deleted or moved away.
+            StoreReplacedError: it was, and another run's, or another history of the run, is in its place.
+            CorruptLogError: the log is damaged where the newest is decided, or what was read of it is gone.
+            FormatError, StorageError: FORMAT or a record cannot be used; the medium failed.
+
+        Example:
+            >>> store = open("memory://watched")
+            >>> with store.writer() as writer:
+            ...     info = writer.save({"weight": 1.5}, step=1, metadata={"loss": 0.5})
+            >>> status = next(store.watch())
+            >>> status.latest, status.values
+            ('1@1', ((1, 0.5),))
+        """
+        from ckptstore.reports.watching import watch
+
+        return watch(self.journal, every, metric, wait=wait, quiet=quiet)
 
     def explain(self, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> Explanation:
         """What restoring a checkpoint (or the tensors of it that `select` names) will read and decode, and how long

@@ -56,9 +56,9 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     if hint:
         click.echo(f"{click.style('hint:', bold=True)} {hint}", err=True, color=color)
     if "--json" in arguments and message:
-        from ckptstore.cli.output import emit
+        from ckptstore.cli.output import emit_line
 
-        emit({"error": {"type": _name(error), "message": message, "hint": hint, "exit_code": code}})
+        emit_line({"error": {"type": _name(error), "message": message, "hint": hint, "exit_code": code}})
     return code
 
 

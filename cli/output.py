@@ -14,7 +14,24 @@ import click
 if TYPE_CHECKING:
     from ckptstore import Progress
 
-__all__ = ["age", "duration", "emit", "moment", "note", "number", "progress", "ratio", "shape", "size", "some", "table"]
+__all__ = [
+    "age",
+    "duration",
+    "emit",
+    "emit_line",
+    "moment",
+    "note",
+    "number",
+    "printable",
+    "progress",
+    "ratio",
+    "shape",
+    "size",
+    "some",
+    "spark",
+    "table",
+    "who",
+]
 
 
 def emit(document: dict[str, Any]) -> None:
@@ -34,6 +51,13 @@ def emit(document: dict[str, Any]) -> None:
 
     members = ",\n".join(f"  {text(key)}: {member(value)}" for key, value in document.items())
     click.echo(f"{{\n{members}\n}}")
+
+
+def emit_line(document: dict[str, Any]) -> None:
+    """Print one JSON document in one line, for documents that come one after the other."""
+    import json
+
+    click.echo(json.dumps(_finite(document), ensure_ascii=False, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
@@ -110,6 +134,48 @@ def age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{int(seconds // length)} {unit}"
     return f"{max(0, int(seconds))} s"
+
+
+def who(writer: str, host: str | None, pid: int | None) -> str:
+    """What is known of who writes (see `ckptstore.RunInfo`): ``process 411 on node-7``, ``closed``."""
+    process = f"process {pid}" if pid is not None else "somebody"
+    where = f" on {printable(host)}" if host is not None else ""
+    return {
+        "alive": f"{process} is running",
+        "gone": f"{process} is gone",
+        "closed": "closed",
+        "unknown": f"{process}{where}",
+        "none": "-",
+    }[writer]
+
+
+def printable(text: str) -> str:
+    """A text of somebody else's without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def spark(values: Sequence[float], width: int, encoding: str | None) -> str:
+    """The last `width` numbers as little bars, the lowest and highest of them at the ends of the scale.
+
+    One that is not finite is a ``!``. Where the terminal's encoding has no such bars, signs of ASCII.
+    """
+    shown = list(values)[-width:]
+    finite = [value for value in shown if math.isfinite(value)]
+    bars = "▁▂▃▄▅▆▇█"
+    try:
+        bars.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        bars = "_.-~=+*#"
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    # Halves: the difference of two finite numbers may not be one.
+    span = high / 2 - low / 2
+
+    def bar(value: float) -> str:
+        if not math.isfinite(value):
+            return "!"
+        return bars[min(len(bars) - 1, int((value / 2 - low / 2) / span * len(bars)))] if span else bars[0]
+
+    return "".join(map(bar, shown))
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -227,6 +227,10 @@ class Backend(ABC):
     def check_space(self, nbytes: int) -> None:  # noqa: B027 - most media do not know
         """Raise `StorageError` (ENOSPC) if `nbytes` of new segments cannot fit. Where that is not certain: no word."""
 
+    def free_bytes(self) -> int | None:
+        """Bytes that new segments may take at most, for people; None: the medium does not say. Never raises."""
+        return None
+
     @abstractmethod
     def list(self, prefix: str) -> list[str]:
         """Sorted keys below the folder `prefix` (``"log/"``, or ``""``), recursively. Raises `StorageError`.

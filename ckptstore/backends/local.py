@@ -271,6 +271,13 @@ class LocalBackend(Backend):
                 why = f"{nbytes:,} bytes are needed at least and {free:,} are free; make space, or retire and collect"
                 raise StorageError(errno.ENOSPC, why, self.root)
 
+    def free_bytes(self) -> int | None:
+        """See `Backend.free_bytes`. As ``df`` has it: what is reserved for root is not free."""
+        with suppress(OSError, CkptError), self._folders.opened("") as handle:
+            status = self._posix.statvfs(handle)
+            return status.f_bavail * status.f_frsize if status.f_blocks else None
+        return None
+
     def list(self, prefix: str) -> list[str]:
         """See `Backend.list`. Names that begin with a dot are not the store's, and links are not followed."""
         names = (f"{folder}{name}" for folder, files in self._walk(checked_folder(prefix)) for name in files)

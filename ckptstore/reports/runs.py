@@ -22,7 +22,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.reports.stats import bytes_by_step, growth
 
-__all__ = ["FoundRuns", "RunInfo", "WriterState", "find_runs"]
+__all__ = ["FoundRuns", "RunInfo", "WriterState", "find_runs", "known_writer"]
 
 WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
 _ROOMS: Final = ("log", "seg")
@@ -150,9 +150,7 @@ def _described(path: str, run: str, catalog: Catalog) -> RunInfo:
     highest = catalog.checkpoints.highest(catalog.term)
     times = [] if opened is None or not opened.known else [opened.time]
     times += [] if highest is None else [catalog.checkpoints[highest].time]
-    told: Mapping[str, Any] = {} if opened is None else opened.writer
-    host, pid = told.get("host"), told.get("pid")
-    host, pid = host if isinstance(host, str) else None, pid if type(pid) is int else None
+    writer, host, pid = known_writer(catalog)
     return RunInfo(
         path,
         run=run,
@@ -162,10 +160,19 @@ def _described(path: str, run: str, catalog: Catalog) -> RunInfo:
         nbytes=sum(segment.size for segment in catalog.segments.values()),
         growth=None if newest is None else growth(bytes_by_step(catalog), newest.step),
         time=max(times, default=None),
-        writer=_state(opened, host, pid),
+        writer=writer,
         host=host,
         pid=pid,
     )
+
+
+def known_writer(catalog: Catalog) -> tuple[WriterState, str | None, int | None]:
+    """``writer``, ``host`` and ``pid`` of a `RunInfo`: who wrote last, and what is known of that process."""
+    opened = catalog.terms.get(catalog.term)
+    told: Mapping[str, Any] = {} if opened is None else opened.writer
+    host, pid = told.get("host"), told.get("pid")
+    host, pid = host if isinstance(host, str) else None, pid if type(pid) is int else None
+    return _state(opened, host, pid), host, pid
 
 
 def _state(opened: TermEntry | None, host: str | None, pid: int | None) -> WriterState:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import age, emit, note, size, table
+from ckptstore.cli.output import age, emit, note, size, table, who
 
 if TYPE_CHECKING:
     from ckptstore import RunInfo
@@ -66,17 +66,5 @@ def _row(run: RunInfo) -> list[str]:
         size(run.nbytes),
         "-" if run.growth is None else size(round(run.growth)),
         "-" if run.time is None else age(time.time() - run.time),
-        _writer(run),
+        who(run.writer, run.host, run.pid),
     ]
-
-
-def _writer(run: RunInfo) -> str:
-    who = f"process {run.pid}" if run.pid is not None else "somebody"
-    where = f" on {run.host}" if run.host is not None else ""
-    return {
-        "alive": f"{who} is running",
-        "gone": f"{who} is gone",
-        "closed": "closed",
-        "unknown": f"{who}{where}",
-        "none": "-",
-    }[run.writer]

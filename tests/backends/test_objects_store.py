@@ -101,6 +101,19 @@ def test_gradient_diffs_go_there_and_back(s3: Server) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+def test_watching_takes_four_requests_a_look_and_one_a_record(s3: Server) -> None:
+    url = s3.url()
+    watched = open_store(s3, url).watch(0.01, wait=True, quiet=True)
+    with open_store(s3, url, create=True).writer(poll_seconds=None) as writer:
+        writer.save(state(1), step=1)
+        assert next(watched).latest == "1@1"
+        assert next(watched).requests == 4
+        writer.save(state(2), step=2)
+        status = next(watched)
+        assert (status.latest, status.requests, status.free) == ("2@1", 5, None)
+        assert next(watched).requests == 4
+
+
 def test_what_was_retired_is_collected(s3: Server) -> None:
     store = open_store(s3, s3.url(), create=True)
     with store.writer(poll_seconds=None) as writer:

@@ -23,6 +23,7 @@ EXPECTED = [
     "StoreStats",
     "FoundRuns",
     "RunInfo",
+    "RunStatus",
     "find_runs",
     "CheckpointDescription",
     "CheckpointInfo",
