@@ -610,8 +610,10 @@ class Store:
 
         return rules(self.journal)
 
-    def keep(self, *rules: str, take_over: bool = False, timeout: float | None = 60.0) -> tuple[str, ...]:
-        """Have the store keep checkpoints by these rules from now on; none: keep every checkpoint -> the rules.
+    def keep(
+        self, *rules: str, everything: bool = False, take_over: bool = False, timeout: float | None = 60.0
+    ) -> tuple[str, ...]:
+        """Have the store keep checkpoints by these rules from now on -> the rules. `rules` says which there are.
 
         They are a union, and every writer keeps to them: what a save makes superfluous it retires. The newest
         checkpoint stays in any case, and so does what a tag names. A live writer is asked, as in `retire`.
@@ -622,14 +624,17 @@ class Store:
                 highest). ``newer-than:7d``: those saved in the 7 days (s, m, h, d, w) before the newest was.
                 ``branches``: those that are not on the line of the newest, because a run went back. ``tagged``:
                 nothing but what stays in any case.
+            everything: no rules any more: every checkpoint is kept.
             take_over, timeout: as for `retire`.
 
         Raises:
-            UsageError: one is no rule, or nobody has ever written to the store.
+            UsageError: one is no rule, none is given without `everything`, or nobody has ever written to the store.
             RequestRefusedError, RequestTimeoutError and the others: as `retire`.
         """
         from ckptstore.maintenance.pruning import set_rules
 
+        if everything == bool(rules):
+            raise UsageError("keep: give rules, or everything=True to have none; rules() says which there are")
         return set_rules(self.journal, rules, take_over=take_over, timeout=timeout)
 
     def prune(

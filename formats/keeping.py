@@ -113,7 +113,7 @@ class _Window(ABC):
 
 
 class _Highest(_Window):
-    """``last:N`` and ``best:NAME:N``: the N highest of the line; of equals the newer."""
+    """``last:N``, and most of ``best:NAME:N``: the N highest of the line; of equals the newer."""
 
     def __init__(self, count: int, value: Callable[[CheckpointEntry], float | None]) -> None:
         self._count = count
@@ -135,6 +135,31 @@ class _Highest(_Window):
 
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002  # only such were added
         return entry.node in self._kept
+
+
+class _Best(_Highest):
+    """``best:NAME:N``. While no checkpoint of the line has a number of this name it keeps all.
+
+    A metric that comes late, or has another name, shall not cost what came before.
+    """
+
+    def __init__(self, count: int, value: Callable[[CheckpointEntry], float | None]) -> None:
+        super().__init__(count, value)
+        self._before: list[Node] = []
+
+    def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:
+        unknown = not self._ranks
+        found = super().add(entry, on_line)
+        if not unknown:
+            return found
+        if not self._ranks:
+            self._before.append(entry.node)
+            return ()
+        found, self._before = self._before, []
+        return found
+
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:
+        return not self._ranks or super().keeps(entry, on_line)
 
 
 class _NewerThan(_Window):
@@ -215,7 +240,7 @@ def _best(rest: str) -> _Window | None:
         found = metric(entry, name)
         return None if found is None else sign * found
 
-    return _Highest(count, value)
+    return _Best(count, value)
 
 
 def _count(text: str) -> int | None:

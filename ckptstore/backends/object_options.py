@@ -89,10 +89,18 @@ def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
 def _take(given: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
     """Remove an option -> its value; None if it was not given. Raises `UsageError`, without the value."""
     value = given.pop(name, None)
+    if isinstance(value, str):
+        _check_text(f"storage_options: {name}", value)
     if value is not None and not isinstance(value, kind):
         expected = kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
         raise UsageError(f"storage_options: {name} is a {type(value).__name__}; {expected} is needed")
     return value
+
+
+def _check_text(what: str, value: str) -> None:
+    """Refuse what no header can hold: secrets that are mounted as files end with a newline. Never says the value."""
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in value):
+        raise UsageError(f"{what}: it holds a control character (a newline at its end, perhaps)")
 
 
 def _none_left(given: Mapping[str, Any], scheme: str, known: str, where: str = "") -> None:
@@ -131,6 +139,9 @@ def _checked_endpoint(endpoint: str | None) -> str | None:
 
 def _s3(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> ObjectPlace:
     environment = os.environ
+    for variable in environment:
+        if variable.startswith("AWS_"):
+            _check_text(variable, environment[variable])
     more = dict(_take(given, "client_kwargs", Mapping) or {})
     region = _take(more, "region_name", str)
     endpoint = place.endpoint or _take(more, "endpoint_url", str)

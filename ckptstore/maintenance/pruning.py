@@ -5,6 +5,9 @@ Which checkpoints the rules keep is decided in `ckptstore.formats.keeping`, here
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -108,7 +111,9 @@ def prune(
         return _report(after, _rules_for(journal, before, chosen), [found])
     _rules_for(journal, before, chosen)  # says what is wrong before anybody is asked
     done: list[_Plan] = []
-    while found := _retire_some(journal, chosen, take_over, timeout):
+    # What a live writer saves meanwhile is another prune's: else this would follow it for as long as it saves.
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    while found := _retire_some(journal, before, chosen, take_over, until):
         done.append(found)
     after = read(journal).catalog
     return _report(after, _rules_for(journal, after, chosen), done)
@@ -134,33 +139,47 @@ def prunable_nbytes(journal: Journal) -> int | None:
         return None
 
 
-def _retire_some(journal: Journal, chosen: tuple[str, ...] | None, take_over: bool, timeout: float | None) -> _Plan:
+def _retire_some(
+    journal: Journal, before: Catalog, chosen: tuple[str, ...] | None, take_over: bool, until: float
+) -> _Plan:
     """One record that retires -> what it does; nothing: there was nothing to do."""
     found = _Plan()
 
     def plan(catalog: Catalog) -> Change | None:
         nonlocal found
-        found = _plan(journal, catalog, chosen)
+        found = _plan(journal, catalog, chosen, among=before)
         return Change(retires=found.retires, drops=tuple(found.drops)) if found else None
 
-    for left in reversed(range(_TRIES)):
+    for done in itertools.count(1):
+        left = until - time.monotonic()
         try:
-            change(journal, "prune", plan, take_over=take_over, timeout=timeout)
+            change(journal, "prune", plan, take_over=take_over, timeout=None if math.isinf(left) else max(left, 0.001))
         except RequestRefusedError:
             # The writer has gone on since: what was planned is tagged by now, or retired. Plan anew.
-            if not left:
+            if done >= _TRIES and time.monotonic() >= until:
                 raise
         else:
             break
     return found
 
 
-def _plan(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | None, *, all_at_once: bool = False) -> _Plan:
+def _plan(
+    journal: Journal,
+    catalog: Catalog,
+    chosen: tuple[str, ...] | None,
+    *,
+    all_at_once: bool = False,
+    among: Catalog | None = None,
+) -> _Plan:
     _, gone = reasons_of(catalog, _rules_for(journal, catalog, chosen))
+    if among is not None:
+        gone = [node for node in gone if among.find(node) is not None]
     retires = tuple(gone if all_at_once else gone[:_AT_ONCE])
     # With what was retired before: its last dependent may have gone when nobody looked at it.
     dropped = [
-        catalog.segments[one] for one in droppable(catalog, [*retires, *catalog.held]) if one in catalog.segments
+        catalog.segments[one]
+        for one in droppable(catalog, [*retires, *catalog.held])
+        if one in catalog.segments and (among is None or one in among.segments)
     ]
     return _Plan(retires, {one.id: (one.key, one.size) for one in dropped})
 

@@ -10,7 +10,7 @@ import platform
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -27,6 +27,7 @@ __all__ = ["FoundRuns", "RunInfo", "WriterState", "find_runs", "known_writer"]
 WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
 _ROOMS: Final = ("log", "seg")
 _DEEPEST: Final = 64
+_DAMAGED: Final = "its log is damaged or lost: `ckpt verify` says what, `ckpt repair` keeps the rest"
 _SLACK: Final = 5.0
 """Seconds by which a process may seem to be younger than the term that it opened."""
 
@@ -37,7 +38,8 @@ class RunInfo:
 
     Attributes:
         path: its folder, as the one that was looked through was given.
-        error: why it cannot be read; the rest is then empty.
+        error: why it cannot be read, and the rest is then empty; or that its log is damaged, and the rest is what is
+            left of it.
         run: the run's uuid.
         checkpoints: how many it has.
         latest: REF of the newest; None: there is none, or damage hides it. `step`: its step.
@@ -103,6 +105,9 @@ def _stores(folder: Path, unreadable: list[tuple[str, str]], depth: int) -> Iter
     if kinds.get(FORMAT_KEY) == stat.S_IFREG and _begun(folder):
         yield folder
         return
+    if FORMAT_KEY not in kinds and all(kinds.get(room) == stat.S_IFDIR for room in ("log", "seg")):
+        unreadable.append((str(folder), "a store without its FORMAT file: `ckpt repair` makes one of what is intact"))
+        return
     below = [name for name, kind in found if kind == stat.S_IFDIR]
     if below and depth >= _DEEPEST:
         unreadable.append((str(folder), f"more than {_DEEPEST} folders deep"))
@@ -134,7 +139,11 @@ def _look_at(path: Path) -> RunInfo:
     try:
         journal = Journal(open_backend(path, create=False))
         try:
-            return _described(str(path), journal.run, read(journal).catalog)
+            catalog = read(journal, look_above=True).catalog
+            found = _described(str(path), journal.run, catalog)
+            if catalog.damage or catalog.lost > catalog.term:
+                return replace(found, error=_DAMAGED)
+            return found
         finally:
             journal.backend.close()
     except (CkptError, OSError) as error:

@@ -33,7 +33,11 @@ def command(
     target = opened(store)
     if everything and rules:
         raise click.UsageError("--everything stands for no rules; leave RULE out")
-    found = target.keep(*rules, take_over=take_over, timeout=timeout) if everything or rules else target.rules()
+    found = (
+        target.keep(*rules, everything=everything, take_over=take_over, timeout=timeout)
+        if everything or rules
+        else target.rules()
+    )
     if as_json:
         emit({"store": store, "rules": list(found)})
         return

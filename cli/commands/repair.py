@@ -45,7 +45,9 @@ def command(store: str, target: str, run: str | None, as_json: bool) -> int:
         emit(_json(store, target, done))
     else:
         _print(done)
-    return LOST if done.lost or done.tags else 0
+    # Without the whole log nobody knows which checkpoint a damaged segment was of.
+    unknown = done.log != "whole" and any(one.key.startswith("seg/") and not one.checkpoints for one in done.damage)
+    return LOST if done.lost or done.tags or unknown else 0
 
 
 def _json(store: str, target: str, done: Repaired) -> dict[str, Any]:

@@ -32,7 +32,10 @@ def command(store: str, plot: Path | None, metric: str, as_json: bool) -> None:
 
     By kind, term and class of tensor; what pruning by the store's rules, and gc, would free.
     """
-    found = opened(store).stats()
+    target = opened(store)
+    found = target.stats()
+    for damage in target.lineage().damage:
+        note(damage)
     if plot is not None:
         from ckptstore.analysis.growth import draw_growth
 

@@ -245,3 +245,18 @@ def test_a_closed_store_reads_on_with_new_threads(s3: Server) -> None:
             source.read_into(0, memoryview(out))
             assert not any(out)
         backend.close()
+
+
+@pytest.mark.parametrize("word", ["key", "token", "endpoint_url"])
+def test_a_newline_in_an_option_is_named_without_its_value(word: str) -> None:
+    options = {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:1"} | {word: "http://value\n"}
+    with pytest.raises(ckptstore.UsageError, match=f"{word}: it holds a control character") as told:
+        ckptstore.open("s3://bucket/run", storage_options=options)
+    assert "value" not in str(told.value)
+
+
+def test_a_newline_in_a_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mounted\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    with pytest.raises(ckptstore.UsageError, match="AWS_ACCESS_KEY_ID: it holds a control character"):
+        ckptstore.open("s3://bucket/run")

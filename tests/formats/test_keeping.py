@@ -119,7 +119,8 @@ class TestWhatTheyKeep:
             "gone": [],
         }
         assert kept(catalog, "best:loss:1")["best:loss:1"] == [4]  # of equals the newer
-        assert kept(catalog, "best:other:3")["gone"] == [1, 2, 3, 4, 5, 6]
+        # A metric that nobody has given: nothing is let go for want of it.
+        assert kept(catalog, "best:other:3")["gone"] == []
         assert kept(catalog, "tagged")["gone"] == [1, 2, 3, 4, 5, 6]
 
     def test_tags_keep_whatever_the_rules_say(self) -> None:
@@ -153,6 +154,17 @@ class TestWhatTheyKeep:
 
 
 # ------------------------------------------------------------------------------------------------ save by save
+
+
+def test_a_metric_that_comes_late_ranks_from_then_on() -> None:
+    entries = [entry(1, 1, 1.0), entry(1, 2, 2.0), entry(1, 3, 3.0, loss=5.0), entry(1, 4, 4.0, loss=6.0)]
+    keeping = Keeping(["best:loss:1"], catalog_of(entries[0]))
+    gone = [keeping.superfluous(catalog_of(entries[0]))]
+    for count in (2, 3, 4):
+        keeping.add(entries[count - 1])
+        gone.append(keeping.superfluous(catalog_of(*entries[:count])))
+    assert gone == [[], [], [(1, 1), (1, 2)], [(1, 1), (1, 2)]]  # named again until they are retired
+    assert keeping.reasons(entries[2]) == ["best:loss:1"]
 
 
 def by_hand(

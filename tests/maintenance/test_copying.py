@@ -132,7 +132,7 @@ def test_rules_of_retention_go_with_the_whole_store(tmp_path: Path) -> None:
     assert [one.step for one in copy.checkpoints()] == [3, 4, 5]
     store.copy(tmp_path / "some", ["3"])
     assert ckptstore.open(tmp_path / "some").rules() == ()  # they would retire what was asked for
-    store.keep(take_over=True)
+    store.keep(everything=True, take_over=True)
     with store.writer() as writer:
         writer.save({"n": 6}, 6)
     store.copy(tmp_path / "copy")

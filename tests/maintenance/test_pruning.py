@@ -265,7 +265,11 @@ class TestBesideALiveWriter:
         assert store.keep(*RULES) == RULES  # asks nobody
         assert store.view().end == slots
         save(writer, range(13, 21))
-        assert store.keep() == ()
+        with pytest.raises(ckptstore.UsageError, match="everything=True"):
+            store.keep()
+        with pytest.raises(ckptstore.UsageError, match="everything=True"):
+            store.keep("last:1", everything=True)
+        assert store.keep(everything=True) == ()
         save(writer, range(21, 24))
         check(store, [*promised(range(1, 21)), 21, 22, 23])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,24 @@ def test_nothing_that_lies_there_breaks_it(tmp_path: Path, monkeypatch: pytest.M
     assert "FORMAT" in runs["damaged"].error
     assert (runs["last-slot"].latest, runs["last-slot"].checkpoints) == (None, 2)
     assert found.unreadable == ((str(locked), "Permission denied"),)
+
+
+def test_a_log_that_is_damaged_or_gone_is_told(tmp_path: Path) -> None:
+    fill(tmp_path / "flipped")
+    slot = sorted((tmp_path / "flipped" / "log").iterdir())[-1]
+    data = bytearray(slot.read_bytes())
+    data[len(data) // 2] ^= 1
+    slot.write_bytes(data)
+    fill(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone" / "log")
+    fill(tmp_path / "unnamed")
+    (tmp_path / "unnamed" / "FORMAT").unlink()
+    found = ckptstore.find_runs(tmp_path)
+    assert [(Path(run.path).name, run.error is not None) for run in found.runs] == [("flipped", True), ("gone", True)]
+    assert all("damaged or lost" in str(run.error) for run in found.runs)
+    ((path, why),) = found.unreadable
+    assert Path(path).name == "unnamed"
+    assert "FORMAT" in why
 
 
 def test_no_folder(tmp_path: Path) -> None:
