@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import ckptstore
@@ -48,6 +49,14 @@ def test_repair(ckpt: Run, run: Path, tmp_path: Path) -> None:
         "lost     tag best, which named 5@3",
         "kept     6 checkpoints, 1@1, 2@1, 3@1, 4@1, 3@2, 4@2",
     ]
+
+
+def test_a_segment_of_which_nobody_knows_whose_it_was_is_a_loss(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    (run / ckptstore.open(run).describe("5@3")[0][0].key).write_bytes(b"cut")
+    shutil.rmtree(run / "log")
+    shutil.rmtree(run / "fold", ignore_errors=True)
+    done = ckpt("repair", run, tmp_path / "new", "--json")
+    assert (done.code, done.json["lost"]) == (4, [])
 
 
 def test_repair_of_an_intact_store(ckpt: Run, run: Path, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +258,27 @@ class TestBesideALiveWriter:
         with store.writer(poll_seconds=0.02, deltas=CHAIN) as writer:
             save(writer, range(1, 13))
             yield writer
+
+    def test_prune_follows_no_writer_that_makes_more(self, store: Store, writer: Any) -> None:
+        store.keep("last:12")
+        done = threading.Event()
+
+        def train() -> None:
+            step = 12
+            while not done.wait(0.002):
+                step += 1
+                save(writer, [step])
+
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(train)
+            try:
+                began = time.monotonic()
+                store.prune("last:3", timeout=20)
+                assert time.monotonic() - began < 60
+            finally:
+                done.set()
+            training.result()
+        assert all(info.step > 9 for info in store.checkpoints())
 
     def test_it_takes_rules_and_keeps_to_them_at_once(self, store: Store, writer: Any) -> None:
         assert store.keep(*RULES) == RULES
