@@ -1,7 +1,8 @@
 """A store in a file system of fsspec's: another scheme than those that have a backend, or one that the user made.
 
-It needs what most of them lack: an exclusive create. It is tried, `pipe_file(mode="create")` first and ``open("xb")``
-then, and the probe refuses the file system where neither has exactly one winner. Reading works everywhere.
+It needs what most of them lack: an exclusive create. It is tried, ``open("xb")`` first and `pipe_file(mode="create")`
+then, and the probe refuses the file system where neither has exactly one winner. fsspec's own `pipe_file` only looks
+before it writes, which the probe may fail to notice: it is not tried at all. Reading works everywhere.
 
 What it makes is as durable as the file system says: fsspec has no sync.
 """
@@ -44,7 +45,7 @@ from ckptstore.host.threads import workers
 __all__ = ["FsspecBackend", "known_scheme", "opened"]
 
 _RACERS: Final = 4
-_RACES: Final = 8
+_RACES: Final = 16
 _T = TypeVar("_T")
 
 
@@ -91,7 +92,7 @@ class FsspecBackend(Backend):
         self.url = f"{scheme}://{path.lstrip('/')}" if url is None else shown(url)
         self._fs = filesystem
         self._root = path.rstrip("/")
-        self._how: Callable[[str, bytes], None] = self._pipe
+        self._how: Callable[[str, bytes], None] = self._open_exclusively
         self._lock = threading.Lock()
 
     def _path(self, key: str) -> str:
@@ -190,27 +191,41 @@ class FsspecBackend(Backend):
     def probe(self) -> None:
         """See `Backend.probe`: a second create has to fail, and of several at once one has to win, each time."""
         failures = []
-        for how in (self._pipe, self._open_exclusively):
+        for how in (self._open_exclusively, self._pipe):
             self._how = how
-            why = self._not_exclusive()
+            why = "fsspec's own, which looks and then writes" if how == self._pipe and self._looks() else None
+            why = self._not_exclusive() if why is None else why
             if not why:
                 return
             failures.append(why)
         raise UnsupportedBackendError(
             errno.EOPNOTSUPP,
-            f"this file system does not create exclusively (mode='create': {failures[0]}; open('xb'): {failures[1]}), "
+            f"this file system does not create exclusively (open('xb'): {failures[0]}; mode='create': {failures[1]}), "
             "so that two writers could not exclude each other; it can be read, not written; use a path, s3://, "
             "gs:// or az://",
             self.url,
         )
 
+    def _looks(self) -> bool:
+        """Whether `pipe_file` is the one that any file system of fsspec's has, at the end of what wraps what."""
+        found = self._fs
+        while isinstance(inner := getattr(found, "fs", None), fsspec.AbstractFileSystem):
+            found = inner
+        return getattr(type(found), "pipe_file", None) is fsspec.AbstractFileSystem.pipe_file
+
     def _not_exclusive(self) -> str:
         """Why creating in the present way is not exclusive; empty: it is, as far as can be seen."""
+        start = threading.Barrier(_RACERS)
+
+        def race(key: str, data: bytes) -> bool:
+            start.wait()
+            return self._won(key, data)
+
         for _ in range(_RACES):
             key = f"probe/{uuid.uuid4().hex}"
             try:
                 with workers(_RACERS, "probe") as found:
-                    racers = [found.pool.submit(self._won, key, bytes([n]) * 32) for n in range(_RACERS)]
+                    racers = [found.pool.submit(race, key, bytes([n]) * 32) for n in range(_RACERS)]
                     won = sum(racer.result() for racer in racers)
                 if won != 1:
                     return f"{won} of {_RACERS} won at once"

@@ -106,3 +106,18 @@ def test_errors_of_a_file_system_become_the_projects(tmp_path: Path) -> None:
     with pytest.raises(ckptstore.StorageError, match=r"RuntimeError.*pins/a") as caught:
         backend.get("pins/a")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_file_system_that_looks_before_it_writes_is_never_taken(tmp_path: Path, wrapped: bool) -> None:
+    """fsspec's own `pipe_file`: a race of the probe may well have one winner all the same."""
+
+    class Looks(LocalFileSystem):
+        def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+            return super()._open(path, mode.replace("x", "w"), **more)
+
+    filesystem = Looks(skip_instance_cache=True)
+    whole = DirFileSystem(path=str(tmp_path), fs=filesystem) if wrapped else filesystem
+    backend = FsspecBackend(whole, "store" if wrapped else str(tmp_path / "store"))
+    with pytest.raises(ckptstore.UnsupportedBackendError, match="looks and then writes"):
+        backend.probe()
