@@ -178,7 +178,8 @@ class _Opener:
     def _goes_on(self, left: Started, parent: str | int | CheckpointInfo | None) -> bool:
         """Whether an agent that is left continues from what is wanted, in this store, with these options."""
         greeting = left.greeting
-        return self._fits(left, parent) and greeting["options"] == self._options
+        # Who speaks this protocol without knowing of rules leaves `keep` out.
+        return self._fits(left, parent) and {"keep": None, **greeting["options"]} == self._options
 
     def _fits(self, left: Started, parent: str | int | CheckpointInfo | None) -> bool:
         greeting = left.greeting
