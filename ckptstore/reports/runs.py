@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ckptstore.backends import open_backend
-from ckptstore.errors import CkptError, CorruptLogError, NotFoundError
+from ckptstore.errors import CkptError, CorruptLogError, NotFoundError, UsageError
 from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
 from ckptstore.formats.records import FORMAT_KEY
 from ckptstore.log.journal import Journal
@@ -81,10 +81,13 @@ def find_runs(folder: str | os.PathLike[str]) -> FoundRuns:
 
     Raises:
         NotFoundError: there is no such folder.
+        UsageError: it is a URL.
     """
+    if "://" in os.fspath(folder):
+        raise UsageError(f"{os.fspath(folder)}: runs are looked for below a folder, not a URL")
     top = Path(os.path.expanduser(os.fspath(folder)))  # noqa: PTH111  # as every STORE is read
     if not top.is_dir():
-        raise NotFoundError(f"{top}: there is no such folder")
+        raise NotFoundError(f"{top}: {'it is a file' if top.exists() else 'there is no such folder'}")
     unreadable: list[tuple[str, str]] = []
     runs = [_look_at(path) for path in _stores(top, unreadable, 0)]
     return FoundRuns(tuple(runs), tuple(unreadable))

@@ -150,6 +150,8 @@ def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ckptstore.NotFoundError, match="no such folder"):
         find_runs(tmp_path / "nothing")
     (tmp_path / "file").touch()
-    with pytest.raises(ckptstore.NotFoundError, match="no such folder"):
+    with pytest.raises(ckptstore.NotFoundError, match="it is a file"):
         find_runs(tmp_path / "file")
+    with pytest.raises(ckptstore.UsageError, match=r"s3://bucket/runs: .* not a URL"):
+        find_runs("s3://bucket/runs")
     assert find_runs(tmp_path).runs == ()
