@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
-from tools.bench import commands, concurrent, markdown, pagecache, pmem, recycling, report, save_load, tensors
+from tools.bench import commands, concurrent, markdown, pagecache, pmem, recycling, report, save_load, tensors, versions
 from tools.bench.catalogue import SAVES
 from tools.bench.machine import filesystem_type
 from tools.bench.measure import Ballast, Measurement
@@ -271,3 +272,12 @@ def test_a_state_that_differs_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tensors.torch, "load", lambda *_arguments, **_options: tensors.experts(3, 128))
     found = tensors.CASES["torch.load"](tensors.experts(3, 64), tmp_path)
     assert found["same"] == 0.0
+
+
+def test_two_versions_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
+    options = ["--files", "2", "--rounds", "2", "--size", "16", "--warm", "--json", str(tmp_path)]
+    result = run(versions.main, "--other", sys.executable, *options)
+    document = json.loads(result.stdout)
+    assert set(document) == {"other", "this"}
+    assert all(len(row["files"]) == 2 and row["median"] > 0 for row in document.values())
+    assert not list(tmp_path.iterdir())
