@@ -75,8 +75,7 @@ def compare(pythons: dict[str, str], folder: Path, files: int, rounds: int, size
                 times[key].append(_ask(workers[key]))
     finally:
         for worker in workers.values():
-            worker.stdin.close()  # type: ignore[union-attr]  # a pipe was asked for above
-            worker.wait()
+            worker.communicate()  # the end of its input ends it
     return {
         name: {
             "median": statistics.median(second for key in stores if key[0] == name for second in times[key]),
