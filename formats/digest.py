@@ -29,6 +29,7 @@ streamed chunks each do a part. One core does about 5 GB/s in numpy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from ckptstore.formats.compiled import hot
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12 names it
 
-__all__ = ["BLOCK_WORDS", "Running", "combine", "digest", "multipliers", "partial", "weights"]
+__all__ = ["BLOCK_WORDS", "Running", "combine", "digest", "multipliers", "partial", "partials", "weights"]
 
 BLOCK_WORDS = 65536
 """Words (u32) that share one multiplier."""
@@ -126,6 +127,26 @@ def partial(data: Buffer | npt.NDArray[Any], first_word: int) -> int:
     return total & _MASK
 
 
+def partials(data: npt.NDArray[np.uint8], lengths: Sequence[int]) -> list[int]:
+    """`partial` of many small tensors that lie one behind the other, in one call: each from its first word on.
+
+    Args:
+        data: C-contiguous; the bytes of all of them.
+        lengths: bytes of each, multiples of 4 up to a block (`BLOCK_WORDS` words); they add up to all of `data`.
+
+    Raises:
+        ValueError: other lengths.
+    """
+    if sum(lengths) != data.size or any(length % 4 or not 0 <= length <= 4 * BLOCK_WORDS for length in lengths):
+        raise ValueError(f"{data.size} bytes are not {len(lengths)} tensors of whole words, of a block at most")
+    ends = np.cumsum(np.array(lengths, np.int64)) // 4
+    sums = np.zeros(len(lengths), np.uint64)
+    piece_sums(data.view("<u4"), ends, _WEIGHTS, sums)
+    sums *= multipliers(0, 1)
+    found: list[int] = sums.tolist()
+    return found
+
+
 class Running:
     """The digest of a tensor whose bytes pass by in order, cut anywhere."""
 
@@ -170,6 +191,15 @@ def block_sums(words: npt.NDArray[np.uint32], skip: int, weights: _Words, sums: 
         np.copyto(scratch[:count], words[start : start + count])
         sums[block] = np.dot(scratch[:count], weights[begin : begin + count])
         start, begin = start + count, 0
+
+
+@hot("ckptstore.formats.digest_compiled")
+def piece_sums(words: npt.NDArray[np.uint32], ends: npt.NDArray[np.int64], weights: _Words, sums: _Words) -> None:
+    """Sum up words times weights, piece by piece, into ``sums``; each piece begins with the first weight."""
+    start = 0
+    for piece, end in enumerate(ends):
+        block_sums.reference(words[start:end], 0, weights, sums[piece : piece + 1])
+        start = end
 
 
 def _bytes(data: Buffer | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

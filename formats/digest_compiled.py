@@ -31,3 +31,31 @@ def block_sums(
 ) -> None:
     """See ``digest.block_sums``."""
     _block_sums(words, skip, weights, sums)
+
+
+@loop("u4", "i8", "u8", "u8!")
+def _piece_sums(
+    words: npt.NDArray[np.uint32],
+    ends: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.uint64],
+    sums: npt.NDArray[np.uint64],
+) -> None:
+    start = 0
+    for piece in range(len(sums)):
+        end = ends[piece]
+        part, own = words[start:end], weights[: end - start]
+        total = np.uint64(0)
+        for i in range(len(part)):
+            total += np.uint64(part[i]) * own[i]
+        sums[piece] = total
+        start = end
+
+
+def piece_sums(
+    words: npt.NDArray[np.uint32],
+    ends: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.uint64],
+    sums: npt.NDArray[np.uint64],
+) -> None:
+    """See ``digest.piece_sums``."""
+    _piece_sums(words, ends, weights, sums)

@@ -108,12 +108,14 @@ class Layout:
         header_size: bytes before the data, a multiple of `ALIGN`, the 8-byte length field included.
         offsets: absolute file offset of each tensor, by name, in file order.
         size: length of the file in bytes.
+        members: what the header's text says of the tensors, if it was made for its length; not compared.
     """
 
     specs: tuple[TensorSpec, ...]
     header_size: int
     offsets: Mapping[str, int]
     size: int
+    members: bytes | None = field(default=None, repr=False, compare=False)
 
 
 def order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:

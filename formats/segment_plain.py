@@ -64,8 +64,9 @@ def plan_plain(specs: Iterable[TensorSpec], draft: SegmentDoc, *, digests: bool 
     ordered = order(specs)
     cells = sum(chunk_count(spec.nbytes) for spec in ordered)
     blank = "0" * WIDTH
-    header = _header_text(ordered, draft, blank * cells, blank * len(ordered) if digests else None)
-    return place(ordered, padded(LENGTH.size + len(header)))
+    members = _members_text(ordered, draft)
+    header = _header_text(ordered, members, draft, blank * cells, blank * len(ordered) if digests else None)
+    return replace(place(ordered, padded(LENGTH.size + len(header))), members=members)
 
 
 def raw_entry(layout: Layout, spec: TensorSpec, hashes: Sequence[str], digest: int | None = None) -> TensorEntry:
@@ -106,7 +107,8 @@ def encode_plain(layout: Layout, doc: SegmentDoc) -> bytes:
         hashes += [chunk.stored_hash for chunk in entry.chunks]
     digests = [entries[spec.name].digest for spec in layout.specs]
     column = None if all(digest is None for digest in digests) else digest_column(digests)
-    return frame(_header_text(layout.specs, doc, hash_column(hashes), column), layout.header_size)
+    members = _members_text(layout.specs, doc) if layout.members is None else layout.members
+    return frame(_header_text(layout.specs, members, doc, hash_column(hashes), column), layout.header_size)
 
 
 def read_plain(members: Mapping[str, Any], document: Members, header_size: int, size: int, where: str) -> SegmentDoc:
@@ -140,21 +142,30 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
     return replace(doc, trees=trees, tensors={doc.steps[0]: tensors}, extra=document.rest())
 
 
-def _header_text(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str | None) -> bytes:
-    document = _document(specs, doc, hashes, digests)
+def _header_text(
+    specs: Sequence[TensorSpec], members: bytes, doc: SegmentDoc, hashes: str, digests: str | None
+) -> bytes:
+    """The header's text around the `members` that `_members_text` made, which no hash changes."""
     what = f"segment {doc.segment}: header"
-    document_text = jsontext.bounded(document, what=what).decode("ascii")
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "ckptstore": document_text}}
+    document_text = jsontext.bounded(_document(specs, doc, hashes, digests), what=what).decode("ascii")
+    own = jsontext.bounded({"__metadata__": {"format": "pt", "ckptstore": document_text}}, what=what)
+    text = own[:-1] + b"," + members[1:] if specs else own
+    jsontext.check(text, what=what)
+    if padded(LENGTH.size + len(text)) > HEADER_LIMIT:
+        raise FormatError(f"segment {doc.segment}: a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed")
+    return text
+
+
+def _members_text(specs: Sequence[TensorSpec], doc: SegmentDoc) -> bytes:
+    """What the header says of the tensors: a JSON object."""
+    members: dict[str, Any] = {}
     end = 0
     for spec in specs:
         dtype = dtypes.get(spec.dtype)
         start, end = end, end + spec.nbytes
         shape = list(dtypes.storage_shape(dtype, spec.shape))
-        header[spec.name] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
-    text = jsontext.bounded(header, what=what)
-    if padded(LENGTH.size + len(text)) > HEADER_LIMIT:
-        raise FormatError(f"segment {doc.segment}: a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed")
-    return text
+        members[spec.name] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
+    return jsontext.bounded(members, what=f"segment {doc.segment}: header")
 
 
 def _document(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str | None) -> dict[str, Any]:

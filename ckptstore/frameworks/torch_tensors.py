@@ -166,11 +166,10 @@ class TorchSource:
 
     def view(self) -> Bytes | None:
         """The image without a copy, or None if the tensor is strided or not in host memory."""
-        host = self.resolved
+        host = self.tensor if self._copy is None else self._copy
         if not on_host(host) or not host.is_contiguous():
             return None
-        image: Bytes = flat_bytes(host).numpy()
-        return image
+        return np.asarray(_Image(host, self.nbytes)) if self.nbytes else np.empty(0, np.uint8)
 
     def read(self, offset: int, out: Bytes) -> None:
         """Copy a range of the image into `out`; from a device only that range. Returns when the bytes are there."""
@@ -185,6 +184,24 @@ class TorchSource:
                 torch.from_numpy(out).copy_(flat_bytes(data)[offset : offset + out.size])
             elif out.size:
                 torch.from_numpy(out).copy_(_gather(data, offset, out.size))
+
+
+class _Image:
+    """What numpy makes an array of that keeps the tensor alive.
+
+    Made by torch itself it takes three tensors on the way, which is more than a small tensor's copy costs.
+    """
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Final, TypeAlias
 
 import xxhash
@@ -39,9 +40,13 @@ __all__ = ["WrittenState", "write_full", "write_plain"]
 
 _PIECE: Final = 1 << 20
 """Bytes copied, hashed and summed up while they are still in the core's cache: memory is read once."""
+_SMALL: Final = 64 << 10
+"""Up to here a tensor's sums cost more to ask for than to compute: neighbours are summed up in one call."""
 
 _Sums: TypeAlias = tuple[str, int]
 """Hash of a chunk, and its share of its tensor's state digest."""
+_Chunk: TypeAlias = tuple[TensorSpec, int, int]
+"""A tensor, the byte of it with which a chunk begins, and the chunk's length."""
 _Passing: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "_Passage"]
 """How the bytes of one segment get into the file."""
 
@@ -193,7 +198,42 @@ class _Passage(ABC):
     def send(self, unit: Unit) -> list[_Sums]:
         """Send the pages of a unit -> the sums of its chunks."""
 
-    def sums(self, spec: TensorSpec, place: Bytes, start: int, fill: Fill | None = None) -> _Sums:
+    def sums_of(self, unit: Unit, place: Bytes, fill: Callable[[TensorSpec], Fill] | None = None) -> list[_Sums]:
+        """The sums of the chunks of a unit, whose bytes `place` holds, one behind the other."""
+        found: list[_Sums] = []
+        at = 0
+        for small, chunks in groupby(unit.chunks, self._is_small):
+            if small:
+                for run in _pieces(list(chunks)):
+                    nbytes = sum(length for _, _, length in run)
+                    found += self._small_sums(run, place[at : at + nbytes], fill)
+                    at += nbytes
+                continue
+            for spec, begin, length in chunks:
+                found.append(self._sums(spec, place[at : at + length], begin, fill and fill(spec)))
+                at += length
+        return found
+
+    def _is_small(self, chunk: _Chunk) -> bool:
+        spec, _, _ = chunk
+        return spec.nbytes <= _SMALL and not spec.nbytes % 4 and spec.name not in self.digests
+
+    def _small_sums(
+        self, run: Sequence[_Chunk], place: Bytes, fill: Callable[[TensorSpec], Fill] | None
+    ) -> list[_Sums]:
+        """The sums of whole tensors, filled one after another."""
+        hashes = []
+        at = 0
+        for spec, _, length in run:
+            piece = place[at : at + length]
+            if fill is not None:
+                fill(spec)(0, piece)
+            hashes.append(hashing.chunk_hash(piece.data))
+            at += length
+        self.session.advance(at)
+        return list(zip(hashes, digest.partials(place, [length for _, _, length in run]), strict=True))
+
+    def _sums(self, spec: TensorSpec, place: Bytes, start: int, fill: Fill | None) -> _Sums:
         """The sums of the chunk at `place`, which begins at byte `start` of its tensor, filled piece by piece."""
         known = spec.name in self.digests
         hasher = xxhash.xxh3_64()
@@ -227,11 +267,7 @@ class _InPlace(_Passage):
         start, end = unit.pages
         if start < end:
             self.writes.send(start, self._range(start, end))
-        sums = []
-        for spec, begin, length in unit.chunks:
-            at = self.layout.offsets[spec.name] + begin
-            sums.append(self.sums(spec, self._range(at, at + length), begin))
-        return sums
+        return self.sums_of(unit, self._range(unit.begin, unit.end))
 
     def _range(self, begin: int, end: int) -> Bytes:
         """Bytes of the file."""
@@ -270,10 +306,7 @@ class _Arriving(_Passage):
                 self.writes.send(start, memory[start - unit.first : end - unit.first], both.done)
             else:
                 both.done()
-            sums = []
-            for spec, begin, length in unit.chunks:
-                at = self.layout.offsets[spec.name] + begin - unit.first
-                sums.append(self.sums(spec, memory[at : at + length], begin))
+            sums = self.sums_of(unit, memory[unit.begin - unit.first : unit.end - unit.first])
         finally:
             both.done()
         return sums
@@ -314,10 +347,7 @@ class _Copying(_Passage):
         staging = self.session.staging
         block = staging.take()
         try:
-            sums = []
-            for spec, begin, length in unit.chunks:
-                at = self.layout.offsets[spec.name] + begin - first
-                sums.append(self.sums(spec, block[at : at + length], begin, filler(self._sources[spec.name])))
+            sums = self.sums_of(unit, block[unit.begin - first : unit.end - first], self._filler)
             self._bytes.copy(unit.end, block[unit.end - first : end - first])
         except BaseException:
             staging.give(block)
@@ -327,3 +357,19 @@ class _Copying(_Passage):
         else:
             staging.give(block)
         return sums
+
+    def _filler(self, spec: TensorSpec) -> Fill:
+        return filler(self._sources[spec.name])
+
+
+def _pieces(chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
+    """Neighbours in groups of at most `_PIECE` bytes."""
+    group: list[_Chunk] = []
+    size = 0
+    for chunk in chunks:
+        if size + chunk[2] > _PIECE:
+            yield group
+            group, size = [], 0
+        group.append(chunk)
+        size += chunk[2]
+    yield group

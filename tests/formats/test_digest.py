@@ -220,3 +220,23 @@ def test_memory_is_that_of_one_block(request: pytest.FixtureRequest) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < most, (nbytes, peak)
+
+
+@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("start", [0, 1])
+def test_many_small_tensors_in_one_call(kind: str, start: int, request: pytest.FixtureRequest) -> None:
+    if kind == "compiled":
+        pytest.importorskip("numba")
+    request.addfinalizer(lambda: compiled.use(None))
+    compiled.use(kind)
+    lengths = [0, 4, 12, 4 * B, 4096, 0, 8, 4 * B - 4]
+    image = noise(sum(lengths) + start)[start:]  # at any address
+    ends = [0, *itertools.accumulate(lengths)]
+    assert d.partials(image, lengths) == [d.partial(image[at:end], 0) for at, end in itertools.pairwise(ends)]
+    assert d.partials(image[:0], []) == []
+
+
+@pytest.mark.parametrize("lengths", [[4], [8, 3], [6, 6], [-4, 16], [4 * B + 4]])
+def test_lengths_that_are_no_small_tensors_of_the_bytes_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="whole words"):
+        d.partials(noise(max(12, 4 * B + 4 if lengths[0] > 16 else 12)), lengths)

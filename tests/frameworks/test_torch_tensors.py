@@ -6,6 +6,7 @@ import io
 import random
 import threading
 import warnings
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_from_buffer_shares_memory(name: str, shape: tuple[int, ...]) -> None:
     if buffer:
         buffer[0] ^= 1
         assert image_of(tensor) == bytes(buffer)
+
+
+def test_a_view_keeps_the_tensor_alive() -> None:
+    tensor = torch.arange(1 << 16, dtype=torch.int32)
+    gone = weakref.ref(tensor)
+    view = tensors.TorchSource(tensor).view()
+    assert view is not None
+    assert view.__array_interface__["data"][0] == tensor.data_ptr()  # no copy
+    del tensor
+    assert gone() is not None
+    assert view.tobytes() == np.arange(1 << 16, dtype=np.int32).tobytes()
+    del view
+    assert gone() is None
 
 
 def test_from_buffer_keeps_its_memory_alive() -> None:
