@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 
 from ckptstore.formats.compiled import loop
 from ckptstore.formats.sources import Bytes
+from ckptstore.formats.streaming import Addresses
 
 _VECTOR: Final = 32
 _TURN: Final = 4 * _VECTOR
@@ -40,7 +41,21 @@ def _typed_stream(_: Any, _out: Any, _source: Any, _length: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64), generate
 
 
+def _typed_move(_: Any, _out: Any, _source: Any, _length: Any) -> Any:
+    """``memcpy``."""
+
+    def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
+        target, origin, size = values
+        pointer = ir.IntType(8).as_pointer()
+        place, source = builder.inttoptr(target, pointer), builder.inttoptr(origin, pointer)
+        cgutils.raw_memcpy(builder, place, source, size, 1)  # type: ignore[no-untyped-call,unused-ignore]
+        return ir.Constant(ir.IntType(64), 0)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
 _turns: Callable[..., Any] = intrinsic(_typed_stream)
+_move: Callable[..., Any] = intrinsic(_typed_move)
 
 
 @loop("int", "int", "int")
@@ -56,3 +71,22 @@ def stream(source: Bytes, out: Bytes) -> None:
     _stream(out.ctypes.data + head, source.ctypes.data + head, body)
     np.copyto(out[:head], source[:head])
     np.copyto(out[head + body :], source[head + body :])
+
+
+@loop("i8", "i8", "i8", "int")
+def _moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:
+    for number in range(len(to)):
+        target, origin, length = to[number], at[number], lengths[number]
+        if length < past:
+            _move(target, origin, length)
+            continue
+        head = min(-target % _VECTOR, length)
+        body = (length - head) // _TURN * _TURN
+        _move(target, origin, head)
+        _turns(target + head, origin + head, body)
+        _move(target + head + body, origin + head + body, length - head - body)
+
+
+def moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:
+    """See ``streaming.moves``."""
+    _moves(to, at, lengths, past)

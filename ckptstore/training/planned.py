@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
+from ckptstore.formats import streaming
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
@@ -32,6 +33,8 @@ _IN_VAIN: Final = 3
 """Plans in a row of which none held for a step."""
 _PAUSE: Final = 200
 """Saves until it is tried again."""
+_MANY: Final = 128
+"""Tensors for whose copies it pays to load a compiled loop, which takes half a second."""
 
 
 @runtime_checkable
@@ -174,6 +177,8 @@ class PlannedSaves:
 
     def _make_ready(self, plan: StatePlan) -> None:
         """Make what the next saves will need, while others work: the first write to memory costs more than the copy."""
+        if len(plan.tensors) >= _MANY:
+            streaming.prepare()
         while True:
             with self._lock:
                 if plan is not self._plan or self._made >= self._most:

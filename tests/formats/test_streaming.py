@@ -49,3 +49,22 @@ def test_it_is_used_for_large_copies_once_it_is_loaded(monkeypatch: pytest.Monke
     streaming.copy(data[1:], out[1:])
     assert np.array_equal(out, data)
     assert used == [streaming.LEAST]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 70), st.integers(0, 70))), past=st.integers(0, 999)
+)
+def test_many_pieces_by_address(form: str, pieces: list[tuple[int, int, int]], past: int) -> None:
+    moves = streaming.moves.compiled if form == "compiled" else streaming.moves.reference
+    memory = np.full(sum(length + gap for length, gap, _ in pieces) + 1, 7, np.uint8)
+    wanted = memory.copy()
+    rows, end = [], 0
+    for length, gap, source in pieces:
+        rows.append((memory.ctypes.data + end + gap, NOISE.ctypes.data + source, length))
+        wanted[end + gap : end + gap + length] = NOISE[source : source + length]
+        end += gap + length
+    to, at, lengths = (np.array([row[column] for row in rows], np.int64) for column in range(3))
+    moves(to, at, lengths, past)
+    assert np.array_equal(memory, wanted)

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.formats import streaming  # noqa: E402
 from ckptstore.frameworks import bridge  # noqa: E402
 from ckptstore.host.gathering import Gathering  # noqa: E402
 from ckptstore.host.threads import started_pool  # noqa: E402
@@ -320,7 +321,12 @@ def test_a_save_that_is_refused_gives_its_memory_back(tmp_path: Path, monkeypatc
     assert run.made == 1
 
 
-def test_pieces_of_all_sizes_are_gathered() -> None:
+@pytest.mark.parametrize("form", ["compiled", "system"])
+def test_pieces_of_all_sizes_are_gathered(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "compiled":
+        pytest.importorskip("numba")
+        streaming.prepare()
+    monkeypatch.setattr(streaming, "ready", lambda: form == "compiled")
     draw = np.random.default_rng(0)
     sizes = [0, 1, 4, 3000, 65535, 65536, 9 << 20, *draw.integers(1, 200, 3000).tolist()]
     sources = [draw.integers(0, 256, size, np.uint8) for size in sizes]
@@ -341,6 +347,7 @@ def test_pieces_of_all_sizes_are_gathered() -> None:
 def test_a_system_that_copies_nothing_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.host import gathering
 
+    monkeypatch.setattr(streaming, "ready", lambda: False)
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     for refused in (None, lambda *_: -1, lambda *_: 7):
         target[:] = 0
