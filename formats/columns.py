@@ -18,6 +18,7 @@ from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, N
 
 __all__ = [
     "DIGEST",
+    "TIME",
     "CheckpointRows",
     "Column",
     "EncodingRows",
@@ -32,6 +33,8 @@ __all__ = [
 
 DIGEST: Final = 16
 """Bytes of a hash or uuid."""
+TIME: Final = 3
+"""The column of `CheckpointRows` that has the times."""
 
 Column: TypeAlias = Any
 """``q``: 64-bit integers, ``b``: small ones, ``d``: doubles (each an `array`); ``x``: hashes, joined (`bytes`)."""

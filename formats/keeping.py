@@ -12,13 +12,16 @@ import heapq
 import math
 import re
 from abc import ABC, abstractmethod
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
 from typing import Any, Final
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import metadata
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.columns import TIME
 from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import CheckpointEntry, Node
 
@@ -60,7 +63,11 @@ def known(rules: Iterable[str]) -> bool:
 
 def metric(entry: CheckpointEntry, name: str) -> float | None:
     """`number` in a checkpoint's metadata."""
-    said = entry.extra.get(metadata.MEMBER)
+    return _metric(entry.extra, name)
+
+
+def _metric(extra: Mapping[str, Any], name: str) -> float | None:
+    said = extra.get(metadata.MEMBER)
     return number(said, name) if isinstance(said, Mapping) else None
 
 
@@ -93,8 +100,42 @@ def line(catalog: Catalog) -> Callable[[Node], bool]:
 # ------------------------------------------------------------------------------------------------ one rule each
 
 
+class _Found:
+    """Every checkpoint that a catalog has, as columns: a rule that looks at all of them makes no object for each.
+
+    Attributes:
+        newest: None: there is none.
+        nodes: all of them, ascending.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.newest = catalog.latest()
+        self.nodes = list(catalog.checkpoints)
+        self._table = catalog.checkpoints
+        self._on_line = line(catalog)
+
+    @cached_property
+    def on_line(self) -> list[Node]:
+        """Those on the line of the newest term."""
+        return list(filter(self._on_line, self.nodes))
+
+    @cached_property
+    def extras(self) -> Mapping[Node, Mapping[str, Any]]:
+        """What those say that say more than every checkpoint does."""
+        return self._table.extras()
+
+    @cached_property
+    def times(self) -> list[float]:
+        """As `nodes`."""
+        return list(self._table.column(TIME, lambda entry: entry.time))
+
+
 class _Window(ABC):
     """What one rule keeps at present."""
+
+    @abstractmethod
+    def begin(self, found: _Found) -> Iterable[Node] | None:
+        """Take all of them in -> those that the rule keeps; None: every one."""
 
     def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:  # noqa: ARG002  # some rules need neither
         """Another checkpoint is there -> those that the rule keeps no longer because of it."""
@@ -115,14 +156,29 @@ class _Window(ABC):
 class _Highest(_Window):
     """``last:N``, and most of ``best:NAME:N``: the N highest of the line; of equals the newer."""
 
-    def __init__(self, count: int, value: Callable[[CheckpointEntry], float | None]) -> None:
+    def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
+        """
+        Args:
+            value: of a step, and of what is said of it, the number that ranks it; None: it has none.
+        """
         self._count = count
         self._value = value
         self._ranks: list[tuple[float, int, int]] = []
         self._kept: set[Node] = set()
 
+    def begin(self, found: _Found) -> Iterable[Node] | None:
+        nothing: Mapping[str, Any] = {}
+        ranked = (
+            (value, step, term)
+            for term, step in found.on_line
+            if (value := self._value(step, found.extras.get((term, step), nothing))) is not None
+        )
+        self._ranks = sorted(heapq.nlargest(self._count, ranked))
+        self._kept = {(term, step) for _, step, term in self._ranks}
+        return self._kept
+
     def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:
-        value = self._value(entry) if on_line else None
+        value = self._value(entry.step, entry.extra) if on_line else None
         if value is None:
             return ()
         insort(self._ranks, (value, entry.step, entry.term))
@@ -143,9 +199,16 @@ class _Best(_Highest):
     A metric that comes late, or has another name, shall not cost what came before.
     """
 
-    def __init__(self, count: int, value: Callable[[CheckpointEntry], float | None]) -> None:
+    def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
         super().__init__(count, value)
         self._before: list[Node] = []
+
+    def begin(self, found: _Found) -> Iterable[Node] | None:
+        kept = super().begin(found)
+        if kept:
+            return kept
+        self._before = list(found.nodes)
+        return None
 
     def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:
         unknown = not self._ranks
@@ -167,6 +230,13 @@ class _NewerThan(_Window):
         self._seconds = seconds
         self._since = -math.inf
         self._oldest: list[tuple[float, Node]] = []
+
+    def begin(self, found: _Found) -> Iterable[Node] | None:
+        if found.newest is not None:
+            self._since = found.newest.time - self._seconds
+        self._oldest = sorted((time, node) for time, node in zip(found.times, found.nodes, strict=True))
+        del self._oldest[: bisect_left(self._oldest, self._since, key=itemgetter(0))]
+        return [node for _, node in self._oldest]
 
     def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:  # noqa: ARG002
         heapq.heappush(self._oldest, (entry.time, entry.node))
@@ -191,17 +261,26 @@ class _Every(_Window):
     def __init__(self, steps: int) -> None:
         self._steps = steps
 
+    def begin(self, found: _Found) -> Iterable[Node] | None:
+        return [node for node in found.nodes if node[1] % self._steps == 0]
+
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
         return entry.step % self._steps == 0
 
 
 class _Branches(_Window):
+    def begin(self, found: _Found) -> Iterable[Node] | None:
+        return set(found.nodes).difference(found.on_line)
+
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
         return not on_line
 
 
 class _Tagged(_Window):
     """Tags keep in any case: the rule only says so."""
+
+    def begin(self, found: _Found) -> Iterable[Node] | None:  # noqa: ARG002
+        return ()
 
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
         return False
@@ -220,7 +299,7 @@ def _window(rule: str) -> _Window | None:
         count = _count(rest)
         if count is None:
             return None
-        return _Every(count) if name == "every" else _Highest(count, lambda entry: float(entry.step))
+        return _Every(count) if name == "every" else _Highest(count, lambda step, _: float(step))
     if name == "newer-than":
         seconds = _seconds(rest)
         return None if seconds is None else _NewerThan(seconds)
@@ -236,8 +315,8 @@ def _best(rest: str) -> _Window | None:
     if count is None or not name:
         return None
 
-    def value(entry: CheckpointEntry) -> float | None:
-        found = metric(entry, name)
+    def value(_step: int, extra: Mapping[str, Any]) -> float | None:
+        found = _metric(extra, name)
         return None if found is None else sign * found
 
     return _Best(count, value)
@@ -257,6 +336,12 @@ def _seconds(text: str) -> float | None:
 # ------------------------------------------------------------------------------------------------ all together
 
 
+def _windows(rules: Sequence[str]) -> dict[str, _Window]:
+    found = {rule: window for rule in rules if (window := _window(rule)) is not None}
+    assert len(found) == len(rules), "rules that this version does not know keep everything"
+    return found
+
+
 class Keeping:
     """What a store's rules keep, brought up to date save by save: only what a rule lets go is looked at again."""
 
@@ -268,18 +353,21 @@ class Keeping:
             catalog: undamaged, so that its newest checkpoint is known.
         """
         self.rules = tuple(rules)
-        self._windows = {rule: window for rule in rules if (window := _window(rule)) is not None}
-        assert len(self._windows) == len(self.rules), "rules that this version does not know keep everything"
+        self._windows = _windows(rules)
         self._on_line = line(catalog)
-        self._newest = catalog.latest()
+        found = _Found(catalog)
+        self._newest = found.newest
         self._time = -math.inf  # of the newest, when it was last asked
         self._tags: dict[str, Node] = {}
         self._named: set[Node] = set()
         self._new: dict[Node, CheckpointEntry] = {}
-        for entry in catalog.checkpoints.values():
-            self._let_in(entry)
-        self._new.clear()
-        self._suspects = set(catalog.checkpoints)
+        kept: set[Node] | None = set()
+        for window in self._windows.values():
+            some = window.begin(found)
+            kept = None if some is None or kept is None else kept.union(some)
+        # A heap, because it is sorted: who asks for a thousand of them pays for a thousand.
+        self._queue = [] if kept is None else [node for node in found.nodes if node not in kept]
+        self._suspects = set(self._queue)
 
     def add(self, entry: CheckpointEntry) -> None:
         """Another checkpoint of the newest term is promised, or is about to be."""
@@ -287,37 +375,48 @@ class Keeping:
         if before is None or before.term != entry.term or before.step < entry.step:
             self._newest = entry
             if before is not None:
-                self._suspects.add(before.node)
-        self._suspects.update(self._let_in(entry))
-        self._suspects.add(entry.node)
-
-    def _let_in(self, entry: CheckpointEntry) -> list[Node]:
+                self._suspect([before.node])
         self._new[entry.node] = entry
         on_line = self._on_line(entry.node)
-        return [node for window in self._windows.values() for node in window.add(entry, on_line)]
+        for window in self._windows.values():
+            self._suspect(window.add(entry, on_line))
+        self._suspect([entry.node])
 
-    def superfluous(self, catalog: Catalog, tags: Mapping[str, Node | None] | None = None) -> list[Node]:
+    def _suspect(self, nodes: Iterable[Node]) -> None:
+        """Perhaps nothing keeps these any more."""
+        for node in nodes:
+            if node not in self._suspects:
+                self._suspects.add(node)
+                heapq.heappush(self._queue, node)
+
+    def superfluous(
+        self, catalog: Catalog, tags: Mapping[str, Node | None] | None = None, *, most: int | None = None
+    ) -> list[Node]:
         """What nothing keeps any more, oldest first; asked again it is named again, until it is retired.
 
         Args:
             catalog: with what was there from the beginning and every checkpoint that was added, or about to get them.
             tags: those that are about to be changed.
+            most: how many are named at once, the oldest; None: all.
         """
         if self._newest is None:
             return []
         for window in self._windows.values():
             if self._newest.time < self._time:  # a clock was put back
                 window.refill([*catalog.checkpoints.values(), *self._new.values()])
-            self._suspects.update(window.lapse(self._newest))
+            self._suspect(window.lapse(self._newest))
         self._time = self._newest.time
         self._retag({**catalog.tags, **(tags or {})})
-        found = []
-        for node in sorted(self._suspects):
+        found: list[Node] = []
+        while self._queue and (most is None or len(found) < most):
+            node = heapq.heappop(self._queue)
             entry = catalog.checkpoints.get(node) or self._new.get(node)
             if entry is None or self.reasons(entry):  # gone; or it is named again when what keeps it lets it go
                 self._suspects.discard(node)
             else:
                 found.append(node)
+        for node in found:
+            heapq.heappush(self._queue, node)
         self._new.clear()
         return found
 
@@ -332,7 +431,7 @@ class Keeping:
         now = {name: node for name, node in tags.items() if node is not None}
         if now != self._tags:
             named = set(now.values())
-            self._suspects.update(self._named - named)
+            self._suspect(self._named - named)
             self._tags, self._named = now, named
 
 
@@ -345,10 +444,15 @@ def reasons_of(catalog: Catalog, rules: Sequence[str]) -> tuple[dict[str, list[N
     Raises:
         CorruptLogError: the newest checkpoint is not known.
     """
-    keeping = Keeping(rules, catalog)
-    gone = keeping.superfluous(catalog)
-    found: dict[str, list[Node]] = {name: [] for name in ("newest", "tagged", *rules)}
-    for entry in catalog.checkpoints.values():
-        for reason in keeping.reasons(entry):
-            found[reason].append(entry.node)
-    return found, gone
+    found = _Found(catalog)
+    named = set(catalog.tags.values())
+    reasons = {
+        "newest": [] if found.newest is None else [found.newest.node],
+        "tagged": [node for node in found.nodes if node in named] if named else [],
+    }
+    for rule, window in _windows(rules).items():
+        some = window.begin(found)
+        reasons[rule] = list(found.nodes) if some is None else sorted(some)
+    kept = {node for nodes in reasons.values() for node in nodes}
+    gone = [] if found.newest is None else [node for node in found.nodes if node not in kept]
+    return reasons, gone

@@ -7,7 +7,7 @@ as it is costs what changed lately, not what the store holds.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from heapq import merge
 from itertools import groupby
 from typing import Any, Final, Generic, Self, TypeVar, overload
@@ -130,6 +130,29 @@ class Table(MutableMapping[K, V], Generic[K, V]):
             if value is not None:
                 yield key, value
         yield from zip(rows.keys(place), rows.values(place), strict=True)
+
+    def column(self, place: int, of: Callable[[V], Any]) -> Iterator[Any]:
+        """One column of numbers, in the order of the keys, each of which has one row; no entries are made of the rows.
+
+        Args:
+            place: which of the rows' columns.
+            of: what it holds of a value.
+        """
+        numbers = self.rows.columns[place]
+        begin = 0
+        for key, value in self._ordered():
+            start, stop = self.rows.find(key)
+            yield from numbers[begin:start]
+            begin = stop
+            if value is not None:
+                yield of(value)
+        yield from numbers[begin:]
+
+    def extras(self) -> dict[K, Mapping[str, Any]]:
+        """Key -> the first row's members that this version does not know, where there are any."""
+        found = {key: places[0] for key, places in self.rows.extras.items() if 0 in places and key not in self.changes}
+        lately: Mapping[K, Any] = self.changes
+        return found | {key: value.extra for key, value in lately.items() if value is not None and value.extra}
 
     def items(self) -> ItemsView[K, V]:
         """See `dict.items`."""

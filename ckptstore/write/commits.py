@@ -113,7 +113,7 @@ class Commits:
         try:
             if requests.handle(self.log, prepare=prepare):
                 self.retainer.look_again()
-            for change in self.retainer.rest():
+            if (change := self.retainer.rest()) is not None:
                 self.commit(change)
         except (FencedError, CommitUnknownError) as error:
             self.ended = error  # the next save says so

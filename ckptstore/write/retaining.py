@@ -1,12 +1,13 @@
 """A writer keeps to the store's rules of retention: what a save makes superfluous is retired by the save's own COMMIT.
 
 So it costs no record of its own, and of the checkpoints only those are looked at that a rule has just let go. Only when
-the rules change, or something else than saves has changed the log, are all of them looked through again.
+the rules change, or something else than saves has changed the log, are all of them looked through again. Where many are
+superfluous at once, as when rules are given late, each save retires some, and so does one record after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -18,8 +19,10 @@ from ckptstore.log.change import Change
 
 __all__ = ["Retainer"]
 
-_AT_ONCE: Final = 1000
-"""Checkpoints that one record retires: it shall fit into a slot of the log."""
+_AT_ONCE: Final = 256
+"""Checkpoints that one record retires: it shall fit into a slot of the log, and take no long time."""
+_MANY: Final = 10_000
+"""Checkpoints that no save waits for to be looked through."""
 
 
 class Retainer:
@@ -50,24 +53,26 @@ class Retainer:
         Raises:
             CorruptLogError: the newest checkpoint is not known.
         """
+        if self._keeping is None and len(self._catalog().checkpoints) > _MANY:
+            return change  # `rest` looks through them, when this is durable
         keeping = self._current()
         if keeping is None:
             return change
         for entry in change.checkpoints:
             keeping.add(entry)
-        return self._retiring(change, keeping.superfluous(self._catalog(), change.tags))
+        return self._retiring(change, keeping.superfluous(self._catalog(), change.tags, most=_AT_ONCE))
 
-    def rest(self) -> Iterator[Change]:
-        """Changes that retire what is superfluous still, each to be committed before the next is asked for.
+    def rest(self) -> Change | None:
+        """What is superfluous still, as far as one record goes: a save may be waiting for who commits it.
 
         Raises:
             CorruptLogError: the newest checkpoint is not known.
         """
-        while (keeping := self._current()) is not None:
-            change = self._retiring(Change(), keeping.superfluous(self._catalog()))
-            if not change.retires:
-                return
-            yield change
+        keeping = self._current()
+        if keeping is None:
+            return None
+        change = self._retiring(Change(), keeping.superfluous(self._catalog(), most=_AT_ONCE))
+        return change if change.retires else None
 
     def committed(self) -> None:
         """What `joined` or `rest` gave last is history."""
@@ -94,7 +99,7 @@ class Retainer:
     def _retiring(self, change: Change, superfluous: Sequence[Node]) -> Change:
         catalog = self._catalog()
         # What this very change adds is promised first; it goes with the next one.
-        gone = [node for node in superfluous if node in catalog.checkpoints][:_AT_ONCE]
+        gone = [node for node in superfluous if node in catalog.checkpoints]
         based = {base.node for base in self.bases()}
         self._released |= self._based - based
         self._based = based

@@ -167,6 +167,26 @@ def test_a_metric_that_comes_late_ranks_from_then_on() -> None:
     assert keeping.reasons(entries[2]) == ["best:loss:1"]
 
 
+def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is given rules late takes what is superfluous by and by: the whole is no square of it."""
+    catalog = catalog_of(*(entry(1, step) for step in range(1, 3001)))
+    looked_at: list[Node] = []
+    reasons = Keeping.reasons
+
+    def counted(self: Keeping, one: CheckpointEntry) -> list[str]:
+        looked_at.append(one.node)
+        return reasons(self, one)
+
+    monkeypatch.setattr(Keeping, "reasons", counted)
+    follower = Keeping(("last:10", "every:100"), catalog)
+    gone: list[Node] = []
+    while found := follower.superfluous(catalog, most=100):
+        gone += found
+        catalog = catalog.apply(CommitRecord(1, NONCE, retires=tuple(found)), catalog.next_seq)
+    assert gone == [(1, step) for step in range(1, 2991) if step % 100]
+    assert len(looked_at) <= len(gone) + 100
+
+
 def by_hand(
     entries: Iterable[CheckpointEntry], tagged: set[Node], last: int, every: int, best: int, age: float
 ) -> set[Node]:

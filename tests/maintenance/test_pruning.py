@@ -20,6 +20,7 @@ from ckptstore.log import folding, requests
 from ckptstore.log.term import open_term
 from tests.store.states import same
 from tests.write.test_diffs import Trainer
+from tools.bench.catalog import make
 from tools.conformance.comparing import differences
 from tools.conformance.ours import answer
 from tools.conformance.page import store as page
@@ -234,6 +235,22 @@ class TestWriters:
         with pytest.raises(ckptstore.UsageError, match="cosine:3 this version does not know"):
             store.prune(dry_run=True)
         assert store.prune("last:1", dry_run=True).retired == ("1@1", "2@3")
+
+    def test_rules_that_come_late_to_a_long_history(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No save waits until all of it is looked through, or retired: it goes by and by."""
+        monkeypatch.setattr("ckptstore.write.retaining._MANY", 1000)
+        make(tmp_path / "long", "fulls", 3000)
+        store = ckptstore.open(tmp_path / "long")
+        begin, left = store.view().end, list[int]()
+        with store.writer(keep=["last:3", "every:1000"], poll_seconds=None) as writer:
+            for step in range(3001, 3013):
+                writer.save(state(step), step)
+                left.append(len(store.checkpoints()))
+        wanted = [1000, 2000, 3000, 3010, 3011, 3012]
+        assert left[0] > 2700
+        assert left[1] > left[2] > left[3] > 1000
+        assert store.view().end - begin <= 2 + 2 * 12  # each save, and one record after it
+        assert [info.step for info in store.checkpoints()] == wanted
 
     def test_what_cannot_be_meant_opens_no_term(self, store: Store) -> None:
         for keep in (["last:x"], "last:3", 5):
