@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from ckptstore.errors import WriterError as WriterError
     from ckptstore.exchange.exporting import ExportResult as ExportResult
     from ckptstore.exchange.importing import ImportedFile as ImportedFile
+    from ckptstore.following.follower import Followed as Followed
+    from ckptstore.following.follower import Follower as Follower
     from ckptstore.formats.records import FormatFile as FormatFile
     from ckptstore.formats.records import SegmentEntry as SegmentEntry
     from ckptstore.formats.segment import SegmentDoc as SegmentDoc
@@ -137,6 +139,7 @@ _HOMES = {
     ),
     "exchange.exporting": "ExportResult",
     "exchange.importing": "ImportedFile",
+    "following.follower": "Followed Follower",
     "formats.records": "FormatFile SegmentEntry",
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",

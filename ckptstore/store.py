@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from ckptstore.exchange.exporting import ExportResult
     from ckptstore.exchange.importing import ImportedFile
+    from ckptstore.following.follower import Follower
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
@@ -395,6 +397,67 @@ class Store:
 
         options = LoadOptions(framework, into, select, device, mmap, verify, threads, progress, rank)
         return load(self.journal, ref, options)
+
+    def follow(
+        self,
+        after: str | int | None = None,
+        *,
+        into: Any = None,
+        select: str | Sequence[str] | None = None,
+        framework: Framework | None = None,
+        device: Any = None,
+        rank: int | None = None,
+        out: str | os.PathLike[str] | None = None,
+        each: bool = False,
+        poll: float = 2.0,
+        timeout: float | None = None,
+        stop: threading.Event | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Follower:
+        """Keep up with a run that another process or machine writes: an iterator over its checkpoints as they come.
+
+        The first is the newest there is; then whenever there is another ``latest``, also one that the run went back to
+        (`Followed.branched`). What is handed over is held in memory, so that the next is made of it: only the deltas or
+        steps between are read, and everything is compared with its hash. Where no chain of them leads from what is held
+        (the base was retired, the run went back) it is read whole. Memory: what is followed (with an optimizer's steps
+        also the moments that they move) twice, and the tensors that are handed over.
+
+        Args:
+            after: the REF that was handed over last, before: only what is newer comes. If `into` still has its bits,
+                they are not read again.
+            into: a state whose tensors are overwritten in place, when everything new is in memory, complete and
+                verified: damage or a lost connection leaves them as they are.
+            select, framework, device, rank, threads: as for `load`.
+            out: a ``.safetensors`` or ``.pt`` file that each checkpoint replaces, whole and durable, instead of a
+                state. A ``.safetensors`` file that is there already tells where to go on, and is not read again.
+            each: hand over every checkpoint, in order, and not only the newest of those that came meanwhile.
+            poll: seconds between two looks, 0.01 to 86,400.
+            timeout: seconds without a new checkpoint after which the iteration ends; None: it does not.
+            stop: ends the iteration when it is set, by whatever thread.
+            progress: told (bytes done, bytes in all) of the tensors of each checkpoint.
+
+        Raises:
+            UsageError, CheckpointNotFoundError, TensorNotFoundError: as `load`.
+            StoreNotFoundError, StoreReplacedError, CorruptLogError: as `watch`.
+            CorruptSegmentError: something is damaged, and there is no other way. Nothing was handed over; the next call
+                of ``next`` tries again.
+            StorageError: the medium failed; likewise.
+
+        Example:
+            >>> store = open("memory://followed")
+            >>> with store.writer() as writer:
+            ...     info = writer.save({"weight": 1.5}, step=1)
+            >>> followed = next(store.follow())
+            >>> followed.info.ref, followed.state
+            ('1@1', {'weight': 1.5})
+        """
+        from ckptstore.following.follower import Follower, FollowOptions
+
+        options = FollowOptions(
+            into, select, framework, device, rank, each, poll, timeout, stop, threads, progress, out
+        )
+        return Follower(self.journal, after, options)
 
     def verify(
         self,

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "log": ("log", "List checkpoints, newest first, with forks as a graph."),
     "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
     "watch": ("watch", "Follow a run that is being written."),
+    "follow": ("follow", "Keep up with a run that another process or machine writes."),
     "stats": ("stats", "Show where a store's bytes are, and how it grows."),
     "verify": ("verify", "Check every byte and hash of a store, or of one checkpoint."),
     "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),

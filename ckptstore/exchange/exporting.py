@@ -26,13 +26,14 @@ from ckptstore.formats.state import check_size, places, unflatten
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.restore.load import restoring
 from ckptstore.restore.opened import Opened
+from ckptstore.restore.restorable import Restorable
 from ckptstore.restore.selection import Selection, select_from
 from ckptstore.restore.streams import streams
 
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["ExportResult", "export"]
+__all__ = ["ExportResult", "export", "export_held"]
 
 _HEADER_ALIGN: Final = 128
 
@@ -110,22 +111,48 @@ def export(
     refuse_missing_folder(out)
 
     def written(found: Opened) -> ExportResult:
-        with outputs(overwrite) as files:
-            picked = select_from(found.tree, select or None, found.ref)
-            names = picked.tensors
-            chosen = {name: replace(found.tensors[tensor], name=name) for tensor, name in names.items()}
-            content = _Content(found.ref, picked.tree(names), chosen, _counted(found, names, progress))
-            made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
-            if format == "pt":
-                converted = _write_pt(files.create(out, content.nbytes), content)
-                made = replace(made, converted=tuple(converted))
-            else:
-                paths, index = _write_shards(files, out, content, max_shard_bytes)
-                made = replace(made, paths=paths, index=index, tied=_tied(found, picked))
-            files.publish()
-            return made
+        return _written(found, out, format, select, overwrite, max_shard_bytes, progress)
 
     return restoring(journal, ref, written)
+
+
+def export_held(
+    found: Restorable,
+    out: str | Path,
+    format: Literal["safetensors", "pt"] | None = None,
+    select: str | Sequence[str] | None = None,
+) -> ExportResult:
+    """Likewise, of a checkpoint that is held in memory; what is at `out` is replaced. Raises as `export`."""
+    out = Path(out)
+    refuse_store(out)
+    refuse_missing_folder(out)
+    pickled = out.suffix.lower() in (".pt", ".pth", ".bin", ".ckpt")
+    return _written(found, out, format or ("pt" if pickled else "safetensors"), select, overwrite=True)
+
+
+def _written(
+    found: Restorable,
+    out: Path,
+    format: Literal["safetensors", "pt"],
+    select: str | Sequence[str] | None,
+    overwrite: bool,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> ExportResult:
+    with outputs(overwrite) as files:
+        picked = select_from(found.tree, select or None, found.ref)
+        names = picked.tensors
+        chosen = {name: replace(found.tensors[tensor], name=name) for tensor, name in names.items()}
+        content = _Content(found.ref, picked.tree(names), chosen, _counted(found, names, progress))
+        made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
+        if format == "pt":
+            converted = _write_pt(files.create(out, content.nbytes), content)
+            made = replace(made, converted=tuple(converted))
+        else:
+            paths, index = _write_shards(files, out, content, max_shard_bytes)
+            made = replace(made, paths=paths, index=index, tied=_tied(found, picked))
+        files.publish()
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +177,7 @@ class _Content:
         return sum(entry.nbytes for entry in self.entries.values())
 
 
-def _counted(found: Opened, names: Mapping[str, str], progress: Progress | None) -> Chunks:
+def _counted(found: Restorable, names: Mapping[str, str], progress: Progress | None) -> Chunks:
     """The bytes of a tensor, chunk by chunk; tells `progress`. Called from several threads.
 
     Args:
@@ -170,7 +197,7 @@ def _counted(found: Opened, names: Mapping[str, str], progress: Progress | None)
     return chunks
 
 
-def _tied(found: Opened, picked: Selection) -> tuple[tuple[str, str], ...]:
+def _tied(found: Restorable, picked: Selection) -> tuple[tuple[str, str], ...]:
     """See `ExportResult.tied`."""
     names = picked.tensors
     taken = places(found.tree) if picked.all else picked.kept.values()

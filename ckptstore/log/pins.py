@@ -142,18 +142,20 @@ def claim(
     plan: Callable[[Catalog], _P],
     segments: Callable[[_P], Sequence[str]],
     refresh_every: float = REFRESH_EVERY,
+    since: View | None = None,
 ) -> Iterator[tuple[View, _P]]:
     """PINS: READ, plan, pin, READ again; any planned segment dropped: plan anew.
 
     Args:
         plan: chooses what to restore from the catalog; whatever it raises goes to the caller.
         segments: ids of the segments that a plan reads.
+        since: what was read of the log just now; READ goes on from there.
 
     Yields:
         the second view and the plan, whose segments no collector deletes until the ``with`` ends.
     """
     # 1. READ.
-    view = read(journal)
+    view = read(journal) if since is None else since
     while True:
         # 2. Plan.
         chosen = plan(view.catalog)

@@ -6,26 +6,15 @@ history?), the next one, the one after that, and the next anchor. Every record t
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from ckptstore.errors import (
-    CkptError,
-    CorruptLogError,
-    KeyNotFoundError,
-    StoreNotFoundError,
-    StoreReplacedError,
-    UsageError,
-)
-from ckptstore.formats.catalog import TermEntry
-from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.records import slot_key
-from ckptstore.formats.texts import SLOT_LIMIT
+from ckptstore.errors import StoreNotFoundError, UsageError
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import View, read
+from ckptstore.log.looks import Looks
+from ckptstore.log.reading import View
 from ckptstore.reports.run_status import Pace, RunStatus, changes_between, status_of
 from ckptstore.reports.runs import known_writer
 
@@ -67,19 +56,16 @@ class _Watcher:
     """What was seen of one run so far."""
 
     def __init__(self, journal: Journal, metric: str) -> None:
-        """Nothing seen yet. `journal` is left as it is: each look asks what is at its place now."""
+        """Nothing seen yet. `journal` is left as it is."""
         self._place = journal.backend
-        self._journal: Journal | None = None
-        self._run = ""
+        self._looks = Looks(journal)
         self._view: View | None = None
         self._pace = Pace(metric)
         self._last: RunStatus | None = None
 
     def close(self) -> None:
         """Give up the handle of the store's folder."""
-        if self._journal is not None and self._journal.backend is not self._place:
-            with contextlib.suppress(CkptError, OSError):
-                self._journal.backend.close()
+        self._looks.close()
 
     def look(self) -> RunStatus:
         """Look once.
@@ -90,52 +76,18 @@ class _Watcher:
             CorruptLogError, FormatError, StorageError: as `Store.checkpoint`; or records that were there are gone.
         """
         before = None if (costs := self._place.costs) is None else costs.spent
-        view = self._read(self._here())
-        status = self._told(view)
+        journal, view = self._looks.look()
+        status = self._told(view, journal.run)
         requests = None if costs is None or before is None else (costs.spent - before).total
-        free = None if self._journal is None else self._journal.backend.free_bytes()
+        free = journal.backend.free_bytes()
         self._view, self._last = view, replace(status, requests=requests, free=free)
         return self._last
 
-    def _here(self) -> Journal:
-        """The store that is at the place now, with its FORMAT file read where that costs next to nothing."""
-        if self._journal is None or self._place.cheap_looks:
-            self.close()  # Prevents: following a store that was moved away, through the handle of its folder.
-            self._journal = Journal(self._place.reopened() if self._place.cheap_looks else self._place)
-        journal = self._journal
-        try:
-            run = journal.run
-        except StoreNotFoundError as error:
-            if self._run:
-                error.add_note(f"run {self._run} was here when it was looked at before: it was deleted or moved away")
-            raise
-        if self._run and run != self._run:
-            raise StoreReplacedError(
-                f"{journal.url}: the store that was watched (run {self._run}) is gone, and that of run {run} is in its "
-                "place"
-            )
-        self._run = run
-        return journal
-
-    def _read(self, journal: Journal) -> View:
-        """READ, from the view before if the log is still the one that this was taken of."""
-        before = self._view
-        if before is None:
-            return read(journal)
-        if (stands := _stands(journal, before)) is True:
-            return read(journal, before)
-        self.close()
-        self._journal = None  # FORMAT is read anew, too
-        journal = self._here()
-        view = read(journal)
-        _check_continues(journal.url, before, view, other=stands is False)
-        return view
-
-    def _told(self, view: View) -> RunStatus:
+    def _told(self, view: View, run: str) -> RunStatus:
         last, before, now = self._last, self._view, time.time()
         if last is None or before is None or view.end != before.end or view.damage != before.damage:
             self._pace.take(view.catalog)
-            status = status_of(self._place.url, self._run, now, view, self._pace)
+            status = status_of(self._place.url, run, now, view, self._pace)
         else:
             writer, host, pid = known_writer(view.catalog)
             lag = None if last.saved is None else max(0.0, now - last.saved)
@@ -146,41 +98,3 @@ class _Watcher:
         if (last.writer, last.pid) == ("alive", status.pid) and status.writer == "gone":
             said.append(f"process {status.pid}, which wrote, is gone")
         return replace(status, changes=tuple(said))
-
-
-def _stands(journal: Journal, view: View) -> bool | None:
-    """Whether the last slot that was read holds the same bytes; None: it is absent, perhaps because of a fold."""
-    if not view.end:
-        return None
-    if view.end - 1 in view.damage:
-        return True
-    try:
-        return xxh3_128(journal.backend.get(slot_key(view.end - 1), SLOT_LIMIT)) == view.catalog.last
-    except KeyNotFoundError:
-        return None
-
-
-def _check_continues(url: str, before: View, after: View, *, other: bool) -> None:
-    """Raise if the log does not contain what was read of it before.
-
-    Args:
-        other: where the last slot was is another record, or a damaged one.
-    """
-    if after.end < before.end:
-        raise CorruptLogError(
-            f"{url}: the log ends before slot {after.end}, and had {before.end} slots when it was looked at before: "
-            "records were removed, or an older copy was put in the place of the store"
-        )
-    if after.damage != before.damage:
-        return  # what was in a slot is not known any more, which is told as damage
-    now = after.catalog.terms
-    gone = [term for term, opened in before.catalog.terms.items() if _nonce(now.get(term)) != _nonce(opened)]
-    if other or gone:
-        raise StoreReplacedError(
-            f"{url}: the log that was watched is gone, and another history of this run is in its place: "
-            f"{f'term {gone[0]}' if gone else f'slot {before.end - 1}'} is not the one that was seen"
-        )
-
-
-def _nonce(entry: TermEntry | None) -> str | None:
-    return None if entry is None else entry.nonce

@@ -23,16 +23,19 @@ from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
+from ckptstore.log.reading import View
 from ckptstore.restore.chain import Chain, restore_tensors
 from ckptstore.restore.fallback import around
 from ckptstore.restore.filling import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
+from ckptstore.restore.held import HeldState
 from ckptstore.restore.opened import Opened, opened
+from ckptstore.restore.restorable import Restorable
 from ckptstore.restore.selection import Selection, chosen_box, one_of, select_from
 from ckptstore.restore.streams import stream
 from ckptstore.restore.targets import Targets, TargetSink, find_targets
 from ckptstore.segments.reading import SegmentReader, copy_tensors, load_tensors, map_tensors
 
-__all__ = ["LoadOptions", "chunks", "describe", "load", "read_tensor", "restoring", "tensors", "tree"]
+__all__ = ["LoadOptions", "chunks", "describe", "load", "read_tensor", "rebuilt", "restoring", "tensors", "tree"]
 
 _R = TypeVar("_R")
 
@@ -92,7 +95,7 @@ class _Wanted:
     parts: dict[str, list[Part]]
 
     @classmethod
-    def of(cls, found: Opened, picked: Selection, targets: Targets | None) -> _Wanted:
+    def of(cls, found: Restorable, picked: Selection, targets: Targets | None) -> _Wanted:
         entries = {name: found.tensors[name] for name in picked.tensors}
 
         def is_whole(name: str) -> bool:
@@ -112,32 +115,37 @@ class _Wanted:
 
 def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
     """See `Store.load`."""
-
-    def restored(found: Opened) -> Any:
-        tree = found.tree if options.rank is None else of_rank(found.merged, options.rank)
-        picked = select_from(tree, options.select, found.ref)
-        if found.lossy:
-            warn(f"{found.ref} is lossy: not the bits that training had", LossyWarning)
-        targets = None
-        if options.into is not None:
-            entries = {name: found.tensors[name] for name in picked.tensors}
-            targets = find_targets(entries, picked, options.into, options.select)
-        wanted = _Wanted.of(found, picked, targets)
-        with workers(options.threads or default_threads(), "read") as readers:
-            if targets is not None:
-                resolve = _into(wanted, targets, readers, options)
-            else:
-                resolve = _fresh(wanted, readers, options)
-        return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
-
-    return restoring(journal, ref, restored)
+    return restoring(journal, ref, lambda found: rebuilt(found, options))
 
 
-def restoring(journal: Journal, ref: str | int, work: Callable[[Opened], _R]) -> _R:
+def rebuilt(found: Restorable, options: LoadOptions) -> Any:
+    """The state of a checkpoint, as `options` want it. Raises as `Store.load`."""
+    tree = found.tree if options.rank is None else of_rank(found.merged, options.rank)
+    picked = select_from(tree, options.select, found.ref)
+    if found.lossy:
+        warn(f"{found.ref} is lossy: not the bits that training had", LossyWarning)
+    targets = None
+    if options.into is not None:
+        entries = {name: found.tensors[name] for name in picked.tensors}
+        targets = find_targets(entries, picked, options.into, options.select)
+    wanted = _Wanted.of(found, picked, targets)
+    with workers(options.threads or default_threads(), "read") as readers:
+        resolve = _fresh(wanted, readers, options) if targets is None else _into(wanted, targets, readers, options)
+    return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
+
+
+def restoring(
+    journal: Journal,
+    ref: str | int,
+    work: Callable[[Opened], _R],
+    bases: Sequence[HeldState] = (),
+    since: View | None = None,
+) -> _R:
     """What `work` makes of an open checkpoint; once more by another encoding if one turns out to be damaged.
 
     Args:
         work: reads with checksums, and gives nothing away before it returns.
+        bases, since: see `opened`.
 
     Raises:
         CorruptSegmentError, StorageError: what is damaged; there is no other way, or it is of no use here.
@@ -146,11 +154,13 @@ def restoring(journal: Journal, ref: str | int, work: Callable[[Opened], _R]) ->
     avoid = frozenset[str]()
     damage: CkptError | None = None
     while True:
-        with opened(journal, ref, avoid) as found:
+        with opened(journal, ref, avoid, bases, since) as found:
             try:
                 return work(found)
             except (CorruptSegmentError, StorageError) as error:
-                avoid, ref, damage = around(found.catalog, found.plan, found.avoided, error), found.ref, error
+                held = [base.id for base in bases]
+                avoid = around(found.catalog, found.plan, found.avoided, error, held)
+                ref, damage = found.ref, error
             except UsageError as error:  # another encoding cannot be mapped, for instance
                 raise (damage or error) from (error if damage else None)
 

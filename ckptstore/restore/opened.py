@@ -5,7 +5,7 @@ While it is open its segments are pinned (`ckptstore.log.pins.claim`), so that n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,23 +13,22 @@ from typing import Any, Final
 
 from ckptstore.errors import CkptError, CorruptSegmentError, FormatError, IncompatibleFormatError, StorageError
 from ckptstore.formats import hashing, jsontext
-from ckptstore.formats.boxes import Box
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.ranked import of_rank
-from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
-from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.shards import ShardKey, state_parts, together
+from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.shards import state_parts
 from ckptstore.formats.state import tensor_names
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
+from ckptstore.log.reading import View
 from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
 from ckptstore.restore.chain import Chain
 from ckptstore.restore.fallback import around
-from ckptstore.restore.filling import Part
+from ckptstore.restore.held import HeldState
 from ckptstore.restore.parts import Parts, stored_parts
-from ckptstore.restore.plan import Plan, plan
+from ckptstore.restore.plan import Plan, plan, stored_bytes
+from ckptstore.restore.restorable import Restorable
 from ckptstore.segments.handles import Handles
 from ckptstore.segments.reading import SegmentReader
 
@@ -40,7 +39,7 @@ _OPEN: Final = 128
 
 
 @dataclass(frozen=True)  # no slots: what costs a walk over all tensors is computed once
-class Opened:
+class Opened(Restorable):
     """A checkpoint with every segment of its plan open and described.
 
     Attributes:
@@ -49,6 +48,8 @@ class Opened:
         plan: how it is restored.
         readers: the plan's segments, by id.
         avoided: segments that were not used, because they are damaged.
+        base: what is held in memory, on which the plan's first encoding builds; None: it builds on nothing.
+        cheap_reads: reading many small pieces costs little more than one large one.
     """
 
     catalog: Catalog
@@ -56,6 +57,8 @@ class Opened:
     plan: Plan
     readers: dict[str, SegmentReader]
     avoided: frozenset[str] = frozenset()
+    base: HeldState | None = None
+    cheap_reads: bool = True
 
     @property
     def ref(self) -> str:
@@ -73,11 +76,6 @@ class Opened:
         return any(encoding.lossy for encoding in self.plan.encodings)
 
     @cached_property
-    def tree(self) -> Any:
-        """The typed JSON tree of the state, as one process reads it that is none of several ranks."""
-        return of_rank(self.merged, None)
-
-    @cached_property
     def merged(self) -> Any:
         """The typed JSON tree as it is stored: of all ranks that saved it (`formats.ranked`)."""
         last = self.plan.encodings[-1]
@@ -90,7 +88,12 @@ class Opened:
         Raises:
             CorruptSegmentError: a link is missing, or does not fit the one below it.
         """
-        return assemble(self._all_held, [key for keys in self.parts.values() for key in keys])
+        return assemble(self.encodings, self.keys)
+
+    @property
+    def keys(self) -> list[str]:
+        """Of everything that `chains` has."""
+        return [key for keys in self.parts.values() for key in keys]
 
     @cached_property
     def parts(self) -> Parts:
@@ -99,32 +102,13 @@ class Opened:
         Raises:
             CorruptSegmentError: a tensor is missing, or its shards do not make it up.
         """
-        return stored_parts(self._all_held[-1], tensor_names(self.merged), f"checkpoint {self.ref}")
+        return stored_parts(self.encodings[-1], tensor_names(self.merged), f"checkpoint {self.ref}")
 
     @cached_property
-    def tensors(self) -> dict[str, TensorEntry]:
-        """name -> its entry in the last encoding (of a tensor in shards a `ShardedEntry`), in the order of the tree."""
-        return {name: self._entry(keys) for name, keys in self.parts.items()}
-
-    def stored(self, name: str) -> list[Part]:
-        """What restores a tensor: its chain, or those of its shards, each with what it has of the tensor."""
-        keys = self.parts[name]
-        if isinstance(keys[0], ShardKey):
-            return [(self.chains[key], key.box) for key in keys if isinstance(key, ShardKey)]
-        return [(self.chains[name], Box.whole(self.chains[name].tensor.shape))]
-
-    def sharded(self, name: str) -> bool:
-        """Whether a tensor is stored in shards."""
-        return isinstance(self.parts[name][0], ShardKey)
-
-    def _entry(self, keys: tuple[str, ...]) -> TensorEntry:
-        if isinstance(keys[0], ShardKey):
-            return together([self.chains[key].tensor for key in keys])
-        return self.chains[keys[0]].tensor
-
-    @cached_property
-    def _all_held(self) -> list[Held]:
-        return [self._held(encoding) for encoding in self.plan.encodings]
+    def encodings(self) -> list[Held]:
+        """The tensors of each encoding of the plan, and before them those of `base`."""
+        below = [] if self.base is None else [self.base.links]
+        return [*below, *(self._held(encoding) for encoding in self.plan.encodings)]
 
     def _held(self, encoding: Encoding) -> Held:
         """The tensors of one encoding, which builds on what the plan says."""
@@ -132,8 +116,10 @@ class Opened:
 
     def check_identity(self) -> None:
         """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
+        if self.base is None:
+            self.chains  # noqa: B018  # raises where one has no beginning
         try:
-            parts = state_parts(chain.tensor for chain in self.chains.values())
+            parts = state_parts(self.encodings[-1][key].tensor for key in self.keys)
         except IncompatibleFormatError:
             raise  # nothing is damaged: a newer version reads it
         except FormatError as error:  # a chunk whose decoded bytes have no hash
@@ -143,7 +129,13 @@ class Opened:
 
 
 @contextmanager
-def opened(journal: Journal, ref: str | int, avoid: frozenset[str] = frozenset()) -> Iterator[Opened]:
+def opened(
+    journal: Journal,
+    ref: str | int,
+    avoid: frozenset[str] = frozenset(),
+    bases: Sequence[HeldState] = (),
+    since: View | None = None,
+) -> Iterator[Opened]:
     """Plan, pin and open everything that restoring `ref` reads.
 
     If a segment of the plan is missing, or its description is damaged, and another plan does without it, that one is
@@ -151,10 +143,12 @@ def opened(journal: Journal, ref: str | int, avoid: frozenset[str] = frozenset()
 
     Args:
         avoid: segments not to use.
+        bases: other checkpoints, held in memory: what builds on one is preferred where that is less to read.
+        since: what was read of the log just now.
     """
     entered = False
     while not entered:
-        attempt = _Attempt()
+        attempt = _Attempt(bases, since)
         try:
             # No ExitStack: Ctrl-C while it leaves would keep the pin until Python looks for cycles.
             with _opened(journal, ref, avoid, attempt) as found:
@@ -170,6 +164,8 @@ def opened(journal: Journal, ref: str | int, avoid: frozenset[str] = frozenset()
 class _Attempt:
     """What is known of a checkpoint when it turns out that it cannot be opened."""
 
+    bases: Sequence[HeldState] = ()
+    since: View | None = None
     catalog: Catalog | None = None
     chosen: Plan | None = None
 
@@ -183,19 +179,28 @@ class _Attempt:
         """See `fallback.around`."""
         if self.catalog is None or self.chosen is None:
             raise error
-        return around(self.catalog, self.chosen, avoid, error)
+        return around(self.catalog, self.chosen, avoid, error, self.held)
+
+    @property
+    def held(self) -> list[CheckpointId]:
+        """See `plan`."""
+        return [base.id for base in self.bases]
+
+    def choose(self, catalog: Catalog, ref: str | int, avoid: frozenset[str]) -> tuple[CheckpointEntry, Plan]:
+        """The checkpoint and the cheapest way to it; beside what is held, the one that reads the least."""
+        entry = refs.resolve(catalog, ref)
+        chosen = plan(catalog, entry.id, stored_bytes if self.bases else None, avoid, self.held)
+        self.catalog, self.chosen = catalog, chosen
+        return entry, chosen
 
 
 @contextmanager
 def _opened(journal: Journal, ref: str | int, avoid: frozenset[str], attempt: _Attempt) -> Iterator[Opened]:
     def choose_plan(catalog: Catalog) -> tuple[CheckpointEntry, Plan]:
-        entry = refs.resolve(catalog, ref)
-        chosen = plan(catalog, entry.id, avoid=avoid)
-        attempt.catalog, attempt.chosen = catalog, chosen
-        return entry, chosen
+        return attempt.choose(catalog, ref, avoid)
 
     with (
-        claim(journal, choose_plan, lambda chosen: chosen[1].segments) as (view, (entry, chosen)),
+        claim(journal, choose_plan, lambda chosen: chosen[1].segments, since=attempt.since) as (view, (entry, chosen)),
         ExitStack() as stack,
     ):
         readers: dict[str, SegmentReader] = {}
@@ -208,7 +213,8 @@ def _opened(journal: Journal, ref: str | int, avoid: frozenset[str], attempt: _A
             else:
                 reader.close()
                 reader.source = handles.source(reader.entry.key, reader.entry.size)
-        found = Opened(view.catalog, entry, chosen, readers, avoid)
+        base = next((one for one in attempt.bases if one.id == chosen.encodings[0].base), None)
+        found = Opened(view.catalog, entry, chosen, readers, avoid, base, journal.backend.cheap_looks)
         found.check_identity()
         yield found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -77,7 +77,13 @@ def stored_bytes(encoding: Encoding) -> float:
     return float(encoding.bytes)
 
 
-def plan(catalog: Catalog, target: CheckpointId, cost: Cost | None = None, avoid: frozenset[str] = frozenset()) -> Plan:
+def plan(
+    catalog: Catalog,
+    target: CheckpointId,
+    cost: Cost | None = None,
+    avoid: frozenset[str] = frozenset(),
+    held: Collection[CheckpointId] = (),
+) -> Plan:
     """The cheapest way to restore `target`.
 
     Args:
@@ -85,12 +91,13 @@ def plan(catalog: Catalog, target: CheckpointId, cost: Cost | None = None, avoid
         target: a checkpoint of the catalog.
         cost: price of one encoding, not negative; None: `restore_seconds`.
         avoid: segments not to use, for instance because they turned out damaged.
+        held: other checkpoints, whose states are at hand for nothing: a plan may begin with what builds on one.
 
     Raises:
         CorruptLogError, CorruptSegmentError: no chain of intact encodings leads to it; names what is missing.
     """
-    settled = _cheapest(catalog, _reachable(catalog, target.node), cost or restore_seconds(catalog), avoid)
-    return _follow(catalog, target, settled, avoid)
+    settled = _cheapest(catalog, _reachable(catalog, target.node), cost or restore_seconds(catalog), avoid, held)
+    return _follow(catalog, target, settled, avoid, held)
 
 
 def plan_all(
@@ -120,21 +127,25 @@ def _reachable(catalog: Catalog, goal: Node) -> set[Node]:
     return found
 
 
-def _cheapest(catalog: Catalog, nodes: Iterable[Node], cost: Cost, avoid: frozenset[str]) -> dict[Node, _Settled]:
+def _cheapest(
+    catalog: Catalog, nodes: Iterable[Node], cost: Cost, avoid: frozenset[str], held: Collection[CheckpointId] = ()
+) -> dict[Node, _Settled]:
     """The last edge of the cheapest path to each of `nodes` that has a path (Dijkstra; chains may form circles)."""
     onwards: dict[Node | None, list[Encoding]] = {}
     for node in nodes:
         for encoding in catalog.encodings.get(node, ()):
-            if _usable(catalog, encoding, avoid):
+            if _usable(catalog, encoding, avoid, held):
                 onwards.setdefault(_base_node(encoding), []).append(encoding)
     settled: dict[Node, _Settled] = {}
     order = itertools.count()  # among equals the first one
-    waiting = [(cost(encoding), next(order), encoding) for encoding in onwards.get(None, ())]
+    at_hand = {one.node for one in held}
+    free = [edge for node in (None, *at_hand) for edge in onwards.get(node, ())]
+    waiting = [(cost(encoding), next(order), encoding) for encoding in free]
     heapq.heapify(waiting)
     while waiting:
         total, _, encoding = heapq.heappop(waiting)
         node = encoding.checkpoint
-        if node in settled or total == math.inf:
+        if node in settled or total == math.inf or node in at_hand:
             continue
         settled[node] = (total, encoding)
         for following in onwards.get(node, ()):
@@ -142,10 +153,17 @@ def _cheapest(catalog: Catalog, nodes: Iterable[Node], cost: Cost, avoid: frozen
     return settled
 
 
-def _follow(catalog: Catalog, target: CheckpointId, settled: dict[Node, _Settled], avoid: frozenset[str]) -> Plan:
+def _follow(
+    catalog: Catalog,
+    target: CheckpointId,
+    settled: dict[Node, _Settled],
+    avoid: frozenset[str],
+    held: Collection[CheckpointId] = (),
+) -> Plan:
     chain: list[Encoding] = []
     node: Node | None = target.node
-    while node is not None:
+    at_hand = {one.node for one in held}
+    while node is not None and node not in at_hand:
         if node not in settled:
             kind, reason = _reason(catalog, target.node, avoid)
             raise kind(f"checkpoint {target.ref} cannot be restored: {reason}")
@@ -154,11 +172,11 @@ def _follow(catalog: Catalog, target: CheckpointId, settled: dict[Node, _Settled
     return Plan(target, tuple(reversed(chain)), settled[target.node][0])
 
 
-def _usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str]) -> bool:
+def _usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str], held: Collection[CheckpointId]) -> bool:
     return (
         not avoid.intersection(encoding.segments)
         and all(segment in catalog.segments for segment in encoding.segments)
-        and _base_matches(catalog, encoding)
+        and _base_matches(catalog, encoding, held)
     )
 
 
@@ -166,11 +184,13 @@ def _base_node(encoding: Encoding) -> Node | None:
     return None if encoding.base is None else encoding.base.node
 
 
-def _base_matches(catalog: Catalog, encoding: Encoding) -> bool:
+def _base_matches(catalog: Catalog, encoding: Encoding, held: Collection[CheckpointId]) -> bool:
     """A base is named by identity: the state hash must be the one the encoding was made against."""
     base = encoding.base
     if base is None:
         return True
+    if base.node in {one.node for one in held}:
+        return base in held
     entry = catalog.find(base.node)
     return entry is not None and entry.state == base.state
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.assembled import iterate_parts
 from ckptstore.restore.chain import iterate_chain
-from ckptstore.restore.opened import Opened
+from ckptstore.restore.restorable import Restorable
 
 __all__ = ["stream", "streams"]
 
 
-def streams(found: Opened) -> Callable[[str], Iterator[Bytes]]:
+def streams(found: Restorable) -> Callable[[str], Iterator[Bytes]]:
     """A function that yields a tensor's logical bytes chunk by chunk, verified, each valid until the next one.
 
     It may be called from several threads, while `found` is open. What is stored in shards is put together: then a chunk
@@ -27,7 +27,7 @@ def streams(found: Opened) -> Callable[[str], Iterator[Bytes]]:
     return chunks
 
 
-def stream(found: Opened, name: str, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
+def stream(found: Restorable, name: str, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
     """One tensor: (offset within it, bytes valid until the next)."""
     if found.sharded(name):
         return iterate_parts(found.tensors[name], found.stored(name), verify=verify)

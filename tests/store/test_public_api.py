@@ -47,6 +47,8 @@ EXPECTED = [
     "FallbackWarning",
     "FencedError",
     "FlatState",
+    "Followed",
+    "Follower",
     "ForeignObjectError",
     "FormatError",
     "FormatFile",

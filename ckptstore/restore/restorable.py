@@ -1,0 +1,72 @@
+"""What tensors are rebuilt from: a checkpoint that is open in the store, or one that is held in memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any
+
+from ckptstore.formats.boxes import Box
+from ckptstore.formats.ranked import of_rank
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.shards import ShardKey, together
+from ckptstore.restore.chain import Chain
+from ckptstore.restore.filling import Part
+from ckptstore.restore.parts import Parts
+
+__all__ = ["Restorable"]
+
+
+class Restorable(ABC):
+    """A checkpoint of which every tensor has something that restores it."""
+
+    @property
+    @abstractmethod
+    def ref(self) -> str:
+        """The REF ``STEP@TERM``, which names this checkpoint for ever."""
+
+    @property
+    @abstractmethod
+    def lossy(self) -> bool:
+        """Whether it is not what training had, because something on the way was stored so."""
+
+    @property
+    @abstractmethod
+    def merged(self) -> Any:
+        """The typed JSON tree as it is stored: of all ranks that saved it (`formats.ranked`)."""
+
+    @property
+    @abstractmethod
+    def chains(self) -> dict[str, Chain]:
+        """name -> what restores it, in the tree's order; key -> of its shards."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Parts:
+        """name -> keys of `chains`: its own name, or those of its shards; in the order of the tree."""
+
+    @cached_property
+    def tree(self) -> Any:
+        """The typed JSON tree of the state, as one process reads it that is none of several ranks."""
+        return of_rank(self.merged, None)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """name -> its entry in the last encoding (of a tensor in shards a `ShardedEntry`), in the order of the tree."""
+        return {name: self._entry(keys) for name, keys in self.parts.items()}
+
+    def stored(self, name: str) -> list[Part]:
+        """What restores a tensor: its chain, or those of its shards, each with what it has of the tensor."""
+        keys = self.parts[name]
+        if isinstance(keys[0], ShardKey):
+            return [(self.chains[key], key.box) for key in keys if isinstance(key, ShardKey)]
+        return [(self.chains[name], Box.whole(self.chains[name].tensor.shape))]
+
+    def sharded(self, name: str) -> bool:
+        """Whether a tensor is stored in shards."""
+        return isinstance(self.parts[name][0], ShardKey)
+
+    def _entry(self, keys: tuple[str, ...]) -> TensorEntry:
+        if isinstance(keys[0], ShardKey):
+            return together([self.chains[key].tensor for key in keys])
+        return self.chains[keys[0]].tensor

@@ -1,0 +1,129 @@
+"""``ckpt follow``: keep up with a run that another process or machine writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import STORE, opened, select_option
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import duration, emit_line, moment, note, progress, size
+
+if TYPE_CHECKING:
+    from ckptstore import Followed
+
+
+@make_command(
+    "follow",
+    examples=[
+        "ckpt follow s3://bucket/gpt --out policy.safetensors",
+        "ckpt follow runs/gpt --select 'model.*' --out policy.safetensors --exec 'kill -HUP $(cat server.pid)'",
+        "ckpt follow runs/gpt --each --json       # an object in a line for every checkpoint",
+        "ckpt follow runs/gpt --out policy.safetensors --once",
+    ],
+)
+@STORE
+@click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="A file that each checkpoint replaces.")
+@select_option("Only tensors that match; may be repeated.")
+@click.option("--exec", "run", metavar="CMD", help="Run after each one, with CKPT_REF, CKPT_STEP, CKPT_OUT set.")
+@click.option("--after", metavar="REF", help="Only what is newer than this. Default: the newest first.")
+@click.option("--each", is_flag=True, help="Every checkpoint in order, not only the newest of those that came.")
+@click.option(
+    "--every", type=float, default=2.0, metavar="SECONDS", help="Between two looks, from 0.01 on. Default: 2."
+)
+@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="End after so long without one.")
+@click.option("--once", is_flag=True, help="Take what is new, and end.")
+def command(
+    store: str,
+    out: Path | None,
+    select: tuple[str, ...],
+    run: str | None,
+    after: str | None,
+    each: bool,
+    every: float,
+    timeout: float | None,
+    once: bool,
+    as_json: bool,
+) -> None:
+    """Keep up with a run that another process or machine writes.
+
+    Each new checkpoint is made of the one before, which is held in memory: only what lies between
+    is fetched, and everything is verified. PATH is replaced when the file is complete and durable,
+    and tells the next call where to go on. Ctrl-C ends it.
+    """
+    with progress("reading") as advance:
+        follower = opened(store).follow(
+            after,
+            out=out,
+            select=select or None,
+            framework="numpy",
+            each=each,
+            poll=every,
+            timeout=0.0 if once else timeout,
+            progress=advance,
+        )
+        with follower:
+            found = None
+            try:
+                for found in follower:
+                    _tell(found, out, as_json)
+                    if run is not None:
+                        _run(run, found, out)
+                    if once and not each:
+                        break
+            except KeyboardInterrupt:
+                pass
+            if found is None and not as_json:
+                note("nothing new was seen")
+
+
+def _tell(found: Followed, out: Path | None, as_json: bool) -> None:
+    if as_json:
+        emit_line(_json(found, out))
+        return
+    how = f"from {found.base}" if found.base is not None else "from the store"
+    words = [moment(time.time()), found.info.ref, f"{how}: {' + '.join(_counted(found.plan))}", size(found.bytes_read)]
+    words.append(f"in {duration(found.seconds)}")
+    if found.skipped:
+        words.append(f"{found.skipped} skipped")
+    if found.branched:
+        words.append("another branch" if found.fork is None else f"another branch, from {found.fork}")
+    click.echo("  ".join(words))
+
+
+def _counted(kinds: tuple[str, ...]) -> list[str]:
+    if not kinds:
+        return ["held already"]
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    return [kind if count == 1 else f"{count} {kind}s" for kind, count in counts.items()]
+
+
+def _json(found: Followed, out: Path | None) -> dict[str, Any]:
+    return {
+        "ref": found.info.ref,
+        "step": found.info.step,
+        "term": found.info.term,
+        "state": found.info.state,
+        "time": found.info.time,
+        "out": None if out is None else str(out),
+        "base": found.base,
+        "plan": list(found.plan),
+        "skipped": found.skipped,
+        "branched": found.branched,
+        "fork": found.fork,
+        "bytes_read": found.bytes_read,
+        "requests": found.requests,
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def _run(words: str, found: Followed, out: Path | None) -> None:
+    told = {"CKPT_REF": found.info.ref, "CKPT_STEP": str(found.info.step), "CKPT_OUT": "" if out is None else str(out)}
+    code = subprocess.run(words, shell=True, env=os.environ | told, check=False).returncode
+    if code:
+        note(f"{found.info.ref}: the command ended with {code}")

@@ -1,0 +1,81 @@
+"""`ckpt follow`: lines and files for each checkpoint, commands that are run, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import ckptstore
+from tests.cli.conftest import Run, assert_documented, documented, state
+
+COMMAND: Final = [sys.executable, "-c", "from ckptstore.cli.main import main; main()", "follow"]
+PATIENCE: Final = 60.0
+
+
+def test_once_in_text_and_json(ckpt: Run, run: Path) -> None:
+    found = ckpt("follow", run, "--once", "--json")
+    assert_documented(found.json, documented("ckpt follow")[0])
+    assert (found.json["ref"], found.json["base"], found.json["out"]) == ("5@3", None, None)
+    (line,) = ckpt("follow", run, "--once").out.splitlines()
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  5@3  from the store: full  \d.* in ", line)
+    each = ckpt("follow", run, "--after", "2@1", "--each", "--once", "--json").out.splitlines()
+    assert [json.loads(one)["ref"] for one in each] == ["3@2", "4@2", "5@3"]
+    other = ckpt("follow", run, "--after", "4@1", "--once", "--json").json
+    assert (other["branched"], other["fork"], other["skipped"]) == (True, "2@1", 2)
+
+
+def test_a_file_and_a_command(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    out, told = tmp_path / "policy.safetensors", tmp_path / "told"
+    words = f"echo $CKPT_REF $CKPT_STEP $CKPT_OUT >> {told}; exit 3"
+    outcome = ckpt("follow", run, "--out", out, "--select", "model.*", "--exec", words, "--once")
+    assert "5@3: the command ended with 3" in outcome.err
+    assert told.read_text() == f"5@3 5 {out}\n"
+    assert sorted(load_file(out)) == ["model.embedding.weight", "model.frozen"]
+    again = ckpt("follow", run, "--out", out, "--select", "model.*", "--once")
+    assert (again.code, again.out) == (0, "")
+    assert "nothing new" in again.err
+
+
+def test_mistakes(ckpt: Run, run: Path, tmp_path: Path) -> None:
+    assert ckpt("follow", run, "--every", "0").code == 2
+    assert ckpt("follow", tmp_path / "nothing").code == 3
+    assert ckpt("follow", run, "--after", "77", "--once").code == 3
+    assert ckpt("follow", run, "--select", "none.*", "--once").code == 3
+    assert ckpt("follow", run, "--out", run / "model.safetensors", "--once").code == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_run_is_followed_until_a_signal_comes(tmp_path: Path, number: int, code: int) -> None:
+    out = tmp_path / "policy.safetensors"
+    with ckptstore.open(tmp_path / "run").writer(poll_seconds=None) as writer:
+        writer.save(state(1), 1)
+        process = subprocess.Popen(
+            [*COMMAND, str(tmp_path / "run"), "--every", "0.02", "--out", str(out), "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            assert json.loads(process.stdout.readline())["ref"] == "1@1"
+            writer.save(state(2), 2)
+            assert json.loads(process.stdout.readline())["ref"] == "2@1"
+            began = time.monotonic()
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+            process.communicate()
+    assert process.returncode == code, errors
+    assert time.monotonic() - began < PATIENCE
+    assert out.exists()

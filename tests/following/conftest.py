@@ -1,0 +1,34 @@
+"""The media that a run is followed on."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from tools.objects.server import Server, serving
+
+Opener = Callable[[], ckptstore.Store]
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("ministack")) as server:
+        yield server
+
+
+@pytest.fixture(params=["local", "memory", "fsspec", "s3"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+    """Another handle of one store at each call."""
+    if request.param == "s3":
+        server: Server = request.getfixturevalue("s3")
+        url = server.url()
+        return lambda: ckptstore.open(url, storage_options=server.options)
+    if request.param == "fsspec":
+        fsspec = pytest.importorskip("fsspec")
+        return lambda: ckptstore.open(str(tmp_path / "run"), filesystem=fsspec.filesystem("file"))
+    place = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "run")
+    return lambda: ckptstore.open(place)
