@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ckptstore.formats.segment import SegmentDoc as SegmentDoc
     from ckptstore.formats.segment import TensorEntry as TensorEntry
     from ckptstore.formats.state import FlatState as FlatState
+    from ckptstore.host.caller_warnings import BranchWarning as BranchWarning
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
     from ckptstore.host.caller_warnings import DivergedReplicasWarning as DivergedReplicasWarning
     from ckptstore.host.caller_warnings import FallbackWarning as FallbackWarning
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
     from ckptstore.store import open as open
     from ckptstore.store import repair as repair
     from ckptstore.store import verify as verify
+    from ckptstore.tiers.syncing import Synced as Synced
     from ckptstore.write.deltas import DeltaOptions as DeltaOptions
     from ckptstore.write.filling import LayerCopy as LayerCopy
     from ckptstore.write.interval import RestoreBound as RestoreBound
@@ -121,6 +123,7 @@ if TYPE_CHECKING:
     from ckptstore.write.ranks.mailbox import Mailbox as Mailbox
     from ckptstore.write.ranks.options import RankOptions as RankOptions
     from ckptstore.write.ranks.writer import RankWriter as RankWriter
+    from ckptstore.write.second_tier import Lag as Lag
     from ckptstore.write.snapshot import Snapshot as Snapshot
     from ckptstore.write.steps.batcher import DiffOptions as DiffOptions
     from ckptstore.write.steps.updates import Update as Update
@@ -144,8 +147,8 @@ _HOMES = {
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",
     "host.caller_warnings": (
-        "DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning LossyWarning LostStepsWarning"
-        " UnexplainedStepWarning UnpinnedWarning"
+        "BranchWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning LossyWarning"
+        " LostStepsWarning UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",
@@ -168,6 +171,7 @@ _HOMES = {
     "reports.stats": "ClassBytes Share StoreStats",
     "restore.plan": "Plan",
     "store": "Store open repair verify",
+    "tiers.syncing": "Synced",
     "write.deltas": "DeltaOptions",
     "write.filling": "LayerCopy",
     "write.interval": "RestoreBound",
@@ -177,6 +181,7 @@ _HOMES = {
     "write.ranks.options": "RankOptions",
     "write.ranks.writer": "RankWriter",
     "write.metrics": "SaveMetrics",
+    "write.second_tier": "Lag",
     "write.snapshot": "Snapshot",
     "write.steps.batcher": "DiffOptions",
     "write.steps.updates": "Update",

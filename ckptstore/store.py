@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, overload
 
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
-from ckptstore.errors import StoreNotFoundError, UsageError
+from ckptstore.errors import CkptError, CorruptionError, NotFoundError, StorageError, StoreNotFoundError, UsageError
 from ckptstore.formats.records import FormatFile
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
 from ckptstore.restore.plan import Plan, plan
+from ckptstore.tiers.pair import Pair, Remote, RemoteRememberedError, open_without_remote
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,11 +44,13 @@ if TYPE_CHECKING:
     from ckptstore.reports.lineage import Lineage
     from ckptstore.reports.run_status import RunStatus
     from ckptstore.reports.stats import StoreStats
+    from ckptstore.tiers.syncing import Synced
     from ckptstore.write.deltas import DeltaOptions
     from ckptstore.write.metrics import OnMetrics
     from ckptstore.write.options import WriterOptions
     from ckptstore.write.ranks.options import RankOptions
     from ckptstore.write.ranks.writer import RankWriter
+    from ckptstore.write.second_tier import Lag
     from ckptstore.write.steps.batcher import DiffOptions
     from ckptstore.write.writer import Writer
 
@@ -62,6 +65,9 @@ def open(
     create: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
+    remote: str | os.PathLike[str] | Literal[False] | None = None,
+    remote_options: Mapping[str, Any] | None = None,
+    bandwidth: float | None = None,
 ) -> Store:
     """Open the store at a path or URL.
 
@@ -74,6 +80,12 @@ def open(
             ``token``, ``profile``, ``anon``, ``endpoint_url``, ``client_kwargs={"region_name": …}``. What is left out
             the environment says (``AWS_ACCESS_KEY_ID``, …). Credentials are kept nowhere but in memory.
         filesystem: an fsspec file system; `url` is then a path in it. Writing needs one that creates exclusively.
+        remote: URL or path of a second tier (docs/tiers.md): the same run's store on another machine's medium, to which
+            the writer brings what it commits, and from which is read what is missing here. Into an empty place the
+            remote's newest checkpoint is restored at once. The store remembers the URL. None: what it remembers; False:
+            leave it aside, and let a writer open a term here alone.
+        remote_options: `storage_options` of the remote; kept nowhere but in memory.
+        bandwidth: bytes a second that go to the remote at most.
 
     Raises:
         StoreNotFoundError: `create` is False and there is no store.
@@ -88,7 +100,10 @@ def open(
         >>> store.load("latest")
         {'weight': 1.5}
     """
-    store = Store(open_backend(url, create is not False, storage_options, filesystem))
+    second = Remote.given(remote, remote_options, bandwidth)
+    store = Store(open_backend(url, create is not False, storage_options, filesystem), second)
+    if second.url and create is not False:
+        store._restore_if_empty()
     if create is True:
         store.create()
     elif create is False:
@@ -157,9 +172,11 @@ class Store:
     Every method reads the log afresh, so a `Store` always shows what is committed now.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, remote: Remote | None = None) -> None:
         """Read nothing yet. `open` takes a path or URL."""
         self.journal = Journal(backend)
+        self._remote = remote or Remote()
+        self._reached: Pair | None = None
 
     @property
     def backend(self) -> Backend:
@@ -213,6 +230,109 @@ class Store:
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
         self.journal.create(anew=True)
+
+    def _pair(self) -> Pair | None:
+        """The store and its remote, which is reached the first time; None: it has none."""
+        if self._reached is None or self._reached.local is not self.journal:
+            self._reached = Pair.of(self.journal, self._remote)
+        return self._reached
+
+    def _restore_if_empty(self) -> None:
+        from ckptstore.tiers.filling import restore_newest
+
+        if (pair := self._pair()) is not None:
+            with pair.reaching("nothing was restored"):
+                restore_newest(pair)
+
+    @property
+    def remote(self) -> Store | None:
+        """The second tier, as a store; None: there is none.
+
+        Raises as `open`.
+        """
+        pair = self._pair()
+        return None if pair is None else Store(pair.remote.backend, Remote(False))
+
+    def lag(self) -> Lag | None:
+        """How far the remote is behind, by the logs of both; None: the store has no remote.
+
+        Raises:
+            StoreNotFoundError, CorruptLogError, StorageError: one of them cannot be read.
+        """
+        from ckptstore.tiers.draining import lag_of
+
+        pair = self._pair()
+        return None if pair is None else lag_of(pair)
+
+    def sync(
+        self,
+        remote: str | os.PathLike[str] | None = None,
+        *,
+        remote_options: Mapping[str, Any] | None = None,
+        bandwidth: float | None = None,
+        progress: Progress | None = None,
+    ) -> Synced:
+        """Bring to the remote what it lacks, once, in the order of the log. May run beside a writer.
+
+        Interrupted, it is gone on with by the next call, or by the next writer.
+
+        Args:
+            remote: URL or path; None: that of the store.
+            remote_options, bandwidth: as for `open`; None: as the store was opened with.
+            progress: told (bytes done, bytes in all).
+
+        Raises:
+            UsageError: there is no remote, or something else is there.
+            CorruptionError: this store is damaged. What was brought so far stays.
+            StorageError: a medium failed; the same.
+        """
+        from ckptstore.tiers.syncing import sync
+
+        self.format  # noqa: B018 - raises when there is none
+        return sync(self._pair_with(remote, remote_options, bandwidth), progress)
+
+    def sync_forever(
+        self,
+        remote: str | os.PathLike[str] | None = None,
+        *,
+        every: float = 2.0,
+        remote_options: Mapping[str, Any] | None = None,
+        bandwidth: float | None = None,
+        on_failure: Callable[[StorageError], object] = lambda _error: None,
+    ) -> Iterator[Synced]:
+        """Bring to the remote whatever is committed, as it is: for a process beside writers that have no drain of
+        their own (many ranks, the agent). Tells what each pass did that did something.
+
+        Ends when the run was continued elsewhere, which the last one says.
+
+        Args:
+            remote, remote_options, bandwidth: as for `sync`.
+            every: seconds between two looks at the log.
+            on_failure: told of a medium that failed. It is tried again, after a while.
+
+        Raises:
+            UsageError: there is no remote, or something else is there.
+            CorruptionError: this store is damaged.
+        """
+        from ckptstore.tiers.syncing import follow
+
+        self.format  # noqa: B018 - raises when there is none
+        return follow(self._pair_with(remote, remote_options, bandwidth), every, on_failure=on_failure)
+
+    def _pair_with(
+        self,
+        remote: str | os.PathLike[str] | None,
+        remote_options: Mapping[str, Any] | None,
+        bandwidth: float | None,
+    ) -> Pair:
+        told = self._remote
+        if remote is not None or remote_options is not None or bandwidth is not None:
+            given = Remote.given(remote, remote_options, bandwidth)
+            told = Remote(given.url or told.url, given.options or told.options, given.bandwidth or told.bandwidth)
+        pair = Pair.of(self.journal, told)
+        if pair is None:
+            raise UsageError(f"{self.url}: the store has no remote: name one")
+        return pair
 
     def view(self, *, look_above: bool | None = None) -> View:
         """The log as it is now (READ). `look_above`: see `ckptstore.log.reading.read`."""
@@ -340,15 +460,35 @@ class Store:
 
         exiting.check()  # before the rest, of which some cannot even be imported when the interpreter is ending
         from ckptstore.host.buffers import DEFAULT_BUDGET
-        from ckptstore.write.opening import open_writer
         from ckptstore.write.options import WriterOptions
 
         budget = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
         coding = (_delta_options(deltas), _diff_options(diffs))
         options = WriterOptions(budget, threads, max_in_flight, poll_seconds, *coding, memory, on_metrics, keep)
         if group is None and ranks is None:
+            return self._open_writer(parent, options)
+        return _opened_together(self._of_ranks(), parent, group, options, ranks)
+
+    def _of_ranks(self) -> Journal:
+        """The journal, for ranks that save together."""
+        if self._remote.url:
+            raise UsageError(f"{self.url}: remote= is for one process; for ranks there is `ckpt sync --follow`")
+        return self.journal
+
+    def _open_writer(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
+        """A writer of this process alone, of one tier or of two."""
+        from ckptstore.write.opening import open_writer
+
+        if self._remote.url is False:
             return open_writer(self.journal, parent, options)
-        return _opened_together(self.journal, parent, group, options, ranks)
+        if self._remote.url is None:
+            try:
+                return open_writer(self.journal, parent, options, opener=open_without_remote)
+            except RemoteRememberedError:
+                pass
+        from ckptstore.tiers.opening import open_tiered_writer
+
+        return open_tiered_writer(self._pair_with(None, None, None), parent, options)
 
     def load(
         self,
@@ -396,7 +536,19 @@ class Store:
         from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
 
         options = LoadOptions(framework, into, select, device, mmap, verify, threads, progress, rank)
-        return load(self.journal, ref, options)
+        try:
+            return load(self.journal, ref, options)
+        except (NotFoundError, CorruptionError) as error:
+            try:
+                pair = self._pair()
+            except CkptError as why:
+                error.add_note(f"nor can the remote be reached: {why}")
+                raise error from why
+            if pair is None:
+                raise
+        from ckptstore.tiers.filling import reading
+
+        return reading(pair, ref, lambda journal: load(journal, ref, options))
 
     def follow(
         self,

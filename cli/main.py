@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "merge": ("merge", "Merge the diffs of a range into one segment."),
     "gc": ("gc", "Delete the segments that nothing needs."),
     "copy": ("copy", "Copy checkpoints to another place."),
+    "sync": ("sync", "Bring to a second tier what it lacks."),
     "repair": ("repair", "Make a store of what is intact of a damaged one."),
     "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
     "tune": ("tune", "Choose how often to save, how often to store fulls, how to batch diffs."),

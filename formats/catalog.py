@@ -29,10 +29,12 @@ from ckptstore.formats.records import (
 )
 from ckptstore.formats.tables import NodeTable, Table
 
-__all__ = ["CLOSED", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
+__all__ = ["CLOSED", "REMOTE", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
 
 CLOSED: Final = "closed"
 """Member of a COMMIT: the term has ended, and nothing that it was given is missing. Kept in `TermEntry.extra`."""
+REMOTE: Final = "remote"
+"""Member of an OPEN: the URL of the store's second tier. Each OPEN repeats that of the one before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Final
 
 __all__ = [
+    "BranchWarning",
     "DeterminismWarning",
     "DivergedReplicasWarning",
     "FallbackWarning",
@@ -24,6 +25,10 @@ _OURS: Final = __name__.partition(".")[0]
 _BETWEEN: Final = frozenset({contextlib.__name__})
 """Modules that are passed on the way from one of ours to another."""
 _THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
+
+
+class BranchWarning(UserWarning):
+    """Checkpoints of a store never get to its remote: the run was continued elsewhere. They stay readable."""
 
 
 class DeterminismWarning(UserWarning):

@@ -58,7 +58,18 @@ RANK_POINTS: Final = (
     "ranks.told",
 )
 """What ranks that save together pass besides."""
-_ALL: Final = frozenset((*CRASH_POINTS, *RANK_POINTS))
+TIER_POINTS: Final = (
+    "drain.read",
+    "drain.segments",
+    "replica.before-slot",
+    "replica.slot-created",
+    "drain.done",
+    "tiers.drained",
+    "tiers.remote-opened",
+    "tiers.filled",
+)
+"""What a store with a second tier passes besides; ``replica``: copies, too."""
+_ALL: Final = frozenset((*CRASH_POINTS, *RANK_POINTS, *TIER_POINTS))
 _ENVIRONMENT: Final = "CKPTSTORE_CRASH_AT"
 _name = ""
 _left = 0
@@ -73,7 +84,8 @@ def arm(name: str, count: int = 1) -> None:
     global _name, _left
     if name and name not in _ALL:
         raise ValueError(
-            f"{_ENVIRONMENT}: no crash point named {name!r}; known: {', '.join((*CRASH_POINTS, *RANK_POINTS))}"
+            f"{_ENVIRONMENT}: no crash point named {name!r}; known: "
+            f"{', '.join((*CRASH_POINTS, *RANK_POINTS, *TIER_POINTS))}"
         )
     _name, _left = name, count
 

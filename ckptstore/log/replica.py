@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckptstore.backends.base import Backend
@@ -27,8 +28,9 @@ from ckptstore.formats.records import (
     slot_key,
 )
 from ckptstore.formats.texts import SLOT_LIMIT, encode_commit, encode_format, encode_open, seal, unseal
+from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.reading import View, never_deleted, read
 
 __all__ = ["Origin", "Replica"]
 
@@ -56,8 +58,18 @@ class Replica:
         begun: False if the place was a whole store of this run already, to which is added.
     """
 
-    def __init__(self, backend: Backend, origin: Origin) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        origin: Origin,
+        since: View | None = None,
+        on_record: Callable[[Replica], object] = lambda _replica: None,
+    ) -> None:
         """Find out what is there, and claim the place if that is nothing.
+
+        Args:
+            since: an earlier view of a place that was a whole store: only what came after it is read.
+            on_record: called after each record that was added.
 
         Raises:
             UsageError: something else is there: another run's store, an unfinished copy of something else, files.
@@ -68,8 +80,9 @@ class Replica:
         self._origin = origin
         if backend.read_only:
             raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
-        self.begun = self._claimed()
-        view = read(Journal(backend, origin.format), look_above=True)
+        self.begun = self._claimed() if since is None else False
+        self._journal = Journal(backend, origin.format)
+        view = read(self._journal, since, look_above=True if since is None else None)
         if view.damage:
             raise UsageError(
                 f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged; delete it, and copy anew"
@@ -78,6 +91,12 @@ class Replica:
             backend.settle("log/")  # a killed process may have left a slot that can be seen, and is not durable
         self._builder = CatalogBuilder(view.catalog)
         self._next = view.end
+        self._fold_seq = view.fold_seq
+        self._on_record = on_record
+
+    def view(self) -> View:
+        """What the log says so far, as a view that stays as it is."""
+        return View(self._builder.snapshot(), self._next, self._fold_seq)
 
     @property
     def catalog(self) -> Catalog:
@@ -147,16 +166,24 @@ class Replica:
 
     def _append(self, record: Record, data: bytes) -> None:
         key = slot_key(self._next)
+        crash_point("replica.before-slot")
         try:
             self.backend.create(key, data)
-        except KeyExistsError as error:
-            raise UsageError(f"{self.backend.url}: another process writes to this place ({key} is there)") from error
-        except StorageError:
-            # It may be there for all that; whoever goes on later reads what is.
+        except StorageError as error:
+            # It may be there for all that, also where it is said to exist; whoever goes on later reads what is.
             if not self._landed(key, data):
-                raise
+                if not isinstance(error, KeyExistsError):
+                    raise
+                raise UsageError(
+                    f"{self.backend.url}: another process writes to this place ({key} is there)"
+                ) from error
+        if not never_deleted(self._journal, self._next):
+            # Prevents: believing in a record that landed where a folded slot had been deleted meanwhile.
+            raise UsageError(f"{self.backend.url}: another process writes to this place ({key} was deleted)")
+        crash_point("replica.slot-created")
         self._builder.apply(record, self._next, xxh3_128(data))
         self._next += 1
+        self._on_record(self)
 
     def _landed(self, key: str, data: bytes) -> bool:
         try:

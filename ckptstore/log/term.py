@@ -34,7 +34,7 @@ from ckptstore.errors import (
     StoreReplacedError,
     WriterError,
 )
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.catalog import REMOTE, Catalog, CatalogBuilder
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import (
     FORMAT_KEY,
@@ -157,6 +157,9 @@ def open_term(
     parent: Parent,
     info: Mapping[str, Any] | None = None,
     patience: Patience = PATIENT,
+    *,
+    like: OpenRecord | None = None,
+    remote: str | None = None,
 ) -> Term:
     """WRITER OPEN: begin a new term, which fences every earlier one.
 
@@ -164,6 +167,8 @@ def open_term(
         parent: the checkpoint to continue from, None for none, or a function that chooses it in the view that the OPEN
             is built on (it may be called several times).
         info: who opens, for people.
+        like: the OPEN of this term in the run's other tier, which is there already: this one is the same term.
+        remote: URL of the store's other tier from now on; None: that of the term before.
 
     Raises:
         CheckpointNotFoundError: the parent is not promised.
@@ -191,7 +196,7 @@ def open_term(
             # and fsync left visible: a gap in the log, and a parent that is gone.
             backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
-        record, data = _opening(view, chosen, info, journal.run)
+        record, data = _encoded(_opening(view.catalog, chosen, info, like, remote), view.end, journal.run)
         _check_same_store(journal)
         mine = _send(backend, slot_key(view.end), data, patience)
         crash_point("open.created")
@@ -216,20 +221,33 @@ def _live_parent(backend: Backend, catalog: Catalog, parent: Parent) -> Checkpoi
 
 
 def _opening(
-    view: View, parent: CheckpointId | None, info: Mapping[str, Any] | None, run: str
-) -> tuple[OpenRecord, bytes]:
-    """An OPEN that continues this view, with a new nonce, and its bytes."""
-    catalog = view.catalog
-    record = OpenRecord(
-        max(catalog.term, catalog.lost) + 1,
+    catalog: Catalog,
+    parent: CheckpointId | None,
+    info: Mapping[str, Any] | None,
+    like: OpenRecord | None,
+    remote: str | None,
+) -> OpenRecord:
+    """An OPEN that continues this catalog, with a new nonce, or as the same term as `like`."""
+    newest = max(catalog.term, catalog.lost)
+    if like is not None and like.term <= newest:
+        raise FencedError(f"term {like.term} of the other tier: this one has term {newest} already")
+    before = catalog.terms.get(catalog.term)
+    remote = remote or (None if before is None else before.extra.get(REMOTE))
+    return OpenRecord(
+        newest + 1 if like is None else like.term,
         parent,
-        secrets.token_hex(16),
-        time.time(),
+        secrets.token_hex(16) if like is None else like.nonce,
+        time.time() if like is None else like.time,
         dict(info or {}),
         previous=catalog.last,
+        extra={} if remote is None else {REMOTE: remote},
     )
-    data = encode_open(record, seq=view.end, run=run)
-    return _understood(data, view.end, run, OpenRecord), data
+
+
+def _encoded(record: OpenRecord, seq: int, run: str) -> tuple[OpenRecord, bytes]:
+    """What every reader will make of an OPEN, and its bytes."""
+    data = encode_open(record, seq=seq, run=run)
+    return _understood(data, seq, run, OpenRecord), data
 
 
 def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> CkptError:
@@ -303,6 +321,11 @@ class Term:
     def next_seq(self) -> int:
         """The slot of the next commit."""
         return self._next_seq
+
+    @property
+    def opened(self) -> OpenRecord:
+        """The OPEN that began it."""
+        return self._opened
 
     def view(self) -> View:
         """What this term has acknowledged, as a view that stays as it is."""

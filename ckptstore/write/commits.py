@@ -22,6 +22,7 @@ from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.write.retaining import Retainer
+from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Commits"]
 
@@ -41,9 +42,15 @@ class Commits:
         self.ended: WriterError | None = None
         self.missing = False
         self.retainer = Retainer(lambda: log.catalog)
+        self._tier: SecondTier | None = None
         self._folds = folding.FoldThread(log)
         self._abandoned: list[str] = []  # any thread adds to it; the committer's takes what it has dropped
         self._complaints: set[str] = set()
+
+    def follow(self, tier: SecondTier) -> None:
+        """From now on what is committed is brought to a second tier, and retired only when that has it."""
+        self._tier = tier
+        self.retainer.settled = tier.has
 
     def abandon(self, segments: Sequence[str]) -> None:
         """Segments of this term that were begun and will never be committed: the next commit drops them."""
@@ -54,6 +61,8 @@ class Commits:
         drops = tuple(self._abandoned)
         self.log.journal.check_present()
         try:
+            if self._tier is not None:
+                self._tier.check()
             self._send(self._with_retirements(change), change, drops)
         except BaseException as error:
             self.retainer.look_again()  # it counts checkpoints that are not there
@@ -64,6 +73,8 @@ class Commits:
         del self._abandoned[: len(drops)]
         if change.checkpoints:
             self.missing = False
+        if self._tier is not None:
+            self._tier.committed()
 
     def _with_retirements(self, change: Change) -> Change:
         if not change.checkpoints:

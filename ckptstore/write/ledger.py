@@ -5,16 +5,18 @@ from __future__ import annotations
 import bisect
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
 from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.records import valid_tag
 from ckptstore.host.checks import texts
 from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Claim", "Failures", "Labels", "PendingSave", "Saves"]
 
@@ -70,7 +72,13 @@ class PendingSave:
         self._seen = seen
         self._hurry = hurry
         self._cancel = cancel
+        self._tier: SecondTier | None = None
         self._process = os.getpid()
+
+    def _followed_by(self, tier: SecondTier | None) -> Self:
+        """It goes on to a second tier, for `result`. For the writer that returns it."""
+        self._tier = tier
+        return self
 
     def __repr__(self) -> str:
         if not self.done():
@@ -110,18 +118,32 @@ class PendingSave:
         """Whether `cancel` has given it up."""
         return self._future.done() and isinstance(self._future.exception(), CancelledError)
 
-    def result(self, timeout: float | None = None) -> CheckpointInfo:
+    def result(self, timeout: float | None = None, *, tier: Literal["local", "remote"] = "local") -> CheckpointInfo:
         """Wait until it is durable. If it waits for its batch, that is written now, as `Writer.wait` would.
 
+        Args:
+            timeout: seconds; None: as long as it takes.
+            tier: ``local``: in the store, so that it survives the process and a power cut. ``remote``: in the store's
+                second tier as well (`open(remote=)`), so that it survives the machine.
+
         Raises:
+            UsageError: ``remote``, of a store that has no second tier.
             TimeoutError: not within `timeout` seconds; the save goes on.
             StorageError, FencedError, CommitUnknownError: what stopped it.
             concurrent.futures.CancelledError: it was cancelled.
             WriterClosedError: this is a fork of the process that saves, and will never hear of it.
         """
+        if tier not in ("local", "remote"):
+            raise UsageError(f"tier={tier!r}: 'local' or 'remote'")
+        if tier == "remote" and self._tier is None:
+            raise UsageError("the store has no second tier: open it with remote=")
+        end = None if timeout is None else time.monotonic() + timeout
         if (error := self.exception(timeout)) is not None:
             raise error
-        return self._future.result()
+        info = self._future.result()
+        if tier == "remote" and self._tier is not None:
+            self._tier.wait((info.term, info.step), None if end is None else max(0.0, end - time.monotonic()))
+        return info
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What stopped it, or None when it is durable; waits as `result` does. Then no later call raises it again.

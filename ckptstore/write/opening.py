@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptstore._version import __version__
 from ckptstore.errors import CheckpointNotFoundError, FencedError, ReadOnlyError
@@ -20,10 +20,14 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
 from ckptstore.restore.stored_base import open_base
 from ckptstore.write.options import WriterOptions
+from ckptstore.write.second_tier import SecondTier
 from ckptstore.write.steps.batcher import DiffOptions
 from ckptstore.write.writer import Writer
 
-__all__ = ["TermOpener", "open_writer"]
+__all__ = ["Opener", "TermOpener", "open_writer"]
+
+Opener: TypeAlias = Callable[[Journal, Callable[[Catalog], CheckpointId | None], Mapping[str, Any]], Term]
+"""Begins a term of a store that continues from what a function chooses, by a process of which this is known."""
 
 
 def open_writer(
@@ -33,6 +37,8 @@ def open_writer(
     *,
     environment: Mapping[str, Any] | None = None,
     after: int | None = None,
+    opener: Opener = open_term,
+    tier: SecondTier | None = None,
 ) -> Writer:
     """Begin a new term, which fences every earlier writer. Creates the store if there is none.
 
@@ -41,6 +47,8 @@ def open_writer(
         options: what the writer may use.
         environment: what decides the bits of the process that trains, where that is another one (`agent`).
         after: the term that has to be the newest, so that nobody else's is fenced; None: whichever is.
+        opener: begins a term.
+        tier: what the writer is to know of the store's second one.
 
     Raises:
         as `Store.writer`.
@@ -53,7 +61,7 @@ def open_writer(
     about = _about_this_process(options.diffs, options.max_in_flight)
     if environment is not None:
         about["environment"] = dict(environment)
-    term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about)
+    term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about, opener)
     _note_rules(term, options.keep)
     _warn_of_fresh_start(term, parent)
     own = term.journal
@@ -63,14 +71,18 @@ def open_writer(
         info,
         options,
         reopen=lambda identity: open_base(own, identity),
-        begin=lambda ref, after: _begin(own, _parent_chooser(ref, after), about),
+        begin=lambda ref, after: _begin(own, _parent_chooser(ref, after), about, opener),
+        tier=tier,
     )
 
 
 def _begin(
-    journal: Journal, parent: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]
+    journal: Journal,
+    parent: Callable[[Catalog], CheckpointId | None],
+    about: Mapping[str, Any],
+    opener: Opener = open_term,
 ) -> tuple[Term, CheckpointInfo | None]:
-    term = open_term(journal, parent, about)
+    term = opener(journal, parent, about)
     if term.parent is None:
         return term, None
     _warn_of_other_environment(term.catalog, term.parent, term.number)

@@ -30,6 +30,7 @@ class Retainer:
 
     Attributes:
         bases: gives the checkpoints that the next ones may be coded against: what restores them stays stored.
+        settled: whether a checkpoint may be retired at all: of a store with a second tier only what that has.
     """
 
     def __init__(self, catalog: Callable[[], Catalog]) -> None:
@@ -38,6 +39,7 @@ class Retainer:
             catalog: gives the catalog as the term knows it now.
         """
         self.bases: Callable[[], Iterable[CheckpointId]] = tuple
+        self.settled: Callable[[Node], bool] = lambda _node: True
         self._catalog = catalog
         self._keeping: Keeping | None = None
         self._based: set[Node] = set()
@@ -99,7 +101,7 @@ class Retainer:
     def _retiring(self, change: Change, superfluous: Sequence[Node]) -> Change:
         catalog = self._catalog()
         # What this very change adds is promised first; it goes with the next one.
-        gone = [node for node in superfluous if node in catalog.checkpoints]
+        gone = [node for node in superfluous if node in catalog.checkpoints and self.settled(node)]
         based = {base.node for base in self.bases()}
         self._released |= self._based - based
         self._based = based

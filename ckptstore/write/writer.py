@@ -40,6 +40,7 @@ from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
 from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
 from ckptstore.write.metrics import Measured, Meter
 from ckptstore.write.options import WriterOptions
+from ckptstore.write.second_tier import Lag, SecondTier
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import Diffs
 from ckptstore.write.steps.updates import Explaining, Update, Updates
@@ -72,8 +73,10 @@ class Writer:
         options: WriterOptions,
         reopen: Callable[[CheckpointId], StoredBase],
         begin: Begin,
+        tier: SecondTier | None = None,
     ) -> None:
         self.url = journal.url
+        self._tier = tier
         self._journal = journal
         self._backend = journal.backend
         self._options = options
@@ -162,7 +165,7 @@ class Writer:
         diffs: Diffs | None = None
         if self._options.diffs is not None:
             diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers)
-        return Committer(
+        committer = Committer(
             term,
             Saves(term.number, parent, self._failures),
             self._deltas,
@@ -172,6 +175,9 @@ class Writer:
             blocks=self._blocks,
             later=self._submit,
         )
+        if self._tier is not None:
+            committer.follow(self._tier)
+        return committer
 
     def save(
         self,
@@ -289,7 +295,8 @@ class Writer:
         try:
             if self._fulls is not None:
                 full = self._fulls.begin(committer, flat, step, labels, measured)
-                return PendingSave(step, full.done, lambda: committer.saves.seen(step), cancel=full.cancel)
+                pending = PendingSave(step, full.done, lambda: committer.saves.seen(step), cancel=full.cancel)
+                return pending._followed_by(self._tier)
             if self._fed is not None:
                 found = self._found(committer, flat, step, updates)
                 fed = self._fed.save(committer, flat, found, step, labels, measured)
@@ -299,10 +306,10 @@ class Writer:
                     lambda: committer.saves.seen(step),
                     self._coded.hurry(committer, step),
                     fed.cancel,
-                )
+                )._followed_by(self._tier)
             # What is coded waits for its turn in the committer's thread.
             copies = self._copied(committer, flat, step, updates, measured)
-            return self._coded.hand_over(committer, copies, step, labels, measured)
+            return self._coded.hand_over(committer, copies, step, labels, measured)._followed_by(self._tier)
         except BaseException as error:
             measured.failed(error)
             raise
@@ -459,7 +466,7 @@ class Writer:
                     give_up(error)
                     raise
                 copies = Copies(snapshot, *changes, filling)
-                return self._coded.hand_over(committer, copies, step, labels, measured)
+                return self._coded.hand_over(committer, copies, step, labels, measured)._followed_by(self._tier)
             except BaseException as error:
                 measured.failed(error)
                 raise
@@ -506,6 +513,13 @@ class Writer:
         if self._needs_callers:
             refuse_within(self, _SAVING)
         self._submit(self._committer.housekeeping).result()
+
+    def lag(self) -> Lag | None:
+        """How far the store's second tier is behind; None: it has none.
+
+        Raises `CorruptLogError`, `StorageError`: the store's own log cannot be read.
+        """
+        return None if self._tier is None else self._tier.lag()
 
     def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
         """Name a checkpoint, of this term or an earlier one; a tag that exists moves.
@@ -613,6 +627,8 @@ class Writer:
         self._snapshots.close()
         self._background.shutdown(cancel_futures=True)
         self._meter.close()
+        if self._tier is not None:
+            self._tier.close()
         exiting.forget(self)
         self._failures.raise_unseen()
 

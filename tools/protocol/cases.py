@@ -15,6 +15,7 @@ from tools.protocol.loss_model import LossModel, LossRules
 from tools.protocol.power_model import PowerModel, PowerRules
 from tools.protocol.recycle_model import RecycleModel, RecycleRules
 from tools.protocol.store_model import StoreModel, StoreRules
+from tools.protocol.tiers_model import TiersModel, TiersRules
 
 __all__ = ["Case", "cases"]
 
@@ -180,6 +181,32 @@ RECYCLE_MUTANTS: dict[str, RecycleRules] = {
 }
 
 
+TIERS_HOLDS: dict[str, TiersRules] = {
+    "a machine that opens again, another one, kills, a lost disk, gc": TiersRules(commits=(2, 0), late=0),
+    "creates that land late": TiersRules(opens=(1, 1), losses=0, collect=False),
+    "2 drains of a machine": TiersRules(opens=(1, 1), commits=(1, 0), drains=2, losses=0),
+}
+TIERS_HOLDS_FULL: dict[str, TiersRules] = {
+    "two machines that commit, a lost disk, gc": TiersRules(commits=(2, 1), late=0),
+    "a machine that opens again, late creates": TiersRules(losses=0, collect=False),
+    "2 drains of each machine, a lost disk, late creates, gc": TiersRules(drains=2),
+    "both open twice": TiersRules(opens=(2, 2), commits=(2, 2)),
+}
+TIERS_MUTANTS: dict[str, TiersRules] = {
+    "an OPEN goes to the machine alone": TiersRules(remote_first=False),
+    "a term is opened over what could be drained": TiersRules(drain_before_open=False),
+    "the slot goes before the segments": TiersRules(segments_first=False),
+    "the newest commit is drained first": TiersRules(in_order=False),
+    "a taken slot is taken for one's own": TiersRules(read_back=False),
+    "a drain does not compare terms": TiersRules(terms_compared=False),
+    "a drain resumes from its own memory": TiersRules(resume_from_remote=False),
+    "the remote is said to have what the machine has": TiersRules(acknowledge_drained=False),
+    "gc deletes what is not drained": TiersRules(keep_undrained=False),
+    "who rejoins takes over the remote's log, and its own is gone": TiersRules(keep_branches=False),
+    "branches are not reported": TiersRules(report_branches=False),
+}
+
+
 class Case(NamedTuple):
     """One search and what it has to find."""
 
@@ -190,7 +217,7 @@ class Case(NamedTuple):
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Every search; in the quick form only small ones, which together take less than half a minute."""
+    """Every search; in the quick form only small ones, which together take less than a minute."""
     for name, power in POWER_HOLDS.items():
         yield Case("power", name, PowerModel(power), "holds")
     for name, power in POWER_MUTANTS.items():
@@ -211,3 +238,7 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case("store", name, StoreModel(store), "holds")
     for name, store in STORE_MUTANTS.items():
         yield Case("store", f"mutant: {name}", StoreModel(store), "violated")
+    for name, tiers in (TIERS_HOLDS | ({} if quick else TIERS_HOLDS_FULL)).items():
+        yield Case("tiers", name, TiersModel(tiers), "holds")
+    for name, tiers in TIERS_MUTANTS.items():
+        yield Case("tiers", f"mutant: {name}", TiersModel(tiers), "violated")

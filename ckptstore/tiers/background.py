@@ -1,0 +1,136 @@
+"""The drain of a writer: a thread beside it that brings to the remote what the writer commits, until it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+import warnings
+from typing import Final
+
+from ckptstore.errors import CkptError, FencedError, WriterClosedError
+from ckptstore.formats.records import Node, ref_of
+from ckptstore.host import background
+from ckptstore.log.reading import read
+from ckptstore.tiers.choosing import lag_between
+from ckptstore.tiers.draining import Drain
+from ckptstore.write.second_tier import Lag
+
+__all__ = ["Draining"]
+
+_LOOK: Final = 1.0
+"""Seconds after which the log is looked at even if nobody said that something was committed."""
+_FIRST_PAUSE: Final = 0.25
+_LONGEST_PAUSE: Final = 30.0
+"""Seconds before a pass that failed is tried again: twice as many each time."""
+
+
+class Draining:
+    """The second tier, as the writer of the first one knows it (`write.second_tier`)."""
+
+    def __init__(self, drain: Drain) -> None:
+        """Begin nothing yet."""
+        self._drain = drain
+        self._changed = threading.Condition()
+        self._wanted = True
+        self._closing = False
+        self._ended = False
+        self._fenced: FencedError | None = None
+        self._failure: CkptError | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin. Raises `RuntimeError` where no thread is to be had."""
+        self._thread = background.start(self._run, "drain")
+
+    def check(self) -> None:
+        """See `SecondTier.check`."""
+        if self._fenced is not None:
+            raise self._fenced
+
+    def committed(self) -> None:
+        """See `SecondTier.committed`."""
+        with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
+
+    def has(self, node: Node) -> bool:
+        """See `SecondTier.has`."""
+        there = self._drain.remote
+        return there is not None and there.catalog.find(node) is not None
+
+    def wait(self, node: Node, timeout: float | None) -> None:
+        """See `SecondTier.wait`."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self.has(node):
+                self.check()
+                why = f": {self._failure}" if self._failure is not None else ""
+                if self._ended:
+                    raise WriterClosedError(f"{ref_of(node)} is not in the remote, and the writer is closed{why}")
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"{ref_of(node)} is not in the remote after {timeout} s{why}")
+                self._changed.wait(min(0.2, 0.2 if left is None else left))
+
+    def lag(self) -> Lag:
+        """How far the remote is behind. Reads the store's log, not the remote's.
+
+        Raises `CorruptLogError`, `StorageError`.
+        """
+        there = self._drain.remote
+        assert there is not None  # opening drains
+        failure = self._fenced or self._failure
+        return lag_between(read(self._drain.pair.local).catalog, there.catalog, str(failure) if failure else None)
+
+    def close(self) -> None:
+        """See `SecondTier.close`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        if self._failure is not None and self._fenced is None:
+            with contextlib.suppress(Warning):
+                here = self._drain.pair.local.url
+                text = f"{self._failure}; what the remote lacks is in {here}: the next writer drains it, or `ckpt sync`"
+                warnings.warn(text, stacklevel=2)
+
+    def _run(self) -> None:
+        pause = 0.0
+        while self._next(pause):
+            began = time.monotonic()
+            try:
+                done = self._drain.once(lambda: not self._closing)
+            except CkptError as error:
+                self._failure, self._wanted = error, True
+                pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * pause)) * random.uniform(0.7, 1.0)
+                if self._closing:
+                    return
+            else:
+                self._failure = None
+                # A pass looks through the catalog: it takes no more than half of a core, however fast commits come.
+                pause = time.monotonic() - began
+                if done.over is not None:
+                    self._fenced = done.fenced(self._drain.pair)
+            with self._changed:
+                self._changed.notify_all()
+            if self._fenced is not None:
+                return
+
+    def _next(self, pause: float) -> bool:
+        """Wait until there is something to do -> whether there is; no: the writer is closed, and nothing is left."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, pause)
+                self._changed.wait_for(lambda: self._wanted or self._closing, _LOOK)
+                wanted, self._wanted = self._wanted, False
+                if wanted or self._closing:
+                    return wanted
+            if self._drain.behind():
+                return True
+            pause = 0.0

@@ -1,0 +1,216 @@
+"""DRAIN: what a store has is brought to its remote, in the order of its log: segments, then the slot that names them.
+
+Where to go on after a crash the remote's own log says; nothing else is remembered. A slot that somebody else has taken
+sends the drain back to reading: was it another drain of the same term, it goes on behind; was it another machine's
+OPEN, what is left is a branch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptstore.errors import CorruptLogError, FencedError, StorageError, UsageError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import Node, SegmentEntry, ref_of
+from ckptstore.host.crash_points import crash_point
+from ckptstore.host.progress import Advance
+from ckptstore.log import folding
+from ckptstore.log.journal import Journal
+from ckptstore.log.pins import Pin
+from ckptstore.log.reading import View, read
+from ckptstore.log.replica import Origin, Replica
+from ckptstore.maintenance.copies.copying import check_apart, check_known
+from ckptstore.maintenance.copies.supplies import Copies
+from ckptstore.maintenance.copies.transfer import Transfer
+from ckptstore.tiers.choosing import drainable, foreign_terms, lag_between
+from ckptstore.tiers.pair import Pair, Throttle, alone
+from ckptstore.write.second_tier import Lag
+
+__all__ = ["Drain", "Drained", "lag_of"]
+
+_TRIES = 8
+"""Times in a row that another drain of the same run may be faster."""
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What one pass did.
+
+    Attributes:
+        checkpoints: how many the remote has got.
+        segments: how many, of `nbytes` bytes.
+        branch: REFs of what it never gets: the run was continued elsewhere. They stay in the store.
+        over: the term by which it was, and who opened it; None: it was not.
+    """
+
+    checkpoints: int = 0
+    segments: int = 0
+    nbytes: int = 0
+    branch: tuple[str, ...] = ()
+    over: str | None = None
+
+    def fenced(self, pair: Pair) -> FencedError:
+        """What a writer of the store is told when the run was continued elsewhere."""
+        left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''} ({len(self.branch)} checkpoints)"
+        kept = f"{left} not in the remote: kept in {pair.local.url} as a branch" if self.branch else "nothing is lost"
+        return FencedError(f"{pair.remote.url}: the run was continued elsewhere: {self.over}; {kept}")
+
+
+class Drain:
+    """Brings what a store has to its remote, pass by pass. One thread at a time calls `once`.
+
+    Attributes:
+        pair: the store and its remote.
+        remote: the remote's log as it was seen last; None: not yet. Stays as it is.
+    """
+
+    def __init__(self, pair: Pair, advance: Advance = lambda _nbytes: None) -> None:
+        """
+        Args:
+            advance: told the bytes that are copied.
+        """
+        self.pair = pair
+        self.remote: View | None = None
+        self._local: View | None = None
+        self._advance = Throttle(pair.bandwidth, advance).advance
+        check_apart(pair.local.backend, pair.remote.backend)
+
+    def once(self, patience: Callable[[], bool] = lambda: True) -> Drained:
+        """Bring there all that is there now. If another process is at it, wait for that.
+
+        Args:
+            patience: see `alone`.
+
+        Raises:
+            UsageError: the remote holds something else.
+            CorruptionError: the store is damaged; what was brought so far stays.
+            StorageError: a medium failed; the same.
+        """
+        with alone(self.pair.local.backend, patience) as mine:
+            return self.once_alone() if mine else Drained()
+
+    def behind(self) -> bool:
+        """Whether the store's log has grown since the last pass. Asks nothing of the remote."""
+        try:
+            return self._local is None or read(self.pair.local, self._local).end != self._local.end
+        except (CorruptLogError, StorageError):
+            return True  # the pass says what is wrong
+
+    def once_alone(self) -> Drained:
+        """`once`, by who has locked others out. Raises as `once`."""
+        for _ in range(_TRIES):
+            replica = Replica(
+                self.pair.remote.backend,
+                Origin(self.pair.local.format, "copy", "full: all of a tier"),
+                self.remote,
+                on_record=self._note,
+            )
+            before = replica.view()
+            self._note(replica)
+            try:
+                done = self._pass(replica)
+            except UsageError:
+                seen = self._reread()
+                if seen is None or seen.end <= before.end:
+                    raise
+                continue  # somebody else took the slot: who it was is looked at first
+            self._maintain(replica)
+            return done
+        raise StorageError(f"{self.pair.remote.url}: other drains were faster, {_TRIES} times in a row")
+
+    def _note(self, replica: Replica) -> None:
+        self.remote = replica.view()
+
+    def _reread(self) -> View | None:
+        """The remote's log as it is now, read from its beginning; None: it has none."""
+        self.remote = None
+        try:
+            return read(Journal(self.pair.remote.backend, self.pair.local.format), look_above=True)
+        except CorruptLogError:
+            return None
+
+    def _pass(self, replica: Replica) -> Drained:
+        local, there = self.pair.local, replica.catalog
+        with self._claimed(replica) as (here, wanted, branch):
+            refs = tuple(ref_of(node) for node in branch)
+            if over := _over(here, there):
+                return Drained(branch=refs, over=over)
+            had = len(there.checkpoints)
+            crash_point("drain.read")
+            copies = _Copies(local.backend, replica.backend, local.run, _THREADS, self._advance)
+            transfer = Transfer(wanted, replica, copies)
+            replica.backend.check_space(sum(entry.size for entry in transfer.missing()))
+            transfer.run()
+            if replica.begun:
+                replica.finish()
+        crash_point("drain.done")
+        return Drained(len(there.checkpoints) - had, copies.brought, copies.nbytes, refs)
+
+    @contextlib.contextmanager
+    def _claimed(self, replica: Replica) -> Iterator[tuple[Catalog, Catalog, tuple[Node, ...]]]:
+        """The store's catalog, what is wanted of it, and the branch; pinned, where segments are to be copied."""
+        while True:
+            self._local = read(self.pair.local, self._local)
+            here = self._local.catalog
+            _check_sound(self.pair.local, here)
+            wanted, branch = drainable(here, replica.catalog)
+            needed = [name for name in wanted.segments if name not in replica.catalog.segments]
+            if not needed:
+                yield here, wanted, branch
+                return
+            with Pin(self.pair.local.backend, needed):
+                again = read(self.pair.local, self._local)
+                if all(name in again.catalog.segments for name in needed):
+                    yield here, wanted, branch
+                    return
+
+    def _maintain(self, replica: Replica) -> None:
+        """Fold the remote's log where that pays: whoever restores from it reads one object, and not thousands."""
+        view = replica.view()
+        if not folding.due(view.end, view.fold_seq, len(view.catalog.checkpoints)):
+            return
+        journal = Journal(replica.backend, self.pair.local.format)
+        folding.fold(journal, view)
+        folding.trim(journal, view)
+        self.remote = View(view.catalog, view.end, view.end - 1)
+
+
+class _Copies(Copies):
+    """`Copies`, with a crash point behind each group of segments."""
+
+    def bring(self, segments: Sequence[SegmentEntry]) -> None:
+        """See `Copies`."""
+        if not segments:
+            return
+        super().bring(segments)
+        crash_point("drain.segments")
+
+
+def _over(here: Catalog, there: Catalog) -> str | None:
+    """By which term of the remote the store's newest is over; None: by none."""
+    foreign = foreign_terms(here, there)
+    if not foreign and there.term <= here.term:
+        return None
+    number = foreign[0] if foreign and foreign[0] in there.terms else there.term
+    writer = there.terms[number].writer
+    about = ", ".join(f"{name} {writer[name]}" for name in ("host", "pid") if name in writer)
+    return f"term {number}" + (f" ({about})" if about else "")
+
+
+def _check_sound(journal: Journal, catalog: Catalog) -> None:
+    if catalog.damage or catalog.lost > catalog.term:
+        raise CorruptLogError(f"{journal.url}: the log is damaged: nobody knows what is to be drained")
+    check_known(journal.url, journal.format, catalog)
+
+
+def lag_of(pair: Pair) -> Lag:
+    """How far the remote is behind, by reading both logs.
+
+    Raises:
+        StoreNotFoundError, CorruptLogError, StorageError: one of them cannot be read.
+    """
+    here = read(pair.local).catalog
+    return lag_between(here, read(Journal(pair.remote.backend, pair.remote.format)).catalog)

@@ -1,0 +1,212 @@
+"""From the remote back to the store: a new disk, terms that others opened, segments that are gone or damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
+
+from ckptstore.errors import (
+    CheckpointNotFoundError,
+    CkptError,
+    CorruptionError,
+    CorruptLogError,
+    CorruptSegmentError,
+    KeyNotFoundError,
+    NotFoundError,
+    StorageError,
+    StoreNotFoundError,
+    UsageError,
+)
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import COPYING_KEY, Node, SegmentEntry, ref_of
+from ckptstore.host.buffers import Staging
+from ckptstore.host.caller_warnings import FallbackWarning, warn
+from ckptstore.log import refs
+from ckptstore.log.journal import Journal
+from ckptstore.log.pins import claim
+from ckptstore.log.reading import read
+from ckptstore.log.replica import Origin, Replica
+from ckptstore.maintenance.copies.choosing import part_of
+from ckptstore.maintenance.copies.moving import BLOCKS, copy_segment
+from ckptstore.maintenance.copies.supplies import Copies
+from ckptstore.maintenance.copies.transfer import Transfer
+from ckptstore.restore.plan import plan
+from ckptstore.tiers.pair import Pair, alone
+
+__all__ = ["catch_up", "mend", "reading", "restore_newest"]
+
+_THREADS: Final = 4
+_R = TypeVar("_R")
+
+
+def restore_newest(pair: Pair) -> str | None:
+    """Make a store of an empty place, with the remote's newest checkpoint, what that builds on, and its terms.
+
+    Interrupted, it is gone on with by the next call.
+
+    Returns:
+        REF of that checkpoint; None: there is a store here already, or no remote yet, or that has no checkpoint.
+
+    Raises:
+        UsageError: something else is here.
+        CorruptionError: the remote is damaged where it would be read.
+        StorageError: a medium failed.
+    """
+    try:
+        pair.local.format  # noqa: B018 - the property reads the file
+    except StoreNotFoundError:
+        if pair.local.rooms() and not _unfinished(pair.local):
+            raise  # it has lost its FORMAT file: not for us to fill
+    else:
+        return None
+    try:
+        origin = Origin(pair.remote.format, "copy", "full: all of a tier")
+    except StoreNotFoundError:
+        return None
+    with alone(pair.local.backend):
+        try:
+            return _restored(pair, origin)
+        except UsageError:
+            if not _unfinished(pair.local):
+                raise
+            # Half of an earlier newest checkpoint, which is in the way of this one.
+            for key in pair.local.backend.list(""):
+                if key != COPYING_KEY:
+                    pair.local.backend.delete(key)
+            return _restored(pair, origin)
+
+
+def _unfinished(journal: Journal) -> bool:
+    try:
+        journal.backend.size(COPYING_KEY)
+    except (KeyNotFoundError, StorageError):
+        return False
+    return True
+
+
+def _restored(pair: Pair, origin: Origin) -> str | None:
+    def choose(catalog: Catalog) -> tuple[Node | None, Catalog]:
+        latest = catalog.latest()
+        return None if latest is None else latest.node, _line_of(catalog, None if latest is None else latest.node)
+
+    with claim(pair.remote, choose, lambda chosen: tuple(chosen[1].segments)) as (_view, (node, wanted)):
+        replica = Replica(pair.local.backend, origin)
+        _bring(pair, wanted, replica)
+        replica.finish()
+    return None if node is None else ref_of(node)
+
+
+def _line_of(catalog: Catalog, node: Node | None) -> Catalog:
+    """A checkpoint with what it builds on, its line of terms, and the rules of retention."""
+    part = part_of(catalog, [] if node is None else [node])
+    part.keep, part.keep_seq = catalog.keep, catalog.keep_seq
+    return part
+
+
+def _bring(pair: Pair, wanted: Catalog, replica: Replica) -> None:
+    copies = Copies(pair.remote.backend, pair.local.backend, pair.remote.run, _THREADS, lambda _nbytes: None)
+    transfer = Transfer(wanted, replica, copies)
+    replica.backend.check_space(sum(entry.size for entry in transfer.missing()))
+    transfer.run()
+
+
+def catch_up(pair: Pair, there: Catalog, parent: Node | None) -> None:
+    """Give the store the terms that it lacks, and the checkpoint that the next one continues from.
+
+    Args:
+        there: the remote's catalog, before the term that is to be opened.
+        parent: what that continues from.
+
+    Raises:
+        UsageError: the store has gone on by itself, or cannot hold what it lacks any more.
+        CorruptionError: the remote is damaged where it is read.
+        StorageError: a medium failed.
+    """
+    wanted = _line_of(there, parent)
+    here = read(pair.local).catalog
+    if parent is not None and parent in here.checkpoints and here.restorable(here.checkpoints[parent].id):
+        # It has the checkpoint, by whatever encodings: only terms can be missing.
+        for table in (wanted.encodings, wanted.segments, wanted.held):
+            table.clear()
+        wanted.checkpoints.clear()
+        wanted.tags.clear()
+        wanted.checkpoints[parent] = here.checkpoints[parent]
+    try:
+        _bring(pair, wanted, Replica(pair.local.backend, Origin(pair.local.format, "copy", "full: all of a tier")))
+    except UsageError as error:
+        raise UsageError(
+            f"{pair.local.url}: the run was continued elsewhere, and this store cannot follow ({error}). Move the "
+            "folder aside (it stays readable by itself) and open the path again: it is restored from "
+            f"{pair.remote.url}"
+        ) from error
+
+
+def mend(pair: Pair, entries: Iterable[SegmentEntry], damaged: str = "") -> int:
+    """Bring segments back that are missing here or whose id is in `damaged`, if the remote has them -> how many.
+
+    Raises `StorageError`, `CorruptSegmentError`: the remote's is damaged as well.
+    """
+    local, remote = pair.local.backend, pair.remote.backend
+    done = 0
+    staging = Staging.for_chunks(BLOCKS)
+    for entry in entries:
+        if _size(local, entry.key) == entry.size and entry.id not in damaged:
+            continue
+        if _size(remote, entry.key) != entry.size:
+            continue
+        local.delete(entry.key)
+        copy_segment(remote, local, entry, pair.local.run, staging, lambda _nbytes: None)
+        done += 1
+    return done
+
+
+def _size(backend: object, key: str) -> int:
+    try:
+        return int(backend.size(key))  # type: ignore[attr-defined]
+    except (KeyNotFoundError, CkptError):
+        return -1
+
+
+def reading(pair: Pair, ref: str | int, work: Callable[[Journal], _R]) -> _R:
+    """What `work` makes of the store, or if that cannot give it, of the remote.
+
+    Segments that are missing or damaged here are brought back first, where the store can be written. What the store
+    does not have at all (it keeps fewer checkpoints) is read there.
+
+    Raises:
+        as `work` does, of the store.
+    """
+    try:
+        return work(pair.local)
+    except (CheckpointNotFoundError, StoreNotFoundError) as error:
+        failure: CkptError = error
+    except CorruptionError as error:
+        failure = error
+        if _mended(pair, ref, str(error)):
+            try:
+                return work(pair.local)
+            except CorruptionError as again:
+                failure = again
+    try:
+        result = work(pair.remote)
+    except CkptError as theirs:
+        failure.add_note(f"nor does the remote give it: {theirs}")
+        raise failure from theirs
+    if isinstance(failure, CorruptionError):
+        warn(f"{failure}; {ref} is read from the remote, {pair.remote.url}", FallbackWarning)
+    return result
+
+
+def _mended(pair: Pair, ref: str | int, damage: str) -> bool:
+    if pair.local.backend.read_only:
+        return False
+    try:
+        catalog = read(pair.local).catalog
+        chain = plan(catalog, refs.resolve(catalog, ref).id).segments
+        with alone(pair.local.backend):
+            count = mend(pair, [catalog.segments[name] for name in chain], damage)
+    except (CorruptLogError, CorruptSegmentError, NotFoundError, StorageError):
+        return False
+    if count:
+        warn(f"{damage}; {count} segments of {ref} were brought back from {pair.remote.url}", FallbackWarning)
+    return count > 0

@@ -1,0 +1,80 @@
+"""WRITER OPEN of a store with a remote: what is left is drained, the term is opened there, and then here.
+
+The remote's log decides whose a term is. So who cannot reach it opens nothing; and who finds the run continued
+elsewhere goes on behind that, and says which checkpoints of this store stay a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptstore.errors import CheckpointNotFoundError, StoreNotFoundError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import CheckpointId
+from ckptstore.host.caller_warnings import BranchWarning, warn
+from ckptstore.host.crash_points import crash_point
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.journal import Journal
+from ckptstore.log.term import Term, open_term
+from ckptstore.tiers.background import Draining
+from ckptstore.tiers.draining import Drain
+from ckptstore.tiers.filling import catch_up, restore_newest
+from ckptstore.tiers.pair import Pair, alone
+from ckptstore.write.opening import open_writer
+from ckptstore.write.options import WriterOptions
+from ckptstore.write.writer import Writer
+
+__all__ = ["open_tiered_writer"]
+
+
+def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
+    """Begin a term in both tiers, which fences every earlier writer, on whatever machine.
+
+    Raises:
+        as `Store.writer`; and:
+        StorageError: the remote cannot be reached.
+        UsageError: the remote holds another run; or this store has gone on by itself and cannot follow.
+    """
+    with pair.reaching("no term was opened"):
+        restore_newest(pair)
+        drain = Drain(pair)
+    draining = Draining(drain)
+
+    def opener(local: Journal, chosen: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]) -> Term:
+        with pair.reaching("no term was opened"):
+            return _open_in_both(Pair(local, pair.remote, pair.bandwidth), drain, chosen, about)
+
+    writer = open_writer(pair.local, parent, options, opener=opener, tier=draining)
+    draining.start()
+    return writer
+
+
+def _open_in_both(
+    pair: Pair,
+    drain: Drain,
+    chosen: Callable[[Catalog], CheckpointId | None],
+    about: Mapping[str, Any],
+) -> Term:
+    with alone(pair.local.backend):
+        # Prevents: a term that continues from behind what this machine has acknowledged, though nobody came between.
+        done = drain.once_alone()
+        if done.branch:
+            warn(f"{done.fenced(pair)}; this term continues from what the remote has", BranchWarning)
+        crash_point("tiers.drained")
+        theirs = open_term(_remote(pair), chosen, about)
+        crash_point("tiers.remote-opened")
+        there = theirs.view().catalog
+        there.terms.pop(theirs.number)
+        there.term = max(there.terms, default=0)
+        catch_up(pair, there, None if theirs.parent is None else theirs.parent.node)
+        crash_point("tiers.filled")
+        return open_term(pair.local, theirs.parent, about, like=theirs.opened, remote=pair.remote.url)
+
+
+def _remote(pair: Pair) -> Journal:
+    try:
+        pair.remote.format  # noqa: B018 - the property reads the file
+    except StoreNotFoundError as error:  # the drain has just made it
+        raise CheckpointNotFoundError(f"{pair.remote.url}: the remote store is gone") from error
+    return pair.remote

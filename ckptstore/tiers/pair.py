@@ -1,0 +1,233 @@
+"""A store and its remote: where the remote is, how it is reached, and who of this machine may work between the two."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+from ckptstore.backends import open_backend
+from ckptstore.backends.base import Backend
+from ckptstore.backends.local import LocalBackend
+from ckptstore.errors import CorruptionError, NotFoundError, StorageError, UsageError
+from ckptstore.formats.catalog import REMOTE, Catalog
+from ckptstore.formats.records import CheckpointId
+from ckptstore.host.progress import Advance
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
+from ckptstore.log.term import Term, open_term
+
+__all__ = ["Pair", "Remote", "RemoteRememberedError", "Throttle", "alone", "configured", "open_without_remote"]
+
+_LONGEST_URL: Final = 4096
+_local_locks: dict[str, threading.Lock] = {}
+_local_locks_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What the caller says of a store's second tier.
+
+    Attributes:
+        url: of the remote store, without credentials: it stands in the log. None: what the store remembers; False:
+            none, whatever that is.
+        options: how it is reached; may hold credentials, and is never shown or stored.
+        bandwidth: bytes a second that go there at most; None: as many as do.
+    """
+
+    url: str | Literal[False] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    bandwidth: int | None = None
+
+    @classmethod
+    def given(
+        cls,
+        url: str | os.PathLike[str] | Literal[False] | None,
+        options: Mapping[str, Any] | None,
+        bandwidth: float | None,
+    ) -> Remote:
+        """As given to `open`. A path is made absolute: the store remembers it.
+
+        Raises:
+            UsageError: the URL holds a user's name or password; `bandwidth` is no number of bytes.
+        """
+        if bandwidth is not None and not (isinstance(bandwidth, int | float) and 1 <= bandwidth < 1e15):
+            raise UsageError(f"bandwidth: {bandwidth!r}; it takes bytes per second, 1 or more")
+        text = url if url is None or url is False else _checked(os.fsdecode(url))
+        return cls(text, dict(options or {}), None if bandwidth is None else int(bandwidth))
+
+
+def _checked(url: str) -> str:
+    if "://" not in url:
+        return str(Path(url).expanduser().absolute())
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None or parts.query:
+        raise UsageError(
+            "remote: the URL holds credentials or options, which the store would remember; give them with "
+            "remote_options= or in the environment"
+        )
+    if len(url) > _LONGEST_URL:
+        raise UsageError(f"remote: a URL of {len(url)} characters")
+    return url
+
+
+def configured(catalog: Catalog) -> str | None:
+    """The remote that a store remembers: what its newest OPEN says."""
+    opened = catalog.terms.get(catalog.term)
+    url = None if opened is None else opened.extra.get(REMOTE)
+    return url if isinstance(url, str) and 0 < len(url) <= _LONGEST_URL else None
+
+
+class RemoteRememberedError(Exception):
+    """The store remembers a remote, where a term is to be opened first. `Store.writer` sees to that."""
+
+
+def open_without_remote(
+    journal: Journal, parent: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]
+) -> Term:
+    """`open_term` of a store that remembers no remote: found out without reading its log once more.
+
+    Raises as `open_term`, and `RemoteRememberedError`; nothing was opened then.
+    """
+
+    def choose(catalog: Catalog) -> CheckpointId | None:
+        if configured(catalog) is not None:
+            raise RemoteRememberedError
+        return parent(catalog)
+
+    return open_term(journal, choose, about)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A store and its remote."""
+
+    local: Journal
+    remote: Journal
+    bandwidth: int | None = None
+
+    @classmethod
+    def of(cls, local: Journal, remote: Remote) -> Pair | None:
+        """Reach the remote that is named, or that the store remembers; None: neither.
+
+        Raises as `open_backend`, and `UsageError` where the store itself is named.
+        """
+        url = remote.url
+        if url is None:
+            with contextlib.suppress(NotFoundError, CorruptionError):
+                url = configured(read(local).catalog)
+        if not url:
+            return None
+        theirs = open_backend(url, True, remote.options or None)
+        if theirs.url == local.url or _root(theirs) == _root(local.backend) is not None:
+            if remote.url is None:  # the remote itself, opened by its own URL
+                return None
+            raise UsageError(f"{url}: a store is not its own remote")
+        return cls(local, Journal(theirs), remote.bandwidth)
+
+    @contextlib.contextmanager
+    def reaching(self, what: str) -> Iterator[None]:
+        """Say, of what fails in the ``with`` because of the remote's medium, what that means."""
+        try:
+            yield
+        except StorageError as error:
+            if self.remote.url in str(error):
+                raise StorageError(
+                    error.errno or errno.EIO,
+                    f"{what}: the remote cannot be reached, and its log decides who writes ({error}). To write without "
+                    "it, on what may become a branch, open the store with remote=False",
+                    self.local.url,
+                ) from error
+            raise
+
+
+def _root(backend: Backend) -> str | None:
+    return os.path.realpath(backend.root) if isinstance(backend, LocalBackend) else None
+
+
+@contextlib.contextmanager
+def alone(backend: Backend, patience: Callable[[], bool] = lambda: True) -> Iterator[bool]:
+    """Be the only one of this machine that works between a store and its remote, for the length of the ``with``.
+
+    Two drains at once would copy the same segments, and one might replace what the other has just made known. A killed
+    process lets go. On a file system without locks nobody is kept out.
+
+    Args:
+        patience: asked while somebody else is at work -> whether to go on waiting.
+
+    Yields:
+        whether nobody else is; False: patience is over.
+    """
+    with _local_locks_lock:
+        lock = _local_locks.setdefault(_root(backend) or backend.url, threading.Lock())
+    while not lock.acquire(timeout=0.1):
+        if not patience():
+            yield False
+            return
+    try:
+        handle = _handle(backend)
+        try:
+            yield _locked(handle, patience)
+        finally:
+            if handle is not None:
+                os.close(handle)  # which lets go of the lock, too
+    finally:
+        lock.release()
+
+
+def _handle(backend: Backend) -> int | None:
+    root = _root(backend)
+    with contextlib.suppress(OSError):
+        return None if root is None else os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return None
+
+
+def _locked(handle: int | None, patience: Callable[[], bool]) -> bool:
+    while handle is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+            if not patience():
+                return False
+        except OSError:  # no locks on this file system
+            break
+        else:
+            break
+    return True
+
+
+class Throttle:
+    """Holds whoever copies to a bandwidth, block by block. Several threads share it."""
+
+    def __init__(self, bandwidth: int | None, advance: Advance, sleep: Callable[[float], object] = time.sleep) -> None:
+        """
+        Args:
+            bandwidth: bytes a second; None: no limit.
+            advance: told of the bytes, too.
+            sleep: called with seconds.
+        """
+        self._bandwidth = bandwidth
+        self._tell = advance
+        self._sleep = sleep
+        self._free = 0.0
+        self._lock = threading.Lock()
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes are on their way: wait until the next may be."""
+        self._tell(nbytes)
+        if self._bandwidth is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(self._free, now) + nbytes / self._bandwidth
+            pause = self._free - now
+        self._sleep(pause)

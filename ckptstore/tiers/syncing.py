@@ -1,0 +1,77 @@
+"""``ckpt sync``: a store's remote brought up to date by hand, or kept so beside a writer without a drain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ckptstore.errors import StorageError
+from ckptstore.host.progress import Progress, Tally
+from ckptstore.tiers.draining import Drain
+from ckptstore.tiers.pair import Pair
+
+__all__ = ["Synced", "follow", "sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """What `sync` did.
+
+    Attributes:
+        run: the run's uuid, which both have.
+        checkpoints: how many the remote has got.
+        segments: how many, of `nbytes` bytes.
+        branch: REFs of what it never gets, because the run was continued elsewhere; they stay in the store.
+        over: by which term that was, and who opened it; None: it was not.
+    """
+
+    run: str
+    checkpoints: int
+    segments: int
+    nbytes: int
+    branch: tuple[str, ...] = ()
+    over: str | None = None
+
+
+def sync(pair: Pair, progress: Progress | None = None) -> Synced:
+    """Bring to the remote what it lacks, once. See `Store.sync`."""
+    tally = Tally(progress)
+    return _once(Drain(pair, tally.advance), pair)
+
+
+def _once(drain: Drain, pair: Pair) -> Synced:
+    done = drain.once()
+    return Synced(pair.local.run, done.checkpoints, done.segments, done.nbytes, done.branch, done.over)
+
+
+def follow(
+    pair: Pair,
+    every: float,
+    progress: Progress | None = None,
+    *,
+    on_failure: Callable[[StorageError], object] = lambda _error: None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Iterator[Synced]:
+    """Bring to the remote whatever is committed, as it is -> what each pass did that did something. Ends when the run
+    was continued elsewhere.
+
+    Args:
+        every: seconds between two looks at the store's log.
+        on_failure: told of media that failed; it goes on, after a while.
+    """
+    drain = Drain(pair, Tally(progress).advance)
+    pause = every
+    while True:
+        try:
+            done = _once(drain, pair)
+        except StorageError as error:
+            on_failure(error)
+            pause = min(60.0, 2 * pause)
+        else:
+            pause = every
+            if done.checkpoints or done.segments or done.over:
+                yield done
+            if done.over:
+                return
+        sleep(pause)

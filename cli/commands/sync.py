@@ -1,0 +1,85 @@
+"""``ckpt sync``: bring to a store's second tier what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import STORE, opened
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import emit, emit_line, note, progress, size, some
+from ckptstore.errors import FencedError
+
+if TYPE_CHECKING:
+    from ckptstore import Synced
+
+ELSEWHERE = FencedError.exit_code
+"""When the run was continued elsewhere, and checkpoints of this store are a branch."""
+
+
+@make_command(
+    "sync",
+    examples=[
+        "ckpt sync runs/gpt s3://bucket/gpt              # once; again: what is new",
+        "ckpt sync runs/gpt                              # to the remote that the store remembers",
+        "ckpt sync runs/gpt s3://bucket/gpt --follow     # from now on, beside a run that is writing",
+    ],
+)
+@STORE
+@click.argument("remote", metavar="[REMOTE]", required=False)
+@click.option("--follow", is_flag=True, help="Go on, as the store grows, until interrupted.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.05, max=86_400),
+    default=2.0,
+    metavar="SECONDS",
+    help="With --follow: between two looks at the store. Default: 2.",
+)
+@click.option(
+    "--bandwidth", type=click.FloatRange(min=1), metavar="BYTES", help="At most so many bytes a second. Default: all."
+)
+def command(store: str, remote: str | None, follow: bool, every: float, bandwidth: float | None, as_json: bool) -> int:
+    """Bring to a second tier what it lacks.
+
+    REMOTE is a path or URL: an empty place, or this run's second tier or copy. Without it, the one that the store
+    remembers. Segments go first, then the log, in its order; interrupted, the same command goes on. Credentials come
+    from the environment. With --json and --follow: one document a line.
+    """
+    last = 0
+    if follow:
+        for done in opened(store).sync_forever(
+            remote, every=every, bandwidth=bandwidth, on_failure=lambda error: note(f"{error}; trying again")
+        ):
+            last = _tell(store, remote, done, emit_line if as_json else None)
+        return last
+    with progress("draining") as advance:
+        done = opened(store).sync(remote, bandwidth=bandwidth, progress=advance)
+    return _tell(store, remote, done, emit if as_json else None)
+
+
+def _tell(store: str, remote: str | None, done: Synced, print_json: Callable[[dict[str, Any]], None] | None) -> int:
+    if print_json is not None:
+        print_json(_json(store, remote, done))
+    else:
+        click.echo(f"drained {done.checkpoints:,} checkpoints: {done.segments:,} segments, {size(done.nbytes)}")
+        if done.over:
+            click.echo(f"the run was continued elsewhere: {done.over}")
+        if done.branch:
+            click.echo(f"not in the remote, kept here as a branch: {some(done.branch)}")
+            note("they can be read and exported here; a writer continues from what the remote has")
+    return ELSEWHERE if done.branch else 0
+
+
+def _json(store: str, remote: str | None, done: Synced) -> dict[str, Any]:
+    return {
+        "store": store,
+        "remote": remote,
+        "run": done.run,
+        "checkpoints": done.checkpoints,
+        "segments": done.segments,
+        "bytes": done.nbytes,
+        "branch": list(done.branch),
+        "over": done.over,
+    }

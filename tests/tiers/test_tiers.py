@@ -1,0 +1,294 @@
+"""Two tiers of one run: what each acknowledgement survives, who may go on where, and what comes back."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import (
+    BranchWarning,
+    CheckpointNotFoundError,
+    FallbackWarning,
+    FencedError,
+    StorageError,
+    UsageError,
+)
+from tests.tiers.conftest import Outage, Place
+from tools.objects.server import Server
+
+LONG = 60.0
+
+
+def state(step: int) -> dict[str, Any]:
+    weight = np.random.default_rng(step // 3).standard_normal(3000).astype(np.float32)
+    weight[step % 3000] = -0.0
+    return {"weight": weight, "step": step, "rate": 0.5 / (step + 1)}
+
+
+def check(found: dict[str, Any], step: int) -> None:
+    wanted = state(step)
+    assert (found["step"], found["rate"]) == (wanted["step"], wanted["rate"])
+    assert found["weight"].tobytes() == wanted["weight"].tobytes()
+
+
+def steps(store: ckptstore.Store) -> list[str]:
+    return [one.ref for one in store.checkpoints()]
+
+
+def fill(store: ckptstore.Store, first: int, last: int, **more: Any) -> None:
+    with store.writer(deltas=3, poll_seconds=None, **more) as writer:
+        for step in range(first, last + 1):
+            writer.save(state(step), step)
+
+
+def test_restored_from_the_remote_alone_after_the_folder_is_gone(place: Place) -> None:
+    with place.open().writer(deltas=3, keep=["last:20"]) as writer:
+        for step in range(1, 6):
+            writer.save(state(step), step)
+        last = writer.save_async(state(6), 6)
+        assert last.result(tier="remote", timeout=LONG).ref == "6@1"
+    shutil.rmtree(place.here)
+
+    store = place.open()
+    assert steps(store) == ["6@1"]  # the newest, and what it builds on
+    check(store.load(framework="numpy"), 6)
+    check(store.load("2@1", framework="numpy"), 2)  # read from the remote
+    with store.writer(deltas=3) as writer:
+        assert (writer.term, writer.parent and writer.parent.ref) == (2, "6@1")
+        writer.save(state(7), 7)
+    theirs = place.theirs()
+    assert steps(theirs) == [f"{step}@1" for step in range(1, 7)] + ["7@2"]
+    for info in theirs.checkpoints():
+        check(theirs.load(info.ref, framework="numpy"), info.step)
+    assert theirs.verify(deep=True).ok
+    assert store.verify(deep=True).ok
+    assert store.view().catalog.keep == ("last:20",)
+
+
+def test_the_store_remembers_its_remote_and_no_credential(s3: Server, tmp_path: Path) -> None:
+    url = s3.url()
+    fill(ckptstore.open(tmp_path / "run", remote=url, remote_options=s3.options), 1, 2)
+    for path in (tmp_path / "run").rglob("*"):
+        if path.is_file():
+            assert str(s3.options["secret"]).encode() not in path.read_bytes()
+    store = ckptstore.open(tmp_path / "run", remote_options=s3.options)
+    assert str(s3.options["secret"]) not in repr(store._remote)
+    fill(store, 3, 3)
+    assert store.remote is not None
+    assert steps(store.remote) == ["1@1", "2@1", "3@2"]
+
+
+def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="credentials") as told:
+        ckptstore.open(tmp_path / "run", remote="s3://me:hidden@bucket/run")
+    assert "hidden" not in str(told.value)
+    with pytest.raises(UsageError, match="own remote"):
+        ckptstore.open(tmp_path / "run", remote=tmp_path / "run")
+
+
+def test_what_a_killed_writer_left_is_drained_before_the_next_term(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    fill(ckptstore.open(folders.here, remote=False), 3, 5)  # nobody drains
+    assert steps(folders.theirs()) == ["1@1", "2@1"]
+    store = folders.open()
+    lag = store.lag()
+    assert lag is not None
+    assert (lag.checkpoints, lag.steps) == (3, 3)
+    assert lag.nbytes > 0
+    with store.writer() as writer:
+        assert (writer.term, writer.parent and writer.parent.ref) == (3, "5@2")
+        assert steps(folders.theirs()) == ["1@1", "2@1", "3@2", "4@2", "5@2"]
+
+
+def test_another_machine_fences_and_what_was_not_drained_stays_a_branch(outage: Outage) -> None:
+    store = outage.place.open()
+    with store.writer(deltas=3) as writer:
+        writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
+        outage.begin()
+        writer.save(state(2), 2)
+        pending = writer.save_async(state(3), 3)
+        assert pending.result().ref == "3@1"
+        fill(outage.other.open(outage.other.there), 10, 11)
+        outage.end()
+        with pytest.raises(FencedError, match=r"continued elsewhere: term 2 .*2@1, 3@1 \(2 checkpoints\).*branch"):
+            pending.result(tier="remote", timeout=LONG)
+        with pytest.raises(FencedError):
+            writer.save(state(4), 4)
+    for step in (1, 2, 3):
+        check(store.load(step, framework="numpy"), step)
+    done = store.sync()
+    assert (done.checkpoints, done.branch) == (0, ("2@1", "3@1"))
+    assert steps(outage.other.theirs()) == ["1@1", "10@2", "11@2"]
+    assert outage.other.theirs().verify(deep=True).ok
+
+
+def test_terms_of_one_number_on_two_machines_are_not_mixed(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    fill(ckptstore.open(folders.here, remote=False), 3, 5)
+    fill(folders.open(folders.there), 10, 11)  # term 2 of the remote, and this machine's is another term 2
+    old = folders.open()
+    done = old.sync()
+    assert done.branch == ("3@2", "4@2", "5@2")
+    assert done.over is not None
+    assert done.over.startswith("term 2")
+    with pytest.warns(BranchWarning, match=r"3@2.*kept in"), pytest.raises(UsageError, match="Move the folder"):
+        old.writer()
+    for step in (3, 4, 5):
+        check(old.load(f"{step}@2", framework="numpy"), step)
+    assert folders.theirs().verify(deep=True).ok
+
+
+def test_an_old_machine_comes_back_and_goes_on_behind_the_others(folders: Place) -> None:
+    fill(folders.open(), 1, 3)
+    fill(folders.open(folders.there), 4, 5)
+    with folders.open().writer() as writer:
+        assert (writer.term, writer.parent and writer.parent.ref) == (3, "5@2")
+        writer.save(state(6), 6)
+    store = folders.open()
+    assert steps(store) == ["1@1", "2@1", "3@1", "5@2", "6@3"]
+    assert store.verify(deep=True).ok
+    assert steps(folders.theirs()) == ["1@1", "2@1", "3@1", "4@2", "5@2", "6@3"]
+
+
+def test_undrained_steps_of_an_old_machine_are_told_and_stay_readable(outage: Outage) -> None:
+    writer = outage.place.open().writer(deltas=3)
+    writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
+    outage.begin()
+    writer.save(state(2), 2)
+    with pytest.warns(UserWarning, match="lacks"):
+        writer.close()  # the remote is not there: what is left is said
+    fill(outage.other.open(outage.other.there), 5, 6)
+    outage.end()
+    with pytest.warns(BranchWarning, match=r"2@1"):
+        writer = outage.place.open().writer(deltas=3)
+    with writer:
+        assert writer.parent is not None
+        assert writer.parent.ref == "6@2"
+        writer.save(state(7), 7)
+        lag = writer.lag()
+        assert lag is not None
+        assert lag.branch == ("2@1",)
+    store = outage.place.open()
+    check(store.load("2@1", framework="numpy"), 2)
+    assert store.verify(deep=True).ok
+    assert steps(outage.other.theirs()) == ["1@1", "5@2", "6@2", "7@3"]
+
+
+def test_a_remote_that_is_down_stops_no_save_and_gets_everything_later(outage: Outage) -> None:
+    store = outage.place.open()
+    with store.writer() as writer:
+        writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
+        outage.begin()
+        pending = [writer.save_async(state(step), step) for step in range(2, 7)]
+        assert [one.result().step for one in pending] == [2, 3, 4, 5, 6]
+        with pytest.raises(TimeoutError):
+            pending[-1].result(tier="remote", timeout=1.5)
+        lag = writer.lag()
+        assert lag is not None
+        assert (lag.checkpoints, lag.steps) == (5, 5)
+        assert lag.nbytes > 5 * 12_000
+        outage.end()
+        assert pending[-1].result(tier="remote", timeout=LONG).ref == "6@1"
+        assert writer.lag() == ckptstore.Lag()
+    assert outage.other.theirs().verify(deep=True).ok
+
+
+def test_who_cannot_reach_the_remote_opens_no_term_but_by_choice(outage: Outage) -> None:
+    fill(outage.place.open(), 1, 2)
+    outage.begin()
+    with pytest.raises(StorageError, match=r"no term was opened.*remote=False"):
+        outage.place.open().writer()
+    alone = ckptstore.open(outage.place.here, remote=False)
+    assert [one.term for one in alone.terms()] == [1]
+    fill(alone, 3, 3)
+    outage.end()
+    assert outage.place.open().sync().checkpoints == 1  # nobody came between: it is the run's term 2
+    assert steps(outage.other.theirs()) == ["1@1", "2@1", "3@2"]
+
+
+def test_segments_that_are_gone_or_damaged_come_back_from_the_remote(folders: Place) -> None:
+    fill(folders.open(), 1, 4)
+    store = ckptstore.open(folders.here)  # which remembers where the remote is
+    gone, damaged = (
+        folders.here / store.view().catalog.segments[store.checkpoint(step).segments[0]].key for step in (1, 2)
+    )
+    gone.unlink()
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    assert not store.verify().ok
+    for step in (1, 2):
+        with pytest.warns(FallbackWarning, match="brought back"):
+            check(store.load(step, framework="numpy"), step)
+    assert store.verify(deep=True).ok
+    check(store.load(4, framework="numpy"), 4)
+
+
+def test_retention_here_leaves_what_is_not_drained_and_the_remote_keeps_all(folders: Place) -> None:
+    fill(folders.open(), 1, 6, keep=["last:2"])
+    store = folders.open()
+    fill(store, 7, 8)
+    store.gc()
+    assert len(steps(store)) < 8
+    there = folders.theirs()
+    assert [one.step for one in there.checkpoints()] == list(range(1, 9))
+    for info in there.checkpoints():
+        check(there.load(info.ref, framework="numpy"), info.step)
+    check(store.load("1@1", framework="numpy"), 1)
+
+
+def test_retention_waits_for_the_drain(outage: Outage) -> None:
+    with outage.place.open().writer(keep=["last:1"]) as writer:
+        writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
+        outage.begin()
+        for step in range(2, 6):
+            writer.save(state(step), step)
+        assert set(steps(outage.place.open())) >= {f"{step}@1" for step in range(2, 6)}
+        outage.end()
+    assert [one.step for one in outage.other.theirs().checkpoints()] == [1, 2, 3, 4, 5]
+
+
+def test_bandwidth_holds_the_drain_back(folders: Place) -> None:
+    store = folders.open(bandwidth=200_000)
+    began = time.monotonic()
+    with store.writer() as writer:
+        pending = [writer.save_async({"weight": np.zeros(25_000, np.float32)}, step) for step in range(1, 6)]
+        pending[-1].result(tier="remote", timeout=LONG)
+    assert time.monotonic() - began > 1.5  # 500 kB; the first block is free
+
+
+def test_rollback_opens_the_term_in_both(folders: Place) -> None:
+    store = folders.open()
+    with store.writer() as writer:
+        for step in range(1, 4):
+            writer.save(state(step), step)
+        writer.rollback("2@1")
+        writer.save(state(3) | {"rate": 9.0}, 3)
+    assert steps(folders.theirs()) == ["1@1", "2@1", "3@1", "3@2"]
+    assert folders.theirs().load("3@2")["rate"] == 9.0
+
+
+def test_nobody_waits_for_a_tier_that_is_not_there(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "run").writer() as writer:
+        pending = writer.save_async(state(1), 1)
+        with pytest.raises(UsageError, match="no second tier"):
+            pending.result(tier="remote")
+        assert pending.result().step == 1
+        assert writer.lag() is None
+    with pytest.raises(UsageError, match="has no remote"):
+        ckptstore.open(tmp_path / "run").sync()
+
+
+def test_another_run_in_the_remote_is_refused(folders: Place) -> None:
+    fill(ckptstore.open(folders.remote), 1, 1)
+    fill(ckptstore.open(folders.here), 1, 1)
+    with pytest.raises(UsageError, match="another run"):
+        folders.open().writer()
+    with pytest.raises(CheckpointNotFoundError):
+        folders.open().load("9@9")
