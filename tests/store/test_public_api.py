@@ -30,6 +30,8 @@ EXPECTED = [
     "CheckpointNotFoundError",
     "CkptError",
     "Collected",
+    "CompactMove",
+    "CompactReport",
     "CommitUnknownError",
     "Copied",
     "CorruptLogError",
