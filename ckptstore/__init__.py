@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo as CheckpointInfo
     from ckptstore.log.checkpoints import TermInfo as TermInfo
     from ckptstore.log.reading import View as View
+    from ckptstore.maintenance.compact import CompactMove as CompactMove
+    from ckptstore.maintenance.compact import CompactReport as CompactReport
     from ckptstore.maintenance.copies import Copied as Copied
     from ckptstore.maintenance.gc import Collected as Collected
     from ckptstore.maintenance.gc import Holder as Holder
@@ -153,6 +155,7 @@ _HOMES = {
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",
     "log.reading": "View",
+    "maintenance.compact": "CompactMove CompactReport",
     "maintenance.copies": "Copied",
     "maintenance.gc": "Collected Holder",
     "maintenance.merge": "Merged RestoreCost",

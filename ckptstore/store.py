@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
+    from ckptstore.maintenance.compact import CompactReport
     from ckptstore.maintenance.copies import Copied
     from ckptstore.maintenance.gc import Collected
     from ckptstore.maintenance.merge import Merged
@@ -786,6 +787,56 @@ class Store:
             keep_steps=keep_steps,
             take_over=take_over,
             dry_run=dry_run,
+            timeout=timeout,
+            progress=progress,
+        )
+
+    def compact(
+        self,
+        *,
+        max_depth: int | None = None,
+        max_restore_seconds: float | None = None,
+        target_bytes: int | None = None,
+        bandwidth: int | None = None,
+        dry_run: bool = False,
+        take_over: bool = False,
+        timeout: float | None = 60.0,
+        progress: Progress | None = None,
+    ) -> CompactReport:
+        """Store what is kept anew, so that what is only a base can go: beside a live writer, or instead of one.
+
+        Every checkpoint that is there stays, bit for bit: what was written is read back and compared before anything
+        is given up. `gc` then frees the space. One move after the other is committed; if this is stopped, the next
+        call goes on with what is left.
+
+        Args:
+            max_depth: deltas and steps that the restore of any checkpoint may apply to its full; None: any number.
+            max_restore_seconds: how long any restore may take on this machine; None: as long as it does.
+            target_bytes: bytes of all segments at which no more bytes are saved at the cost of restore time; None: as
+                few as can be had.
+            bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
+            dry_run: change nothing; say what would be done. Sizes are guessed from samples.
+            take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
+            timeout: seconds to wait for the live writer's answer to each move; None or infinity: as long as it takes.
+            progress: told (bytes done, bytes in all).
+
+        Returns:
+            what was done, what was not, and why.
+
+        Raises:
+            UsageError: an option is none.
+            CorruptLogError: the log is damaged. Nothing was changed.
+            ReadOnlyError, StorageError: the medium cannot be written, or failed. Moves before stay made.
+            FencedError, CommitUnknownError: another writer took the store over; whether it was committed is not known.
+        """
+        from ckptstore.maintenance.compact import Limits, compact
+
+        return compact(
+            self.journal,
+            Limits(max_depth, max_restore_seconds, target_bytes),
+            bandwidth=bandwidth,
+            dry_run=dry_run,
+            take_over=take_over,
             timeout=timeout,
             progress=progress,
         )

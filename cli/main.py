@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "retire": ("retire", "Promise checkpoints no longer."),
     "keep": ("keep", "Say which checkpoints a store keeps, or show it."),
     "prune": ("prune", "Retire what no rule keeps."),
+    "compact": ("compact", "Store what is kept anew, so that what is only a base can go."),
     "merge": ("merge", "Merge the diffs of a range into one segment."),
     "gc": ("gc", "Delete the segments that nothing needs."),
     "copy": ("copy", "Copy checkpoints to another place."),

@@ -31,6 +31,8 @@ EXPECTED = [
     "CheckpointNotFoundError",
     "CkptError",
     "Collected",
+    "CompactMove",
+    "CompactReport",
     "CommitUnknownError",
     "Copied",
     "CorruptLogError",

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Sequence
 
-from ckptstore.backends.base import Backend
-from ckptstore.backends.nowhere import Nowhere
-from ckptstore.errors import CorruptSegmentError, FencedError, StorageError
+from ckptstore.errors import CorruptSegmentError, FencedError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, Encoding, Node, segment_key
+from ckptstore.formats.records import CheckpointEntry, Encoding, Node
 from ckptstore.formats.retention import check_commit
-from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.crash_points import crash_point
-from ckptstore.host.progress import Progress, Tally
-from ckptstore.host.threads import default_threads, workers
+from ckptstore.host.progress import Progress
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
-from ckptstore.log.reading import read
 from ckptstore.maintenance.merge.checking import check_copies, check_state, opened_plan
 from ckptstore.maintenance.merge.copying import copied_bytes, copy_encodings, merged_draft
 from ckptstore.maintenance.merge.costs import restore_cost
 from ckptstore.maintenance.merge.prepared import Made, Prepared
 from ckptstore.maintenance.merge.ranges import Selection, select_range, unneeded
 from ckptstore.maintenance.merge.recoding import recode
+from ckptstore.maintenance.merge.workshop import Workshop
 from ckptstore.restore.rates import measure_rates
-from ckptstore.segments.session import SegmentSession
 
 __all__ = ["Work"]
 
 
-class Work:
+class Work(Workshop):
     """Threads and memory for the length of a ``with``, and what they do."""
 
     def __init__(self, journal: Journal, owned: int | None, progress: Progress | None, *, dry_run: bool) -> None:
@@ -44,35 +37,8 @@ class Work:
             progress: told (bytes done, bytes in all).
             dry_run: write nothing.
         """
-        self._journal = journal
-        self._backend = journal.backend
+        super().__init__(journal, progress, dry_run=dry_run)
         self._owned = owned
-        self._term = 0  # of what is written: known once the log was read
-        self._dry_run = dry_run
-        self._tally = Tally(progress)
-        self._stack = contextlib.ExitStack()
-        blocks = self._stack.enter_context(workers(2, "write"))
-        coders = self._stack.enter_context(workers(default_threads(), "merge"))
-        self._staging = Staging.for_chunks(2 * coders.threads, DEFAULT_BUDGET)
-        self._pool = coders.pool
-        self._begun: list[str] = []
-        target: Backend = Nowhere() if dry_run else journal.backend
-        self._session = SegmentSession(
-            target,
-            self._staging,
-            blocks.pool,
-            coders,
-            self._begun.append,
-            self._tally.advance,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     def prepare(self, text: str, *, keep_steps: bool) -> Prepared:
         """Write what is to be committed, and prove it. Raises as `merge`."""
@@ -85,20 +51,20 @@ class Work:
             catalog = view.catalog
             if self._owned is not None and catalog.term != self._owned:
                 raise FencedError(f"{self._journal.url}: term {catalog.term} began after term {self._owned}")
-            self._term = catalog.term
-            with self._nothing_left_behind(), self._term_goes_on():
+            self.term = catalog.term
+            with self.nothing_left_behind(), self.term_goes_on():
                 # 2. Write.
                 made = self._make(catalog, chosen, keep_steps=keep_steps)
                 # 3. Read it back.
                 if made.segments and not self._dry_run:
                     self._check(catalog, chosen, made)
-                self._remove({segment.id for segment in made.segments})
+                self.remove({segment.id for segment in made.segments})
                 crash_point("merge.verified")
                 return self._prepared(catalog, chosen, made)
 
     def _prepared(self, catalog: Catalog, chosen: Selection, made: Made) -> Prepared:
         change, later = self._change(catalog, chosen, made)
-        record = change.record(self._term)
+        record = change.record(self.term)
         check_commit(catalog, record)
         dropped = set(record.drops)
         if later:
@@ -106,7 +72,7 @@ class Work:
         with opened_plan(self._backend, catalog, chosen.target, chosen.chain.encodings) as found:
             rates = measure_rates(found)
         return Prepared(
-            self._term,
+            self.term,
             chosen,
             made,
             change,
@@ -115,35 +81,6 @@ class Work:
             restore_cost(catalog, chosen.chain.encodings, rates),
             restore_cost(catalog, made.chain, rates),
         )
-
-    @contextlib.contextmanager
-    def _nothing_left_behind(self) -> Iterator[None]:
-        """What was written and cannot be used is removed: nobody was told of it."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(StorageError):  # gc finds it another time
-                self._remove(set())
-            raise
-
-    @contextlib.contextmanager
-    def _term_goes_on(self) -> Iterator[None]:
-        """Once the term is over gc may take what nobody committed in it, written or half-written: it is not lost."""
-        try:
-            yield
-        except (CorruptSegmentError, StorageError) as error:
-            newest = read(self._journal).catalog.term
-            if newest > self._term:
-                raise FencedError(
-                    f"{self._journal.url}: term {newest} began while the merge was prepared in term {self._term}"
-                ) from error
-            raise
-
-    def _remove(self, keep: set[str]) -> None:
-        for segment in [begun for begun in self._begun if begun not in keep]:
-            if not self._dry_run:
-                self._backend.delete(segment_key(self._term, segment))
-            self._begun.remove(segment)
 
     def _make(self, catalog: Catalog, chosen: Selection, *, keep_steps: bool) -> Made:
         """Write what leaves the fewest bytes in the store: the new ones, less those that can then be dropped."""
@@ -164,16 +101,16 @@ class Work:
 
     def _copy(self, catalog: Catalog, chosen: Selection) -> Made:
         stored = copied_bytes(self._backend, catalog, chosen.merged)
-        self._tally.total += stored if self._dry_run else 2 * stored + chosen.target.nbytes
+        self.tally.total += stored if self._dry_run else 2 * stored + chosen.target.nbytes
         segments, encodings = copy_encodings(
-            self._session, self._backend, catalog, chosen.merged, run=self._journal.run, term=self._term
+            self.session, self._backend, catalog, chosen.merged, run=self._journal.run, term=self.term
         )
         moved = {edge.checkpoint: edge for edge in encodings}
         chain = tuple(moved.get(edge.checkpoint, edge) for edge in chosen.chain.encodings)
         return Made("concatenated", chain, tuple(segments), tuple(encodings))
 
     def _recode(self, catalog: Catalog, chosen: Selection) -> Made:
-        self._tally.total += (1 if self._dry_run else 2) * chosen.target.nbytes
+        self.tally.total += (1 if self._dry_run else 2) * chosen.target.nbytes
         below = chosen.prefix
         with contextlib.ExitStack() as stack:
             opened = [
@@ -184,10 +121,10 @@ class Work:
                 )
             ]
             segments, edge, state = recode(
-                self._session,
+                self.session,
                 opened[0],
                 opened[1] if below else None,
-                lambda edge: merged_draft([edge], catalog, self._journal.run, self._term),
+                lambda edge: merged_draft([edge], catalog, self._journal.run, self.term),
             )
         if state != chosen.target.state:
             raise CorruptSegmentError(
@@ -198,11 +135,9 @@ class Work:
 
     def _check(self, catalog: Catalog, chosen: Selection, made: Made) -> None:
         if made.method == "concatenated":
-            check_copies(
-                self._backend, catalog, made.segments, made.encodings, self._pool, self._staging, self._tally.advance
-            )
+            check_copies(self._backend, catalog, made.segments, made.encodings, self._pool, self._staging, self.advance)
         with opened_plan(self._backend, catalog, chosen.target, made.chain, made.segments) as found:
-            check_state(found, self._pool, self._staging, self._tally.advance)
+            check_state(found, self._pool, self._staging, self.advance)
 
     def _change(self, catalog: Catalog, chosen: Selection, made: Made) -> tuple[Change, tuple[Node, ...]]:
         """The change, and the checkpoints that only a second one can retire."""

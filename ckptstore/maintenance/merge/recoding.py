@@ -19,7 +19,7 @@ from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.encoding import Choices, write_packed
 
-__all__ = ["ChainSource", "recode"]
+__all__ = ["ChainSource", "flat_of", "recode"]
 
 
 class ChainSource:
@@ -53,6 +53,19 @@ class ChainSource:
             done += length
 
 
+def flat_of(found: Opened) -> FlatState:
+    """A stored checkpoint as a state, whose tensors are decoded when they are read.
+
+    Raises:
+        UsageError: it is stored in shards.
+    """
+    if any(found.sharded(name) for name in found.parts):
+        refuse_shards(found.ref)
+    state = StoredBase(found.entry.id, found.chains, _nothing)
+    sources: dict[str, TensorSource] = {name: ChainSource(state, name) for name in found.chains}
+    return FlatState(found.merged, sources)
+
+
 def recode(
     session: SegmentSession,
     found: Opened,
@@ -76,12 +89,8 @@ def recode(
         CorruptSegmentError: what is stored is not what was saved.
         StorageError: the medium failed.
     """
-    if any(found.sharded(name) for name in found.parts):
-        refuse_shards(found.ref)
-    state = StoredBase(found.entry.id, found.chains, _nothing)
+    flat = flat_of(found)
     lossy = found.plan.encodings[-1].lossy  # what is stored is what it is, however it is coded
-    sources: dict[str, TensorSource] = {name: ChainSource(state, name) for name in found.chains}
-    flat = FlatState(found.merged, sources)
     base = None if below is None else StoredBase(below.entry.id, below.chains, _nothing)
     choices = Choices(SMALL_POLICY)
     gap = 1 if below is None else max(1, found.entry.step - below.entry.step)
@@ -100,7 +109,7 @@ def recode(
         return list(written.segments), edge, written.state
 
     made = write(base)
-    if base is not None and not any(_against_base(choices, name, gap) for name in sources):
+    if base is not None and not any(_against_base(choices, name, gap) for name in flat.tensors):
         # No tensor gained from the base: as a full it is no larger, and a restore reads nothing else.
         return write(None)
     return made

@@ -1,0 +1,224 @@
+"""``compact``: plan, and make the moves one after the other, beside a live writer or instead of one.
+
+Each move is one record (`executing`), so a compaction that was killed is planned again, and goes on with what is left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from ckptstore.backends.system_errors import is_bad_medium
+from ckptstore.errors import (
+    CkptError,
+    CorruptionError,
+    CorruptLogError,
+    FencedError,
+    ReadOnlyError,
+    StorageError,
+    UsageError,
+)
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.keeping import known, reasons_of
+from ckptstore.formats.records import Node, ref_of
+from ckptstore.host.checks import seconds, whole
+from ckptstore.host.progress import Advance, Progress
+from ckptstore.log.authors import Author, Requester, Successor
+from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
+from ckptstore.maintenance.compact.executing import Made, Maker
+from ckptstore.maintenance.compact.measuring import Measured, measure
+from ckptstore.maintenance.compact.moves import Limits, Move, Planned
+from ckptstore.maintenance.compact.planning import plan_moves
+from ckptstore.maintenance.compact.report import CompactMove, CompactReport, Result
+from ckptstore.maintenance.compact.sizes import known_sizes
+from ckptstore.maintenance.merge.workshop import Workshop
+from ckptstore.restore.plan import plan_all, restore_seconds
+
+__all__ = ["compact"]
+
+_TRIES: Final = 3
+_PASSING: Final = ("newest", "last:", "newer-than:", "best:")
+"""Reasons to keep a checkpoint that new ones take away."""
+
+
+def compact(
+    journal: Journal,
+    limits: Limits,
+    *,
+    bandwidth: int | None = None,
+    dry_run: bool = False,
+    take_over: bool = False,
+    timeout: float | None = 60.0,
+    progress: Progress | None = None,
+) -> CompactReport:
+    """Store what is kept anew, so that what is only a base can go.
+
+    Args:
+        bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
+        dry_run: change nothing; sizes are guessed from samples.
+        take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
+        timeout: seconds to wait for the live writer's answer to each move; None: as long as it takes.
+        progress: told (bytes done, bytes in all).
+
+    Raises:
+        UsageError: an option is none.
+        CorruptLogError: the log is damaged, so that nobody can say what others build on. Nothing was changed.
+        ReadOnlyError, StorageError: the medium cannot be written, or failed. Moves before stay made.
+        FencedError: another writer took the store over; without `take_over`: that happened again and again.
+        CommitUnknownError: only with `take_over`: whether the last move was committed is not known.
+    """
+    timeout = seconds("timeout", timeout)
+    if bandwidth is not None:
+        whole("bandwidth", bandwidth, 1)
+    if journal.backend.read_only and not dry_run:
+        raise ReadOnlyError(f"{journal.url}: read-only, nothing can be compacted")
+    catalog = read(journal, look_above=True).catalog
+    if catalog.damage or catalog.lost > catalog.term:
+        raise CorruptLogError(
+            f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
+            "`ckpt verify` says more"
+        )
+    measured = measure(journal, catalog)
+    planned = plan_moves(
+        catalog,
+        limits,
+        known_sizes(catalog, measured.samples),
+        rates=measured.rates,
+        stays=_stays(catalog),
+        owned=take_over,
+        refused=tuple(catalog.checkpoints) if measured.sharded else (),
+    )
+    if dry_run or not planned.moves:
+        done = tuple(_told(move, "planned", "", None) for move in planned.moves)
+        return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
+    author = Successor(journal, "compact") if take_over else Requester(journal, timeout)
+    slowed = _Throttle(bandwidth)
+    with Workshop(journal, progress, dry_run=False, held_back=slowed.around) as shop:
+        made = _make_all(Maker(journal, author, shop), author, planned)
+    after = author.catalog()
+    nbytes = sum(segment.size for segment in after.segments.values())
+    return _report(after, planned, made, nbytes, _slowest(after, measured), dry_run)
+
+
+def _make_all(maker: Maker, author: Author, planned: Planned) -> tuple[CompactMove, ...]:
+    found: list[CompactMove] = []
+    for place, move in enumerate(planned.moves):
+        found.append(_make(maker, author, move))
+        if found[-1].result == "waiting":  # nobody is there who would answer the next
+            found += [_told(later, "left", "", None) for later in planned.moves[place + 1 :]]
+            break
+    return tuple(found)
+
+
+def _make(maker: Maker, author: Author, move: Move) -> CompactMove:
+    """One move, as often as newer terms begin meanwhile: what was written for one is of no use in the next."""
+    for left in reversed(range(_TRIES)):
+        try:
+            made = maker.make(move)
+        except FencedError:
+            if author.owned is not None or not left:
+                raise
+            continue
+        except UsageError as error:
+            return _told(move, "refused", str(error), None)
+        except (CorruptionError, StorageError) as error:
+            if isinstance(error, StorageError) and not is_bad_medium(error):
+                raise
+            return replace(_told(move, "refused", str(error), None), damaged=True)
+        outcome = made.outcome
+        if outcome.answer == "accepted":
+            return _told(move, "done", "", made)
+        if outcome.answer == "waiting":
+            return _told(move, "waiting", "the live writer did not answer in time", made)
+        if outcome.answer == "refused" or not left:
+            return replace(_told(move, "refused", outcome.reason, None), asked=True)
+    raise AssertionError("every try ends in an answer")
+
+
+def _told(move: Move, result: Result, reason: str, made: Made | None) -> CompactMove:
+    stored = {rewrite.node: rewrite.base for rewrite in move.rewrites}
+    after = move.bytes_after
+    if made is not None:
+        stored |= made.stored
+        after = move.bytes_before + sum(one.size for one in made.written) - sum(one.size for one in made.dropped)
+    return CompactMove(
+        move.kind,
+        move.why,
+        {ref_of(node): "" if base is None else ref_of(base) for node, base in stored.items()},
+        result,
+        reason,
+        move.bytes_before,
+        after,
+        move.seconds_before,
+        move.seconds_after,
+        () if made is None else tuple(one.key for one in made.written),
+        () if made is None else tuple(one.key for one in made.dropped),
+        0 if made is None else sum(one.size for one in made.dropped),
+    )
+
+
+def _report(
+    after: Catalog, planned: Planned, moves: tuple[CompactMove, ...], nbytes: int, slowest: float, dry_run: bool
+) -> CompactReport:
+    if dry_run:
+        collectable = sum(_freed(after, move) for move in planned.moves)
+    else:
+        collectable = sum(done.dropped_nbytes for done in moves if done.result == "done")
+    return CompactReport(
+        moves,
+        planned.bytes_before,
+        nbytes,
+        planned.seconds_before,
+        slowest,
+        tuple(ref_of(node) for node in after.checkpoints),
+        planned.unmet,
+        collectable,
+        dry_run,
+    )
+
+
+def _freed(catalog: Catalog, move: Move) -> int:
+    return sum(catalog.segments[one].size for one in move.drops if one in catalog.segments)
+
+
+def _slowest(catalog: Catalog, measured: Measured) -> float:
+    cost = restore_seconds(catalog, measured.rates)
+    chains = [one for one in plan_all(catalog).values() if not isinstance(one, CkptError)]
+    return max((sum(map(cost, chain.encodings)) for chain in chains), default=0.0)
+
+
+def _stays(catalog: Catalog) -> Callable[[Node], bool]:
+    """Tells of a kept checkpoint whether the store's rules will keep it for long."""
+    if not catalog.keep or not known(catalog.keep):
+        return lambda _node: True
+    reasons, _ = reasons_of(catalog, catalog.keep)
+    lasting = {node for reason, nodes in reasons.items() if not reason.startswith(_PASSING) for node in nodes}
+    return lasting.__contains__
+
+
+class _Throttle:
+    """Makes who tells of bytes wait, so that no more than so many are told of in a second."""
+
+    def __init__(self, bandwidth: int | None) -> None:
+        self._bandwidth = bandwidth
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def around(self, advance: Advance) -> Advance:
+        bandwidth = self._bandwidth
+        if bandwidth is None:
+            return advance
+
+        def slowed(nbytes: int) -> None:
+            with self._lock:
+                self._free_at = max(self._free_at, time.monotonic()) + nbytes / bandwidth
+                pause = self._free_at - time.monotonic()
+            if pause > 0:
+                time.sleep(pause)
+            advance(nbytes)
+
+        return slowed

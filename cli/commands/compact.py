@@ -1,0 +1,183 @@
+"""``ckpt compact``: store what is kept anew, so that what is only a base can go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.cli.arguments import SIZE, STORE, answer_options, opened
+from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.output import duration, emit, note, progress, size, some, table
+from ckptstore.cli.quantities import RATE, TIME
+from ckptstore.errors import CorruptionError, RequestError
+
+if TYPE_CHECKING:
+    from ckptstore import CompactMove, CompactReport
+
+NOT_ANSWERED = RequestError.exit_code
+"""When the writing run refused a move, or did not answer in time."""
+
+
+@make_command(
+    "compact",
+    examples=[
+        "ckpt compact runs/gpt --dry-run                          # what would be stored anew, and what that frees",
+        "ckpt compact runs/gpt --max-depth 20                     # a training run is writing: it is asked",
+        "ckpt compact runs/gpt --max-restore-seconds 30 --take-over --gc",
+    ],
+)
+@STORE
+@click.option(
+    "--max-depth",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Let no restore apply more than N deltas and steps to its full.",
+)
+@click.option(
+    "--max-restore-seconds",
+    "max_seconds",
+    type=TIME,
+    metavar="S",
+    help="Let no restore take longer than that on this machine: 30s, 500ms.",
+)
+@click.option(
+    "--target-bytes",
+    "target",
+    type=SIZE,
+    help="Stop making fulls into deltas when the store has no more bytes than that. Default: as few as can be had.",
+)
+@click.option("--bandwidth", type=RATE, help="Decode and code no more than that in a second: 100MB/s.")
+@click.option("--gc", "collect", is_flag=True, help="Delete what nothing needs any more, too, as ckpt gc does.")
+@click.option(
+    "--dry-run", is_flag=True, help="Change nothing: show what would be done. Sizes are guessed from samples."
+)
+@answer_options
+def command(
+    store: str,
+    max_depth: int | None,
+    max_seconds: float | None,
+    target: int | None,
+    bandwidth: float | None,
+    collect: bool,
+    dry_run: bool,
+    take_over: bool,
+    timeout: float,
+    as_json: bool,
+) -> int:
+    """Store what is kept anew, so that what is only a base can go.
+
+    Every checkpoint stays, bit for bit. What was written is read back and compared before anything is given up; each
+    move is one record, and a run that was stopped goes on where it was. Then `ckpt gc` frees the space, or --gc.
+    """
+    target_store = opened(store)
+    with progress("compacting") as advance:
+        done = target_store.compact(
+            max_depth=max_depth,
+            max_restore_seconds=max_seconds,
+            target_bytes=target,
+            bandwidth=None if bandwidth is None else max(1, int(bandwidth)),
+            dry_run=dry_run,
+            take_over=take_over,
+            timeout=timeout,
+            progress=advance,
+        )
+    collected = None
+    if collect and not dry_run:
+        with progress("deleting") as advance:
+            collected = target_store.gc(progress=advance).nbytes
+    if as_json:
+        emit(_json(store, done, collected))
+    else:
+        _print(done, collected, timeout)
+    return _exit_code(done)
+
+
+def _exit_code(done: CompactReport) -> int:
+    if any(move.result in ("waiting", "left") or move.asked for move in done.moves):
+        return NOT_ANSWERED
+    return CorruptionError.exit_code if any(move.damaged for move in done.moves) else 0
+
+
+def _json(store: str, done: CompactReport, collected: int | None) -> dict[str, Any]:
+    return {
+        "store": store,
+        "dry_run": done.dry_run,
+        "moves": [_move(move) for move in done.moves],
+        "bytes_before": done.bytes_before,
+        "bytes_after": done.bytes_after,
+        "restore_seconds_before": round(done.restore_seconds_before, 4),
+        "restore_seconds_after": round(done.restore_seconds_after, 4),
+        "checkpoints": len(done.kept),
+        "unmet": [{"ref": one.ref or None, "why": one.why} for one in done.unmet],
+        "bytes_for_gc": done.collectable_nbytes,
+        "bytes_deleted": collected,
+    }
+
+
+def _move(move: CompactMove) -> dict[str, Any]:
+    return {
+        "kind": move.kind,
+        "why": move.why,
+        "stored": [{"ref": ref, "base": base or None} for ref, base in move.stored.items()],
+        "result": move.result,
+        "reason": move.reason,
+        "bytes_before": move.bytes_before,
+        "bytes_after": move.bytes_after,
+        "restore_seconds_before": round(move.seconds_before, 4),
+        "restore_seconds_after": round(move.seconds_after, 4),
+        "written": list(move.written),
+        "dropped": list(move.dropped),
+    }
+
+
+_SHOWN = 40
+"""Moves that the table has: of more, the first and last."""
+
+
+def _print(done: CompactReport, collected: int | None, timeout: float) -> None:
+    if not done.moves:
+        click.echo("nothing to compact: no base that nobody keeps can go, and nothing else saves bytes")
+    else:
+        shown = [*done.moves[: _SHOWN // 2], *done.moves[max(_SHOWN // 2, len(done.moves) - _SHOWN // 2) :]]
+        headings = ["MOVE", "CHECKPOINTS", "WHY", ">STORED BEFORE", ">AFTER", ">RESTORE BEFORE", ">AFTER", "RESULT"]
+        click.echo(table(headings, [_row(move) for move in shown]))
+        if len(shown) < len(done.moves):
+            note(f"{len(done.moves) - len(shown):,} moves between them are not shown; --json has all")
+    for move in done.moves:
+        if move.reason:
+            note(f"{move.kind} {some(list(move.stored), 2)}: {move.reason}")
+    for one in done.unmet:
+        note(f"{one.ref}: {one.why}" if one.ref else one.why)
+    _closing(done, collected, timeout)
+
+
+def _row(move: CompactMove) -> list[str]:
+    names = [f"{ref} on {base}" if base and move.kind != "merge" else ref for ref, base in move.stored.items()]
+    times = [duration(move.seconds_before), duration(move.seconds_after)] if move.stored else ["", ""]
+    return [
+        move.kind,
+        some(names, 2),
+        move.why,
+        size(move.bytes_before),
+        size(move.bytes_after),
+        *times,
+        move.result,
+    ]
+
+
+def _closing(done: CompactReport, collected: int | None, timeout: float) -> None:
+    would = "would be " if done.dry_run else ""
+    click.echo(
+        f"{len(done.kept):,} checkpoints {would}kept: {size(done.bytes_before)} -> {size(done.bytes_after)}, "
+        f"slowest restore {duration(done.restore_seconds_before)} -> {duration(done.restore_seconds_after)}"
+    )
+    if collected is not None:
+        click.echo(f"deleted {size(collected)}")
+    elif done.collectable_nbytes:
+        note(f"`ckpt gc` {'would then free' if done.dry_run else 'frees'} {size(done.collectable_nbytes)}")
+    if any(move.result == "waiting" for move in done.moves):
+        note(
+            f"no answer in {timeout:g} s. The request stays and may still be accepted: a run looks for requests "
+            "every 5 s and after each save. If no run is writing: --take-over"
+        )
