@@ -25,7 +25,9 @@ __all__ = [
     "printable",
     "progress",
     "ratio",
+    "roughly",
     "shape",
+    "short_key",
     "size",
     "some",
     "spark",
@@ -113,6 +115,14 @@ def shape(dimensions: Sequence[int]) -> str:
     return "x".join(map(str, dimensions)) if dimensions else "scalar"
 
 
+def short_key(key: str, *, short: bool) -> str:
+    """The key of a segment; `short` for a terminal, as term and the beginning of its name: ``6/ad8eac53``."""
+    parts = key.removesuffix(".safetensors").split("/")
+    if not short or len(parts) != 3 or not parts[1].isdecimal():
+        return key
+    return f"{int(parts[1])}/{parts[2][:8]}"
+
+
 def moment(seconds: float) -> str:
     """Local date and time of a unix time stamp; information only, so an absurd one is printed as it stands."""
     try:
@@ -122,10 +132,24 @@ def moment(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``0.41 s``, ``3 min 20 s``."""
+    """``0.41 s``, ``3 min 20 s``, ``2 h 12 min``, ``3 d 4 h``; what is nothing is left out: ``4 h``."""
     if seconds < 60:
         return f"{seconds:.2f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    whole = int(seconds)
+    for unit, length, lower, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= length:
+            rest = whole % length // part
+            return f"{whole // length:,} {unit}" + (f" {rest} {lower}" if rest else "")
+    raise AssertionError("at least a minute")
+
+
+def roughly(seconds: float) -> str:
+    """An estimate, without digits that it does not have: ``about 0.4 s``, ``about 12 s``."""
+    if seconds < 0.1:
+        return "less than 0.1 s"
+    return "about " + (
+        f"{seconds:.1g} s" if seconds < 0.95 else f"{seconds:.0f} s" if seconds < 60 else duration(seconds)
+    )
 
 
 def age(seconds: float) -> str:
