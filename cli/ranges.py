@@ -8,14 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 __all__ = ["checkpoints", "counted", "kind_name", "ranges"]
 
 _REF = re.compile(r"([0-9]+)@([0-9]+)\Z", re.ASCII)
-_SHORTEST = 3
-"""Checkpoints that make a range: of two both are named."""
+_SHORTEST = (3, 4)
+"""Checkpoints that make a range, if they are neighbours and if not: of fewer each is named."""
 _KINDS = {"gradient": "step diff"}
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 checkpoint``, ``1,204 checkpoints``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str, *verb: str) -> str:
+    """``1 checkpoint``, ``1,204 checkpoints``; with a verb for one and for many: ``1 file is``, ``2 files are``."""
+    said = f" {verb[count != 1]}" if verb else ""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}{said}"
 
 
 def checkpoints(refs: Sequence[str]) -> str:
@@ -55,7 +56,7 @@ def _spaced(nodes: Sequence[tuple[int, int]]) -> Iterator[str]:
                 break
             gap = apart
             end += 1
-        if end - start < _SHORTEST:
+        if end - start < _SHORTEST[gap > 1]:
             yield f"{first}@{term}"
             start += 1
         else:

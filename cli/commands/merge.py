@@ -8,7 +8,8 @@ import click
 
 from ckptstore.cli.arguments import RANGE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import duration, emit, note, progress, size, some, table
+from ckptstore.cli.output import duration, emit, note, progress, size, table
+from ckptstore.cli.ranges import checkpoints, counted, ranges
 from ckptstore.errors import RequestError
 
 if TYPE_CHECKING:
@@ -99,14 +100,14 @@ def _print(done: Merged, timeout: float) -> None:
     would = "would be " if done.answer != "accepted" else ""
     last = done.merged[-1] if done.merged else done.last
     if done.merged:
-        click.echo(f"{would}merged into one segment: {some(done.merged)}")
+        click.echo(f"{would}merged into one segment: {checkpoints(done.merged)}")
     click.echo(f"{last}: {_METHODS[done.method]}")
     if done.retired:
-        click.echo(f"{would}retired: {some(done.retired)}")
+        click.echo(f"{would}retired: {checkpoints(done.retired)}")
     for ref, why in done.held.items():
         click.echo(f"stays: {ref}, {why}")
     if done.fulls:
-        click.echo(f"fulls, which stay: {some(done.fulls)}")
+        click.echo(f"fulls, which stay: {ranges(done.fulls)}")
     click.echo(
         table(
             ["", ">STORED", f">TO RESTORE {last}", ">SEGMENTS", ">LAYERS", ">TIME"],
@@ -126,7 +127,8 @@ def _row(cost: RestoreCost) -> list[str]:
 def _closing(done: Merged, timeout: float) -> None:
     if done.answer == "accepted":
         if done.dropped:
-            note(f"{len(done.dropped):,} segments are not needed any more: `ckpt gc` deletes them")
+            unneeded = counted(len(done.dropped), "segment", "is", "are")
+            note(f"{unneeded} needed no more: `ckpt gc` frees {size(done.dropped_nbytes)}")
         return
     if done.answer == "planned":
         note("nothing was written (--dry-run); sizes are measured, not estimated")

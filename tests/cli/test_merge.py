@@ -36,8 +36,8 @@ def steps(root: Path) -> list[int]:
 def test_a_plan_and_what_becomes_of_it(ckpt: Run, chain: Path) -> None:
     planned = ckpt("merge", chain, "1..6", "--dry-run")
     assert planned.code == 0
-    assert "would be merged into one segment: 4@1, 5@1, 6@1" in planned.out
-    assert "would be retired: 2@1, 4@1, 5@1" in planned.out
+    assert "would be merged into one segment: 3 checkpoints: 4..6@1" in planned.out
+    assert "would be retired: 3 checkpoints: 2@1, 4@1, 5@1" in planned.out
     assert "stays: 3@1, tag 'best' names it" in planned.out
     assert "fulls, which stay: 1@1" in planned.out
     assert "nothing was written" in planned.err
@@ -59,9 +59,9 @@ def test_a_plan_and_what_becomes_of_it(ckpt: Run, chain: Path) -> None:
 def test_keep_steps_as_text(ckpt: Run, chain: Path) -> None:
     outcome = ckpt("merge", chain, "2..latest", "--keep-steps", "--take-over")
     assert outcome.code == 0
-    assert outcome.out.startswith("merged into one segment: 2@1, 3@1, 4@1, 5@1, 6@1\n6@1: chunks copied as they are\n")
+    assert outcome.out.startswith("merged into one segment: 5 checkpoints: 2..6@1\n6@1: chunks copied as they are\n")
     assert "TO RESTORE 6@1" in outcome.out
-    assert "5 segments are not needed any more: `ckpt gc`" in outcome.err
+    assert "5 segments are needed no more: `ckpt gc` frees " in outcome.err
     assert steps(chain) == [1, 2, 3, 4, 5, 6]
 
 

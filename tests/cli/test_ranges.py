@@ -22,6 +22,7 @@ from ckptstore.cli.ranges import checkpoints, counted, ranges
             "46..70@2, 144@3, 212..240@6",
         ),
         (["1@1", "5@1", "6@1", "7@1", "20@1"], "1@1, 5..7@1, 20@1"),
+        (["2@1", "4@1", "6@1", "9@1"], "2@1, 4@1, 6@1, 9@1"),
         (["1@1", "tag:best", "2@1", "3@1"], "1..3@1, tag:best"),
     ],
 )
@@ -43,5 +44,6 @@ def test_counted() -> None:
     assert counted(1, "segment") == "1 segment"
     assert counted(0, "segment") == "0 segments"
     assert counted(1204, "segment") == "1,204 segments"
+    assert [counted(n, "file", "is", "are") for n in (1, 2)] == ["1 file is", "2 files are"]
     assert checkpoints(["7@1"]) == "7@1"
     assert checkpoints(["7@1", "8@1", "9@1"]) == "3 checkpoints: 7..9@1"
