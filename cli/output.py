@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ __all__ = [
     "moment",
     "note",
     "number",
+    "paged",
     "printable",
     "progress",
     "ratio",
@@ -210,14 +212,30 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     right = [heading.startswith(">") for heading in headings]
     names = [heading.removeprefix(">") for heading in headings]
     body = [list(row) for row in rows]
-    widths = [max([len(name), *(len(row[i]) for row in body)]) for i, name in enumerate(names)]
+    widths = [max([len(name), *(_width(row[i]) for row in body)]) for i, name in enumerate(names)]
+
+    def padded(text: str, width: int, flush: bool) -> str:
+        blank = " " * (width - _width(text))
+        return blank + text if flush else text + blank
 
     def line(row: Sequence[str]) -> str:
-        cells = zip(row, widths, right, strict=True)
-        return "  ".join(text.rjust(width) if flush else text.ljust(width) for text, width, flush in cells).rstrip()
+        return "  ".join(padded(*cell) for cell in zip(row, widths, right, strict=True)).rstrip()
 
     heading = [click.style(line(names), bold=True)] if any(names) else []
     return "\n".join([*heading, *map(line, body)])
+
+
+def _width(text: str) -> int:
+    """Columns that a text takes: colours take none."""
+    return len(click.unstyle(text)) if "\x1b" in text else len(text)
+
+
+def paged(lines: Sequence[str], *, pager: bool = True) -> None:
+    """Print lines; what is longer than the screen of a terminal goes through a pager (``PAGER``)."""
+    if pager and sys.stdout.isatty() and len(lines) >= shutil.get_terminal_size().lines:
+        click.echo_via_pager("\n".join(lines))
+    else:
+        click.echo("\n".join(lines))
 
 
 @contextmanager
