@@ -14,8 +14,10 @@ from pathlib import Path
 __all__ = ["on_a_terminal"]
 
 
-def on_a_terminal(*arguments: object, columns: int = 80, lines: int = 24, **environment: str | None) -> str:
-    """What `ckpt` writes to a terminal, stdout and stderr together. None takes a variable out: ``NO_COLOR=None``."""
+def on_a_terminal(
+    *arguments: object, columns: int = 80, lines: int = 24, errors: bool = True, **environment: str | None
+) -> str:
+    """What `ckpt` writes to a terminal: stdout, and with `errors` stderr. ``NO_COLOR=None`` takes that variable out."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     settings: dict[str, str | None] = {
@@ -26,7 +28,7 @@ def on_a_terminal(*arguments: object, columns: int = 80, lines: int = 24, **envi
         [Path(sys.executable).parent / "ckpt", *map(str, arguments)],
         stdin=theirs,
         stdout=theirs,
-        stderr=theirs,
+        stderr=theirs if errors else subprocess.DEVNULL,
         env={name: text for name, text in settings.items() if text is not None},
         close_fds=True,
     )
