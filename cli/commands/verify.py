@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptstore.cli.arguments import REF, STORE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, progress, size, some
+from ckptstore.cli.output import emit, note, progress, size, some
 from ckptstore.cli.ranges import checkpoints, counted, ranges
 from ckptstore.errors import CorruptionError, StorageError
 
@@ -49,7 +50,7 @@ def command(store: str, ref: str | None, deep: bool, as_json: bool) -> int:
     if as_json:
         emit(_json(report))
     else:
-        _print(report)
+        _print(report, store)
     return DAMAGED if report.damage else UNREAD if report.unread else 0
 
 
@@ -77,7 +78,7 @@ def _json(report: VerificationReport) -> dict[str, Any]:
     }
 
 
-def _print(report: VerificationReport) -> None:
+def _print(report: VerificationReport, store: str) -> None:
     total = len(report.restorable) + len(report.lost) + len(report.unknown)
     decoded = ", each of them decoded" if report.deep else ""
     what = f"{counted(total, 'checkpoint')}{decoded}" if report.ref is None else f"checkpoint {report.ref}"
@@ -97,6 +98,10 @@ def _print(report: VerificationReport) -> None:
         click.echo(f"intact   {checkpoints(report.restorable) if report.restorable else 'no checkpoint'}")
         if report.latest is not None:
             click.echo(f"newest checkpoint that can be restored: {report.latest.ref}")
+            if report.ref is None:
+                place = shlex.quote(store)
+                command = f"ckpt restore {place} {report.latest.ref} --out FILE"
+                note(f"`{command}` writes it to a file; `ckpt repair {place} DST` makes a store of what is intact")
     if report.orphans:
         hidden = any(damage.key.startswith("log/") for damage in report.damage)
         why = "or to one that a damaged log slot hides: keep them" if hidden else "left by interrupted saves; harmless"
