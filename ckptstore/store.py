@@ -544,6 +544,7 @@ class Store:
         take_over: bool = False,
         timeout: float | None = 60.0,
         progress: Progress | None = None,
+        on_loss: Callable[[tuple[str, ...]], object] | None = None,
     ) -> Merged:
         """Fold the diffs of a range of checkpoints into one segment, beside a live writer or instead of one.
 
@@ -554,6 +555,8 @@ class Store:
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
             timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
             progress: told (bytes done, bytes in all).
+            on_loss: told which checkpoints can no longer be restored afterwards, if any, before anything is written;
+                what it raises is raised here.
 
         Returns:
             what became of the range; `Merged.answer` says whether it was committed.
@@ -575,6 +578,7 @@ class Store:
             dry_run=dry_run,
             timeout=timeout,
             progress=progress,
+            on_loss=on_loss,
         )
 
     def retire(

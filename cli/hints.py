@@ -51,6 +51,9 @@ def hint_for(error: BaseException) -> str | None:
     if text is None:
         return None
     ref = typed.get("ref")
+    if isinstance(error, errors.CheckpointNotFoundError) and isinstance(store, str):
+        became = _became(str(error), store)
+        text = f"{became}; {text}" if became else text
     said = text.format(
         store=shlex.quote(store) if isinstance(store, str) else "STORE",
         ref=shlex.quote(ref) if isinstance(ref, str) else "REF",
@@ -58,6 +61,21 @@ def hint_for(error: BaseException) -> str | None:
     if isinstance(error, errors.CorruptSegmentError) and isinstance(store, str) and isinstance(ref, str):
         said = _instead(error, store, ref, typed.get("out")) + said
     return said
+
+
+def _became(message: str, store: str) -> str | None:
+    """What the log says of a step that is not there."""
+    wanted = re.match(r"no checkpoint (?:of )?(?:step )?([0-9]{1,16})(?:@([0-9]{1,10}))?\b", message)
+    if wanted is None:
+        return None
+    import ckptstore
+    from ckptstore.reports.fates import fate
+
+    try:
+        journal = ckptstore.open(store, create=False).journal
+        return fate(journal, int(wanted[1]), None if wanted[2] is None else int(wanted[2]))
+    except (errors.CkptError, OSError):
+        return None
 
 
 def near_names(path: str) -> list[str]:

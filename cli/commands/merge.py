@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,16 +32,26 @@ NOT_MERGED = RequestError.exit_code
 @click.argument("steps", type=RANGE, metavar="A..B")
 @click.option("--keep-steps", is_flag=True, help="Keep every step of the range, all of them in one segment.")
 @click.option("--dry-run", is_flag=True, help="Write nothing: do the work, and show what would become of it.")
+@click.option("--yes", is_flag=True, help="Do not ask, on a terminal, before checkpoints are given up.")
 @answer_options
 def command(
-    store: str, steps: str, keep_steps: bool, dry_run: bool, take_over: bool, timeout: float, as_json: bool
+    store: str, steps: str, keep_steps: bool, dry_run: bool, yes: bool, take_over: bool, timeout: float, as_json: bool
 ) -> int:
     """Merge the diffs of a range into one segment.
 
-    The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit; of its other diffs none does,
-    unless with --keep-steps. Fulls stay, and so does what a tag names or another term continues from. What was
-    written is read back and compared before anything else is given up. Then `ckpt gc` frees the space.
+    The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit. The deltas and step diffs before
+    it can no longer be restored, unless you say --keep-steps. Fulls stay, and so does what a tag names or another term
+    continues from. What was written is read back and compared before anything is given up. Then `ckpt gc` frees the
+    space.
     """
+
+    def tell(lost: tuple[str, ...]) -> None:
+        note(f"{counted(len(lost), 'checkpoint')} can no longer be restored after this: {ranges(lost)}")
+        asked = sys.stdin.isatty() and sys.stderr.isatty() and not (yes or dry_run or as_json)
+        if asked and not click.confirm("Merge (--keep-steps would keep them)?", err=True):
+            note("nothing was changed")
+            raise click.exceptions.Exit(1)
+
     target = opened(store)
     with progress("merging") as advance:
         done = target.merge(
@@ -50,6 +61,7 @@ def command(
             dry_run=dry_run,
             timeout=timeout,
             progress=advance,
+            on_loss=tell,
         )
     if as_json:
         emit(_json(store, done))

@@ -15,9 +15,19 @@ __all__ = ["on_a_terminal"]
 
 
 def on_a_terminal(
-    *arguments: object, columns: int = 80, lines: int = 24, errors: bool = True, **environment: str | None
+    *arguments: object,
+    columns: int = 80,
+    lines: int = 24,
+    errors: bool = True,
+    typed: str = "",
+    **environment: str | None,
 ) -> str:
-    """What `ckpt` writes to a terminal: stdout, and with `errors` stderr. ``NO_COLOR=None`` takes that variable out."""
+    """What `ckpt` writes to a terminal: stdout, and with `errors` stderr.
+
+    Args:
+        typed: keys that were pressed before it began.
+        environment: variables; None takes one out, as in ``NO_COLOR=None``.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     settings: dict[str, str | None] = {
@@ -33,6 +43,7 @@ def on_a_terminal(
         close_fds=True,
     )
     os.close(theirs)
+    os.write(ours, typed.encode())
     written = b""
     try:
         while part := os.read(ours, 65536):

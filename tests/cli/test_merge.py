@@ -11,6 +11,7 @@ import ckptstore
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.cli.terminal import on_a_terminal
 from tests.store.states import same
 from tests.write.test_deltas import trajectory
 
@@ -63,6 +64,30 @@ def test_keep_steps_as_text(ckpt: Run, chain: Path) -> None:
     assert "TO RESTORE 6@1" in outcome.out
     assert "5 segments are needed no more: `ckpt gc` frees " in outcome.err
     assert steps(chain) == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_lost_is_said_before_and_after(ckpt: Run, chain: Path) -> None:
+    planned = ckpt("merge", chain, "4..6", "--dry-run")
+    assert planned.err.startswith("note: 2 checkpoints can no longer be restored after this: 4@1, 5@1\n")
+    refused = on_a_terminal("merge", chain, "4..6", "--take-over", typed="n\n")
+    assert "2 checkpoints can no longer be restored after this: 4@1, 5@1" in refused
+    assert "nothing was changed" in refused
+    assert steps(chain) == [1, 2, 3, 4, 5, 6]
+    done = on_a_terminal("merge", chain, "4..6", "--take-over", typed="y\n")
+    assert "Merge (--keep-steps would keep them)?" in done
+    assert steps(chain) == [1, 2, 3, 6]
+    for ref in ("5", "5@1"):
+        gone = ckpt("inspect", chain, ref)
+        assert gone.code == 3
+        assert "hint: 5@1 was dropped by a merge into 6@1; `ckpt log" in gone.err
+    assert ckpt("retire", chain, "2@1", "--take-over").code == 0
+    assert "hint: 2@1 was retired; `ckpt log" in ckpt("inspect", chain, "2").err
+    assert "was " not in ckpt("inspect", chain, "77").err
+
+
+def test_yes_asks_nothing(chain: Path) -> None:
+    assert "Merge (" not in on_a_terminal("merge", chain, "4..6", "--take-over", "--yes")
+    assert steps(chain) == [1, 2, 3, 6]
 
 
 def test_a_live_run_is_asked(ckpt: Run, chain: Path) -> None:
