@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
     from ckptstore import Progress
 
 __all__ = [
@@ -240,21 +243,53 @@ def paged(lines: Sequence[str], *, pager: bool = True) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Progress]:
-    """A progress bar on stderr while the block runs, if stderr is a terminal; silence otherwise."""
+    """A progress bar on stderr while the block runs, if stderr is a terminal; silence otherwise.
+
+    It appears with the first word of progress, so that a question can be asked before.
+    """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
+    bar = _Bar(label)
+    try:
+        yield bar
+    finally:
+        bar.stop()
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+class _Bar:
+    """``restoring`` with MiB and a rate; phases by name: ``planning 120/284 checkpoints``."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._began = 0.0
+
+    def __call__(self, done: int, total: int, /) -> None:
+        rate = done / max(time.monotonic() - self._began, 1e-3) if self._bar is not None else 0
+        text = f"{done / 2**20:,.1f}/{total / 2**20:,.1f} MiB" + (f"  {rate / 2**20:,.0f} MiB/s" if rate else "")
+        self._show(self._label, done, total, text)
+
+    def phase(self, name: str, done: int, total: int, unit: str) -> None:
+        """See `ckptstore.host.progress.phase`."""
+        self._show(name, done, total, f"{done:,}/{total:,} {unit}")
+        self._began = time.monotonic()
+
+    def _show(self, label: str, done: int, total: int, text: str) -> None:
+        if self._bar is None or self._task is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[text]}")
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(label, total=total, text=text)
+            self._began = time.monotonic()
+            self._bar.start()
+        self._bar.update(self._task, description=label, completed=done, total=total, text=text)
+
+    def stop(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -91,6 +91,22 @@ def test_progress_draws_on_a_terminal_and_not_on_stdout(
     monkeypatch.setenv("TERM", "xterm")
     with output.progress("working") as advance:
         advance(1 << 20, 2 << 20)
+        bar = advance
+        assert hasattr(bar, "phase")
+        bar.phase("planning", 120, 284, "checkpoints")
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "working" in printed.err
+    assert "1.0/2.0 MiB" in printed.err
+    assert "planning" in printed.err
+    assert "120/284 checkpoints" in printed.err
+    assert "bytes" not in printed.err
+
+
+def test_nothing_is_drawn_before_there_is_something_to_say(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with output.progress("working"):
+        pass
+    assert capsys.readouterr() == ("", "")
