@@ -667,14 +667,16 @@ class Store:
             which files there are, and what could not be written as it was.
 
         Raises:
-            UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, or shards of a
-                ``.pt`` file are asked for.
+            UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, its name is one
+                of another kind of file (``.onnx``), or shards of a ``.pt`` file are asked for.
             CheckpointNotFoundError, TensorNotFoundError, CorruptionError: as `load`.
             UnsupportedStateError: a state that has no place in such a file.
             StorageError: the output cannot be written. Nothing is left behind then.
         """
         from ckptstore.exchange.exporting import export
 
+        if os.fspath(out).endswith(os.sep):
+            raise UsageError(f"{out} is the name of a folder: name the file to write")
         chosen = _format_of(out) if format is None else format
         return export(self.journal, ref, os.fspath(out), chosen, select, overwrite, max_shard_bytes, progress)
 
@@ -758,6 +760,7 @@ class Store:
         take_over: bool = False,
         timeout: float | None = 60.0,
         progress: Progress | None = None,
+        on_loss: Callable[[tuple[str, ...]], object] | None = None,
     ) -> Merged:
         """Fold the diffs of a range of checkpoints into one segment, beside a live writer or instead of one.
 
@@ -768,6 +771,8 @@ class Store:
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
             timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
             progress: told (bytes done, bytes in all).
+            on_loss: told which checkpoints can no longer be restored afterwards, if any, before anything is written;
+                what it raises is raised here.
 
         Returns:
             what became of the range; `Merged.answer` says whether it was committed.
@@ -789,6 +794,7 @@ class Store:
             dry_run=dry_run,
             timeout=timeout,
             progress=progress,
+            on_loss=on_loss,
         )
 
     def compact(
@@ -1252,10 +1258,19 @@ class Store:
 
 
 _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
+_OTHERS: Final = (
+    *(".onnx", ".gguf", ".ggml", ".npz", ".npy", ".h5", ".hdf5", ".keras", ".tflite", ".pb", ".msgpack", ".mlmodel"),
+    *(".json", ".pkl", ".pickle", ".zip", ".tar", ".gz", ".zst", ".distcp", ".parquet"),
+)
+"""Names of files that other tools would take for something else than what is written."""
 
 
 def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:
-    return "pt" if os.fspath(path).lower().endswith(_PICKLES) else "safetensors"
+    name = os.fspath(path).lower()
+    if name.endswith(_OTHERS):
+        known = ", ".join((".safetensors", *_PICKLES))
+        raise UsageError(f"{path}: this writes no such file; its name ends with one of {known}, or say format=")
+    return "pt" if name.endswith(_PICKLES) else "safetensors"
 
 
 def _delta_options(deltas: DeltaOptions | Literal["auto"] | int | None) -> DeltaOptions | None:

@@ -54,6 +54,13 @@ class _Command(click.Command):
             args = [store, *args]
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does; what was typed is remembered, for the hint of an error."""
+        from ckptstore.cli.hints import TYPED
+
+        TYPED.set(dict(ctx.params))
+        return super().invoke(ctx)
+
     def _left_out(self, ctx: click.Context, args: Sequence[str], rest: Sequence[click.Argument]) -> bool:
         words = self._words(ctx, args)
         like = {id(REF): _LIKE_A_REF, id(RANGE): _LIKE_A_RANGE}.get(id(rest[0].type)) if rest else None

@@ -10,6 +10,7 @@ import click
 
 from ckptstore import errors
 from ckptstore.cli.closed_pipe import ClosedPipeError
+from ckptstore.cli.hints import hint_for
 
 INTERNAL = 70
 """Exit code of an error that is not one of ours: a bug (``EX_SOFTWARE`` of sysexits.h)."""
@@ -19,20 +20,6 @@ TERMINATED = 143
 """Exit code after SIGTERM: 128 + SIGTERM."""
 CLOSED_PIPE = 141
 """Exit code when the reader of stdout went away (``| head``): 128 + SIGPIPE."""
-
-_HINTS: tuple[tuple[type[Exception], str], ...] = (
-    (errors.StoreNotFoundError, "`ckpt import STORE FILE...` creates one; so does ckptstore.open(path, create=True)"),
-    (errors.CheckpointNotFoundError, "`ckpt log STORE` lists the checkpoints"),
-    (errors.TensorNotFoundError, "`ckpt inspect STORE REF` lists the tensors"),
-    (errors.CorruptionError, "`ckpt verify STORE` names what is damaged and what is still restorable"),
-    (errors.KeyNotFoundError, "`ckpt verify STORE` names what is damaged and what is still restorable"),
-    (errors.IncompatibleFormatError, "a newer version of ckptstore wrote this; upgrade"),
-    (errors.CommitUnknownError, "`ckpt log STORE` shows whether the checkpoint is there"),
-    (errors.StoreReplacedError, "the store may have been moved: look for it where it was moved to"),
-    (errors.RequestRefusedError, "nothing was changed; the same command asks anew"),
-    (errors.RequestTimeoutError, "`ckpt log STORE` shows whether it was accepted; if no run is writing: --take-over"),
-    (errors.FencedError, "another writer took the store over; `ckpt log STORE` shows its term"),
-)
 
 
 def report(error: BaseException, arguments: Sequence[str]) -> int:
@@ -72,8 +59,7 @@ def describe(error: BaseException) -> tuple[int, str, str | None]:
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         return error.exit_code, error.format_message(), f"`{context.command_path} --help`" if context else None
-    notes = getattr(error, "__notes__", None)
-    hint = notes[-1] if notes else next((text for kind, text in _HINTS if isinstance(error, kind)), None)
+    hint = hint_for(error)
     if isinstance(error, errors.CkptError):
         return error.exit_code, _one_line(error), hint
     if isinstance(error, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
     from ckptstore import Progress
 
 __all__ = [
@@ -22,10 +26,13 @@ __all__ = [
     "moment",
     "note",
     "number",
+    "paged",
     "printable",
     "progress",
     "ratio",
+    "roughly",
     "shape",
+    "short_key",
     "size",
     "some",
     "spark",
@@ -113,6 +120,14 @@ def shape(dimensions: Sequence[int]) -> str:
     return "x".join(map(str, dimensions)) if dimensions else "scalar"
 
 
+def short_key(key: str, *, short: bool) -> str:
+    """The key of a segment; `short` for a terminal, as term and the beginning of its name: ``6/ad8eac53``."""
+    parts = key.removesuffix(".safetensors").split("/")
+    if not short or len(parts) != 3 or not parts[1].isdecimal():
+        return key
+    return f"{int(parts[1])}/{parts[2][:8]}"
+
+
 def moment(seconds: float) -> str:
     """Local date and time of a unix time stamp; information only, so an absurd one is printed as it stands."""
     try:
@@ -122,10 +137,24 @@ def moment(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``0.41 s``, ``3 min 20 s``."""
+    """``0.41 s``, ``3 min 20 s``, ``2 h 12 min``, ``3 d 4 h``; what is nothing is left out: ``4 h``."""
     if seconds < 60:
         return f"{seconds:.2f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    whole = int(seconds)
+    for unit, length, lower, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= length:
+            rest = whole % length // part
+            return f"{whole // length:,} {unit}" + (f" {rest} {lower}" if rest else "")
+    raise AssertionError("at least a minute")
+
+
+def roughly(seconds: float) -> str:
+    """An estimate, without digits that it does not have: ``about 0.4 s``, ``about 12 s``."""
+    if seconds < 0.1:
+        return "less than 0.1 s"
+    return "about " + (
+        f"{seconds:.1g} s" if seconds < 0.95 else f"{seconds:.0f} s" if seconds < 60 else duration(seconds)
+    )
 
 
 def age(seconds: float) -> str:
@@ -186,33 +215,81 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     right = [heading.startswith(">") for heading in headings]
     names = [heading.removeprefix(">") for heading in headings]
     body = [list(row) for row in rows]
-    widths = [max([len(name), *(len(row[i]) for row in body)]) for i, name in enumerate(names)]
+    widths = [max([len(name), *(_width(row[i]) for row in body)]) for i, name in enumerate(names)]
+
+    def padded(text: str, width: int, flush: bool) -> str:
+        blank = " " * (width - _width(text))
+        return blank + text if flush else text + blank
 
     def line(row: Sequence[str]) -> str:
-        cells = zip(row, widths, right, strict=True)
-        return "  ".join(text.rjust(width) if flush else text.ljust(width) for text, width, flush in cells).rstrip()
+        return "  ".join(padded(*cell) for cell in zip(row, widths, right, strict=True)).rstrip()
 
     heading = [click.style(line(names), bold=True)] if any(names) else []
     return "\n".join([*heading, *map(line, body)])
 
 
+def _width(text: str) -> int:
+    """Columns that a text takes: colours take none."""
+    return len(click.unstyle(text)) if "\x1b" in text else len(text)
+
+
+def paged(lines: Sequence[str], *, pager: bool = True) -> None:
+    """Print lines; what is longer than the screen of a terminal goes through a pager (``PAGER``)."""
+    if pager and sys.stdout.isatty() and len(lines) >= shutil.get_terminal_size().lines:
+        click.echo_via_pager("\n".join(lines))
+    else:
+        click.echo("\n".join(lines))
+
+
 @contextmanager
 def progress(label: str) -> Iterator[Progress]:
-    """A progress bar on stderr while the block runs, if stderr is a terminal; silence otherwise."""
+    """A progress bar on stderr while the block runs, if stderr is a terminal; silence otherwise.
+
+    It appears with the first word of progress, so that a question can be asked before.
+    """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
+    bar = _Bar(label)
+    try:
+        yield bar
+    finally:
+        bar.stop()
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+class _Bar:
+    """``restoring`` with MiB and a rate; phases by name: ``planning 120/284 checkpoints``."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._began = 0.0
+
+    def __call__(self, done: int, total: int, /) -> None:
+        rate = done / max(time.monotonic() - self._began, 1e-3) if self._bar is not None else 0
+        text = f"{done / 2**20:,.1f}/{total / 2**20:,.1f} MiB" + (f"  {rate / 2**20:,.0f} MiB/s" if rate else "")
+        self._show(self._label, done, total, text)
+
+    def phase(self, name: str, done: int, total: int, unit: str) -> None:
+        """See `ckptstore.host.progress.phase`."""
+        self._show(name, done, total, f"{done:,}/{total:,} {unit}")
+        self._began = time.monotonic()
+
+    def _show(self, label: str, done: int, total: int, text: str) -> None:
+        if self._bar is None or self._task is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[text]}")
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(label, total=total, text=text)
+            self._began = time.monotonic()
+            self._bar.start()
+        self._bar.update(self._task, description=label, completed=done, total=total, text=text)
+
+    def stop(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.stop()

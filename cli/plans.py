@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.cli.output import duration, size, table
+from ckptstore.cli.output import duration, roughly, short_key, size, table
+from ckptstore.cli.ranges import kind_name
 
 if TYPE_CHECKING:
     from ckptstore.reports.explaining import Explanation, PlanStep
 
-__all__ = ["plan_step", "plan_table"]
+__all__ = ["plan_line", "plan_step", "plan_table"]
 
 
 def plan_step(step: PlanStep) -> dict[str, Any]:
@@ -27,21 +31,35 @@ def plan_step(step: PlanStep) -> dict[str, Any]:
 
 
 def plan_table(found: Explanation) -> str:
-    """The plan as a table, base first."""
+    """The plan as a table, base first. On a terminal segments have short names."""
+    short = sys.stdout.isatty()
     return table(
         ["CHAIN", "KIND", "BASE", ">TENSORS", ">READ", ">DECODE", ">TIME", "SEGMENT"],
         [
             [
                 step.ref if not number else "",
-                step.kind if not number else "",
+                kind_name(step.kind) if not number else "",
                 (step.base or "-") if not number else "",
                 f"{step.tensors:,}" if not number else "",
                 size(step.bytes_read) if not number else "",
                 size(step.bytes_decoded) if not number else "",
                 duration(step.seconds) if not number else "",
-                segment,
+                short_key(segment, short=short),
             ]
             for step in found.steps
             for number, segment in enumerate(step.segments)
         ],
     )
+
+
+def plan_line(found: Explanation) -> str:
+    """The plan in a line: ``restores from: 181@6 full > 241@6 delta > 59 step diffs (reads 106 MiB, about 1 s)``."""
+    costs = f"reads {size(found.bytes_read)}, {roughly(found.seconds)}"
+    return f"restores from: {' > '.join(_forms(found))} ({costs})"
+
+
+def _forms(found: Explanation) -> Iterator[str]:
+    for kind, steps in groupby(found.steps, key=lambda step: step.kind):
+        refs = [step.ref for step in steps]
+        name = kind_name(kind)
+        yield f"{refs[0]} {name}" if len(refs) == 1 else f"{len(refs):,} {name}s"

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 else:
     ParamType = click.ParamType  # generic only since click 8.2
 
-__all__ = ["AMOUNT", "RATE", "TIME"]
+__all__ = ["AMOUNT", "RATE", "TIME", "Typed"]
+
+
+class Typed(float):
+    """A quantity that remembers how it was typed."""
+
+    text: str
 
 
 class _Quantity(ParamType):
@@ -30,9 +36,11 @@ class _Quantity(ParamType):
             return value
         parse: Callable[[str], float] = getattr(units, self._parser)
         try:
-            return parse(str(value))
+            found = Typed(parse(str(value)))
         except UsageError as error:
             self.fail(str(error), param, ctx)
+        found.text = str(value)
+        return found
 
 
 TIME, AMOUNT, RATE = _Quantity("TIME", "seconds"), _Quantity("SIZE", "nbytes"), _Quantity("RATE", "bandwidth")

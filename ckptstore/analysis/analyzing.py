@@ -172,7 +172,7 @@ def analyze(
         FormatError, UnsupportedStateError, CorruptionError, StorageError, MissingDependencyError: see `open_series`.
     """
     asked = options or Options()
-    series = open_series(inputs, refs)
+    series = open_series(inputs, refs, progress)
     shared, skipped = shared_tensors(series)
     with series[-1].open() as read:
         classes = classify(shared, read, asked.overrides)

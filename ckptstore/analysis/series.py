@@ -22,6 +22,7 @@ from ckptstore.exchange.weight_files import open_file
 from ckptstore.formats.shards import ShardedEntry
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
+from ckptstore.host.progress import Progress, phase
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.restore.stored_base import open_base
 from ckptstore.store import Store
@@ -68,13 +69,14 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def open_series(inputs: Sequence[str], refs: Sequence[str] = ()) -> list[Checkpoint]:
+def open_series(inputs: Sequence[str], refs: Sequence[str] = (), progress: Progress | None = None) -> list[Checkpoint]:
     """The checkpoints that the arguments of ``ckpt analyze`` name, by step.
 
     Args:
         inputs: one store (path or URL); or ``.safetensors`` and ``.pt`` files, ``.index.json`` of shards, folders that
             hold one of these or a series of them, globs. An ``optimizer.pt`` beside a model belongs to its checkpoint.
         refs: of a store, the checkpoints to take; none: all that lead to the latest.
+        progress: told how many checkpoints are planned or opened (`ckptstore.host.progress.phase`).
 
     Returns:
         At least two, ascending by the steps in their names; in the given order, numbered from 0, where the names do
@@ -89,7 +91,7 @@ def open_series(inputs: Sequence[str], refs: Sequence[str] = ()) -> list[Checkpo
         raise UsageError(f"{stores[0]} is a store: analyze one store, or files, at a time")
     if refs and not stores:
         raise UsageError("--ref names checkpoints of a store, and none was given")
-    found = _of_store(open_store(stores[0], create=False), refs) if stores else _of_files(inputs)
+    found = _of_store(open_store(stores[0], create=False), refs, progress) if stores else _of_files(inputs, progress)
     if len(found) < 2:
         what = f"only {found[0].label}" if found else "none"
         error = UsageError(f"at least two checkpoints are needed to compare, found {what}")
@@ -105,11 +107,12 @@ def _is_store(text: str) -> bool:
 # stores
 
 
-def _of_store(store: Store, refs: Sequence[str]) -> list[Checkpoint]:
+def _of_store(store: Store, refs: Sequence[str], progress: Progress | None) -> list[Checkpoint]:
     infos = _line(store) if not refs else [store.checkpoint(ref) for ref in dict.fromkeys(refs)]
     infos = sorted({(info.term, info.step): info for info in infos}.values(), key=lambda info: (info.step, info.term))
     found = []
-    for info in infos:
+    for number, info in enumerate(infos):
+        phase(progress, "planning", number, len(infos))
         tensors = store.tensors(info.ref)
         if cut := [name for name, entry in tensors.items() if isinstance(entry, ShardedEntry)]:
             raise UsageError(
@@ -152,7 +155,7 @@ def _store_opener(store: Store, info: CheckpointInfo) -> Callable[[], AbstractCo
 # files
 
 
-def _of_files(inputs: Sequence[str]) -> list[Checkpoint]:
+def _of_files(inputs: Sequence[str], progress: Progress | None) -> list[Checkpoint]:
     groups: dict[tuple[Path, ...], None] = {}
     for text in inputs:
         for paths in _expand(text):
@@ -169,10 +172,10 @@ def _of_files(inputs: Sequence[str]) -> list[Checkpoint]:
             members = [tuple(dict.fromkeys(paths)) for paths in joined.values()]
             steps = [step for _, step in joined]
     labels = _labels(members)
-    numbered = [
-        _file_checkpoint(label, -1 if step is None else step, paths)
-        for label, step, paths in zip(labels, steps, members, strict=True)
-    ]
+    numbered: list[Checkpoint] = []
+    for label, step, paths in zip(labels, steps, members, strict=True):
+        phase(progress, "opening", len(numbered), len(members))
+        numbered.append(_file_checkpoint(label, -1 if step is None else step, paths))
     return _numbered(numbered)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
 from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
-from ckptstore.host.progress import Progress
+from ckptstore.host.progress import Progress, phase
 from ckptstore.log.checkpoints import look_up
 from ckptstore.log.refs import step_number
 from ckptstore.write.opening import open_writer
@@ -111,7 +111,7 @@ def import_files(
     paths = [Path(file) for file in files]
     base = _parent(journal, parent)
     steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
-    total = _checked_nbytes([path for _, path in steps], leave_out)
+    total = _checked_nbytes([path for _, path in steps], leave_out, progress)
     before = 0  # bytes of the files that are checkpoints
 
     def advance(done: int, _: int) -> None:
@@ -133,10 +133,11 @@ def import_files(
     return imported
 
 
-def _checked_nbytes(paths: Sequence[Path], leave_out: Sequence[str]) -> int:
+def _checked_nbytes(paths: Sequence[Path], leave_out: Sequence[str], progress: Progress | None) -> int:
     """Open each once, which checks it -> bytes of tensors of all of them."""
     total = 0
-    for path in paths:
+    for number, path in enumerate(paths):
+        phase(progress, "checking", number, len(paths), "files")
         with open_checkpoint(path, leave_out) as opened:
             total += opened.nbytes
     return total

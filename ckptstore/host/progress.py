@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Advance", "Progress", "Tally"]
+__all__ = ["Advance", "Progress", "Tally", "phase"]
 
 Advance = Callable[[int], None]
 """Within the engine: told how many bytes were just done, from any thread. `Tally.advance` is one."""
@@ -17,6 +17,16 @@ class Progress(Protocol):
 
     def __call__(self, done: int, total: int, /) -> None:
         """`done` of `total` bytes are done. Called from any thread, one call at a time; `total` may still grow."""
+
+
+def phase(progress: Progress | None, name: str, done: int, total: int, unit: str = "checkpoints") -> None:
+    """Tell of work that is not measured in bytes: ``planning``, 120 of 284 ``checkpoints``.
+
+    Only a `progress` that has a method ``phase(name, done, total, unit)`` hears of it.
+    """
+    tell = getattr(progress, "phase", None)
+    if tell is not None:
+        tell(name, done, total, unit)
 
 
 class Tally:

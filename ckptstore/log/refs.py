@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, Final
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, StepOrderError, UsageError
@@ -44,7 +45,7 @@ def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
         return _tagged(catalog, text.removeprefix("tag:"))
     match = _STEP.match(text)
     if match is None:
-        raise _no_ref(text)
+        raise _no_ref(text, ["latest", *(f"tag:{tag}" for tag in catalog.tags)])
     step, term = int(match[1]), None if match[2] is None else int(match[2])
     return _numbered(catalog, step, term)
 
@@ -67,8 +68,12 @@ def _number(ref: object) -> str:
         raise _no_ref(ref) from None
 
 
-def _no_ref(ref: object) -> UsageError:
-    return UsageError(f"{ref!r:.80} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
+def _no_ref(ref: object, names: Sequence[str] = ()) -> UsageError:
+    error = UsageError(f"{ref!r:.80} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
+    bare = {name.removeprefix("tag:"): name for name in names}
+    if close := get_close_matches(str(ref)[:80], bare, n=1):
+        error.add_note(f"did you mean {bare[close[0]]}?")
+    return error
 
 
 def step_number(step: Any) -> int:
@@ -154,5 +159,8 @@ def _tagged(catalog: Catalog, name: str) -> CheckpointEntry:
         raise CorruptLogError(f"{_losses(catalog)}, and may have held what tag {name!r} names{left}")
     if entry is None:
         there = f"the tags are {', '.join(sorted(catalog.tags)[:20])}" if catalog.tags else "there are no tags"
-        raise CheckpointNotFoundError(f"no tag {name!r}; {there}")
+        error = CheckpointNotFoundError(f"no tag {name!r}; {there}")
+        if close := get_close_matches(name, catalog.tags, n=1):
+            error.add_note(f"did you mean tag:{close[0]}?")
+        raise error
     return entry

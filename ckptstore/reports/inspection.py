@@ -14,8 +14,10 @@ import numpy.typing as npt
 from ckptstore.formats import dtypes
 from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.steps import STEP
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
+from ckptstore.restore.chain import master_of
 from ckptstore.restore.opened import Opened, opened
 from ckptstore.restore.selection import one_of, select_from
 from ckptstore.restore.streams import streams
@@ -49,6 +51,8 @@ class TensorDescription:
         hash: hash of the logical bytes, 32 hex digits; None if the segment does not hold it, or of a tensor in shards.
         segment: key of that segment in the store; of a tensor in shards, that of the first one.
         shards: how many shards it is stored in; None: it is stored whole.
+        stored_with: the tensor whose stored bytes hold this one, too: an optimizer's step moves several at once, and
+            a copy in fewer bits follows from its master; None: it has bytes of its own.
     """
 
     name: str
@@ -61,6 +65,7 @@ class TensorDescription:
     hash: str | None
     segment: str
     shards: int | None = None
+    stored_with: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,13 @@ def _describe(found: Opened, name: str) -> TensorDescription:
         hash=tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None,
         segment=first.links[-1].reader.entry.key,
         shards=1 + len(others) if found.sharded(name) else None,
+        stored_with=_stored_with(tensor),
     )
+
+
+def _stored_with(tensor: TensorEntry) -> str | None:
+    leader = tensor.params.get("leader") if tensor.codec == STEP else master_of(tensor)
+    return leader if not tensor.stored and isinstance(leader, str) else None
 
 
 def _link(encoding: Encoding, segments: Sequence[SegmentEntry]) -> ChainLink:

@@ -34,6 +34,8 @@ class Lineage:
             skipped: the nearest one before it that is still there stands in. Newest first, down to the last of
             `checkpoints`, those between them that were not asked for included.
         total: how many checkpoints the store holds.
+        nbytes: bytes of all the segments that its log names.
+        steps: its lowest and highest step; None: it holds no checkpoint.
         terms: newest first.
         latest: REF of what ``latest`` means; None in an empty store, or if damage hides it.
         damage: what is wrong with the log, one sentence each; the checkpoints listed do not need those slots.
@@ -42,6 +44,8 @@ class Lineage:
     checkpoints: tuple[CheckpointInfo, ...]
     parents: Mapping[str, str | None]
     total: int
+    nbytes: int
+    steps: tuple[int, int] | None
     terms: tuple[TermInfo, ...]
     latest: str | None
     damage: tuple[str, ...]
@@ -73,7 +77,17 @@ def lineage(journal: Journal, limit: int | None = None, term: int | None = None,
     if by is not None:
         nodes = _ranked(catalog, nodes, by)[:limit]
     infos = describe(catalog, [catalog.checkpoints[node] for node in nodes])
-    return Lineage(tuple(infos), parents, len(catalog.checkpoints), tuple(terms), latest, tuple(damage))
+    steps = [step for _, step in catalog.checkpoints]
+    return Lineage(
+        tuple(infos),
+        parents,
+        len(steps),
+        catalog.stored_bytes(),
+        (min(steps), max(steps)) if steps else None,
+        tuple(terms),
+        latest,
+        tuple(damage),
+    )
 
 
 def _newest(catalog: Catalog, limit: int | None, term: int | None) -> tuple[list[Node], dict[str, str | None]]:

@@ -8,7 +8,8 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, some
+from ckptstore.cli.output import emit, note
+from ckptstore.cli.ranges import ranges
 
 if TYPE_CHECKING:
     from ckptstore import Bisected, Probe
@@ -88,7 +89,7 @@ def _print(found: Bisected) -> None:
     if found.first_bad is None:
         click.echo(f"nothing bad was found; the newest that is good: {found.last_good or 'none'}")
     elif found.between:
-        click.echo(f"it began at {found.first_bad}, or at one before it that was skipped: {some(found.between)}")
+        click.echo(f"it began at {found.first_bad}, or at one before it that was skipped: {ranges(found.between)}")
     else:
         click.echo(f"{click.style('first bad:', bold=True)} {found.first_bad}")
     if found.first_bad is not None:

@@ -8,7 +8,8 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, progress, size, some
+from ckptstore.cli.output import emit, note, progress, size
+from ckptstore.cli.ranges import checkpoints, counted, ranges
 
 
 @make_command(
@@ -52,10 +53,9 @@ def command(store: str, target: str, refs: tuple[str, ...], form: Literal["store
             }
         )
         return
-    what = f"copied {len(done.checkpoints):,} checkpoints" if done.checkpoints else "the store has no checkpoint"
-    click.echo(f"{what}: {some(done.checkpoints)}" if done.checkpoints else what)
-    click.echo(f"{done.segments:,} segments, {size(done.nbytes)} written and verified")
+    click.echo(f"copied {checkpoints(done.checkpoints)}" if done.checkpoints else "the store has no checkpoint")
+    click.echo(f"{counted(done.segments, 'segment')}, {size(done.nbytes)} written and verified")
     if done.present:
-        click.echo(f"{done.present:,} segments were there already")
+        click.echo(f"{counted(done.present, 'segment', 'was', 'were')} there already")
     if done.bases:
-        note(f"also there, because others build on it, and not promised: {some(done.bases)}")
+        note(f"also there, because others build on it, and not promised: {ranges(done.bases)}")

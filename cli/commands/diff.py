@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,6 +24,10 @@ _SORTS: dict[str, Callable[[TensorDifference], float]] = {
     "relative": lambda tensor: tensor.relative or 0.0,
     "max": lambda tensor: tensor.max_abs or 0.0,
 }
+DIFFERENT = 1
+"""What ``--exit-code`` makes of a difference, as git does."""
+_WIDE = 120
+"""Columns of a terminal from which on all numbers are shown."""
 
 
 @make_command(
@@ -29,6 +36,7 @@ _SORTS: dict[str, Callable[[TensorDifference], float]] = {
         "ckpt diff runs/gpt 1000 2000",
         "ckpt diff runs/gpt 1000@1 1000@2 --select 'model.*' --sort relative",
         "ckpt diff runs/gpt 1000 latest --all --json",
+        "ckpt diff runs/gpt 1000@1 1000@2 --exit-code > changes.txt || echo they differ",
         "ckpt diff runs/gpt 1000 1000 --in runs/gpt-again     # of another run",
     ],
 )
@@ -37,8 +45,14 @@ _SORTS: dict[str, Callable[[TensorDifference], float]] = {
 @click.argument("ref_b", type=REF, metavar="REF")
 @select_option("Only tensors that match, and not the rest of the state; may be repeated.")
 @click.option("--in", "other", metavar="STORE", help="The second REF is in this store.")
-@click.option("--sort", type=click.Choice(["name", *_SORTS]), help="Default: the order of the state.")
+@click.option(
+    "--sort",
+    type=click.Choice(["state", "name", *_SORTS]),
+    help="state: as they are in the state, which is the default of --json. Default: relative, counters and random "
+    "states last.",
+)
 @click.option("--all", "everything", is_flag=True, help="List tensors that are the same, too.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ, with 0 if not.")
 def command(
     store: str,
     ref_a: str,
@@ -47,12 +61,13 @@ def command(
     other: str | None,
     sort: str | None,
     everything: bool,
+    exit_code: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Compare two checkpoints tensor by tensor.
 
-    Bits are compared, so -0.0 and 0.0 differ and equal NaNs do not. Norms and the largest difference are over finite
-    values.
+    Bits are compared, so -0.0 and 0.0 differ and equal NaNs do not. RELATIVE is the norm of the difference over that of
+    the first; MAX the largest difference of a value.
     """
     target = opened(store)
     second = target if other is None else opened(other)
@@ -64,8 +79,11 @@ def command(
     shown = [tensor for tensor in tensors if everything or tensor.status != "same"]
     if sort == "name":
         shown.sort(key=lambda tensor: tensor.name)
-    elif sort is not None:
+    elif sort in _SORTS:
         shown.sort(key=_SORTS[sort], reverse=True)
+    elif sort is None and not as_json:
+        shown.sort(key=_place)
+    code = DIFFERENT if exit_code and (bool(state) or counts.keys() - {"same"}) else 0
     if as_json:
         emit(
             {
@@ -79,7 +97,7 @@ def command(
                 ],
             }
         )
-        return
+        return code
     summary = ", ".join(f"{count:,} {status}" for status, count in counts.items()) or "no tensors"
     click.echo(f"{click.style(f'{infos[0].ref} -> {infos[1].ref}', bold=True)}  tensors: {summary}")
     if shown:
@@ -88,6 +106,17 @@ def command(
     if state:
         click.echo("")
         click.echo("\n".join(_state_line(one) for one in state))
+    return code
+
+
+def _place(tensor: TensorDifference) -> tuple[int, float]:
+    """What is only in one comes first, then what changed most; counters and random states change always."""
+    from ckptstore.reports.tensor_classes import class_by_name
+
+    if tensor.status != "changed":
+        return (3 if tensor.status == "same" else 0), 0.0
+    relative = tensor.relative if tensor.relative is not None else math.inf
+    return (2 if class_by_name(tensor.name, tensor.dtype, tensor.shape) == "other" else 1), -relative
 
 
 def _json(tensor: TensorDifference) -> dict[str, Any]:
@@ -111,23 +140,23 @@ def _json(tensor: TensorDifference) -> dict[str, Any]:
 
 
 def _table(tensors: list[TensorDifference]) -> str:
+    """All numbers; on a terminal that has no room for them, those that tell most."""
+    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
     rows = []
     for tensor in tensors:
         was = "" if tensor.was is None else f" (was {tensor.was[0]} {shape(tensor.was[1])})"
-        rows.append(
-            [
-                tensor.name,
-                tensor.status,
-                tensor.dtype,
-                shape(tensor.shape) + was,
-                _share(tensor.bits_changed, tensor.bits),
-                _share(tensor.elements_changed, tensor.elements),
-                number(tensor.norm_b),
-                number(tensor.norm_diff),
-                number(tensor.relative),
-                number(tensor.max_abs) + (f" (+{tensor.nonfinite:,} not finite)" if tensor.nonfinite else ""),
-            ]
-        )
+        largest = number(tensor.max_abs) + (f" (+{tensor.nonfinite:,} not finite)" if tensor.nonfinite else "")
+        bits = _share(tensor.bits_changed, tensor.bits)
+        if narrow:
+            relative = number(tensor.relative) if tensor.status == "changed" else tensor.status
+            rows.append([tensor.name, tensor.dtype, shape(tensor.shape) + was, relative, bits, largest])
+            continue
+        elements, relative = _share(tensor.elements_changed, tensor.elements), number(tensor.relative)
+        norms = [number(tensor.norm_b), number(tensor.norm_diff)]
+        described = [tensor.name, tensor.status, tensor.dtype, shape(tensor.shape) + was]
+        rows.append([*described, bits, elements, *norms, relative, largest])
+    if narrow:
+        return table(["TENSOR", "DTYPE", "SHAPE", ">RELATIVE", ">BITS", ">MAX"], rows)
     headings = ["TENSOR", "STATUS", "DTYPE", "SHAPE", ">BITS", ">ELEMENTS", ">|B|", ">|B-A|", ">RELATIVE", ">MAX"]
     return table(headings, rows)
 

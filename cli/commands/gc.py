@@ -9,6 +9,7 @@ import click
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size, some
+from ckptstore.cli.ranges import counted
 from ckptstore.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -79,15 +80,15 @@ def _json(store: str, done: Collected, dry_run: bool) -> dict[str, Any]:
 
 def _print(done: Collected, dry_run: bool) -> None:
     what = "would delete" if dry_run else "deleted"
-    click.echo(f"{what} {len(done.segments):,} segments: {size(done.nbytes)}")
+    click.echo(f"{what} {counted(len(done.segments), 'segment')}: {size(done.nbytes)}")
     if done.spare_nbytes:
         click.echo(f"kept as spare files, which new checkpoints overwrite: {size(done.spare_nbytes)}")
     if done.dead_pins:
-        click.echo(f"{what} the pins of {len(done.dead_pins):,} dead readers: {some(done.dead_pins)}")
+        click.echo(f"{what} the pins of {counted(len(done.dead_pins), 'dead reader')}: {some(done.dead_pins)}")
     if done.pinned and not done.unreadable_pins:
-        click.echo(f"pinned by readers, kept: {len(done.pinned):,} segments, {size(done.pinned_nbytes)}")
+        click.echo(f"pinned by readers, kept: {counted(len(done.pinned), 'segment')}, {size(done.pinned_nbytes)}")
         for holder in done.holders:
-            click.echo(f"  {holder.key}: {_who(holder)}, {len(holder.segments):,} segments")
+            click.echo(f"  {holder.key}: {_who(holder)}, {counted(len(holder.segments), 'segment')}")
         note("if a reader is dead: --wait longer than --pin-ttl (600 s) finds that out and deletes its pin")
     if done.strangers:
         click.echo(f"not the store's, kept: {some(done.strangers)}")

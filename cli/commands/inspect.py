@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,9 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import duration, emit, moment, number, progress, ratio, shape, size, table
-from ckptstore.cli.plans import plan_step, plan_table
+from ckptstore.cli.output import emit, moment, number, progress, ratio, shape, size, table
+from ckptstore.cli.plans import plan_line, plan_step, plan_table
+from ckptstore.cli.ranges import counted
 
 if TYPE_CHECKING:
     from ckptstore.reports.explaining import Explanation
@@ -23,6 +25,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
     "inspect",
     examples=[
         "ckpt inspect runs/gpt",
+        "ckpt inspect runs/gpt 1000@2 --tensors --chain",
         "ckpt inspect runs/gpt 1000@2 --select 'optimizer.*.exp_avg'",
         "ckpt inspect runs/gpt --tensor model.wte.weight",
         "ckpt inspect runs/gpt latest --state",
@@ -30,14 +33,31 @@ _BARS = " ▁▂▃▄▅▆▇█"
 )
 @STORE
 @click.argument("ref", type=REF, default="latest", metavar="[REF]")
-@select_option("Only tensors that match; may be repeated.")
+@click.option("--tensors", "listed", is_flag=True, help="List the tensors.")
+@select_option("List only tensors that match; may be repeated.")
+@click.option("--chain", is_flag=True, help="List what a restore reads, segment by segment.")
 @click.option("--tensor", type=TENSOR, help="Read this tensor and show statistics of its values.")
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
-def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, state: bool, as_json: bool) -> None:
-    """Show the tensors, the chain and the state of a checkpoint."""
+def command(
+    store: str,
+    ref: str,
+    select: tuple[str, ...],
+    listed: bool,
+    chain: bool,
+    tensor: str | None,
+    state: bool,
+    as_json: bool,
+) -> None:
+    """Show the tensors, the chain and the state of a checkpoint.
+
+    First how large it is, where it is restored from, and what its tensors are in all; the single tensors, and the
+    single steps of the chain, on request.
+    """
     if tensor is not None:
-        if select or state:
-            raise click.UsageError("--tensor shows one tensor; it goes with neither --select nor --state")
+        if select or state or listed or chain:
+            raise click.UsageError(
+                "--tensor shows one tensor; it goes with none of --tensors, --select, --chain and --state"
+            )
         with progress("reading") as advance:
             numbers = opened(store).statistics(ref, tensor, progress=advance)
         if as_json:
@@ -54,7 +74,7 @@ def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, s
     if as_json:
         emit(_json(found, plan, state))
     else:
-        click.echo("\n".join(_text(found, plan)))
+        click.echo("\n".join(_text(found, plan, chain=chain, tensors=listed or bool(select))))
 
 
 def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[str, Any]:
@@ -100,6 +120,7 @@ def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[
                 "hash": tensor.hash,
                 "segment": tensor.segment,
                 "shards": tensor.shards,
+                "stored_with": tensor.stored_with,
             }
             for tensor in found.tensors
         ],
@@ -107,27 +128,36 @@ def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[
     return document | ({"tree": found.tree} if state else {})
 
 
-def _text(found: CheckpointDescription, plan: Explanation) -> Iterator[str]:
+def _text(found: CheckpointDescription, plan: Explanation, *, chain: bool, tensors: bool) -> Iterator[str]:
     info = found.info
-    tags = "".join(f"  tag:{tag}" for tag in info.tags)
-    yield click.style(f"checkpoint {info.ref}", bold=True) + tags
-    yield f"saved {moment(info.time)}   state {info.state}" + ("   LOSSY" if info.lossy else "")
+    tags = "".join("  " + click.style(f"tag:{tag}", fg="yellow") for tag in info.tags)
+    yield click.style(f"checkpoint {info.ref}", bold=True) + tags + ("  LOSSY" if info.lossy else "")
     smaller = ratio(info.nbytes, info.stored)
-    yield f"{info.tensors:,} tensors, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
+    yield f"{counted(info.tensors, 'tensor')}, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
+    yield plan_line(plan)
+    yield f"saved {moment(info.time)}   state {info.state}"
     yield f"medium: {found.medium}"
     for name, value in info.metadata.items():
         yield f"{name}: {value if isinstance(value, str) else repr(value)}"
-    yield ""
-    yield plan_table(plan)
-    steps = "1 step" if len(plan.steps) == 1 else f"{len(plan.steps)} steps"
-    yield f"restoring it reads {size(plan.bytes_read)} in {steps}, about {duration(plan.seconds)}"
-    yield ""
-    yield table(
-        ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"],
-        [[t.name, t.dtype, _shape(t), size(t.nbytes), size(t.stored), t.codec] for t in found.tensors],
-    )
+    if chain:
+        yield ""
+        yield plan_table(plan)
+    if tensors:
+        yield ""
+        yield table(
+            ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"],
+            [[t.name, t.dtype, _shape(t), size(t.nbytes), _stored(t), t.codec] for t in found.tensors],
+        )
     yield ""
     yield table(["DTYPE", "CODEC", ">TENSORS", ">SIZE", ">STORED"], _summary(found))
+    more = [] if tensors else ["--tensors"]
+    more += [] if chain or len(plan.steps) < 2 else [f"--chain ({counted(len(plan.steps), 'step')})"]
+    if more and sys.stdout.isatty():
+        yield click.style(f"more: {', '.join(more)}", dim=True)
+
+
+def _stored(tensor: TensorDescription) -> str:
+    return size(tensor.stored) if tensor.stored_with is None else f"with {tensor.stored_with}"
 
 
 def _shape(tensor: TensorDescription) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, moment, note, number, size, table
+from ckptstore.cli.output import emit, moment, note, number, paged, size, table
+from ckptstore.cli.ranges import counted, kind_name
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo, TermInfo
@@ -17,6 +20,11 @@ if TYPE_CHECKING:
 
 _MOST = 4
 _LONGEST = 24
+_FEWEST = 3
+"""Step diffs in a row that are one line."""
+_NARROW = 100
+"""Columns below which a terminal gets no seconds and no year."""
+_COLORS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_magenta")
 
 
 @make_command(
@@ -29,15 +37,20 @@ _LONGEST = 24
     ],
 )
 @STORE
-@click.option("-n", "--limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest.")
+@click.option("-n", "--limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest, each in a line.")
 @click.option("--term", type=click.IntRange(min=1), metavar="TERM", help="Only the checkpoints of this term.")
 @click.option(
     "--sort", "by", metavar="NAME[:max]", help="Lowest (or highest) first by this number of the metadata; no graph."
 )
-def command(store: str, limit: int | None, term: int | None, by: str | None, as_json: bool) -> None:
+@click.option("--all", "unfolded", is_flag=True, help="Every step diff in a line of its own, on a terminal too.")
+@click.option("--no-pager", is_flag=True, help="Print it all, however long.")
+def command(
+    store: str, limit: int | None, term: int | None, by: str | None, unfolded: bool, no_pager: bool, as_json: bool
+) -> None:
     """List checkpoints, newest first, with forks as a graph.
 
-    A branch begins where a writer went back and continued from an earlier checkpoint.
+    A branch begins where a writer went back and continued from an earlier checkpoint. On a terminal, step diffs that
+    follow one another are one line, and a list that is longer than the screen goes through PAGER.
     """
     target = opened(store)
     found = target.lineage(limit, term, by)
@@ -55,13 +68,14 @@ def command(store: str, limit: int | None, term: int | None, by: str | None, as_
                 "damage": list(found.damage),
             }
         )
-    elif shown:
-        click.echo(_text(found) if by is None else _listing(found))
-        _closing(found, term)
-    elif found.total and term is None:
-        click.echo(f"{found.total:,} checkpoints")  # none of them was asked for
-    else:
+    elif not found.total or (not shown and term is not None):
         note("no checkpoint yet" if term is None else f"no checkpoint in term {term}")
+    else:
+        terminal = sys.stdout.isatty()
+        fold = terminal and not unfolded and limit is None and by is None
+        layout = _Layout(found, shutil.get_terminal_size().columns if terminal else None, fold=fold)
+        body = [] if not shown else layout.graph() if by is None else layout.listing()
+        paged([_head(found), *body, *_closing(found, term)], pager=not no_pager)
 
 
 def _checkpoint(info: CheckpointInfo, found: Lineage) -> dict[str, Any]:
@@ -87,36 +101,120 @@ def _term(info: TermInfo) -> dict[str, Any]:
     return {"term": info.term, "parent": info.parent, "time": info.time, "checkpoints": info.checkpoints}
 
 
-def _text(found: Lineage) -> str:
-    from ckptstore.cli.graph import draw
-
-    infos = {info.ref: info for info in found.checkpoints}
-    said = any(info.metadata for info in found.checkpoints)
-    rows: list[list[str]] = []
-    # The graph is drawn as far as it is shown, but of the whole: a branch whose root is below looks like a branch.
-    known = {*found.parents, *filter(None, found.parents.values())}
-    for columns, ref in draw(list(found.parents), found.parents, known):
-        if ref in infos:
-            rows.append([columns, *_cells(infos[ref], found, said)])
-        elif ref is None and rows and len(infos) == found.total:
-            rows.append([columns] + [""] * (6 if said else 5))
-    return table(["", *_headings(said)], rows)
+def _head(found: Lineage) -> str:
+    """The store in a line: ``327 checkpoints, 636 MiB, 6 terms, steps 5 to 300, latest 300@6``."""
+    facts = [counted(found.total, "checkpoint"), size(found.nbytes)]
+    facts.append(counted(sum(1 for one in found.terms if one.checkpoints), "term"))
+    if found.steps is not None:
+        first, last = found.steps
+        facts.append(f"steps {first:,} to {last:,}" if first < last else f"step {first:,}")
+    if found.latest is not None:
+        facts.append(f"latest {found.latest}")
+    return click.style(", ".join(facts), bold=True)
 
 
-def _listing(found: Lineage) -> str:
-    """In the order that was asked for, which no graph can follow."""
-    return table(_headings(True), [_cells(info, found, True) for info in found.checkpoints])
+class _Layout:
+    """Lines of the list, for a terminal of `columns` columns, or (None) for a pipe."""
+
+    def __init__(self, found: Lineage, columns: int | None, *, fold: bool) -> None:
+        self._found, self._columns = found, columns
+        self._said = any(info.metadata for info in found.checkpoints)
+        self._groups = _folded(found) if fold else {info.ref: [info] for info in found.checkpoints}
+
+    def graph(self) -> list[str]:
+        """Newest first, with lines that lead to what each continues from."""
+        from ckptstore.cli.graph import draw
+
+        # The graph is drawn as far as it is shown, but of the whole: a branch whose root is below looks like a branch.
+        known = {*self._found.parents, *filter(None, self._found.parents.values())}
+        inside = {info.ref for group in self._groups.values() for info in group[1:]}
+        parents = {ref: parent for ref, parent in self._found.parents.items() if ref not in inside}
+        parents |= {ref: self._found.parents[group[-1].ref] for ref, group in self._groups.items()}
+        whole = len(self._found.checkpoints) == self._found.total
+        rows: list[tuple[str, list[CheckpointInfo]]] = []
+        for lanes, ref in draw(list(parents), parents, known):
+            if ref in self._groups:
+                rows.append((lanes, self._groups[ref]))
+            elif ref is None and rows and whole:
+                rows.append((lanes, []))
+        return self._table(rows)
+
+    def listing(self) -> list[str]:
+        """In the order that was asked for, which no graph can follow."""
+        return self._table([(None, [info]) for info in self._found.checkpoints])
+
+    def _table(self, rows: Sequence[tuple[str | None, list[CheckpointInfo]]]) -> list[str]:
+        drawn = any(lanes is not None for lanes, _ in rows)
+        headings = [*([""] if drawn else []), "CHECKPOINT", "KIND", ">STORED", "TIME", ""]
+        cells = [[*([lanes or ""] if drawn else []), *self._cells(group)] for lanes, group in rows]
+        lines = table(headings, [[*row, ""] for row in cells]).splitlines()
+        margin = max(map(len, map(click.unstyle, lines))) + 2
+        lines[0] += " " * (margin - len(click.unstyle(lines[0]))) + click.style("METADATA" * self._said, bold=True)
+        found = [lines[0].rstrip()]
+        for (lanes, group), line in zip(rows, lines[1:], strict=True):
+            found += self._with_names(line, lanes, group, margin) if group else [line]
+        return found
+
+    def _cells(self, group: list[CheckpointInfo]) -> list[str]:
+        if not group:
+            return [""] * 4
+        newest = group[0]
+        if len(group) > 1:
+            name, kind = f"{group[-1].step}..{newest.ref}", f"{len(group):,} {kind_name(newest.kind)}s"
+        else:
+            # A step diff builds on the checkpoint before it: nobody has to be told so on a terminal.
+            base = newest.base if self._columns is None or newest.kind != "gradient" else None
+            name, kind = newest.ref, kind_name(newest.kind) + (f" of {base}" if base else "")
+        kind += ", lossy" if newest.lossy else ""
+        when = moment(newest.time)
+        if self._columns is not None and self._columns < _NARROW and len(when) == len("2026-11-23 03:16:18"):
+            when = when[len("2026-") : -len(":18")]
+        color = _COLORS[newest.term % len(_COLORS)]
+        return [click.style(name, fg=color), kind, size(sum(info.stored for info in group)), when]
+
+    def _with_names(self, line: str, lanes: str | None, group: list[CheckpointInfo], margin: int) -> Iterator[str]:
+        """The line of a checkpoint with its names, in a line of their own where they would be cut, and metadata."""
+        info = group[0]
+        names = ["latest"] if info.ref == self._found.latest else []
+        names += [f"tag:{tag}" for tag in info.tags]
+        said = _said(info.metadata)
+        line += " " * (margin - len(click.unstyle(line)))
+        room = None if self._columns is None else self._columns - margin
+        below = room is not None and len(" ".join(names)) > room
+        if names and not below:
+            line += _styled(names) + "  "
+            room = None if room is None else room - len(" ".join(names)) - 2
+        if room is not None and len(said) > room:
+            said = said[: room - 3].rstrip() + "..." if room > len("loss 0.1...") else ""
+        yield (line + said).rstrip()
+        if below:
+            ends = self._found.parents.get(group[-1].ref) is None
+            yield f"{(lanes or '').replace('*', ' ' if ends else '|')}  {_styled(names)}"
 
 
-def _headings(said: bool) -> list[str]:
-    return ["CHECKPOINT", "KIND", ">STORED", "TIME", *(["METADATA"] if said else []), ""]
+def _styled(names: Sequence[str]) -> str:
+    return " ".join(click.style(name, fg="yellow" if name != "latest" else None, bold=True) for name in names)
 
 
-def _cells(info: CheckpointInfo, found: Lineage, said: bool) -> list[str]:
-    names = (["latest"] if info.ref == found.latest else []) + [f"tag:{tag}" for tag in info.tags]
-    kind = info.kind + (f" of {info.base}" if info.base else "") + (", lossy" if info.lossy else "")
-    metadata = [_said(info.metadata)] if said else []
-    return [info.ref, kind, size(info.stored), moment(info.time), *metadata, " ".join(names)]
+def _folded(found: Lineage) -> dict[str, list[CheckpointInfo]]:
+    """Newest REF -> it, and the step diffs before it that need no line of their own.
+
+    What has a name has one, and so has what another term continues from.
+    """
+    named = {found.latest} | {info.ref for info in found.checkpoints if info.tags}
+    roots = {parent for ref, parent in found.parents.items() if parent and parent.split("@")[1] != ref.split("@")[1]}
+    groups: list[list[CheckpointInfo]] = []
+    for info in found.checkpoints:
+        alone = info.kind != "gradient" or info.ref in named or info.ref in roots
+        last = groups[-1][-1] if groups else None
+        if alone or last is None or last.kind != "gradient" or last.ref in named | roots:
+            groups.append([info])
+        elif found.parents[last.ref] == info.ref and last.lossy == info.lossy:
+            groups[-1].append(info)
+        else:
+            groups.append([info])
+    lines = [[group] if len(group) >= _FEWEST else [[info] for info in group] for group in groups]
+    return {group[0].ref: group for line in lines for group in line}
 
 
 def _said(metadata: Mapping[str, Any]) -> str:
@@ -132,10 +230,10 @@ def _said(metadata: Mapping[str, Any]) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _closing(found: Lineage, term: int | None) -> None:
-    if len(found.checkpoints) < found.total and term is None:
-        click.echo(f"... and {found.total - len(found.checkpoints):,} more")
+def _closing(found: Lineage, term: int | None) -> Iterator[str]:
+    if found.checkpoints and len(found.checkpoints) < found.total and term is None:
+        yield f"... and {found.total - len(found.checkpoints):,} more"
     newest = found.terms[0]
-    if newest.checkpoints == 0 and term is None:
+    if found.checkpoints and newest.checkpoints == 0 and term is None:
         since = f"from {newest.parent}" if newest.parent else "from nothing"
-        click.echo(f"term {newest.term} was opened {moment(newest.time)} {since}; nothing saved in it yet")
+        yield f"term {newest.term} was opened {moment(newest.time)} {since}; nothing saved in it yet"

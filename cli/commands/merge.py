@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptstore.cli.arguments import RANGE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import duration, emit, note, progress, size, some, table
+from ckptstore.cli.output import duration, emit, note, progress, size, table
+from ckptstore.cli.ranges import checkpoints, counted, ranges
 from ckptstore.errors import RequestError
 
 if TYPE_CHECKING:
@@ -30,16 +32,26 @@ NOT_MERGED = RequestError.exit_code
 @click.argument("steps", type=RANGE, metavar="A..B")
 @click.option("--keep-steps", is_flag=True, help="Keep every step of the range, all of them in one segment.")
 @click.option("--dry-run", is_flag=True, help="Write nothing: do the work, and show what would become of it.")
+@click.option("--yes", is_flag=True, help="Do not ask, on a terminal, before checkpoints are given up.")
 @answer_options
 def command(
-    store: str, steps: str, keep_steps: bool, dry_run: bool, take_over: bool, timeout: float, as_json: bool
+    store: str, steps: str, keep_steps: bool, dry_run: bool, yes: bool, take_over: bool, timeout: float, as_json: bool
 ) -> int:
     """Merge the diffs of a range into one segment.
 
-    The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit; of its other diffs none does,
-    unless with --keep-steps. Fulls stay, and so does what a tag names or another term continues from. What was
-    written is read back and compared before anything else is given up. Then `ckpt gc` frees the space.
+    The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit. The deltas and step diffs before
+    it can no longer be restored, unless you say --keep-steps. Fulls stay, and so does what a tag names or another term
+    continues from. What was written is read back and compared before anything is given up. Then `ckpt gc` frees the
+    space.
     """
+
+    def tell(lost: tuple[str, ...]) -> None:
+        note(f"{counted(len(lost), 'checkpoint')} can no longer be restored after this: {ranges(lost)}")
+        asked = sys.stdin.isatty() and sys.stderr.isatty() and not (yes or dry_run or as_json)
+        if asked and not click.confirm("Merge (--keep-steps would keep them)?", err=True):
+            note("nothing was changed")
+            raise click.exceptions.Exit(1)
+
     target = opened(store)
     with progress("merging") as advance:
         done = target.merge(
@@ -49,6 +61,7 @@ def command(
             dry_run=dry_run,
             timeout=timeout,
             progress=advance,
+            on_loss=tell,
         )
     if as_json:
         emit(_json(store, done))
@@ -99,14 +112,14 @@ def _print(done: Merged, timeout: float) -> None:
     would = "would be " if done.answer != "accepted" else ""
     last = done.merged[-1] if done.merged else done.last
     if done.merged:
-        click.echo(f"{would}merged into one segment: {some(done.merged)}")
+        click.echo(f"{would}merged into one segment: {checkpoints(done.merged)}")
     click.echo(f"{last}: {_METHODS[done.method]}")
     if done.retired:
-        click.echo(f"{would}retired: {some(done.retired)}")
+        click.echo(f"{would}retired: {checkpoints(done.retired)}")
     for ref, why in done.held.items():
         click.echo(f"stays: {ref}, {why}")
     if done.fulls:
-        click.echo(f"fulls, which stay: {some(done.fulls)}")
+        click.echo(f"fulls, which stay: {ranges(done.fulls)}")
     click.echo(
         table(
             ["", ">STORED", f">TO RESTORE {last}", ">SEGMENTS", ">LAYERS", ">TIME"],
@@ -126,7 +139,8 @@ def _row(cost: RestoreCost) -> list[str]:
 def _closing(done: Merged, timeout: float) -> None:
     if done.answer == "accepted":
         if done.dropped:
-            note(f"{len(done.dropped):,} segments are not needed any more: `ckpt gc` deletes them")
+            unneeded = counted(len(done.dropped), "segment", "is", "are")
+            note(f"{unneeded} needed no more: `ckpt gc` frees {size(done.dropped_nbytes)}")
         return
     if done.answer == "planned":
         note("nothing was written (--dry-run); sizes are measured, not estimated")

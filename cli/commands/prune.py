@@ -8,7 +8,8 @@ import click
 
 from ckptstore.cli.arguments import RULE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, progress, size, some, table
+from ckptstore.cli.output import emit, note, progress, size, table
+from ckptstore.cli.ranges import checkpoints, counted, ranges
 
 if TYPE_CHECKING:
     from ckptstore import Collected, Pruned
@@ -83,27 +84,29 @@ def _json(store: str, done: Pruned, collected: Collected | None, dry_run: bool) 
 
 
 def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
-    rows = [[reason, f"{len(refs):,}", some(refs, 4)] for reason, refs in done.kept.items()]
+    rows = [[reason, f"{len(refs):,}", ranges(refs)] for reason, refs in done.kept.items()]
     click.echo(table(["KEPT BY", ">COUNT", "CHECKPOINTS"], rows))
     would = "would " if dry_run else ""
     click.echo(f"{would}keep {done.checkpoints:,}" if dry_run else f"kept {done.checkpoints:,}", nl=False)
     verb = "retire" if dry_run else "retired"
-    click.echo(f", {would}{verb} {len(done.retired):,}{': ' + some(done.retired) if done.retired else ''}")
+    click.echo(f", {would}{verb} {len(done.retired):,}{': ' + ranges(done.retired) if done.retired else ''}")
     if done.held:
         click.echo(
-            f"retired and stored still, because others build on it: {some(done.held)}: {size(done.held_nbytes)} of "
-            "their own"
+            f"retired and stored still, because others build on it: {checkpoints(done.held)} "
+            f"({size(done.held_nbytes)} of their own)"
         )
     freed = done.dropped_nbytes
     if collected is None:
         if done.dropped:
             what = "would free" if dry_run else "frees"
-            note(f"{len(done.dropped):,} segments are needed no more: `ckpt gc` {what} {size(freed)}")
+            unneeded = counted(len(done.dropped), "segment", "is", "are")
+            note(f"{unneeded} needed no more: `ckpt gc` {what} {size(freed)}")
     elif dry_run:
         click.echo(
-            f"would delete {len(done.dropped) + len(collected.segments):,} segments: {size(freed + collected.nbytes)}"
+            f"would delete {counted(len(done.dropped) + len(collected.segments), 'segment')}: "
+            f"{size(freed + collected.nbytes)}"
         )
     else:
-        click.echo(f"deleted {len(collected.segments):,} segments: {size(collected.nbytes)}")
+        click.echo(f"deleted {counted(len(collected.segments), 'segment')}: {size(collected.nbytes)}")
         if collected.pinned:
             note(f"{size(collected.pinned_nbytes)} stay until their readers are done: `ckpt gc` then")

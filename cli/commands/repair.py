@@ -9,7 +9,8 @@ import click
 
 from ckptstore.cli.arguments import STORE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, progress, size, some
+from ckptstore.cli.output import emit, note, progress, size
+from ckptstore.cli.ranges import checkpoints, counted, ranges
 from ckptstore.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -77,18 +78,20 @@ def _print(done: Repaired) -> None:
     _print_lost("lost", done.lost)
     for name, ref in done.tags.items():
         click.echo(f"{click.style('lost', fg='red', bold=True)}     tag {name}, which named {ref}")
-    kept = f"{len(done.kept):,} checkpoints, {some(done.kept)}" if done.kept else "no checkpoint"
+    kept = checkpoints(done.kept) if done.kept else "no checkpoint"
     click.echo(f"{click.style('kept', fg='green', bold=True)}     {kept}")
     if done.found:
-        click.echo(f"found    {some(done.found)}: the log says nothing of them, their segments do")
+        click.echo(f"found    {checkpoints(done.found)}: the log says nothing of them, their segments do")
     if done.rewritten:
-        click.echo(f"rewritten, because their segment is damaged elsewhere: {some(done.rewritten)}")
-    click.echo(f"{done.segments:,} segments, {size(done.nbytes)} written; latest is {done.latest or 'nothing'}")
+        click.echo(f"rewritten, because their segment is damaged elsewhere: {ranges(done.rewritten)}")
+    click.echo(
+        f"{counted(done.segments, 'segment')}, {size(done.nbytes)} written; latest is {done.latest or 'nothing'}"
+    )
     if done.log != "whole":
         note("tags, metadata and retirements that stood in lost parts of the log are lost with them")
     if done.unproven:
         note(
-            f"tensors of {some(done.unproven, 4)} are what was saved; of the rest of their state nothing but their own "
+            f"tensors of {ranges(done.unproven)} are what was saved; of the rest of their state nothing but their own "
             "segments tells"
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 )
 @STORE
 @click.argument("ref", type=REF, default="latest", metavar="[REF]")
-@click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="The file to write.")
+@click.option("--out", type=click.Path(), metavar="PATH", help="The file to write.")
 @click.option(
     "--format",
     "file_format",
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 def command(
     store: str,
     ref: str,
-    out: Path | None,
+    out: str | None,
     file_format: Literal["safetensors", "pt"] | None,
     select: tuple[str, ...],
     max_shard_size: int | None,

@@ -6,7 +6,8 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, size, some
+from ckptstore.cli.output import emit, note, size
+from ckptstore.cli.ranges import checkpoints, counted, ranges
 
 
 @make_command(
@@ -39,9 +40,10 @@ def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, t
             }
         )
         return
-    click.echo(f"{'would retire' if dry_run else 'retired'} {some(done.retired)}")
+    click.echo(f"{'would retire' if dry_run else 'retired'} {checkpoints(done.retired)}")
     if done.kept:
-        click.echo(f"stored still, because others build on it or share its segment: {some(done.kept)}")
+        click.echo(f"stored still, because others build on it or share its segment: {ranges(done.kept)}")
     if done.dropped:
-        what = "would not be needed" if dry_run else "are not needed"
-        note(f"{len(done.dropped):,} segments ({size(done.dropped_nbytes)}) {what} any more: `ckpt gc` deletes them")
+        then = "would free" if dry_run else "frees"
+        unneeded = counted(len(done.dropped), "segment", "is", "are")
+        note(f"{unneeded} needed no more: `ckpt gc` {then} {size(done.dropped_nbytes)}")

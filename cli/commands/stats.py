@@ -32,6 +32,11 @@ def command(store: str, plot: Path | None, metric: str, as_json: bool) -> None:
 
     By kind, term and class of tensor; what pruning by the store's rules, and gc, would free.
     """
+    if plot is not None:  # before anything is read, not after
+        from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
+
+        refuse_store(plot.resolve())
+        refuse_missing_folder(plot)
     target = opened(store)
     found = target.stats()
     for damage in target.lineage().damage:

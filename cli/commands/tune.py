@@ -13,7 +13,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.arguments import opened
 from ckptstore.cli.commands.tune_interval import command as interval
 from ckptstore.cli.output import duration, emit, note, number, size, table
-from ckptstore.cli.quantities import AMOUNT, RATE, TIME
+from ckptstore.cli.quantities import AMOUNT, RATE, TIME, Typed
 
 if TYPE_CHECKING:
     from ckptstore.tuning import Configuration, Job, Model
@@ -110,7 +110,8 @@ def _wasted_time(
     if as_json:
         emit(document)
     else:
-        click.echo("\n".join(_text(document)))
+        typed = {name: one.text for name, one in given.items() if isinstance(one, Typed)}
+        click.echo("\n".join(_text(document, typed)))
 
 
 command.add_command(interval)
@@ -208,8 +209,8 @@ def _configuration(model: Model, pair: Configuration) -> dict[str, Any]:
     return asdict(pair) | {"wasted": asdict(waste) | {"total": waste.total}}
 
 
-def _text(found: dict[str, Any]) -> Iterator[str]:
-    yield from _inputs(found)
+def _text(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
+    yield from _inputs(found, typed)
     yield ""
     optimum, fulls, real = found["optimum"], found["fulls_only"], found["continuous"]
     wasted = optimum["wasted"]
@@ -252,7 +253,7 @@ def _point(place: dict[str, float]) -> str:
     return f"1/f = {place['interval']:.4g}, b = {place['batch']:.4g}"
 
 
-def _inputs(found: dict[str, Any]) -> Iterator[str]:
+def _inputs(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
     job, iteration = found["job"], found["job"]["iteration"]
     rows = []
     for name, source in found["sources"].items():
@@ -264,7 +265,7 @@ def _inputs(found: dict[str, Any]) -> Iterator[str]:
         else:
             text = duration(value) if value >= 1 else f"{value * 1000:.4g} ms"
             converted = number(value / iteration)
-        rows.append([_OPTIONS[name].removeprefix("--"), text, converted, source])
+        rows.append([_OPTIONS[name].removeprefix("--"), typed.get(name, text), converted, source])
     yield table(["INPUT", ">VALUE", ">ITERATIONS", "FROM"], rows)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptstore.cli.arguments import REF, STORE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, progress, size, some
+from ckptstore.cli.output import emit, note, progress, size, some
+from ckptstore.cli.ranges import checkpoints, counted, ranges
 from ckptstore.errors import CorruptionError, StorageError
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def command(store: str, ref: str | None, deep: bool, as_json: bool) -> int:
     if as_json:
         emit(_json(report))
     else:
-        _print(report)
+        _print(report, store)
     return DAMAGED if report.damage else UNREAD if report.unread else 0
 
 
@@ -76,31 +78,37 @@ def _json(report: VerificationReport) -> dict[str, Any]:
     }
 
 
-def _print(report: VerificationReport) -> None:
+def _print(report: VerificationReport, store: str) -> None:
     total = len(report.restorable) + len(report.lost) + len(report.unknown)
     decoded = ", each of them decoded" if report.deep else ""
-    what = f"{total:,} checkpoints{decoded}" if report.ref is None else f"checkpoint {report.ref}"
+    what = f"{counted(total, 'checkpoint')}{decoded}" if report.ref is None else f"checkpoint {report.ref}"
     if report.ref is not None and report.deep:
         what += ", decoded"
-    click.echo(f"checked {size(report.nbytes)} in {report.objects:,} objects, {what}")
+    click.echo(f"checked {size(report.nbytes)} in {counted(report.objects, 'object')}, {what}")
     for damage in report.damage:
-        needed = f"  (needed by {some(damage.checkpoints)})" if damage.checkpoints else ""
+        needed = f"  (needed by {ranges(damage.checkpoints)})" if damage.checkpoints else ""
         click.echo(f"{click.style('damaged', fg='red', bold=True)}  {damage.key}: {damage.what}{needed}")
     for unread in report.unread:
         click.echo(f"{click.style('unread', fg='yellow', bold=True)}   {unread.key}: {unread.what}")
     if report.lost:
-        click.echo(f"{click.style('lost', fg='red', bold=True)}     {some(report.lost)}")
+        click.echo(f"{click.style('lost', fg='red', bold=True)}     {checkpoints(report.lost)}")
     if report.unknown:
-        click.echo(f"{click.style('unknown', fg='yellow', bold=True)}  {some(report.unknown)}")
+        click.echo(f"{click.style('unknown', fg='yellow', bold=True)}  {checkpoints(report.unknown)}")
     if not report.ok:
-        click.echo(f"intact   {some(report.restorable) if report.restorable else 'no checkpoint'}")
+        click.echo(f"intact   {checkpoints(report.restorable) if report.restorable else 'no checkpoint'}")
         if report.latest is not None:
             click.echo(f"newest checkpoint that can be restored: {report.latest.ref}")
+            if report.ref is None:
+                place = shlex.quote(store)
+                command = f"ckpt restore {place} {report.latest.ref} --out FILE"
+                note(f"`{command}` writes it to a file; `ckpt repair {place} DST` makes a store of what is intact")
     if report.orphans:
         hidden = any(damage.key.startswith("log/") for damage in report.damage)
         why = "or to one that a damaged log slot hides: keep them" if hidden else "left by interrupted saves; harmless"
-        click.echo(f"{len(report.orphans):,} segments belong to no checkpoint ({why})")
+        click.echo(f"{counted(len(report.orphans), 'segment', 'belongs', 'belong')} to no checkpoint ({why})")
     if report.strangers:
-        click.echo(f"{len(report.strangers):,} files are not part of the store: {some(report.strangers)}")
+        click.echo(
+            f"{counted(len(report.strangers), 'file', 'is', 'are')} not part of the store: {some(report.strangers)}"
+        )
     if report.ok:
         click.echo(click.style("intact", fg="green", bold=True))

@@ -15,7 +15,7 @@ def test_copy(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert (done["checkpoints"], done["segments"], done["went_on"]) == (["3@1", "5@3"], 2, False)
     assert ckpt("verify", tmp_path / "copy", "--deep").code == 0
     text = ckpt("copy", run, tmp_path / "all")
-    assert text.out.splitlines()[0] == "copied 7 checkpoints: 1@1, 2@1, 3@1, 4@1, 3@2, 4@2, 5@3"
+    assert text.out.splitlines()[0] == "copied 7 checkpoints: 1..4@1, 3@2, 4@2, 5@3"
     assert text.out.splitlines()[1].startswith("7 segments, ")
     again = ckpt("copy", run, tmp_path / "all").out.splitlines()
     assert again[1:] == ["0 segments, 0 B written and verified", "7 segments were there already"]
@@ -47,7 +47,7 @@ def test_repair(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert text.out.splitlines()[-4:-1] == [
         f"lost     5@3: {key}: the segment is committed but missing",
         "lost     tag best, which named 5@3",
-        "kept     6 checkpoints, 1@1, 2@1, 3@1, 4@1, 3@2, 4@2",
+        "kept     6 checkpoints: 1..4@1, 3@2, 4@2",
     ]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.cli.terminal import on_a_terminal
 
 
 def test_text(ckpt: Run, pristine: Path) -> None:
@@ -41,6 +44,34 @@ def test_all_sort_and_select(ckpt: Run, pristine: Path) -> None:
     assert names("--sort", "norm")[0] == "model.embedding.weight"
     assert names("--select", "odd.*") == ["odd.half"]
     assert ckpt("diff", pristine, "2", "5", "--select", "odd.*", "--json").json["state"] == []
+
+
+def test_what_changed_most_comes_first_counters_and_random_states_last(ckpt: Run, tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "run")
+    with store.writer(poll_seconds=None) as writer:
+        for step in (1, 2):
+            weights = {name: np.full(10, 1 + (step - 1) * change) for name, change in (("a", 0.1), ("b", 0.5))}
+            counters = {"step": np.array(float(step)), "rng": np.full(50, step, np.uint8)}
+            extra = {"new": np.zeros(3)} if step == 2 else {}
+            writer.save({"optimizer": counters, "model": weights, **extra}, step)
+    url = store.url
+    rows = [line.split()[0] for line in ckpt("diff", url, "1", "2").out.splitlines()[3:]]
+    assert rows == ["new", "model.b", "model.a", "optimizer.step", "optimizer.rng"]
+    in_order = [one["name"] for one in ckpt("diff", url, "1", "2", "--json").json["tensors"]]
+    assert in_order == ["optimizer.step", "optimizer.rng", "model.a", "model.b", "new"]
+    assert [line.split()[0] for line in ckpt("diff", url, "1", "2", "--sort", "state").out.splitlines()[3:]] == in_order
+    screen = on_a_terminal("diff", url, "1", "2", errors=False).splitlines()
+    assert screen[2].split() == ["TENSOR", "DTYPE", "SHAPE", "RELATIVE", "BITS", "MAX"]
+    assert screen[3].split()[:4] == ["new", "F64", "3", "added"]
+    assert max(map(len, screen)) <= 80
+
+
+def test_exit_code(ckpt: Run, pristine: Path) -> None:
+    assert ckpt("diff", pristine, "2@1", "4@1").code == 0
+    assert ckpt("diff", pristine, "2@1", "4@1", "--exit-code").code == 1
+    assert ckpt("diff", pristine, "2@1", "4@1", "--exit-code", "--json").code == 1
+    assert ckpt("diff", pristine, "5", "latest", "--exit-code").code == 0
+    assert ckpt("diff", pristine, "2@1", "4@1", "--exit-code", "--select", "model.frozen").code == 0
 
 
 def test_added_and_removed(ckpt: Run, pristine: Path) -> None:

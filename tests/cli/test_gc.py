@@ -38,7 +38,7 @@ def test_what_nothing_needs_goes(ckpt: Run, run: Path, litter: Path) -> None:
     assert (run / litter).exists()
     outcome = ckpt("gc", run)
     assert outcome.code == 0
-    assert outcome.out.startswith("deleted 1 segments: ")
+    assert outcome.out.startswith("deleted 1 segment: ")
     assert not (run / litter).exists()
     assert ckpt("gc", run).out == "deleted 0 segments: 0 B\n"
     assert ckpt("verify", run).code == 0
@@ -51,16 +51,16 @@ def test_who_pins_is_named(ckpt: Run, run: Path, litter: Path) -> None:
         outcome = ckpt("gc", run)
         assert outcome.code == 0
         assert "deleted 0 segments" in outcome.out
-        assert "pinned by readers, kept: 1 segments" in outcome.out
+        assert "pinned by readers, kept: 1 segment," in outcome.out
         assert f"  {pin.key}: host " in outcome.out
-        assert f"pid {os.getpid()}, 1 segments" in outcome.out
+        assert f"pid {os.getpid()}, 1 segment\n" in outcome.out
         assert "--wait" in outcome.err
         found = ckpt("gc", run, "--wait", "0.3", "--json").json
         assert_documented(found, documented("ckpt gc")[0])
         assert found["pinned"] == [str(litter)]
         assert found["pins"][0]["reader"]["pid"] == os.getpid()
         assert (run / litter).exists()
-    assert "deleted 1 segments" in ckpt("gc", run).out
+    assert "deleted 1 segment" in ckpt("gc", run).out
 
 
 def test_the_pin_of_a_dead_reader_is_found_out(
@@ -70,8 +70,8 @@ def test_the_pin_of_a_dead_reader_is_found_out(
     pin.renew()  # and never again
     monkeypatch.setattr(gc, "SHORTEST_TTL", 0.1)
     outcome = ckpt("gc", run, "--wait", "20", "--pin-ttl", "0.3")
-    assert "deleted 1 segments" in outcome.out
-    assert f"the pins of 1 dead readers: {pin.key}" in outcome.out
+    assert "deleted 1 segment" in outcome.out
+    assert f"the pins of 1 dead reader: {pin.key}" in outcome.out
     assert not (run / litter).exists()
 
 

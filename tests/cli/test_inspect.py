@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ckptstore
 from ckptstore.backends import open_backend
+from ckptstore.cli import output
 from ckptstore.write.steps.batcher import DiffOptions
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.write.test_diffs import Trainer
@@ -16,13 +17,48 @@ def test_text(ckpt: Run, pristine: Path) -> None:
     assert outcome.code == 0
     lines = outcome.out.splitlines()
     assert lines[0] == "checkpoint 5@3  tag:best"
-    assert lines[2].startswith("5 tensors, 11.8 KiB; stored in")
-    assert lines[3] == f"medium: {open_backend(pristine, create=False).medium()}"
+    assert lines[1].startswith("5 tensors, 11.8 KiB; stored in")
+    assert lines[2].startswith("restores from: 5@3 full (reads 11.8 KiB, ")
+    assert lines[4] == f"medium: {open_backend(pristine, create=False).medium()}"
+    assert not any(line.startswith("model.embedding.weight") for line in lines)
+    assert ".safetensors" not in outcome.out
+    assert sum(int(line.split()[2]) for line in lines if line.startswith(("F", "I", "C"))) == 5
+
+
+def test_rows_on_request(ckpt: Run, pristine: Path) -> None:
+    lines = ckpt("inspect", pristine, "--tensors", "--chain").out.splitlines()
     assert any(line.startswith("5@3    full") and line.endswith(".safetensors") for line in lines)
     assert next(line for line in lines if line.startswith("model.embedding.weight")).split() == [
         *["model.embedding.weight", "F32", "100x30", "11.7", "KiB", "11.7", "KiB", "raw"]
     ]
     assert next(line for line in lines if line.startswith("odd.z")).split()[1:3] == ["C128", "scalar"]
+    selected = ckpt("inspect", pristine, "--select", "odd.*").out
+    assert "odd.half" in selected
+    assert "model.embedding.weight" not in selected
+    assert ckpt("inspect", pristine, "--tensor", "odd.z", "--chain").code == 2
+
+
+def test_a_chain_of_step_diffs_in_one_line(ckpt: Run, tmp_path: Path) -> None:
+    trainer, store = Trainer(), ckptstore.open(tmp_path / "run", create=True)
+    with store.writer(diffs=DiffOptions(batch=4)) as writer:
+        for step in range(1, 7):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+    text = ckpt("inspect", store.url, "--chain", "--tensors").out
+    assert "\nrestores from: 1@1 full > 5 step diffs (reads " in text
+    assert "gradient" not in text
+    found = ckpt("inspect", store.url, "--json").json
+    assert [step["kind"] for step in found["plan"]["steps"]] == ["full", *["gradient"] * 5]
+    rows = {line.split()[0]: line for line in text.splitlines() if line.startswith(("m", "v"))}
+    with_others = {one["name"]: one["stored_with"] for one in found["tensors"]}
+    assert with_others["master.wide"] is None
+    assert with_others["m.wide"] == "master.wide"
+    assert "  with master.wide  step" in rows["m.wide"]
+    assert "with" not in rows["master.wide"]
+    key = found["chain"][-1]["segments"][0]
+    assert key in text
+    assert output.short_key(key, short=True) == f"1/{key.split('/')[-1][:8]}"
+    assert output.short_key("log/7", short=True) == "log/7"
 
 
 def test_json(ckpt: Run, pristine: Path) -> None:
@@ -100,10 +136,9 @@ def test_lossy_is_said_of_what_is_lossy_and_of_nothing_else(ckpt: Run, tmp_path:
         assert [link["lossy"] for link in found["chain"]] == [False, True][: 1 + lossy]
         restored = ckpt("restore", store.url, ref, "--out", tmp_path / f"{ref}.pt")
         assert (f"note: {ref}@1 is lossy" in restored.err) == lossy
-    assert [line.split()[1:3] for line in ckpt("log", store.url).out.splitlines()[1:]] == [
-        *[["5@1", "gradient"], ["1@1", "full"]]
-    ]
-    assert ["lossy" in line for line in ckpt("log", store.url).out.splitlines()[1:]] == [True, False]
+    listed = [line.split()[1:] for line in ckpt("log", store.url).out.splitlines()[2:]]
+    assert [line[: 2 + (line[1] == "step")] for line in listed] == [["5@1", "step", "diff"], ["1@1", "full"]]
+    assert ["lossy" in line for line in ckpt("log", store.url).out.splitlines()[2:]] == [True, False]
 
 
 def test_errors(ckpt: Run, pristine: Path) -> None:
@@ -124,4 +159,5 @@ def test_a_damaged_segment(ckpt: Run, run: Path) -> None:
     outcome = ckpt("inspect", run)
     assert outcome.code == 4
     assert segment.name in outcome.err
-    assert "hint: `ckpt verify STORE`" in outcome.err
+    assert "hint: 4@2 is the nearest before it that does not need this segment: " in outcome.err
+    assert f"`ckpt restore {run} 4@2 --out FILE`; `ckpt verify {run}` names what is damaged" in outcome.err

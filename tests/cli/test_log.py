@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import ckptstore
 from ckptstore.log import checkpoints
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.cli.terminal import on_a_terminal
+from tests.write.test_diffs import Trainer
 
 
 def columns(text: str) -> list[str]:
     """Graph and REF of each line."""
-    return [line.split("full")[0].rstrip() for line in text.splitlines()[1:]]
+    return [line.split("full")[0].rstrip() for line in text.splitlines()[2:]]
 
 
 def test_newest_first_with_the_fork_as_a_graph(ckpt: Run, pristine: Path) -> None:
@@ -31,8 +34,8 @@ def test_newest_first_with_the_fork_as_a_graph(ckpt: Run, pristine: Path) -> Non
         "*    2@1",
         "*    1@1",
     ]
-    assert outcome.out.splitlines()[1].endswith("latest tag:best")
-    assert "KiB" in outcome.out
+    assert outcome.out.splitlines()[2].endswith("latest tag:best")
+    assert re.fullmatch(r"7 checkpoints, [\d.]+ KiB, 3 terms, steps 1 to 5, latest 5@3", outcome.out.splitlines()[0])
 
 
 def test_limit_and_term(ckpt: Run, pristine: Path) -> None:
@@ -40,7 +43,7 @@ def test_limit_and_term(ckpt: Run, pristine: Path) -> None:
     assert columns(limited.out) == ["*  5@3", "*  4@2", "... and 5 more"]
     assert columns(ckpt("log", pristine, "--term", "1", "--limit", "3").out) == ["| *  4@1", "| *  3@1", "*    2@1"]
     none = ckpt("log", pristine, "-n", "0")
-    assert (none.code, none.out, none.err) == (0, "7 checkpoints\n", "")
+    assert (none.code, len(none.out.splitlines()), none.err) == (0, 1, "")
     nothing = ckpt("log", pristine, "--term", "9")
     assert (nothing.code, nothing.out, nothing.err) == (0, "", "note: no checkpoint in term 9\n")
 
@@ -70,7 +73,7 @@ def test_a_term_without_checkpoints_is_told(ckpt: Run, run: Path) -> None:
     outcome = ckpt("log", run)
     assert outcome.out.splitlines()[-1].startswith("term 4 was opened ")
     assert outcome.out.splitlines()[-1].endswith("from 3@2; nothing saved in it yet")
-    assert "latest" in next(line for line in outcome.out.splitlines() if "3@2 " in line)
+    assert "latest" in next(line for line in outcome.out.splitlines()[1:] if "3@2 " in line)
 
 
 def test_no_store(ckpt: Run, tmp_path: Path) -> None:
@@ -103,12 +106,14 @@ def test_the_newest_ones_are_drawn_as_in_the_whole_graph(ckpt: Run, tmp_path: Pa
             for step in steps:
                 writer.save({"step": step}, step=step)
     only = [] if term is None else ["--term", str(term)]
-    whole = [line for line in ckpt("log", tmp_path / "forks", *only).out.splitlines() if "@" in line]
+    whole = [line for line in ckpt("log", tmp_path / "forks", *only).out.splitlines()[1:] if "@" in line]
     assert len(whole) == {None: 8, 1: 3, 3: 1}[term]
     columns = [line.split("@")[0] for line in whole]
     for limit in range(1, len(whole) + 1):
         shown = [
-            line for line in ckpt("log", tmp_path / "forks", "-n", str(limit), *only).out.splitlines() if "@" in line
+            line
+            for line in ckpt("log", tmp_path / "forks", "-n", str(limit), *only).out.splitlines()[1:]
+            if "@" in line
         ]
         assert [line.split("@")[0].split() for line in shown] == [line.split() for line in columns[:limit]]
 
@@ -156,12 +161,59 @@ def test_the_best_first(ckpt: Run, tmp_path: Path) -> None:
     assert found == [2, 1, 5, 4, 3]
     highest = ckpt("log", store.url, "--sort", "loss:max", "-n", 2)
     lines = highest.out.splitlines()
-    assert [line.split()[0] for line in lines] == ["CHECKPOINT", "5@1", "1@1", "..."]
-    assert "METADATA" in lines[0]
-    assert lines[1].split()[-3:] == ["loss", "7", "latest"]
-    assert lines[2].endswith("loss 2.5, run a b")
+    assert [line.split()[0] for line in lines[1:]] == ["CHECKPOINT", "5@1", "1@1", "..."]
+    assert "METADATA" in lines[1]
+    assert lines[2].split()[-3:] == ["latest", "loss", "7"]
+    assert lines[3].endswith("loss 2.5, run a b")
     drawn = ckpt("log", store.url).out.splitlines()
-    assert drawn[4].startswith("*  2@1")
-    assert "loss 1.25" in drawn[4]
+    assert drawn[5].startswith("*  2@1")
+    assert "loss 1.25" in drawn[5]
     assert [info.step for info in store.lineage(3, by="loss").checkpoints] == [2, 1, 5]
     assert [info.step for info in store.lineage(by="nothing").checkpoints] == [5, 4, 3, 2, 1]
+
+
+@pytest.fixture
+def stepped(tmp_path: Path) -> Path:
+    """Term 1: a full and step diffs 2 to 20, of which 9 is tagged. Term 2 goes on from 12@1: 13 to 16."""
+    trainer, store = Trainer(sizes={"w": (40,)}), ckptstore.open(tmp_path / "stepped", create=True)
+    for parent, steps in ((None, range(1, 21)), ("12@1", range(13, 17))):
+        with store.writer(parent, diffs=ckptstore.DiffOptions(batch=5), poll_seconds=None) as writer:
+            for step in steps:
+                trainer.step = step - 1
+                trainer.train()
+                writer.save_async(trainer.state(), step, updates=trainer.updates(), metadata={"loss": 1 / step})
+            if parent is None:
+                writer.tag("best", 9)
+                writer.tag("a-name-that-is-as-long-as-half-a-screen", 9)
+    return tmp_path / "stepped"
+
+
+def test_a_terminal_gets_step_diffs_in_one_line(ckpt: Run, stepped: Path) -> None:
+    screen = on_a_terminal("log", stepped).splitlines()
+    assert screen[0].startswith("24 checkpoints, ")
+    assert screen[0].endswith(", 2 terms, steps 1 to 20, latest 16@2")
+    assert all(len(line) <= 80 for line in screen)
+    assert any(line.startswith("| *  13..20@1    8 step diffs") for line in screen)
+    assert any(line.split()[1:5] == ["2..8@1", "7", "step", "diffs"] for line in screen)
+    assert any(line.startswith("*    10@1        step diff") for line in screen)  # two in a row are two lines
+    assert [line for line in screen if "tag:" in line] == ["|  tag:a-name-that-is-as-long-as-half-a-screen tag:best"]
+    wide = on_a_terminal("log", stepped, columns=140).splitlines()
+    assert next(line for line in wide if "tag:best" in line).split()[1] == "9@1"
+    for listed in (on_a_terminal("log", stepped, "--all"), ckpt("log", stepped).out):
+        assert sum("@" in line for line in listed.splitlines()[2:]) >= 24
+        assert "..2" not in listed
+
+
+def test_the_pager_is_for_what_does_not_fit(stepped: Path) -> None:
+    pager = "sed 1iPAGED"
+    assert "PAGED" in on_a_terminal("log", stepped, lines=6, PAGER=pager)
+    assert "PAGED" not in on_a_terminal("log", stepped, lines=60, PAGER=pager)
+    assert "PAGED" not in on_a_terminal("log", stepped, "--no-pager", lines=6, PAGER=pager)
+
+
+def test_terms_and_tags_are_coloured(stepped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[" not in on_a_terminal("log", stepped, lines=60)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    lines = on_a_terminal("log", stepped, lines=60, NO_COLOR=None).splitlines()
+    assert re.search("\x1b\\[3[0-9]m16@2\x1b", next(line for line in lines[1:] if "16@2" in line))
+    assert any("\x1b[33m" in line and "tag:best" in line for line in lines)

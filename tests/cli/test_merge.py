@@ -11,6 +11,7 @@ import ckptstore
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.cli.terminal import on_a_terminal
 from tests.store.states import same
 from tests.write.test_deltas import trajectory
 
@@ -36,8 +37,8 @@ def steps(root: Path) -> list[int]:
 def test_a_plan_and_what_becomes_of_it(ckpt: Run, chain: Path) -> None:
     planned = ckpt("merge", chain, "1..6", "--dry-run")
     assert planned.code == 0
-    assert "would be merged into one segment: 4@1, 5@1, 6@1" in planned.out
-    assert "would be retired: 2@1, 4@1, 5@1" in planned.out
+    assert "would be merged into one segment: 3 checkpoints: 4..6@1" in planned.out
+    assert "would be retired: 3 checkpoints: 2@1, 4@1, 5@1" in planned.out
     assert "stays: 3@1, tag 'best' names it" in planned.out
     assert "fulls, which stay: 1@1" in planned.out
     assert "nothing was written" in planned.err
@@ -59,10 +60,34 @@ def test_a_plan_and_what_becomes_of_it(ckpt: Run, chain: Path) -> None:
 def test_keep_steps_as_text(ckpt: Run, chain: Path) -> None:
     outcome = ckpt("merge", chain, "2..latest", "--keep-steps", "--take-over")
     assert outcome.code == 0
-    assert outcome.out.startswith("merged into one segment: 2@1, 3@1, 4@1, 5@1, 6@1\n6@1: chunks copied as they are\n")
+    assert outcome.out.startswith("merged into one segment: 5 checkpoints: 2..6@1\n6@1: chunks copied as they are\n")
     assert "TO RESTORE 6@1" in outcome.out
-    assert "5 segments are not needed any more: `ckpt gc`" in outcome.err
+    assert "5 segments are needed no more: `ckpt gc` frees " in outcome.err
     assert steps(chain) == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_lost_is_said_before_and_after(ckpt: Run, chain: Path) -> None:
+    planned = ckpt("merge", chain, "4..6", "--dry-run")
+    assert planned.err.startswith("note: 2 checkpoints can no longer be restored after this: 4@1, 5@1\n")
+    refused = on_a_terminal("merge", chain, "4..6", "--take-over", typed="n\n")
+    assert "2 checkpoints can no longer be restored after this: 4@1, 5@1" in refused
+    assert "nothing was changed" in refused
+    assert steps(chain) == [1, 2, 3, 4, 5, 6]
+    done = on_a_terminal("merge", chain, "4..6", "--take-over", typed="y\n")
+    assert "Merge (--keep-steps would keep them)?" in done
+    assert steps(chain) == [1, 2, 3, 6]
+    for ref in ("5", "5@1"):
+        gone = ckpt("inspect", chain, ref)
+        assert gone.code == 3
+        assert "hint: 5@1 was dropped by a merge into 6@1; `ckpt log" in gone.err
+    assert ckpt("retire", chain, "2@1", "--take-over").code == 0
+    assert "hint: 2@1 was retired; `ckpt log" in ckpt("inspect", chain, "2").err
+    assert "was " not in ckpt("inspect", chain, "77").err
+
+
+def test_yes_asks_nothing(chain: Path) -> None:
+    assert "Merge (" not in on_a_terminal("merge", chain, "4..6", "--take-over", "--yes")
+    assert steps(chain) == [1, 2, 3, 6]
 
 
 def test_a_live_run_is_asked(ckpt: Run, chain: Path) -> None:

@@ -39,6 +39,14 @@ def test_small_texts() -> None:
     assert output.shape((3, 4)) == "3x4"
     assert output.duration(0.414) == "0.41 s"
     assert output.duration(200) == "3 min 20 s"
+    assert output.duration(180) == "3 min"
+    assert output.duration(4 * 3600) == "4 h"
+    assert output.duration(2 * 3600 + 12 * 60 + 59) == "2 h 12 min"
+    assert output.duration(76 * 3600) == "3 d 4 h"
+    assert output.roughly(0.04) == "less than 0.1 s"
+    assert [output.roughly(value) for value in (0.44, 0.97, 12.4, 200)] == [
+        *["about 0.4 s", "about 1 s", "about 12 s", "about 3 min 20 s"]
+    ]
     assert output.moment(1e30) == "1e+30 s"
 
 
@@ -83,6 +91,22 @@ def test_progress_draws_on_a_terminal_and_not_on_stdout(
     monkeypatch.setenv("TERM", "xterm")
     with output.progress("working") as advance:
         advance(1 << 20, 2 << 20)
+        bar = advance
+        assert hasattr(bar, "phase")
+        bar.phase("planning", 120, 284, "checkpoints")
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "working" in printed.err
+    assert "1.0/2.0 MiB" in printed.err
+    assert "planning" in printed.err
+    assert "120/284 checkpoints" in printed.err
+    assert "bytes" not in printed.err
+
+
+def test_nothing_is_drawn_before_there_is_something_to_say(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with output.progress("working"):
+        pass
+    assert capsys.readouterr() == ("", "")

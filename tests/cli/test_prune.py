@@ -50,10 +50,10 @@ def test_dry_run_and_then(ckpt: Run, chain: Path) -> None:
         "newest           1  20@1",
         "tagged           1  3@1",
         "last:2           2  19@1, 20@1",
-        "every:5          4  5@1, 10@1, 15@1, 20@1",
+        "every:5          4  5..20@1 by 5",
         "best:loss:2      2  7@1, 8@1",
     ]
-    assert text.out.splitlines()[6].startswith("would keep 8, would retire 12: 1@1, 2@1, 4@1, 6@1 ... 14@1,")
+    assert text.out.splitlines()[6].startswith("would keep 8, would retire 12: 1@1, 2@1, 4@1, 6@1, 9@1, 11..14@1,")
     assert "stored still, because others build on it: " in text.out.splitlines()[7]
     segments = len(list((chain / "seg").rglob("*.safetensors")))
     done = ckpt("prune", chain, "--gc", "--take-over", "--json").json

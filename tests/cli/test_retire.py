@@ -15,8 +15,8 @@ def test_dry_run_and_then(ckpt: Run, run: Path) -> None:
     assert (planned["retired"], planned["kept"], len(planned["dropped"])) == (["3@1", "4@1"], [], 2)
     assert len(store.checkpoints()) == 7
     text = ckpt("retire", run, "3@1", "4@1", "--dry-run")
-    assert text.out == "would retire 3@1, 4@1\n"
-    assert "2 segments (" in text.err
+    assert text.out == "would retire 2 checkpoints: 3@1, 4@1\n"
+    assert "2 segments are needed no more: `ckpt gc` would free " in text.err
     done = ckpt("retire", run, "3@1", "4@1", "--take-over", "--json").json
     assert done == planned | {"dry_run": False}
     assert [info.ref for info in store.checkpoints()] == ["1@1", "2@1", "3@2", "4@2", "5@3"]

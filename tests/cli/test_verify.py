@@ -34,7 +34,7 @@ def test_a_damaged_segment_is_named_with_what_it_costs(ckpt: Run, run: Path) -> 
     assert outcome.code == 4
     assert f"damaged  seg/0000000003/{segment.name}: tensor " in outcome.out
     assert "lost     5@3" in outcome.out
-    assert "intact   1@1, 2@1, 3@1, 4@1, 3@2, 4@2" in outcome.out
+    assert "intact   6 checkpoints: 1..4@1, 3@2, 4@2" in outcome.out
     assert "newest checkpoint that can be restored: 4@2" in outcome.out
     found = ckpt("verify", run, "--json")
     assert found.code == 4
@@ -73,7 +73,7 @@ def test_strangers_and_orphans_are_no_damage(ckpt: Run, run: Path) -> None:
     outcome = ckpt("verify", run)
     assert outcome.code == 0
     assert "notes.txt" in outcome.out
-    assert "1 segments belong to no checkpoint" in outcome.out
+    assert "1 segment belongs to no checkpoint" in outcome.out
 
 
 def test_no_store(ckpt: Run, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_segments_that_a_damaged_slot_hides_are_not_called_harmless(ckpt: Run, r
     flip(slot, slot.stat().st_size // 2)
     outcome = ckpt("verify", run)
     assert outcome.code == 4
-    assert "1 segments belong to no checkpoint (or to one that a damaged log slot hides: keep them)" in outcome.out
+    assert "1 segment belongs to no checkpoint (or to one that a damaged log slot hides: keep them)" in outcome.out
 
 
 @pytest.mark.filterwarnings("default")

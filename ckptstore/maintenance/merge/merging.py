@@ -12,7 +12,7 @@ names: gc deletes it once a newer term has begun. Nothing is deleted here but wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -83,6 +83,7 @@ def merge(
     dry_run: bool = False,
     timeout: float | None = 60.0,
     progress: Progress | None = None,
+    on_loss: Callable[[tuple[str, ...]], object] | None = None,
 ) -> Merged:
     """Put the diffs of a range into one segment.
 
@@ -94,6 +95,8 @@ def merge(
         dry_run: write nothing; do the work, and say what would become of it.
         timeout: seconds to wait for the live writer's answer; None: as long as it takes.
         progress: told (bytes done, bytes in all).
+        on_loss: told which checkpoints can no longer be restored afterwards, if any, before anything is written; what
+            it raises is raised here.
 
     Raises:
         UsageError: not a range, there is nothing to merge, or `timeout` is no time.
@@ -106,7 +109,9 @@ def merge(
     timeout = seconds("timeout", timeout)
     if journal.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be merged")
-    select_range(read(journal).catalog, text, keep_steps=keep_steps)  # says what is wrong before anybody is fenced
+    chosen = select_range(read(journal).catalog, text, keep_steps=keep_steps)  # says what is wrong before a fence does
+    if on_loss is not None and chosen.retired:
+        on_loss(tuple(map(ref_of, chosen.retired)))
     author: Author | None = None
     if not dry_run:
         author = Successor(journal, "merge") if take_over else Requester(journal, timeout)

@@ -1,0 +1,142 @@
+"""What to do about an error, with the names that were typed, ready to paste.
+
+Nothing here may fail: whoever asks for a hint has an error already.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from contextvars import ContextVar
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptstore import errors
+
+if TYPE_CHECKING:
+    from ckptstore import Store
+
+__all__ = ["TYPED", "hint_for", "near_names"]
+
+TYPED: ContextVar[Mapping[str, Any] | None] = ContextVar("TYPED", default=None)
+"""The arguments and options of the command that runs."""
+
+_HINTS: tuple[tuple[type[Exception], str], ...] = (
+    (errors.CheckpointNotFoundError, "`ckpt log {store}` lists the checkpoints"),
+    (errors.TensorNotFoundError, "`ckpt inspect {store} {ref} --tensors` lists the tensors"),
+    (errors.CorruptionError, "`ckpt verify {store}` names what is damaged and what is still restorable"),
+    (errors.KeyNotFoundError, "`ckpt verify {store}` names what is damaged and what is still restorable"),
+    (errors.IncompatibleFormatError, "a newer version of ckptstore wrote this; upgrade"),
+    (errors.CommitUnknownError, "`ckpt log {store}` shows whether the checkpoint is there"),
+    (errors.StoreReplacedError, "the store may have been moved: look for it where it was moved to"),
+    (errors.RequestRefusedError, "nothing was changed; the same command asks anew"),
+    (errors.RequestTimeoutError, "`ckpt log {store}` shows whether it was accepted; if no run is writing: --take-over"),
+    (errors.FencedError, "another writer took the store over; `ckpt log {store}` shows its term"),
+)
+_SEGMENT = re.compile(r"seg/[0-9]+/([0-9a-f]{32})\.safetensors")
+
+
+def hint_for(error: BaseException) -> str | None:
+    """The hint for an error: what it says itself, else what its kind tells."""
+    notes = getattr(error, "__notes__", None)
+    if notes:
+        return str(notes[-1])
+    typed = TYPED.get() or {}
+    store = typed.get("store")
+    if isinstance(error, errors.StoreNotFoundError):
+        return _no_store(error, [typed.get("store"), typed.get("other"), typed.get("folder")])
+    text = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
+    if text is None:
+        return None
+    ref = typed.get("ref")
+    if isinstance(error, errors.CheckpointNotFoundError) and isinstance(store, str):
+        became = _became(str(error), store)
+        text = f"{became}; {text}" if became else text
+    said = text.format(
+        store=shlex.quote(store) if isinstance(store, str) else "STORE",
+        ref=shlex.quote(ref) if isinstance(ref, str) else "REF",
+    )
+    if isinstance(error, errors.CorruptSegmentError) and isinstance(store, str) and isinstance(ref, str):
+        said = _instead(error, store, ref, typed.get("out")) + said
+    return said
+
+
+def _became(message: str, store: str) -> str | None:
+    """What the log says of a step that is not there."""
+    wanted = re.match(r"no checkpoint (?:of )?(?:step )?([0-9]{1,16})(?:@([0-9]{1,10}))?\b", message)
+    if wanted is None:
+        return None
+    import ckptstore
+    from ckptstore.reports.fates import fate
+
+    try:
+        journal = ckptstore.open(store, create=False).journal
+        return fate(journal, int(wanted[1]), None if wanted[2] is None else int(wanted[2]))
+    except (errors.CkptError, OSError):
+        return None
+
+
+def near_names(path: str) -> list[str]:
+    """Folders and files beside `path` whose names are like it; none if it is there, or is no path."""
+    place = Path(path).expanduser()
+    try:
+        if "://" in path or place.exists():
+            return []
+        beside = [one.name for one in place.parent.iterdir() if not one.name.startswith(".")]
+    except OSError:
+        return []
+    return [str(Path(path).parent / name) for name in get_close_matches(place.name, beside, n=1)]
+
+
+def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str:
+    named = [path for path in typed if isinstance(path, str) and path in str(error)]
+    if not named:
+        return "`ckpt import STORE FILE...` creates one; so does ckptstore.open(path, create=True)"
+    path = named[0]
+    stores = [near for near in near_names(path) if Path(near, "FORMAT").is_file()]
+    if stores:
+        return f"did you mean {shlex.quote(stores[0])}?"
+    place = Path(path).expanduser()
+    if "://" not in path and place.is_dir():
+        below = next((one for one in sorted(place.iterdir()) if (one / "FORMAT").is_file()), None)
+        if below is not None:
+            return f"did you mean {shlex.quote(str(Path(path) / below.name))}? `ckpt ls {shlex.quote(path)}` lists them"
+    quoted = shlex.quote(path)
+    return f"`ckpt import {quoted} FILE...` creates one; so does ckptstore.open({path!r}, create=True)"
+
+
+def _instead(error: errors.CorruptSegmentError, store: str, ref: str, out: Any) -> str:
+    """The nearest checkpoint before `ref` that does not need the damaged segment, and the command that restores it."""
+    found = _SEGMENT.search(str(error))
+    if found is None:
+        return ""
+    import ckptstore
+
+    try:
+        near = _nearest_without(ckptstore.open(store, create=False), ref, found[1])
+    except (errors.CkptError, OSError):
+        return ""
+    if near is None:
+        return ""
+    name = shlex.quote(str(out)) if out is not None else "FILE"
+    return (
+        f"{near} is the nearest before it that does not need this segment: "
+        f"`ckpt restore {shlex.quote(store)} {near} --out {name}`; "
+    )
+
+
+def _nearest_without(store: Store, ref: str, segment: str) -> str | None:
+    lineage = store.lineage()
+    infos = {info.ref: info for info in lineage.checkpoints}
+    line: str | None = store.checkpoint(ref).ref
+    while (line := lineage.parents.get(line or "")) is not None:
+        link: str | None = line
+        needs = False
+        while link is not None and link in infos and not needs:
+            needs = segment in infos[link].segments
+            link = infos[link].base
+        if not needs:
+            return line
+    return None

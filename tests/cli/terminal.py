@@ -1,0 +1,56 @@
+"""`ckpt` in a real terminal: what a person sees, at so many columns and lines."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+__all__ = ["on_a_terminal"]
+
+
+def on_a_terminal(
+    *arguments: object,
+    columns: int = 80,
+    lines: int = 24,
+    errors: bool = True,
+    typed: str = "",
+    **environment: str | None,
+) -> str:
+    """What `ckpt` writes to a terminal: stdout, and with `errors` stderr.
+
+    Args:
+        typed: keys that were pressed before it began.
+        environment: variables; None takes one out, as in ``NO_COLOR=None``.
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    settings: dict[str, str | None] = {
+        name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "PAGER", "LESS")
+    }
+    settings = {**settings, "TERM": "xterm", "PAGER": "cat", "NO_COLOR": "1", **environment}
+    process = subprocess.Popen(
+        [Path(sys.executable).parent / "ckpt", *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs if errors else subprocess.DEVNULL,
+        env={name: text for name, text in settings.items() if text is not None},
+        close_fds=True,
+    )
+    os.close(theirs)
+    os.write(ours, typed.encode())
+    written = b""
+    try:
+        while part := os.read(ours, 65536):
+            written += part
+    except OSError:  # EIO: nobody has the terminal open any more
+        pass
+    finally:
+        os.close(ours)
+        process.wait(60)
+    return written.decode().replace("\r\n", "\n")

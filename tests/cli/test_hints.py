@@ -1,0 +1,92 @@
+"""What `ckpt` says to do about an error: with the names that were typed, ready to paste."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import ckptstore
+from tests.cli.conftest import Run
+
+
+def test_a_store_with_a_typing_error(ckpt: Run, run: Path) -> None:
+    gone = ckpt("log", run.parent / "rnu")
+    assert gone.code == 3
+    assert gone.err.splitlines()[-1] == f"hint: did you mean {run}?"
+    assert ckpt("diff", run, "1", "2", "--in", run.parent / "rnu").err.splitlines()[-1] == f"hint: did you mean {run}?"
+    above = ckpt("log", run.parent)
+    assert above.err.splitlines()[-1] == f"hint: did you mean {run}? `ckpt ls {run.parent}` lists them"
+    new = ckpt("log", run.parent / "quite another")
+    assert f"`ckpt import {shlex.quote(str(run.parent / 'quite another'))} FILE...` creates one" in new.err
+
+
+def test_a_bare_or_mistyped_tag(ckpt: Run, pristine: Path) -> None:
+    for typed in ("best", "bset"):
+        outcome = ckpt("inspect", pristine, typed)
+        assert outcome.code == 2
+        assert outcome.err.splitlines()[-1] == "hint: did you mean tag:best?"
+    assert ckpt("inspect", pristine, "lastest").err.splitlines()[-1] == "hint: did you mean latest?"
+    assert ckpt("inspect", pristine, "tag:bets").err.splitlines()[-1] == "hint: did you mean tag:best?"
+    assert ckpt("inspect", pristine, "tag:bets").code == 3
+    assert "did you mean" not in ckpt("inspect", pristine, "xyz").err
+
+
+def test_hints_hold_what_was_typed_quoted(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(pristine, tmp_path / "my runs")
+    quoted = shlex.quote(str(place))
+    assert quoted.startswith("'")
+    assert ckpt("inspect", place, "77").err.splitlines()[-1] == f"hint: `ckpt log {quoted}` lists the checkpoints"
+    missing = ckpt("restore", place, "4@1", "--select", "nothing", "--out", tmp_path / "x.pt")
+    assert f"`ckpt inspect {quoted} 4@1 --tensors`" in missing.err
+
+
+def test_damage_names_what_can_be_restored_instead(ckpt: Run, tmp_path: Path) -> None:
+    import numpy as np
+
+    store = ckptstore.open(tmp_path / "run")
+    state = {"w": np.random.default_rng(0).standard_normal(20_000).astype("f4")}
+    with store.writer(deltas=ckptstore.DeltaOptions(interval=8), poll_seconds=None) as writer:
+        for step in range(1, 6):
+            state["w"] = state["w"] * np.float32(1 - 1e-6)
+            writer.save(state, step)
+    path = tmp_path / "run" / store.describe("3")[-1][0].key
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    out = tmp_path / "x.pt"
+    outcome = ckpt("restore", store.url, "3", "--out", out)
+    assert outcome.code == 4
+    assert "hint: 2@1 is the nearest before it that does not need this segment: " in outcome.err
+    command = outcome.err.split("segment: `ckpt ")[1].split("`")[0]
+    assert ckpt(*shlex.split(command)).code == 0
+    assert out.exists()
+    checked = ckpt("verify", store.url)
+    assert f"`ckpt restore {store.url} 5@1 --out FILE`" in checked.err
+    assert f"`ckpt repair {store.url} DST`" in checked.err
+
+
+def test_names_that_no_file_of_ours_has(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    for name, message in (("a.onnx", "this writes no such file"), ("folder/", "is the name of a folder")):
+        refused = ckpt("restore", pristine, "--out", f"{tmp_path}/{name}")
+        assert refused.code == 2
+        assert message in refused.err
+    assert list(tmp_path.iterdir()) == []
+    forced = ckpt("restore", pristine, "--out", tmp_path / "a.onnx", "--format", "safetensors")
+    assert forced.code == 0
+
+
+def test_a_file_or_folder_that_is_missing_is_a_2_everywhere(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    for arguments in (
+        ("restore", pristine, "--out", gone / "x.pt"),
+        ("stats", pristine, "--plot", gone / "x.png"),
+        ("analyze", pristine, "--csv", gone / "x.csv"),
+        ("analyze", gone),
+        ("import", tmp_path / "new", gone / "x.pt"),
+        ("tune", "wasted-time", "--paper", "--plot", gone / "x.png"),
+    ):
+        outcome = ckpt(*arguments)
+        assert outcome.code == 2, arguments
+        assert f"{gone}" in outcome.err
+        assert "does not exist" in outcome.err
