@@ -28,6 +28,7 @@ __all__ = [
     "SIZE",
     "STEP",
     "STORE",
+    "STORE_OR_NOTHING",
     "TAG",
     "TENSOR",
     "answer_options",
@@ -73,8 +74,13 @@ class _Command(click.Command):
             return None
 
 
-def command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a function the command `name`, with ``--json`` (passed as ``as_json``), ``--debug`` and `examples`."""
+def command(
+    name: str, *, examples: Sequence[str], alone: bool = False
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a function the command `name`, with ``--json`` (passed as ``as_json``), ``--debug`` and `examples`.
+
+    Typed without anything behind it, it shows its help, unless it can stand `alone`.
+    """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         for option in (
@@ -86,7 +92,7 @@ def command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., An
         params: list[Any] = function.__click_params__  # type: ignore[attr-defined]
         params[:] = params[-2:] + params[:-2]
         epilog = "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)
-        return click.command(name, cls=_Command, epilog=epilog, no_args_is_help=True)(function)
+        return click.command(name, cls=_Command, epilog=epilog, no_args_is_help=not alone)(function)
 
     return decorate
 
@@ -251,6 +257,7 @@ class _Rule(ParamType):
 
 
 STORE = click.argument("store", metavar="STORE", type=_Store())
+STORE_OR_NOTHING = click.argument("store", metavar="[STORE]", type=_Store(), required=False)
 REF = _InStore("REF", _refs)
 RANGE = _Range()
 RULE = _Rule()

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "repair": ("repair", "Make a store of what is intact of a damaged one."),
     "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
     "tune": ("tune", "Choose how often to save, how often to store fulls, how to batch diffs."),
+    "doctor": ("doctor", "Say what works on this machine and medium, what is slow, and what to do."),
     "completion": ("completion", "Print the completion script of a shell."),
 }
 """Command -> (module under ``commands/``, first line of its help), in the order ``ckpt --help`` lists them.
