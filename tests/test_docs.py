@@ -8,6 +8,7 @@ of every page is parsed by the command itself, and those of cli.md run. A page t
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import shlex
 import shutil
@@ -25,6 +26,7 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore.cli.main import COMMANDS, cli
+from tests import transcripts
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -37,6 +39,8 @@ ELSEWHERE = {
     "operations.md": "tests/cli/test_operations_docs.py",
     "retention.md": "tests/maintenance/test_retention_docs.py",
 }
+TRANSCRIPTS = ("quickstart.md", "troubleshooting.md")
+"""Pages that are played from the top in one folder, every output compared."""
 NOT_RUN = {
     ("demo.md", 0): "an excerpt of tools/demo/training.py, which `make demo` and tests/tools/test_demo.py run",
     ("object-stores.md", 0): "AWS itself; tests/backends/test_objects_store.py opens the same URLs on a server here",
@@ -94,7 +98,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def scripts() -> Iterator[tuple[str, int]]:
     for page in PAGES:
-        if page not in ELSEWHERE:
+        if page not in ELSEWHERE and page not in TRANSCRIPTS:
             for number, code in enumerate(blocks(page, "python")):
                 if ">>>" not in code and (page, number) not in NOT_RUN:
                     yield page, number
@@ -130,6 +134,18 @@ def test_the_exceptions_are_real() -> None:
         assert number < len(blocks(page, "python")), (page, number)
     for page, test in ELSEWHERE.items():
         assert page in (ROOT / test).read_text(), test
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TRANSCRIPTS)
+def test_pages_that_are_played_from_the_top(page: str, tmp_path: Path) -> None:
+    """With ``CKPTSTORE_UPDATE_DOCS=1`` what is printed is written to the page instead."""
+    pytest.importorskip("torch")
+    text = (DOCS / page).read_text()
+    played = transcripts.played(text, tmp_path)
+    if os.environ.get("CKPTSTORE_UPDATE_DOCS"):
+        (DOCS / page).write_text(played)
+    assert transcripts.plain(played) == transcripts.plain(text)
 
 
 # -- commands
