@@ -254,3 +254,25 @@ def test_the_commands_of_the_reference_run(world: Path, tmp_path: Path, monkeypa
     assert ran >= 25
     text = "\n".join(lines("cli.md"))
     assert [one for one in NOT_RUN_LINES if one not in text and one not in ("s3://",)] == []
+
+
+# -- links
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["../README.md", "../formats/SPEC.md", *PAGES])
+def test_links_lead_somewhere(page: str) -> None:
+    source = (DOCS / page).resolve()
+    text = re.sub(r"^```.*?^```", "", source.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(((?!https?:)[^)\s]+)\)", text):
+        place, _, anchor = target.partition("#")
+        path = (source.parent / place).resolve() if place else source
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path), target
