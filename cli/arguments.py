@@ -204,7 +204,24 @@ def _refs(_: click.Context, store: Store) -> Iterable[str]:
 
 
 class _Range(ParamType):
+    """``A..B``: first A is completed, with the dots, then B."""
+
     name = "A..B"
+
+    def shell_complete(
+        self,
+        ctx: click.Context,
+        param: click.Parameter,  # noqa: ARG002  # click's signature
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        if "/" in incomplete:  # with CKPT_STORE set, this may be a STORE as well
+            return [CompletionItem(incomplete, type="dir")]
+        first, dots, _ = incomplete.partition("..")
+        if dots:
+            return _of_store(ctx, lambda store: [f"{first}..{ref}" for ref in _refs(ctx, store)], incomplete)
+        return _of_store(ctx, lambda store: [f"{ref}.." for ref in _refs(ctx, store) if ref != "latest"], incomplete)
 
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {"ki": 2**10, "mi": 2**20, "gi": 2**30}

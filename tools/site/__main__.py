@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from tools.site.assembling import assemble
+from tools.site.assembling import assemble, public_names
 from tools.site.manuals import write
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def main() -> int:
     training = import_module("ckptstore.training").__all__
     manuals = write(BUILD / "man", ckptstore.__version__)
     print(f"{len(manuals)} man pages in build/man: man -l build/man/ckpt.1")
-    assemble(ROOT, BUILD / "docs", ckptstore._HOME, training)
+    assemble(ROOT, BUILD / "docs", public_names(), training)
     _lay_out(BUILD / "api")
     command = [
         sys.executable,

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = ["API", "assemble", "relinked"]
+import ckptstore
+
+__all__ = ["API", "assemble", "public_names", "relinked"]
 
 _SPEC: Final = "formats/SPEC.md"
 _MOVED: Final = {_SPEC: "spec.md", "CHANGELOG.md": "changelog.md"}
@@ -25,13 +27,19 @@ API: Final = {
 """Heading -> the modules whose public names are below it, by how their names begin."""
 
 
+def public_names() -> dict[str, str]:
+    """Public name of `ckptstore` -> the module that it is of, without ``ckptstore.``."""
+    names = [name for name in ckptstore.__all__ if not name.startswith("_")]
+    return {name: getattr(ckptstore, name).__module__.removeprefix("ckptstore.") for name in names}
+
+
 def assemble(root: Path, target: Path, homes: Mapping[str, str], training: list[str]) -> None:
     """Fill `target` with the pages.
 
     Args:
         root: of the repository.
         target: a folder, which is emptied.
-        homes: public name of `ckptstore` -> its module, without ``ckptstore.``.
+        homes: `public_names`.
         training: public names of `ckptstore.training`.
     """
     shutil.rmtree(target, ignore_errors=True)
