@@ -7,7 +7,7 @@ SIZE ?= 500MB
 ROUNDS ?= 5
 COUNT ?= 10000
 
-.PHONY: demo test test-long check lint types layers golden conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: docs demo test test-long check lint types layers golden conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -18,6 +18,13 @@ COUNT ?= 10000
 
 .venv/.bench-ready: .venv/.ready
 	$(PIP) install -c constraints.txt -e '.[bench]'
+	touch $@
+
+docs: .venv/.docs-ready  ## the site in build/site and the man pages in build/man; links are checked, warnings are errors
+	$(BIN)/python -m tools.site
+
+.venv/.docs-ready: .venv/.ready
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@
 
 demo: .venv/.ready  ## train, get killed, resume, compare bit for bit (QUICK=1: under 40 s)

@@ -1,4 +1,4 @@
 """The ``ckpt`` command: arguments in, text or JSON out. What it shows is computed by libraries of the engine.
 
-Imports `analysis`, `tuning` and what is below them.
+Imports `analysis`, `doctor`, `tuning` and what is below them.
 """

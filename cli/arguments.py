@@ -28,6 +28,7 @@ __all__ = [
     "SIZE",
     "STEP",
     "STORE",
+    "STORE_OR_NOTHING",
     "TAG",
     "TENSOR",
     "answer_options",
@@ -80,8 +81,13 @@ class _Command(click.Command):
             return None
 
 
-def command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a function the command `name`, with ``--json`` (passed as ``as_json``), ``--debug`` and `examples`."""
+def command(
+    name: str, *, examples: Sequence[str], alone: bool = False
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a function the command `name`, with ``--json`` (passed as ``as_json``), ``--debug`` and `examples`.
+
+    Typed without anything behind it, it shows its help, unless it can stand `alone`.
+    """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         for option in (
@@ -93,7 +99,7 @@ def command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., An
         params: list[Any] = function.__click_params__  # type: ignore[attr-defined]
         params[:] = params[-2:] + params[:-2]
         epilog = "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)
-        return click.command(name, cls=_Command, epilog=epilog, no_args_is_help=True)(function)
+        return click.command(name, cls=_Command, epilog=epilog, no_args_is_help=not alone)(function)
 
     return decorate
 
@@ -205,7 +211,24 @@ def _refs(_: click.Context, store: Store) -> Iterable[str]:
 
 
 class _Range(ParamType):
+    """``A..B``: first A is completed, with the dots, then B."""
+
     name = "A..B"
+
+    def shell_complete(
+        self,
+        ctx: click.Context,
+        param: click.Parameter,  # noqa: ARG002  # click's signature
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        if "/" in incomplete:  # with CKPT_STORE set, this may be a STORE as well
+            return [CompletionItem(incomplete, type="dir")]
+        first, dots, _ = incomplete.partition("..")
+        if dots:
+            return _of_store(ctx, lambda store: [f"{first}..{ref}" for ref in _refs(ctx, store)], incomplete)
+        return _of_store(ctx, lambda store: [f"{ref}.." for ref in _refs(ctx, store) if ref != "latest"], incomplete)
 
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {"ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -258,6 +281,7 @@ class _Rule(ParamType):
 
 
 STORE = click.argument("store", metavar="STORE", type=_Store())
+STORE_OR_NOTHING = click.argument("store", metavar="[STORE]", type=_Store(), required=False)
 REF = _InStore("REF", _refs)
 RANGE = _Range()
 RULE = _Rule()

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "repair": ("repair", "Make a store of what is intact of a damaged one."),
     "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
     "tune": ("tune", "Choose how often to save, how often to store fulls, how to batch diffs."),
+    "doctor": ("doctor", "Say what works on this machine and medium, what is slow, and what to do."),
     "completion": ("completion", "Print the completion script of a shell."),
 }
 """Command -> (module under ``commands/``, first line of its help), in the order ``ckpt --help`` lists them.
@@ -176,5 +177,9 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name or a sign that the terminal cannot show is no error
+    if "_CKPT_COMPLETE" in os.environ:  # a shell asks
+        from ckptstore.cli import shells
+
+        shells.register()
     cli.main(prog_name="ckpt")
     raise AssertionError("cli.main exits")

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckptstore import Progress
 
 __all__ = [
+    "SCHEMA",
     "age",
     "duration",
     "emit",
@@ -40,6 +41,9 @@ __all__ = [
     "who",
 ]
 
+SCHEMA: Final = 1
+"""Of every JSON document that the command prints (docs/json.md)."""
+
 
 def emit(document: dict[str, Any]) -> None:
     """Print one JSON document to stdout: a member per line, and within a list of objects an object per line.
@@ -56,7 +60,7 @@ def emit(document: dict[str, Any]) -> None:
             return "[\n    " + ",\n    ".join(map(text, value)) + "\n  ]"
         return text(value)
 
-    members = ",\n".join(f"  {text(key)}: {member(value)}" for key, value in document.items())
+    members = ",\n".join(f"  {text(key)}: {member(value)}" for key, value in _with_schema(document).items())
     click.echo(f"{{\n{members}\n}}")
 
 
@@ -64,7 +68,12 @@ def emit_line(document: dict[str, Any]) -> None:
     """Print one JSON document in one line, for documents that come one after the other."""
     import json
 
-    click.echo(json.dumps(_finite(document), ensure_ascii=False, allow_nan=False))
+    click.echo(json.dumps(_finite(_with_schema(document)), ensure_ascii=False, allow_nan=False))
+
+
+def _with_schema(document: dict[str, Any]) -> dict[str, Any]:
+    """Every document says which form it has: a member that is taken away or changes its meaning makes it 2."""
+    return {"schema": SCHEMA, **document}
 
 
 def _finite(value: Any) -> Any:

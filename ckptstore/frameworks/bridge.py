@@ -24,6 +24,7 @@ __all__ = [
     "process_group",
     "shards",
     "tensors",
+    "torch_here",
     "torch_in_use",
 ]
 
@@ -88,6 +89,16 @@ def environment() -> dict[str, Any]:
     from ckptstore.frameworks.torch_environment import describe_environment  # see above
 
     return dict(describe_environment())
+
+
+def torch_here() -> dict[str, Any]:
+    """Import torch, and say what it finds here: ``threads``, ``devices`` (GPUs), ``gpu`` (the first one's name).
+
+    Raises whatever an installation of torch that is broken raises.
+    """
+    from ckptstore.frameworks.torch_environment import describe_devices  # seconds: for those who ask
+
+    return describe_devices()
 
 
 def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -7,10 +7,11 @@ AVX-512), MKL's reproducibility mode and oneDNN; the optimizer alone does not.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
-__all__ = ["describe_environment"]
+__all__ = ["describe_devices", "describe_environment"]
 
 
 def describe_environment() -> dict[str, str]:
@@ -30,3 +31,13 @@ def describe_environment() -> dict[str, str]:
         found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         found["cudnn_deterministic"] = str(torch.backends.cudnn.deterministic)
     return found
+
+
+def describe_devices() -> dict[str, Any]:
+    """What torch would compute with: ``threads``, ``devices`` (GPUs), and ``gpu``, the name of the first."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "threads": torch.get_num_threads(),
+        "devices": devices,
+        "gpu": torch.cuda.get_device_name() if devices else None,
+    }

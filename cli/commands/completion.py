@@ -19,12 +19,15 @@ _WHERE = {
 def command(shell: str, as_json: bool) -> None:
     """Print the completion script of a shell.
 
-    It completes commands, options, folders, and the REFs and tensor names of the store already typed.
+    It completes commands, options, stores and folders, and of the store already typed the REFs, tags, ranges and names
+    of tensors.
     """
     from click.shell_completion import get_completion_class
 
+    from ckptstore.cli import shells
     from ckptstore.cli.main import cli
 
+    shells.register()
     kind = get_completion_class(shell)
     if kind is None:
         raise click.UsageError(f"click knows no completion for {shell}")

@@ -17,9 +17,18 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore.cli.main import cli
+from ckptstore.cli.output import SCHEMA
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
-FREE_FORM = {"exponents", "tree", "before", "after", "was", "metadata"}  # members whose shape depends on the data
+FREE_FORM = {
+    "exponents",
+    "tree",
+    "before",
+    "after",
+    "was",
+    "metadata",
+    "values",
+}  # members whose shape depends on the data
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,14 @@ def documented(command: str) -> list[Any]:
 
 
 def assert_documented(actual: Any, shown: Any, where: str = "") -> None:
-    """`actual` has the members that the documentation shows, in that order, and values of the same types."""
+    """`actual` has the members that the documentation shows, in that order, and values of the same types.
+
+    `schema`, which every document begins with, is shown once for all.
+    """
+    if not where and isinstance(actual, dict) and "schema" in actual:
+        actual = dict(actual)
+        assert next(iter(actual)) == "schema"
+        assert actual.pop("schema") == SCHEMA
     if where.rpartition(".")[2] in FREE_FORM or actual is None or shown is None:
         return
     if isinstance(shown, dict):

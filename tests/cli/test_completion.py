@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
+import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +58,9 @@ def test_refs_and_tensors_come_from_the_store(pristine: Path) -> None:
     assert completions("tune", "interval", pristine, "--like", incomplete="5") == ["5@3"]
     assert completions("inspect", pristine, "--tensor", incomplete="odd") == ["odd.half", "odd.empty", "odd.z"]
     assert completions("inspect", pristine, "1@1", "--tensor", incomplete="ex") == ["extra"]
+    assert completions("merge", pristine, incomplete="4") == ["4@2..", "4@1.."]
+    assert completions("merge", pristine, incomplete="1@1..t") == ["1@1..tag:best"]
+    assert completions("merge", pristine, incomplete="1@1..l") == ["1@1..latest"]
 
 
 def test_a_broken_store_completes_nothing(tmp_path: Path) -> None:
@@ -75,3 +82,82 @@ def test_the_command_answers_the_shell(pristine: Path) -> None:
         check=True,
     )
     assert done.stdout.split() == ["plain,3@2", "plain,3@1"]
+
+
+# -- in real shells
+
+
+def typed(shell: list[str], setting_up: str, keys: str, folder: Path) -> str:
+    """What stands on the command line of a real shell, on a terminal of its own, after `keys` were typed."""
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(folder)}
+    main, other = pty.openpty()
+    process = subprocess.Popen(
+        shell, stdin=other, stdout=other, stderr=other, cwd=folder, env=environment, start_new_session=True
+    )
+    os.close(other)
+    seen = b""
+
+    def until(sign: bytes) -> None:
+        nonlocal seen
+        end = time.monotonic() + 60
+        while sign not in seen:
+            assert time.monotonic() < end, seen
+            if select.select([main], [], [], 1)[0]:
+                seen += os.read(main, 4096)
+
+    try:
+        os.write(main, f"{setting_up}\recho rea''dy\r".encode())
+        until(b"\nready")
+        # Then: to the end, a quote; to the beginning, `echo "<`. So the line is printed as the shell has it.
+        os.write(main, keys.encode() + b'\x05>"\x01echo "<\r')
+        until(b"\n<")
+        until(b">\r\n")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+    (line,) = re.findall(r"\n<(.*?)>\r\n", seen.decode())
+    return str(line)
+
+
+BASH = ["bash", "--norc", "--noprofile", "-i"]
+QUIET = "PS1=; bind 'set enable-bracketed-paste off'; bind 'set bell-style none'; stty cols 500"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ("ckpt ins\t", "ckpt inspect "),
+        ("ckpt inspect ru\tg\t", "ckpt inspect runs/gpt "),
+        ("ckpt inspect runs/gpt tag:b\t", "ckpt inspect runs/gpt tag:best "),
+        ("ckpt inspect runs/gpt tag:\t", "ckpt inspect runs/gpt tag:best "),
+        ("ckpt inspect runs/gpt ta\t", "ckpt inspect runs/gpt tag:best "),
+        ("ckpt restore runs/gpt 5@\t", "ckpt restore runs/gpt 5@3 "),
+        ("ckpt restore runs/gpt 5@3\t", "ckpt restore runs/gpt 5@3 "),
+        ("ckpt merge runs/gpt 1@1..5@\t", "ckpt merge runs/gpt 1@1..5@3 "),
+        ("ckpt diff runs/gpt 1@1 tag:\t", "ckpt diff runs/gpt 1@1 tag:best "),
+        ("ckpt merge runs/gpt 5\t", "ckpt merge runs/gpt 5@3.."),
+        ("ckpt merge runs/gpt 1@1..tag:b\t", "ckpt merge runs/gpt 1@1..tag:best "),
+        ("ckpt tag runs/gpt b\t", "ckpt tag runs/gpt best "),
+        ("ckpt inspect runs/gpt --tensor=odd.h\t", "ckpt inspect runs/gpt --tensor=odd.half "),
+        ("ckpt tune interval runs/gpt --like=5@\t", "ckpt tune interval runs/gpt --like=5@3 "),
+    ],
+)
+def test_in_bash(pristine: Path, tmp_path: Path, keys: str, line: str) -> None:
+    (tmp_path / "runs/other").mkdir(parents=True)
+    (tmp_path / "runs/gpt").symlink_to(pristine)
+    assert typed(BASH, f'{QUIET}; eval "$(ckpt completion bash)"', keys, tmp_path) == line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_in_other_shells(pristine: Path, tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "run").symlink_to(pristine)
+    start, source = {
+        "zsh": (["zsh", "-f", "-i"], "PS1=; autoload -U compinit; compinit -u; source <(ckpt completion zsh)"),
+        "fish": (["fish", "--no-config", "-i"], "ckpt completion fish | source"),
+    }[shell]
+    assert typed(start, source, "ckpt inspect run tag:b\t", tmp_path).rstrip() == "ckpt inspect run tag:best"

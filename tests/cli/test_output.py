@@ -69,6 +69,7 @@ def test_emit_is_one_document_with_a_row_per_line(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr()
     assert printed.err == ""
     assert json.loads(printed.out) == {
+        "schema": output.SCHEMA,
         "name": "ü",
         "bad": None,
         "rows": [{"a": [1, None]}, {"a": []}],

@@ -1,0 +1,136 @@
+"""Python, the packages that are needed, and those that are optional: which version, and does it load."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Final
+
+from ckptstore.doctor.findings import Finding, Verdict
+from ckptstore.errors import CkptError
+
+__all__ = ["examine_software"]
+
+_REQUIREMENT: Final = re.compile(
+    r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?:>=\s*([0-9.]+))?[^;]*(?:;\s*extra\s*==\s*['\"](\w+)['\"])?"
+)
+_OPTIONAL: Final = {
+    "s3": "needed for s3://, gs:// and az:// URLs",
+    "plot": "needed for --plot and --report",
+}
+
+
+def examine_software(*, quick: bool) -> Iterator[Finding]:
+    """What is installed. Imports torch and numba, unless `quick`: that takes seconds."""
+    yield Finding(
+        "software", "python", "works", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
+    yield _packages()
+    yield _torch(quick=quick)
+    yield _numba(quick=quick)
+    for extra, purpose in _OPTIONAL.items():
+        yield _extra(extra, purpose)
+
+
+def _required(extra: str | None) -> dict[str, str]:
+    """Packages that ckptstore asks for (in an extra), each with the least version; ``""``: any."""
+    found = {}
+    for line in metadata.requires("ckptstore") or []:
+        match = _REQUIREMENT.match(line)
+        if match is not None and match[3] == extra and match[1] != "ckptstore":
+            found[match[1]] = match[2] or ""
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``2.13.0+cpu`` -> (2, 13, 0): enough to compare releases."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _wanting(extra: str | None) -> tuple[dict[str, str | None], list[str]]:
+    """The versions of an extra's packages, and those of them that are absent or too old, for people."""
+    found: dict[str, str | None] = {}
+    wanting = []
+    for package, least in _required(extra).items():
+        found[package] = version = _version(package)
+        if version is None:
+            wanting.append(f"{package} is not installed")
+        elif least and _numbers(version) < _numbers(least):
+            wanting.append(f"{package} {version} is older than {least}")
+    return found, wanting
+
+
+def _packages() -> Finding:
+    found, wanting = _wanting(None)
+    values = {"ckptstore": metadata.version("ckptstore"), **found}
+    if wanting:
+        return Finding("software", "packages", "fails", "; ".join(wanting), "pip install --upgrade ckptstore", values)
+    told = ", ".join(f"{name} {version}" for name, version in values.items())
+    return Finding("software", "packages", "works", told, None, values)
+
+
+def _extra(extra: str, purpose: str) -> Finding:
+    found, wanting = _wanting(extra)
+    install = f"pip install 'ckptstore[{extra}]'"
+    if wanting:
+        verdict: Verdict = "absent"
+        return Finding("software", extra, verdict, f"{'; '.join(wanting)} ({purpose})", install, found)
+    return Finding(
+        "software", extra, "works", ", ".join(f"{name} {version}" for name, version in found.items()), None, found
+    )
+
+
+def _torch(*, quick: bool) -> Finding:
+    version = _version("torch")
+    if version is None:
+        what = "not installed: training and .pt files need it, looking into stores and restoring does not"
+        return Finding("software", "torch", "absent", what, "pip install torch, then pip install 'ckptstore[torch]'")
+    least = _required("torch").get("torch", "")
+    if least and _numbers(version) < _numbers(least):
+        return Finding(
+            "software", "torch", "fails", f"{version} is older than {least}", f"pip install 'torch>={least}'"
+        )
+    if quick:
+        return Finding("software", "torch", "works", f"{version} (not imported)", None, {"version": version})
+    from ckptstore.frameworks import bridge
+
+    try:
+        seen = bridge.torch_here()
+    except Exception as error:  # noqa: BLE001 - a broken build raises whatever it likes, and that is the finding
+        what = f"{version} does not load: {type(error).__name__}: {error}"
+        return Finding("software", "torch", "fails", what.splitlines()[0], "install torch again", {"version": version})
+    devices = f", {seen['devices']} x {seen['gpu']}" if seen["devices"] else ", no GPU"
+    what = f"{version}, {seen['threads']} threads{devices}"
+    return Finding("software", "torch", "works", what, None, {"version": version, **seen})
+
+
+def _numba(*, quick: bool) -> Finding:
+    version = _version("numba")
+    values = {"version": version}
+    if version is None:
+        what = "not installed: deltas and step diffs are coded by numpy, at about half the speed, to the same bytes"
+        return Finding("software", "numba", "slow", what, "pip install 'ckptstore[fast]'", values)
+    if quick:
+        return Finding("software", "numba", "works", f"{version} (not imported)", None, values)
+    from ckptstore.formats import compiled
+
+    try:
+        kind = compiled.kind()
+    except CkptError as error:
+        return Finding("software", "numba", "fails", str(error), f"unset {compiled.VARIABLE}", values)
+    if kind == "compiled":
+        return Finding(
+            "software", "numba", "works", f"{version}, hot loops are compiled", None, values | {"kernels": kind}
+        )
+    what = f"{version} is not used: hot loops run in numpy, at about half the speed"
+    do = f"unset {compiled.VARIABLE}, or install versions of numba and numpy that fit each other"
+    return Finding("software", "numba", "slow", what, do, values | {"kernels": kind})

@@ -1,0 +1,38 @@
+"""`ckpt doctor`: what it prints; what it finds is tested in tests/doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, assert_documented, documented
+
+
+def test_json(ckpt: Run, pristine: Path) -> None:
+    outcome = ckpt("doctor", pristine, "--quick", "--json")
+    assert outcome.code == 0, outcome.out
+    assert_documented(outcome.json, documented("ckpt doctor")[0])
+    assert outcome.err == ""
+
+
+def test_text(ckpt: Run, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = ckpt("doctor", pristine, "--quick")
+    assert outcome.code == 0
+    assert "checkpoints, the newest 5@3" in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("everything works")
+    monkeypatch.chdir(tmp_path)
+    here = ckpt("doctor", "--quick")
+    assert f"medium ({tmp_path})" in here.out
+    assert "\nstore\n" not in here.out
+    monkeypatch.setenv("CKPT_STORE", str(pristine))
+    assert f"medium ({pristine})" in ckpt("doctor", "--quick").out
+
+
+def test_what_fails_comes_with_what_to_do(ckpt: Run) -> None:
+    outcome = ckpt("doctor", "/proc/nowhere", "--quick")
+    assert outcome.code == 1
+    lines = outcome.out.splitlines()
+    (at,) = (number for number, line in enumerate(lines) if "fails" in line)
+    assert lines[at + 1].lstrip().startswith("-> give this user the folder")
+    assert lines[-1] == "does not work: writing"

@@ -1,0 +1,71 @@
+"""docs/json.md: every command is on it, with the members that it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ckptstore.cli.main import COMMANDS
+from tests.cli.conftest import Run, documented
+
+PAGE = Path(__file__).parents[2] / "docs/json.md"
+ROWS = {
+    name: re.findall(r"`(\w+)`", members)
+    for name, members in re.findall(r"^\| \[`ckpt ([^`]+)`\]\([^)]*\) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+}
+SECTIONS = {
+    "tune wasted-time": ("tune", 0),
+    "inspect --tensor NAME": ("inspect", 1),
+    "restore --explain": ("restore", 1),
+}
+
+
+def test_every_command_is_on_the_page() -> None:
+    assert {name.split()[0] for name in ROWS} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(set(ROWS) - {"analyze"}))
+def test_the_page_says_what_the_reference_says(name: str) -> None:
+    section, number = SECTIONS.get(name, (name, 0))
+    assert ROWS[name] == list(documented(f"ckpt {section}")[number])
+
+
+LINES = {
+    "ls": "..",
+    "log": "{}",
+    "inspect": "{} 1@1",
+    "inspect --tensor NAME": "{} 1@1 --tensor extra",
+    "watch": "{} --once",
+    "stats": "{}",
+    "verify": "{}",
+    "restore": "{} 5@3 --out out.safetensors",
+    "restore --explain": "{} 5@3 --explain",
+    "import": "{} out.safetensors --step 9",
+    "diff": "{} 1@1 5@3",
+    "tag": "{}",
+    "retire": "{} 1@1 --dry-run",
+    "keep": "{}",
+    "prune": "{} --keep last:9 --dry-run",
+    "gc": "{} --dry-run",
+    "copy": "{} copied",
+    "repair": "{} repaired",
+    "doctor": "{} --quick",
+    "completion": "bash",
+}
+
+
+def test_the_documents_are_so(ckpt: Run, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name, line in LINES.items():
+        outcome = ckpt(name.split()[0], *line.format(run).split(), "--json")
+        assert outcome.code == 0, (name, outcome.out, outcome.err)
+        found = json.loads(outcome.out)
+        assert list(found) == ["schema", *ROWS[name]], name
+        assert found["schema"] == 1
+    failed = ckpt("log", "nowhere", "--json")
+    assert list(failed.json) == ["schema", "error"]
+    assert failed.code == failed.json["error"]["exit_code"] == 3

@@ -1,0 +1,278 @@
+"""Every example of the documentation runs, or the reason why it does not stands here.
+
+Python blocks: of the pages in `ELSEWHERE` another test runs them, blocks with ``>>>`` run as doctests, and any other
+runs as a script in a process of its own, after what `BEFORE` puts in front of it. Console blocks: every ``$ ckpt`` line
+of every page is parsed by the command itself, and those of cli.md run. A page that is new is found by itself.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import ckptstore
+from ckptstore.cli.main import COMMANDS, cli
+from tests import transcripts
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+ELSEWHERE = {
+    "README.md": "tests/test_readme.py",
+    "agent.md": "tests/agent/test_agent_docs.py",
+    "checkpointer.md": "tests/training/test_checkpointer_docs.py",
+    "layerwise.md": "tests/training/test_layerwise_docs.py",
+    "operations.md": "tests/cli/test_operations_docs.py",
+    "retention.md": "tests/maintenance/test_retention_docs.py",
+}
+TRANSCRIPTS = ("quickstart.md", "troubleshooting.md")
+"""Pages that are played from the top in one folder, every output compared."""
+NOT_RUN = {
+    ("demo.md", 0): "an excerpt of tools/demo/training.py, which `make demo` and tests/tools/test_demo.py run",
+    ("object-stores.md", 0): "AWS itself; tests/backends/test_objects_store.py opens the same URLs on a server here",
+    ("object-stores.md", 1): "a host of somebody's; tests/backends/test_fsspec_files.py opens such file systems",
+    ("tuning.md", 1): "tests/tuning/test_interval_controller.py runs it, and looks at what it prints",
+    ("persistent-memory.md", 0): "a mounted /mnt/pmem0; tests/backends/test_pmem.py opens such URLs in folders",
+}
+"""(page, number of the block) -> why it is not run."""
+TRAINING = """
+import torch, ckptstore
+from ckptstore.training import OptimizerStep
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+store = ckptstore.open("runs/gpt")
+def state():
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+def loss_of_a_batch():
+    return model(torch.randn(8, 4)).square().mean()
+steps = 5
+"""
+FIRST_STEP = """
+writer = store.writer(diffs=ckptstore.DiffOptions(batch=2)).__enter__()
+loss = loss_of_a_batch(); loss.backward(); optimizer.step(); optimizer.zero_grad()
+writer.save(state(), 1)
+step, loss = 2, loss_of_a_batch()
+"""
+BEFORE = {
+    ("optimizer.md", 3): TRAINING + FIRST_STEP,
+    (
+        "ranks.md",
+        0,
+    ): "import os; os.environ |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=A_PORT, RANK='0', WORLD_SIZE='1')",
+    ("reading-shards.md", 0): TRAINING
+    + """
+import numpy
+class dist:
+    get_rank = staticmethod(lambda: 0)
+model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(200, 4)})
+optimizer = torch.optim.AdamW(model.parameters())
+with ckptstore.open("runs/a").writer() as writer:
+    writer.save(state(), 1)
+""",
+    ("steps.md", 0): TRAINING,
+    ("tuning.md", 0): "seconds, nbytes = 2000.0, 8_700_000_000",
+    ("writer.md", 0): TRAINING + "state = state()",
+}
+"""(page, number of the block) -> what the page takes for granted there."""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def scripts() -> Iterator[tuple[str, int]]:
+    for page in PAGES:
+        if page not in ELSEWHERE and page not in TRANSCRIPTS:
+            for number, code in enumerate(blocks(page, "python")):
+                if ">>>" not in code and (page, number) not in NOT_RUN:
+                    yield page, number
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "number"), list(scripts()))
+def test_scripts_run(page: str, number: int, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    before = BEFORE.get((page, number), "").replace("A_PORT", repr(str(free_port())))
+    code = f"{before}\n{blocks(page, 'python')[number]}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in (DOCS / page).read_text()])
+def test_sessions_print_what_they_show(page: str) -> None:
+    failed, tried = doctest.testfile(str(DOCS / page), module_relative=False)
+    assert (failed, tried > 3) == (0, True)
+
+
+def test_the_exceptions_are_real() -> None:
+    """Nothing is excepted that is not there, and what runs elsewhere does."""
+    for page, number in [*NOT_RUN, *BEFORE]:
+        assert number < len(blocks(page, "python")), (page, number)
+    for page, test in ELSEWHERE.items():
+        assert page in (ROOT / test).read_text(), test
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TRANSCRIPTS)
+def test_pages_that_are_played_from_the_top(page: str, tmp_path: Path) -> None:
+    """With ``CKPTSTORE_UPDATE_DOCS=1`` what is printed is written to the page instead."""
+    pytest.importorskip("torch")
+    text = (DOCS / page).read_text()
+    played = transcripts.played(text, tmp_path)
+    if os.environ.get("CKPTSTORE_UPDATE_DOCS"):
+        (DOCS / page).write_text(played)
+    assert transcripts.plain(played) == transcripts.plain(text)
+
+
+# -- commands
+
+
+def lines(page: str) -> list[str]:
+    """What follows ``$ ckpt`` in the console blocks of a page."""
+    shown = "".join((*blocks(page, "console"), *blocks(page, "sh")))
+    return re.findall(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*ckpt (.*)$", shown, re.MULTILINE)
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a line, up to a comment, or where the shell goes on."""
+    found = shlex.shlex(line, posix=True, punctuation_chars=True)
+    found.whitespace_split = True
+    return list(takewhile(lambda word: word not in ("|", "||", "&&", ">", ";"), found))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if lines(page)])
+def test_every_command_is_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_STORE", "runs/gpt")
+    for line in lines(page):
+        name, *arguments = words_of(line)
+        if name.startswith("-"):
+            continue
+        assert name in COMMANDS, line
+        command = cli.get_command(click.Context(cli), name)
+        while isinstance(command, click.Group):  # tune
+            command = command.get_command(click.Context(command), arguments.pop(0))
+        assert command is not None, line
+        command.make_context(name, arguments)  # raises UsageError
+
+
+def state(step: int) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+    weight = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30) * np.float32(1 + step * 1e-6)
+    moments = {"exp_avg": rng.standard_normal(600).astype(np.float32), "exp_avg_sq": np.ones(600, np.float32)}
+    return {"model": {"0.weight": weight, "w": weight[0]}, "optimizer": {"weight": moments}, "step": step}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the examples of cli.md speak of: runs/gpt, and files beside it."""
+    root = tmp_path_factory.mktemp("docs")
+    store = ckptstore.open(root / "runs/gpt")
+
+    def saved(parent: str, steps: list[int]) -> None:
+        with store.writer(parent=parent, deltas=100, poll_seconds=None) as writer:
+            for step in steps:
+                loss = 2.0 if step < 1010 else float("nan")
+                writer.save(state(step), step, metadata={"loss": loss, "accuracy": step / 3000})
+            writer.tag("best", steps[0])
+
+    saved("latest", [7, 8, 500, 999, 1000, 1001, 2000])
+    saved("999@1", [1000, 1010, 1020])
+    saved("7@1", [8, 1000, 2000])
+    store.keep("last:3", "best:loss:2", take_over=True)
+    for step in (500, 1000, 1500):
+        folder = root / f"checkpoint-{step}"
+        folder.mkdir()
+        store.export(1000, folder / "model.safetensors")
+        shutil.copy(folder / "model.safetensors", root / f"step_{step}.safetensors")
+    torch = pytest.importorskip("torch")
+    for path in ("step_600.pt", "old/step_500.pt", "run/step_1.pt", "run/step_2.pt"):
+        (root / path).parent.mkdir(exist_ok=True)
+        torch.save({"weight": torch.ones(500)}, root / path)
+    return root
+
+
+def expanded(word: str) -> list[str]:
+    """As a shell does it, in the working folder."""
+    return (sorted(map(str, Path().glob(word))) if "*" in word else []) or [word]
+
+
+NOT_RUN_LINES = {
+    "merge runs/gpt 1000@1..latest --keep-steps --take-over": "its range is on no line of this store; test_merge.py",
+    "tune interval": "saves for seconds; tests/cli/test_tune_interval.py runs it",
+    "watch runs/gpt": "ends with Ctrl-C; tests/cli/test_watch.py runs it",
+    "s3://": "a bucket of somebody's; tests/backends/test_objects_store.py and tests/doctor have a server",
+    "bisect": "needs a script, or values that go bad once; tests/cli/test_bisect.py",
+    "import runs/gpt": "steps that are above this store's newest; tests/cli/test_import.py",
+    "tune wasted-time --from": "needs diffs in the store; tests/cli/test_tune.py",
+    "doctor": "measures for seconds; tests/doctor",
+    "analyze runs/gpt": "a report takes seconds; tests/analysis/test_analysis_report.py",
+    "merge": "needs a run that writes, or step diffs; tests/cli/test_merge.py",
+}
+"""How lines of cli.md begin, or what they contain -> why they are not run."""
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_reference_run(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = 0
+    for number, line in enumerate(lines("cli.md")):
+        if any(one in line for one in NOT_RUN_LINES):
+            continue
+        here = tmp_path / str(number)
+        shutil.copytree(world, here)
+        monkeypatch.chdir(here)
+        words = [path for word in words_of(line) for path in expanded(word)]
+        words = [word.replace("/mnt/", f"{here}/").replace("/tmp/", f"{here}/") for word in words]
+        if words[0] in ("tag", "retire", "keep", "prune") and len(words) > 2 and "--dry-run" not in words:
+            words += [] if "--take-over" in words else ["--take-over"]  # the page has a run that answers, here is none
+        result = CliRunner().invoke(cli, words, prog_name="ckpt")
+        assert result.exit_code == 0, (line, result.output, result.exception)
+        ran += 1
+    assert ran >= 25
+    text = "\n".join(lines("cli.md"))
+    assert [one for one in NOT_RUN_LINES if one not in text and one not in ("s3://",)] == []
+
+
+# -- links
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["../README.md", "../formats/SPEC.md", *PAGES])
+def test_links_lead_somewhere(page: str) -> None:
+    source = (DOCS / page).resolve()
+    text = re.sub(r"^```.*?^```", "", source.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(((?!https?:)[^)\s]+)\)", text):
+        place, _, anchor = target.partition("#")
+        path = (source.parent / place).resolve() if place else source
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path), target

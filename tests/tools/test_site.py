@@ -1,0 +1,86 @@
+"""`make docs`: man pages of every command, and a site that has every page. tests/test_docs.py checks the links."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.cli.main import COMMANDS
+from tools.site.assembling import assemble, public_names, relinked
+from tools.site.manuals import write
+
+ROOT = Path(__file__).parents[2]
+CONFIG = (ROOT / "tools/site/mkdocs.yml").read_text()
+
+
+@pytest.fixture(scope="module")
+def manuals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {path.stem: path for path in write(tmp_path_factory.mktemp("man"), "1.2.3")}
+
+
+def test_every_command_has_a_manual(manuals: dict[str, Path]) -> None:
+    assert {"ckpt", "ckpt-tune-interval", *(f"ckpt-{name}" for name in COMMANDS)} <= set(manuals)
+    text = manuals["ckpt-restore"].read_text()
+    assert '"ckptstore 1.2.3"' in text
+    assert "\\-\\-max\\-shard\\-size" in text
+    assert "ckpt restore runs/gpt \\-\\-out model.safetensors" in text  # the examples
+
+
+def test_the_formatter_takes_them_without_a_word(manuals: dict[str, Path]) -> None:
+    if shutil.which("groff") is None:
+        pytest.skip("groff is not installed")
+    for path in manuals.values():
+        done = subprocess.run(
+            ["groff", "-man", "-ww", "-Tutf8", path],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PATH": "/usr/bin:/bin"},
+        )
+        assert done.stderr == "", path.name
+        assert (
+            "--json" in re.sub(r"\x1b\[[0-9;]*m|.\x08", "", done.stdout).replace("‐", "-")
+            or "ckpt.1" in path.name
+            or (path.name == "ckpt-tune.1")
+        ), path.name
+
+
+def test_every_page_has_its_place() -> None:
+    placed = set(re.findall(r"([\w-]+\.md)$", CONFIG, re.MULTILINE))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert placed == pages | {"api.md", "api-training.md", "spec.md", "changelog.md"}
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs/index.md").read_text()))
+    assert pages - linked == {"index.md"}
+
+
+def test_pages_are_put_together(tmp_path: Path) -> None:
+    assemble(ROOT, tmp_path / "docs", public_names(), ["Checkpointer"])
+    api = (tmp_path / "docs/api.md").read_text()
+    assert set(re.findall(r"^::: ckptstore\.[\w.]*\.(\w+)$", api, re.MULTILINE)) == set(ckptstore.__all__) - {
+        "__version__"
+    }
+    assert "](spec.md)" in (tmp_path / "docs/codecs.md").read_text()
+
+
+def test_links_are_those_of_the_site() -> None:
+    assert relinked("[s](../formats/SPEC.md#seven) [c](cli.md#log) [h](https://x.org)", "docs") == (
+        "[s](spec.md#seven) [c](cli.md#log) [h](https://x.org)"
+    )
+    assert relinked("[`Store`](../ckptstore/store.py)", "docs") == "`Store` (`ckptstore/store.py`)"
+    assert relinked("[retention](../docs/retention.md)", "formats") == "[retention](retention.md)"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning() -> None:
+    if find_spec("mkdocs") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs is not installed: pip install -e '.[docs]' (make docs does it)")
+    done = subprocess.run([sys.executable, "-m", "tools.site"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ckptstore.store.Store.load" in (ROOT / "build/site/api.html").read_text()

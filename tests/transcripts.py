@@ -1,0 +1,69 @@
+"""Pages whose blocks are played one after the other in one folder: scripts, and commands with what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def plain(text: str) -> list[str]:
+    """Lines without what differs from run to run: sizes, times, ids, processes, and the spaces that they move."""
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
+    text = re.sub(r"\b[0-9a-f]{32}\b", "ID", text)
+    text = re.sub(r"[\d.,]+ (B|KiB|MiB|GiB)\b", "SIZE", text)
+    text = re.sub(r"[\d.]+ (ms|s)\b", "SECONDS", text)
+    text = re.sub(r"SIZE/s|loss [\d.e-]+", "NUMBER", text)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def played(text: str, folder: Path) -> str:
+    """The page with what its commands print now.
+
+    A Python block that begins with the comment ``# NAME.py`` is written to that file, any other is run. Of a console
+    block every ``$ LINE`` is given to a shell; what it prints follows, stderr too, and ``[exit N]`` unless that is 0.
+    """
+    scripts = Path(sys.executable).parent
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("CKPT", "PYTEST"))},
+        "PATH": f"{scripts}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+    def said(arguments: list[str]) -> str:
+        done = subprocess.run(
+            arguments,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        code = done.returncode if done.returncode >= 0 else 128 - done.returncode
+        # What a shell says of a process that was killed differs from one shell to the next.
+        told = re.sub(r"^(Killed\n|.*\bKilled\s.*\n)", "", done.stdout, flags=re.MULTILINE)
+        told = re.sub(r"host \S+, pid \d+", "host node-7, pid 411", told)
+        ending = "" if told.endswith("\n") or not told else "\n"
+        return told + ending + (f"[exit {code}]\n" if code else "")
+
+    def played_block(match: re.Match[str]) -> str:
+        language, body = match.groups()
+        if language == "python":
+            if name := re.match(r"# (\w+\.py)\n", body):
+                (folder / name[1]).write_text(body)
+            else:
+                printed = said([sys.executable, "-W", "error", "-c", body])
+                assert "[exit" not in printed, printed
+            return match.group(0)
+        lines = [line for line in body.splitlines() if line.startswith("$ ")]
+        parts = (f"{line}\n{said(['sh', '-c', line[2:]])}" for line in lines)
+        return f"```console\n{''.join(parts)}```"
+
+    return _BLOCK.sub(played_block, text)
