@@ -10,7 +10,6 @@ import errno
 import hashlib
 import os
 import random
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -23,6 +22,7 @@ from ckptstore.backends.costs import Costs
 from ckptstore.backends.object_errors import RAISED, Failure, understood
 from ckptstore.backends.object_options import ObjectPlace
 from ckptstore.errors import CkptError, CorruptSegmentError, MissingDependencyError, StorageError, UsageError
+from ckptstore.host.carriers import carried, nap
 
 __all__ = ["PART", "Requests"]
 
@@ -63,7 +63,7 @@ class Requests:
 
     def pause(self, done: int) -> None:
         """Wait before a request is sent again, after `done` tries: longer each time, and never in step with others."""
-        time.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.uniform(0.5, 1.0))
+        nap(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.uniform(0.5, 1.0))
 
     # -- reading
 
@@ -87,22 +87,27 @@ class Requests:
 
     def _got(self, key: str, limit: int) -> tuple[bytes, str]:
         self.costs.count("get")
-        result = obstore.get(self._once, key)
-        size = result.meta["size"]
-        if size > limit:
+
+        def whole() -> tuple[bytes | None, int, str]:
+            result = obstore.get(self._once, key)
+            size = result.meta["size"]
+            return None if size > limit else bytes(result.bytes()), size, result.meta["e_tag"] or ""
+
+        data, size, tag = carried(whole)
+        if data is None:
             raise too_long(self.name(key), size, limit)
-        data = bytes(result.bytes())
         self.costs.receive(len(data))
         if len(data) != size:
             raise _ShortError
-        return data, (result.meta["e_tag"] or "").strip('"')
+        return data, tag.strip('"')
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on. Raises `CorruptSegmentError` if there are fewer."""
 
         def call() -> None:
             self.costs.count("range")
-            data = memoryview(obstore.get_range(self._once, key, start=start, length=len(out)))
+            # The bytes are copied here: a request that was given up must not write to memory that has another use.
+            data = memoryview(carried(lambda: obstore.get_range(self._once, key, start=start, length=len(out))))
             self.costs.receive(len(data))
             if len(data) != len(out):  # a short body with an honest length is no error to anybody else
                 raise _ShortError
@@ -123,7 +128,7 @@ class Requests:
 
         def call() -> int:
             self.costs.count("head")
-            return obstore.head(self._once, key)["size"]
+            return carried(lambda: obstore.head(self._once, key)["size"])
 
         return self._run("head", key, call)
 
@@ -132,9 +137,8 @@ class Requests:
 
         def call() -> list[str]:
             self.costs.count("list")
-            keys: list[str] = []
-            for batch in obstore.list(self._once, prefix or None, chunk_size=_PAGE):
-                keys += [found["path"] for found in batch]
+            batches = carried(lambda: list(obstore.list(self._once, prefix or None, chunk_size=_PAGE)))
+            keys = [found["path"] for batch in batches for found in batch]
             self.costs.count("list", max(0, len(keys) - 1) // _PAGE)
             return keys
 
@@ -145,7 +149,7 @@ class Requests:
 
         def call() -> list[str]:
             self.costs.count("list")
-            found = obstore.list_with_delimiter(self._once, prefix or None)
+            found = carried(lambda: obstore.list_with_delimiter(self._once, prefix or None))
             return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
 
         return self._run("list", prefix, call)
@@ -163,7 +167,7 @@ class Requests:
 
         def call() -> None:
             self.costs.count("create", sent=sum(map(len, parts)))
-            obstore.put(self._once, key, parts, mode="create", use_multipart=False)
+            carried(lambda: obstore.put(self._once, key, parts, mode="create", use_multipart=False))
 
         self._run("create", key, call, writing=True, doubtful=False)
 
@@ -172,7 +176,7 @@ class Requests:
 
         def call() -> None:
             self.costs.count("put", sent=len(data))
-            obstore.put(self._once, key, data, use_multipart=False)
+            carried(lambda: obstore.put(self._once, key, data, use_multipart=False))
 
         self._run("put", key, call, writing=True)
 
@@ -181,7 +185,8 @@ class Requests:
 
         def call() -> None:
             self.costs.count("part", 2 + -(-size // PART), sent=size)
-            obstore.put(self._again, key, parts, use_multipart=True, chunk_size=PART, max_concurrency=_PARTS_AT_ONCE)
+            how: dict[str, Any] = {"chunk_size": PART, "max_concurrency": _PARTS_AT_ONCE}
+            carried(lambda: obstore.put(self._again, key, parts, use_multipart=True, **how))
 
         self._run("part", key, call, writing=True, doubtful=False)
 
@@ -191,7 +196,7 @@ class Requests:
         def call() -> None:
             self.costs.count("delete")
             try:
-                obstore.delete(self._once, key)
+                carried(lambda: obstore.delete(self._once, key))
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise

@@ -38,6 +38,9 @@ REFRESH_EVERY: Final = 30.0
 DEAD_AFTER: Final = 600.0
 """Seconds without renewal after which a collector takes a pin for dead: 20 renewals missed."""
 
+_HURRIED: Final = 1.0
+"""Seconds that whoever was interrupted waits for the pin to be removed."""
+
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _P = TypeVar("_P")
@@ -76,8 +79,8 @@ class Pin:
         """
         try:
             self._claim()
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            self._release(hurry=isinstance(error, KeyboardInterrupt | SystemExit))
             raise
         return self
 
@@ -105,13 +108,14 @@ class Pin:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._renewals.started:
-            self._release()
+            self._release(hurry=isinstance(error, KeyboardInterrupt | SystemExit))
 
-    def _release(self) -> None:
+    def _release(self, *, hurry: bool = False) -> None:
         self._renewals.stop()
         if self._renewals.started:
-            self._renewals.join()
-        else:
+            # Interrupted, perhaps because the medium does not answer: then the pin is taken for dead in time.
+            self._renewals.join(_HURRIED if hurry else None)
+        elif not hurry:
             self._text.remove()
 
 
