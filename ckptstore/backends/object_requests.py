@@ -10,13 +10,14 @@ import errno
 import hashlib
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import obstore
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from ckptstore.backends.bandwidth import PIECE, Bandwidth
 from ckptstore.backends.base import OBJECT_LIMIT, too_long
 from ckptstore.backends.costs import Costs
 from ckptstore.backends.object_errors import RAISED, Failure, understood
@@ -44,12 +45,14 @@ class Requests:
     Attributes:
         costs: what was asked so far.
         tries: how often a request is sent at most.
+        bandwidth: what objects' bytes wait for; None: nothing.
     """
 
     def __init__(self, place: ObjectPlace) -> None:
         """Send nothing yet. Raises `UsageError`, `MissingDependencyError`, `StorageError`."""
         self.costs = Costs()
         self.tries = place.tries
+        self.bandwidth = None if place.bandwidth is None else Bandwidth(place.bandwidth)
         self._url = place.url
         self._endpoint = place.endpoint
         self._once = _store(place, 0)
@@ -94,6 +97,7 @@ class Requests:
             return None if size > limit else bytes(result.bytes()), size, result.meta["e_tag"] or ""
 
         data, size, tag = carried(whole)
+        self._pay(0 if data is None else len(data))  # how long it is was not known before: the next one waits
         if data is None:
             raise too_long(self.name(key), size, limit)
         self.costs.receive(len(data))
@@ -105,6 +109,7 @@ class Requests:
         """Fill `out` with the bytes from `start` on. Raises `CorruptSegmentError` if there are fewer."""
 
         def call() -> None:
+            self._pay(len(out))
             self.costs.count("range")
             # The bytes are copied here: a request that was given up must not write to memory that has another use.
             data = memoryview(carried(lambda: obstore.get_range(self._once, key, start=start, length=len(out))))
@@ -164,9 +169,11 @@ class Requests:
             StorageError: anything else; unknown, but for `unsent`.
         """
         parts = [data] if isinstance(data, bytes) else list(data)
+        size = sum(map(len, parts))
 
         def call() -> None:
-            self.costs.count("create", sent=sum(map(len, parts)))
+            self._pay(size)
+            self.costs.count("create", sent=size)
             carried(lambda: obstore.put(self._once, key, parts, mode="create", use_multipart=False))
 
         self._run("create", key, call, writing=True, doubtful=False)
@@ -175,6 +182,7 @@ class Requests:
         """One PUT, whatever was there. Raises `StorageError`."""
 
         def call() -> None:
+            self._pay(len(data))
             self.costs.count("put", sent=len(data))
             carried(lambda: obstore.put(self._once, key, data, use_multipart=False))
 
@@ -186,9 +194,22 @@ class Requests:
         def call() -> None:
             self.costs.count("part", 2 + -(-size // PART), sent=size)
             how: dict[str, Any] = {"chunk_size": PART, "max_concurrency": _PARTS_AT_ONCE}
-            carried(lambda: obstore.put(self._again, key, parts, use_multipart=True, **how))
+            data: Any = parts if self.bandwidth is None else self._paced(parts)
+            carried(lambda: obstore.put(self._again, key, data, use_multipart=True, **how))
 
         self._run("part", key, call, writing=True, doubtful=False)
+
+    def _paced(self, parts: Sequence[bytes]) -> Iterator[memoryview]:
+        """The bytes of an upload, piece by piece as they may go."""
+        for part in parts:
+            for start in range(0, len(part), PIECE):
+                piece = memoryview(part)[start : start + PIECE]
+                self._pay(len(piece))
+                yield piece
+
+    def _pay(self, nbytes: int) -> None:
+        if self.bandwidth is not None:
+            self.bandwidth.take(nbytes)
 
     def delete(self, key: str) -> None:
         """Remove; a missing key is no error. Raises `StorageError`."""

@@ -9,6 +9,7 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
 from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.costs import parsed, show_costs
 from ckptstore.cli.output import duration, emit, moment, number, progress, ratio, shape, size, table
 from ckptstore.cli.plans import plan_step, plan_table
 
@@ -26,15 +27,38 @@ _BARS = " ▁▂▃▄▅▆▇█"
         "ckpt inspect runs/gpt 1000@2 --select 'optimizer.*.exp_avg'",
         "ckpt inspect runs/gpt --tensor model.wte.weight",
         "ckpt inspect runs/gpt latest --state",
+        "ckpt inspect s3://bucket/gpt latest --cost --prices 0.4,5,0.09",
     ],
 )
 @STORE
 @click.argument("ref", type=REF, default="latest", metavar="[REF]")
 @select_option("Only tensors that match; may be repeated.")
 @click.option("--tensor", type=TENSOR, help="Read this tensor and show statistics of its values.")
+@click.option("--cost", is_flag=True, help="Show what restoring it takes of an object store, in requests and bytes.")
+@click.option(
+    "--prices",
+    metavar="READ,WRITE,GB",
+    help="Of a million reads, a million writes and listings, a GB received; with --cost.",
+)
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
-def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, state: bool, as_json: bool) -> None:
+def command(
+    store: str,
+    ref: str,
+    select: tuple[str, ...],
+    tensor: str | None,
+    cost: bool,
+    prices: str | None,
+    state: bool,
+    as_json: bool,
+) -> None:
     """Show the tensors, the chain and the state of a checkpoint."""
+    if cost or prices is not None:
+        if tensor is not None or state or not cost:
+            raise click.UsageError("--cost stands by itself, with --select and --prices alone")
+        show_costs(
+            opened(store).request_costs(ref, select or None), None if prices is None else parsed(prices), as_json
+        )
+        return
     if tensor is not None:
         if select or state:
             raise click.UsageError("--tensor shows one tensor; it goes with neither --select nor --state")

@@ -48,6 +48,8 @@ EXPECTED = [
     "FencedError",
     "FlatState",
     "Followed",
+    "RequestCosts",
+    "Spent",
     "Follower",
     "ForeignObjectError",
     "FormatError",
