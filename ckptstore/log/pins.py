@@ -25,6 +25,7 @@ from ckptstore.errors import ForeignObjectError, FormatError, KeyNotFoundError, 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import PinRecord, pin_key
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin
+from ckptstore.host import background
 from ckptstore.host.background import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn
 from ckptstore.host.crash_points import crash_point
@@ -115,7 +116,9 @@ class Pin:
         if self._renewals.started:
             # Interrupted, perhaps because the medium does not answer: then the pin is taken for dead in time.
             self._renewals.join(_HURRIED if hurry else None)
-        elif not hurry:
+        elif hurry:
+            background.start(self._text.remove, "unpin").join(_HURRIED)
+        else:
             self._text.remove()
 
 
