@@ -19,6 +19,7 @@ from ckptstore._version import __version__
 
 if TYPE_CHECKING:
     from ckptstore.backends.base import Backend as Backend
+    from ckptstore.backends.costs import Spent as Spent
     from ckptstore.errors import AgentBusyError as AgentBusyError
     from ckptstore.errors import AgentError as AgentError
     from ckptstore.errors import AgentLostError as AgentLostError
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from ckptstore.reports.inspection import TensorDescription as TensorDescription
     from ckptstore.reports.inspection import TensorStatistics as TensorStatistics
     from ckptstore.reports.lineage import Lineage as Lineage
+    from ckptstore.reports.request_costs import RequestCosts as RequestCosts
     from ckptstore.reports.run_status import RunStatus as RunStatus
     from ckptstore.reports.runs import FoundRuns as FoundRuns
     from ckptstore.reports.runs import RunInfo as RunInfo
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "backends.base": "Backend",
+    "backends.costs": "Spent",
     "errors": (
         "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError"
         " CorruptSegmentError FencedError ForeignObjectError FormatError IncompatibleFormatError"
@@ -169,6 +172,7 @@ _HOMES = {
     "reports.explaining": "Explanation PlanStep",
     "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",
     "reports.lineage": "Lineage",
+    "reports.request_costs": "RequestCosts",
     "reports.run_status": "RunStatus",
     "reports.runs": "FoundRuns RunInfo find_runs",
     "reports.stats": "ClassBytes Share StoreStats",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckptstore.reports.explaining import Explanation
     from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
     from ckptstore.reports.lineage import Lineage
+    from ckptstore.reports.request_costs import RequestCosts
     from ckptstore.reports.run_status import RunStatus
     from ckptstore.reports.stats import StoreStats
     from ckptstore.tiers.syncing import Synced
@@ -1210,6 +1211,21 @@ class Store:
         else:
             ask = judged(lambda one: self.load(one, framework="numpy", select=select), predicate)
         return bisect(self.journal, ask, ref=ref, good=good, bad=bad, checks=checks, on_probe=on_probe)
+
+    def request_costs(
+        self, ref: str | int = "latest", select: str | Sequence[str] | None = None
+    ) -> RequestCosts | None:
+        """What restoring a checkpoint (or the tensors of it that `select` names) takes of an object store, and what
+        this handle has spent so far; None: requests of this medium cost nothing.
+
+        Reads headers; no tensor is restored.
+
+        Raises:
+            as `load`.
+        """
+        from ckptstore.reports.request_costs import request_costs
+
+        return request_costs(self.journal, ref, select)
 
     def describe(self, ref: str | int = "latest") -> list[tuple[SegmentEntry, SegmentDoc]]:
         """The segments that restoring `ref` reads, base first, each with its verified description."""

@@ -217,7 +217,9 @@ def run(url: str, environment: dict[str, str], kills: int, folder: Path, seed: i
 def _follower(kind: str, url: str, file: Path, shown: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     if kind == "memory":
         return _spawned("-m", "tools.follow_kills", "--role", "follow", url, str(shown), environment=environment)
-    return _spawned("-m", "ckptstore", "follow", url, "--out", str(file), "--every", "0.02", environment=environment)
+    return _spawned(
+        "-m", "ckptstore", "follow", url, "--out", str(file), "--every", "0.02", "--debug", environment=environment
+    )
 
 
 def _progress(shown: Path, file: Path) -> int:

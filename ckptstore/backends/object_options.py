@@ -9,11 +9,12 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from ckptstore.backends.bandwidth import bytes_per_second
 from ckptstore.errors import MissingDependencyError, UsageError
 
 __all__ = ["SCHEMES", "ObjectPlace", "place_of"]
@@ -38,6 +39,7 @@ class ObjectPlace:
         tries: how often a request is sent at most.
         profile: a profile of the vendor's files, which boto3 reads; None: none.
         from_files: whether boto3 has to look for the credentials.
+        bandwidth: bytes in a second at most; None: as fast as it goes.
     """
 
     url: str
@@ -50,6 +52,7 @@ class ObjectPlace:
     tries: int = _TRIES
     profile: str | None = field(default=None, repr=False)
     from_files: bool = False
+    bandwidth: float | None = None
 
 
 def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
@@ -82,8 +85,10 @@ def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
     anonymous = bool(_take(given, "anon", bool))
     if anonymous:
         config["skip_signature"] = True
+    limit = _take(given, "bandwidth", (int, float, str))
     found = ObjectPlace(url, scheme, bucket, prefix, endpoint, config, client, tries)
-    return {"s3": _s3, "gs": _gs, "az": _az}[scheme](found, given, config)
+    place = {"s3": _s3, "gs": _gs, "az": _az}[scheme](found, given, config)
+    return place if limit is None else replace(place, bandwidth=bytes_per_second(limit))
 
 
 def _take(given: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
@@ -151,7 +156,9 @@ def _s3(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> Ob
             config[name] = value
     profile = _take(given, "profile", str)
     checksum = _take(given, "checksum", bool)
-    known = "key, secret, token, profile, anon, endpoint_url, client_kwargs.region_name, config_kwargs, checksum"
+    known = (
+        "key, secret, token, profile, anon, endpoint_url, client_kwargs.region_name, config_kwargs, checksum, bandwidth"
+    )
     _none_left(more, "s3", known, "client_kwargs.")
     _none_left(given, "s3", known)
     if ("access_key_id" in config) != ("secret_access_key" in config):
@@ -213,7 +220,7 @@ def _in_environment() -> bool:
 def _gs(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> ObjectPlace:
     if (token := _take(given, "token", str)) is not None:
         config["service_account"] = token
-    _none_left(given, "gs", "token (a service account's file), anon, endpoint_url, config_kwargs")
+    _none_left(given, "gs", "token (a service account's file), anon, endpoint_url, config_kwargs, bandwidth")
     return _other(place, config, "base_url")
 
 
@@ -224,7 +231,7 @@ def _az(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> Ob
             config[word] = value
     if (token := _take(given, "sas_token", str)) is not None:
         config["sas_key"] = token
-    _none_left(given, "az", f"{', '.join(words)}, sas_token, anon, endpoint_url, config_kwargs")
+    _none_left(given, "az", f"{', '.join(words)}, sas_token, anon, endpoint_url, config_kwargs, bandwidth")
     return _other(place, config, "endpoint")
 
 

@@ -10,19 +10,20 @@ import errno
 import hashlib
 import os
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import obstore
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from ckptstore.backends.bandwidth import PIECE, Bandwidth
 from ckptstore.backends.base import OBJECT_LIMIT, too_long
 from ckptstore.backends.costs import Costs
 from ckptstore.backends.object_errors import RAISED, Failure, understood
 from ckptstore.backends.object_options import ObjectPlace
 from ckptstore.errors import CkptError, CorruptSegmentError, MissingDependencyError, StorageError, UsageError
+from ckptstore.host.carriers import carried, nap
 
 __all__ = ["PART", "Requests"]
 
@@ -44,12 +45,14 @@ class Requests:
     Attributes:
         costs: what was asked so far.
         tries: how often a request is sent at most.
+        bandwidth: what objects' bytes wait for; None: nothing.
     """
 
     def __init__(self, place: ObjectPlace) -> None:
         """Send nothing yet. Raises `UsageError`, `MissingDependencyError`, `StorageError`."""
         self.costs = Costs()
         self.tries = place.tries
+        self.bandwidth = None if place.bandwidth is None else Bandwidth(place.bandwidth)
         self._url = place.url
         self._endpoint = place.endpoint
         self._once = _store(place, 0)
@@ -63,7 +66,7 @@ class Requests:
 
     def pause(self, done: int) -> None:
         """Wait before a request is sent again, after `done` tries: longer each time, and never in step with others."""
-        time.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.uniform(0.5, 1.0))
+        nap(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.uniform(0.5, 1.0))
 
     # -- reading
 
@@ -87,22 +90,29 @@ class Requests:
 
     def _got(self, key: str, limit: int) -> tuple[bytes, str]:
         self.costs.count("get")
-        result = obstore.get(self._once, key)
-        size = result.meta["size"]
-        if size > limit:
+
+        def whole() -> tuple[bytes | None, int, str]:
+            result = obstore.get(self._once, key)
+            size = result.meta["size"]
+            return None if size > limit else bytes(result.bytes()), size, result.meta["e_tag"] or ""
+
+        data, size, tag = carried(whole)
+        self._pay(0 if data is None else len(data))  # how long it is was not known before: the next one waits
+        if data is None:
             raise too_long(self.name(key), size, limit)
-        data = bytes(result.bytes())
         self.costs.receive(len(data))
         if len(data) != size:
             raise _ShortError
-        return data, (result.meta["e_tag"] or "").strip('"')
+        return data, tag.strip('"')
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on. Raises `CorruptSegmentError` if there are fewer."""
 
         def call() -> None:
+            self._pay(len(out))
             self.costs.count("range")
-            data = memoryview(obstore.get_range(self._once, key, start=start, length=len(out)))
+            # The bytes are copied here: a request that was given up must not write to memory that has another use.
+            data = memoryview(carried(lambda: obstore.get_range(self._once, key, start=start, length=len(out))))
             self.costs.receive(len(data))
             if len(data) != len(out):  # a short body with an honest length is no error to anybody else
                 raise _ShortError
@@ -123,7 +133,7 @@ class Requests:
 
         def call() -> int:
             self.costs.count("head")
-            return obstore.head(self._once, key)["size"]
+            return carried(lambda: obstore.head(self._once, key)["size"])
 
         return self._run("head", key, call)
 
@@ -132,9 +142,8 @@ class Requests:
 
         def call() -> list[str]:
             self.costs.count("list")
-            keys: list[str] = []
-            for batch in obstore.list(self._once, prefix or None, chunk_size=_PAGE):
-                keys += [found["path"] for found in batch]
+            batches = carried(lambda: list(obstore.list(self._once, prefix or None, chunk_size=_PAGE)))
+            keys = [found["path"] for batch in batches for found in batch]
             self.costs.count("list", max(0, len(keys) - 1) // _PAGE)
             return keys
 
@@ -145,7 +154,7 @@ class Requests:
 
         def call() -> list[str]:
             self.costs.count("list")
-            found = obstore.list_with_delimiter(self._once, prefix or None)
+            found = carried(lambda: obstore.list_with_delimiter(self._once, prefix or None))
             return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
 
         return self._run("list", prefix, call)
@@ -160,10 +169,12 @@ class Requests:
             StorageError: anything else; unknown, but for `unsent`.
         """
         parts = [data] if isinstance(data, bytes) else list(data)
+        size = sum(map(len, parts))
 
         def call() -> None:
-            self.costs.count("create", sent=sum(map(len, parts)))
-            obstore.put(self._once, key, parts, mode="create", use_multipart=False)
+            self._pay(size)
+            self.costs.count("create", sent=size)
+            carried(lambda: obstore.put(self._once, key, parts, mode="create", use_multipart=False))
 
         self._run("create", key, call, writing=True, doubtful=False)
 
@@ -171,8 +182,9 @@ class Requests:
         """One PUT, whatever was there. Raises `StorageError`."""
 
         def call() -> None:
+            self._pay(len(data))
             self.costs.count("put", sent=len(data))
-            obstore.put(self._once, key, data, use_multipart=False)
+            carried(lambda: obstore.put(self._once, key, data, use_multipart=False))
 
         self._run("put", key, call, writing=True)
 
@@ -181,9 +193,23 @@ class Requests:
 
         def call() -> None:
             self.costs.count("part", 2 + -(-size // PART), sent=size)
-            obstore.put(self._again, key, parts, use_multipart=True, chunk_size=PART, max_concurrency=_PARTS_AT_ONCE)
+            how: dict[str, Any] = {"chunk_size": PART, "max_concurrency": _PARTS_AT_ONCE}
+            data: Any = parts if self.bandwidth is None else self._paced(parts)
+            carried(lambda: obstore.put(self._again, key, data, use_multipart=True, **how))
 
         self._run("part", key, call, writing=True, doubtful=False)
+
+    def _paced(self, parts: Sequence[bytes]) -> Iterator[memoryview]:
+        """The bytes of an upload, piece by piece as they may go."""
+        for part in parts:
+            for start in range(0, len(part), PIECE):
+                piece = memoryview(part)[start : start + PIECE]
+                self._pay(len(piece))
+                yield piece
+
+    def _pay(self, nbytes: int) -> None:
+        if self.bandwidth is not None:
+            self.bandwidth.take(nbytes)
 
     def delete(self, key: str) -> None:
         """Remove; a missing key is no error. Raises `StorageError`."""
@@ -191,7 +217,7 @@ class Requests:
         def call() -> None:
             self.costs.count("delete")
             try:
-                obstore.delete(self._once, key)
+                carried(lambda: obstore.delete(self._once, key))
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise

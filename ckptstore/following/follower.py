@@ -235,7 +235,8 @@ class Follower:
         read = BytesRead()
         plan: tuple[str, ...] = ()
         base: str | None = None
-        if not self._held or self._held[0].id != entry.id:
+        self._held.sort(key=lambda one: one.id != entry.id or not one.complete)  # the run may go back to the base
+        if not self._held or self._held[0].id != entry.id or not self._held[0].complete:
             read, plan, base = self._restored(journal, view, entry.ref)
         held = self._held[0]
         state = None

@@ -72,10 +72,10 @@ class Periodic:
         """Do nothing more; waits for nothing, and may be called before `start`, which then only comes to the end."""
         self._stopped.set()
 
-    def join(self) -> None:
-        """Wait for the end, `at_end` included."""
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the end, `at_end` included; at most so many seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         try:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ckptstore.host.carriers import scope_here, within
+
 __all__ = ["Workers", "default_threads", "let_go", "run_all", "started_pool", "workers"]
 
 _T = TypeVar("_T")
@@ -33,13 +35,18 @@ class Workers:
         under way at most. None runs any more once this is exhausted, closed, or has raised what a job raised.
         """
         window: deque[Future[_T]] = deque()
+        scope = scope_here()
         try:
             for job in jobs:
-                window.append(self.pool.submit(job))
+                window.append(self.pool.submit(within(scope, job)))
                 if len(window) > self.threads:
                     yield window.popleft().result()
             while window:
                 yield window.popleft().result()
+        except (KeyboardInterrupt, SystemExit):
+            if scope is not None:
+                scope.abandon()
+            raise
         finally:  # closed early: nobody may go on reading the state once the save has failed
             let_go(window)
 
@@ -100,9 +107,14 @@ def run_all(pool: ThreadPoolExecutor, work: Sequence[Callable[[], None]]) -> Non
     if len(work) == 1:
         work[0]()
         return
-    futures: list[Future[None]] = [pool.submit(job) for job in work]
+    scope = scope_here()
+    futures: list[Future[None]] = [pool.submit(within(scope, job)) for job in work]
     try:
         wait(futures, return_when=FIRST_EXCEPTION)
+    except BaseException:  # Ctrl-C: those that run do not wait for their medium any more
+        if scope is not None:
+            scope.abandon()
+        raise
     finally:
         for future in futures:
             future.cancel()

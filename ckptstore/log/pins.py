@@ -25,6 +25,7 @@ from ckptstore.errors import ForeignObjectError, FormatError, KeyNotFoundError, 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import PinRecord, pin_key
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin
+from ckptstore.host import background
 from ckptstore.host.background import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn
 from ckptstore.host.crash_points import crash_point
@@ -37,6 +38,9 @@ REFRESH_EVERY: Final = 30.0
 """Seconds between two renewals of a pin."""
 DEAD_AFTER: Final = 600.0
 """Seconds without renewal after which a collector takes a pin for dead: 20 renewals missed."""
+
+_HURRIED: Final = 1.0
+"""Seconds that whoever was interrupted waits for the pin to be removed."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -76,8 +80,8 @@ class Pin:
         """
         try:
             self._claim()
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            self._release(hurry=isinstance(error, KeyboardInterrupt | SystemExit))
             raise
         return self
 
@@ -105,12 +109,15 @@ class Pin:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._renewals.started:
-            self._release()
+            self._release(hurry=isinstance(error, KeyboardInterrupt | SystemExit))
 
-    def _release(self) -> None:
+    def _release(self, *, hurry: bool = False) -> None:
         self._renewals.stop()
         if self._renewals.started:
-            self._renewals.join()
+            # Interrupted, perhaps because the medium does not answer: then the pin is taken for dead in time.
+            self._renewals.join(_HURRIED if hurry else None)
+        elif hurry:
+            background.start(self._text.remove, "unpin").join(_HURRIED)
         else:
             self._text.remove()
 

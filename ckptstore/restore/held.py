@@ -48,6 +48,11 @@ class HeldState(Restorable):
     is_lossy: bool = False
 
     @property
+    def complete(self) -> bool:
+        """Whether it is a state that can be handed over, and not only a base."""
+        return self.held_tree is not None
+
+    @property
     def ref(self) -> str:
         """See `Restorable.ref`."""
         return self.id.ref

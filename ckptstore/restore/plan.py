@@ -91,11 +91,12 @@ def plan(
         target: a checkpoint of the catalog.
         cost: price of one encoding, not negative; None: `restore_seconds`.
         avoid: segments not to use, for instance because they turned out damaged.
-        held: other checkpoints, whose states are at hand for nothing: a plan may begin with what builds on one.
+        held: checkpoints whose states are at hand for nothing: a plan may begin with what builds on one of the others.
 
     Raises:
         CorruptLogError, CorruptSegmentError: no chain of intact encodings leads to it; names what is missing.
     """
+    held = [one for one in held if one.node != target.node]
     settled = _cheapest(catalog, _reachable(catalog, target.node), cost or restore_seconds(catalog), avoid, held)
     return _follow(catalog, target, settled, avoid, held)
 

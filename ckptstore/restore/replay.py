@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import dtypes, optim
 from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
+from ckptstore.host.carriers import scope_here, within
 from ckptstore.host.pages import BLOCK
 from ckptstore.restore.link import Link, apply_link, check_decoded, read_payload
 
@@ -248,7 +250,9 @@ def _take_steps(
             payloads = _read(window, index, scratch[number % 2], verify) if ahead is None else ahead.result()
             ahead = None
             if prefetch is not None and number + 1 < len(windows):
-                ahead = prefetch.submit(_read, windows[number + 1], index, scratch[(number + 1) % 2], verify)
+                ahead = prefetch.submit(
+                    within(scope_here(), partial(_read, windows[number + 1], index, scratch[(number + 1) % 2], verify))
+                )
             try:
                 _decode(window, index, payloads, state)
             except BaseException:

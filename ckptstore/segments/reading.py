@@ -52,6 +52,12 @@ class Piece:
 class SegmentReader:
     """An open segment whose header has been read and verified.
 
+    Attributes:
+        entry: as the log describes it.
+        source: its bytes.
+        doc: what it says of itself.
+        described: how many bytes each of the reads had that this took: the header, and of a packed one the index.
+
     Raises:
         CorruptSegmentError: the file is missing, too short, or its header is not the one that was committed.
         StorageError: the medium failed.
@@ -59,6 +65,7 @@ class SegmentReader:
 
     def __init__(self, backend: Backend, entry: SegmentEntry) -> None:
         self.entry = entry
+        self.described: list[int] = []  # bytes of each of the reads that its description took
         try:
             self.source: SegmentSource = backend.open_source(entry.key)
         except KeyNotFoundError as error:
@@ -91,6 +98,7 @@ class SegmentReader:
         return parse(header, entry.size, entry.key, self._read)
 
     def _read(self, offset: int, length: int) -> bytes:
+        self.described.append(length)
         out = bytearray(length)
         self.source.read_into(offset, memoryview(out))
         return bytes(out)

@@ -10,7 +10,8 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, moment, number, progress, ratio, shape, size, table
+from ckptstore.cli.costs import parsed, show_costs
+from ckptstore.cli.output import duration, emit, moment, number, progress, ratio, shape, size, table
 from ckptstore.cli.plans import plan_line, plan_step, plan_table
 from ckptstore.cli.ranges import counted
 
@@ -29,6 +30,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
         "ckpt inspect runs/gpt 1000@2 --select 'optimizer.*.exp_avg'",
         "ckpt inspect runs/gpt --tensor model.wte.weight",
         "ckpt inspect runs/gpt latest --state",
+        "ckpt inspect s3://bucket/gpt latest --cost --prices 0.4,5,0.09",
     ],
 )
 @STORE
@@ -37,6 +39,12 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @select_option("List only tensors that match; may be repeated.")
 @click.option("--chain", is_flag=True, help="List what a restore reads, segment by segment.")
 @click.option("--tensor", type=TENSOR, help="Read this tensor and show statistics of its values.")
+@click.option("--cost", is_flag=True, help="Show what restoring it takes of an object store, in requests and bytes.")
+@click.option(
+    "--prices",
+    metavar="READ,WRITE,GB",
+    help="Of a million reads, a million writes and listings, a GB received; with --cost.",
+)
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
 def command(
     store: str,
@@ -45,6 +53,8 @@ def command(
     listed: bool,
     chain: bool,
     tensor: str | None,
+    cost: bool,
+    prices: str | None,
     state: bool,
     as_json: bool,
 ) -> None:
@@ -53,6 +63,13 @@ def command(
     First how large it is, where it is restored from, and what its tensors are in all; the single tensors, and the
     single steps of the chain, on request.
     """
+    if cost or prices is not None:
+        if tensor is not None or state or listed or chain or not cost:
+            raise click.UsageError("--cost stands by itself, with --select and --prices alone")
+        show_costs(
+            opened(store).request_costs(ref, select or None), None if prices is None else parsed(prices), as_json
+        )
+        return
     if tensor is not None:
         if select or state or listed or chain:
             raise click.UsageError(

@@ -287,6 +287,36 @@ def test_a_commit_takes_three_requests_and_no_listing(s3: Server) -> None:
     assert [one.step for one in store.checkpoints()] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("ref", "select"), [(1, None), (STEPS, None), ("latest", "model.weight")])
+def test_what_a_restore_costs_is_told_before(s3: Server, filled: str, ref: str | int, select: str | None) -> None:
+    found = open_store(s3, filled).request_costs(ref, select)
+    loader = open_store(s3, filled)
+    loader.load(ref, select=select, framework="numpy")
+    assert found is not None
+    assert loader.backend.costs is not None
+    spent = loader.backend.costs.spent
+    assert (dict(found.restore.requests), found.restore.received) == (dict(spent.requests), spent.received)
+
+
+def test_costs_by_command(s3: Server, filled: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    told = CliRunner().invoke(cli, ["inspect", filled, "--cost", "--prices", "1e6,0,0", "--json"])
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)
+    kinds = found["restore"]["kinds"]
+    assert found["restore"]["requests"] == sum(kinds.values())
+    assert found["restore"]["money"] == kinds["get"] + kinds["range"] + kinds["head"]
+    assert found["command"]["kinds"]["get"] >= kinds["get"]
+    text = CliRunner().invoke(cli, ["inspect", filled, "--cost"]).stdout
+    assert "RESTORE" in text
+    assert "money" not in text
+    assert CliRunner().invoke(cli, ["inspect", filled, "--cost", "--prices", "cheap"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["inspect", filled, "--cost", "--state"]).exit_code == 2
+    ckptstore.open(tmp_path / "run", create=True).writer(poll_seconds=None).close()
+    assert "cost nothing" in CliRunner().invoke(cli, ["inspect", str(tmp_path / "run"), "--cost"]).stdout
+
+
 def test_a_store_of_many_commits_is_opened_with_a_few_requests(s3: Server) -> None:
     """What a term leaves is folded when it ends: FORMAT, folds, the newest, and what shows that nothing follows."""
     store = open_store(s3, s3.url(), create=True)

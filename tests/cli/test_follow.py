@@ -16,7 +16,9 @@ import pytest
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented, state
 
-COMMAND: Final = [sys.executable, "-c", "from ckptstore.cli.main import main; main()", "follow"]
+INTERRUPTIBLE: Final = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+"""Shells have what they start in the background ignore SIGINT, and tests may be that."""
+COMMAND: Final = [sys.executable, "-c", f"{INTERRUPTIBLE}; from ckptstore.cli.main import main; main()", "follow"]
 PATIENCE: Final = 60.0
 
 

@@ -143,6 +143,22 @@ def test_the_run_goes_back_and_forks(opener: Opener) -> None:
     assert (anew.info.ref, anew.branched, anew.fork) == ("1@4", True, None)
 
 
+@pytest.mark.parametrize("first", [1, 3])
+def test_the_run_goes_back_to_the_base_that_is_held(tmp_path: Path, first: int) -> None:
+    store = ckptstore.open(tmp_path / "run")
+    follower = store.follow(timeout=0, framework="numpy")
+    with store.writer(deltas=20, poll_seconds=None) as writer:
+        for step in (1, 2, 3):
+            writer.save(state(step), step)
+            if step >= first:
+                assert next(follower).info.ref == f"{step}@1"
+        writer.rollback(1)
+        back = next(follower)
+        assert (back.info.ref, back.branched, back.fork) == ("1@1", True, "1@1")
+        assert same(back.state, state(1))
+        assert (back.bytes_read == 0) == (first == 1)  # else the base came without the rest of its state
+
+
 def test_a_base_that_is_gone_costs_a_full_and_no_bits(opener: Opener) -> None:
     store = opener()
     with store.writer(deltas=3, poll_seconds=None) as writer:

@@ -51,6 +51,8 @@ EXPECTED = [
     "FencedError",
     "FlatState",
     "Followed",
+    "RequestCosts",
+    "Spent",
     "Follower",
     "ForeignObjectError",
     "FormatError",

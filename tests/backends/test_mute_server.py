@@ -1,0 +1,159 @@
+"""An object server that says nothing more: Ctrl-C and SIGTERM end what waits for it, long before it is given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore.host import carriers
+from tools.objects.proxy import FaultProxy, Rule
+from tools.objects.server import Server, options_for
+
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+"""Shells have what they start in the background ignore SIGINT, and tests may be that."""
+COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from ckptstore.cli.main import main; main()"]
+SILENCE = 100.0
+"""Seconds for which the server says nothing; requests time out after 60."""
+SOON = 20.0
+"""Seconds for a signal to end a process: many, because the machine may be busy; none of them is waited for."""
+
+
+@pytest.fixture
+def proxy(s3: Server) -> Iterator[FaultProxy]:
+    if not s3.port:
+        pytest.skip("the proxy stands before a server of our own")
+    with FaultProxy(s3.port) as one:
+        yield one
+
+
+def stored(s3: Server, numbers: int) -> str:
+    url = s3.url()
+    with ckptstore.open(url, storage_options=s3.options).writer(poll_seconds=None) as writer:
+        writer.save({"w": np.random.default_rng(1).standard_normal(numbers)}, 1)
+    return url
+
+
+@pytest.fixture
+def url(s3: Server) -> str:
+    return stored(s3, 1000)
+
+
+@pytest.fixture(scope="module")
+def large(s3: Server) -> str:
+    """More than a block: several threads read it."""
+    return stored(s3, 2_500_000)
+
+
+def started(s3: Server, proxy: FaultProxy, *words: str) -> subprocess.Popen[str]:
+    environment = os.environ | s3.environment() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+    root = Path(__file__).parents[2]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, env=environment, cwd=root, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def wait_until_mute(proxy: FaultProxy, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 60
+    while not proxy.injected():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.3)  # others of its threads ask, too
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("mute", ["get", "range"])
+def test_a_command_ends_at_once(
+    s3: Server, proxy: FaultProxy, large: str, tmp_path: Path, mute: str, number: int, code: int
+) -> None:
+    proxy.rules([Rule("stall", mute, seconds=SILENCE)])
+    process = started(s3, proxy, *COMMAND, "restore", large, "--out", str(tmp_path / "out.safetensors"))
+    try:
+        wait_until_mute(proxy, process)
+        began = time.monotonic()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=SOON)
+        assert time.monotonic() - began < SOON
+        assert process.returncode == code, errors
+        assert not list(tmp_path.iterdir())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+SAVING = """
+import sys
+import numpy as np
+import ckptstore
+writer = ckptstore.open(sys.argv[1]).writer(poll_seconds=None)
+writer.save({"w": np.ones(9)}, 2)
+print("saved 2", flush=True)
+sys.stdin.readline()
+try:
+    writer.save({"w": np.ones(8)}, 3)
+finally:
+    print("interrupted", flush=True)
+"""
+
+
+def test_a_save_that_is_interrupted_loses_nothing_that_was_acknowledged(
+    s3: Server, proxy: FaultProxy, url: str
+) -> None:
+    environment = os.environ | s3.environment() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE + SAVING, url],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "saved 2\n"
+        proxy.rules([Rule("stall", "create", seconds=SILENCE)])
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        wait_until_mute(proxy, process)
+        # The first waits for what reads the tensors, the second does not, the third ends the writer's last words.
+        end = time.monotonic() + SOON
+        while process.poll() is None and time.monotonic() < end:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert process.poll() is not None
+    finally:
+        process.kill()
+        process.communicate()
+    store = ckptstore.open(url, storage_options=s3.options)
+    assert [info.step for info in store.checkpoints()][:2] == [1, 2]
+    assert store.verify(deep=True).ok
+
+
+def test_what_is_given_up_writes_to_nobodys_memory(s3: Server, proxy: FaultProxy, url: str) -> None:
+    """The main thread's wait is interrupted; the answer comes later, and nothing of it is seen."""
+    store = ckptstore.open(url, storage_options=options_for(proxy.port))
+    (segment,) = store.checkpoint().segments
+    key = store.view().catalog.segments[segment].key
+    proxy.rules([Rule("slow", "range", seconds=1.0)])
+    out = bytearray(1000)
+    before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    try:
+        with store.backend.open_source(key) as source:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                source.read_into(0, memoryview(out))
+            time.sleep(1.5)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert out == bytes(1000)
+    assert carriers.carried(lambda: 7) == 7
