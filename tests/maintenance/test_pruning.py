@@ -252,6 +252,23 @@ class TestWriters:
         assert store.view().end - begin <= 2 + 2 * 12  # each save, and one record after it
         assert [info.step for info in store.checkpoints()] == wanted
 
+    def test_a_long_run_forgets_what_it_dropped_when_that_is_deleted(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ckptstore.write.commits._MANY_DROPPED", 8)
+        with store.writer(keep=["last:2"], deltas=CHAIN, poll_seconds=None) as writer:
+            for step in range(1, 61):
+                save(writer, [step])
+                if step % 10 == 0:
+                    store.gc()
+                    writer.poll()
+            left = store.view().catalog
+            assert len(left.dropped) < 30
+            assert left.dropped.isdisjoint(left.segments)
+            on_medium = {key.rpartition("/")[2].partition(".")[0] for key in store.backend.list("seg/")}
+            assert on_medium - left.segments.keys() <= left.dropped  # gc is told of all that is left to delete
+        check(store, [59, 60])
+
     def test_what_cannot_be_meant_opens_no_term(self, store: Store) -> None:
         for keep in (["last:x"], "last:3", 5):
             with pytest.raises(ckptstore.UsageError):
