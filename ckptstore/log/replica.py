@@ -27,6 +27,7 @@ from ckptstore.formats.records import (
     slot_key,
 )
 from ckptstore.formats.texts import SLOT_LIMIT, encode_commit, encode_format, encode_open, seal, unseal
+from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 
@@ -109,6 +110,7 @@ class Replica:
         if marker is None:
             backend.probe()
             backend.create(COPYING_KEY, wanted)
+            crash_point("copy.claimed")
         return True
 
     def _marker(self) -> bytes | None:
@@ -175,8 +177,10 @@ class Replica:
         if self.begun:
             self._sweep()
             self.backend.settle("log/")
+            crash_point("copy.before-format")
             with contextlib.suppress(KeyExistsError):
                 self.backend.create(FORMAT_KEY, encode_format(self._origin.format))
+        crash_point("copy.finished")
         self.backend.delete(COPYING_KEY)
 
     def _sweep(self) -> None:
