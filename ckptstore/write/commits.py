@@ -134,6 +134,16 @@ class Commits:
             if (why := self.retainer.unknown()) is not None:
                 self._complain(UsageError(why))
 
+    def retire_rest(self) -> None:
+        """Retire what the last batch of a term made superfluous of itself: no save follows that would."""
+        if self.ended is not None:
+            return
+        try:
+            if (change := self.retainer.rest()) is not None:
+                self.commit(change)
+        except CkptError as error:
+            self._complain(error)
+
     def _swept(self) -> Change | None:
         """What was dropped in this term and is deleted by now: the log need not know it any more.
 

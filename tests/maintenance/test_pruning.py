@@ -133,6 +133,17 @@ class TestWriters:
             same(states[info.step], store.load(info.ref, framework="numpy"))
         assert store.verify(deep=True).ok
 
+    def test_a_last_batch_that_is_longer_than_what_is_kept_of_it(self, tmp_path: Path) -> None:
+        """What it promises beyond that goes when the writer is closed: no save comes that would retire it."""
+        store, trainer = ckptstore.open(tmp_path / "store"), Trainer(seed=3)
+        options = DiffOptions(full_every=50, batch=10, seconds=None)
+        with store.writer(keep=["last:2"], diffs=options, poll_seconds=None) as writer:
+            for step in range(1, 10):
+                trainer.train()
+                writer.save_async(trainer.state(), step, updates=trainer.updates() if step > 1 else None)
+        assert [info.step for info in store.checkpoints()] == [8, 9]
+        assert store.verify(deep=True).ok
+
     @pytest.mark.usefixtures("quiet")
     def test_fulls_that_overtake_one_another(self, store: Store) -> None:
         with store.writer(keep=RULES, max_in_flight=4, poll_seconds=None) as writer:
