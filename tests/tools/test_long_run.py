@@ -12,7 +12,7 @@ import ckptstore
 from tests.forms import short_or
 from tools.long_run.plotting import plot
 from tools.long_run.promised import Rules, Saved, digest, promised
-from tools.long_run.supervising import _check, supervise
+from tools.long_run.supervising import check, supervise
 from tools.objects.server import Server, serving
 
 RULES = Rules(last=5, every=40, best=2)
@@ -41,11 +41,11 @@ def test_on_a_folder(tmp_path: Path) -> None:
     for change in ({"digest": "0" * 64}, {"tag": "another"}):
         (out / "saved.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [*lines[:-1], lines[-1] | change]))
         with pytest.raises(AssertionError):
-            _check(str(tmp_path / "store"), out, RULES)
+            check(str(tmp_path / "store"), out, RULES)
     (out / "saved.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     ckptstore.open(tmp_path / "store").retire(steps - 1, take_over=True)
     with pytest.raises(AssertionError, match=rf"gone: \[{steps - 1}\]"):
-        _check(str(tmp_path / "store"), out, RULES)
+        check(str(tmp_path / "store"), out, RULES)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tools.long_run.beside import keep_up, read_on
 from tools.long_run.promised import Rules, digest, promised, read_saved
 from tools.long_run.trainer import train
 
-__all__ = ["READERS", "supervise"]
+__all__ = ["READERS", "check", "supervise"]
 
 READERS = 2
 
@@ -51,12 +51,13 @@ def supervise(url: str, out: Path, *, steps: int, seconds: float | None, rules: 
             if process.is_alive():
                 process.kill()
                 process.join()
-    seen = _check(url, out, rules) | {"seconds": round(time.monotonic() - began, 1), "rules": rules.texts()}
+    seen = check(url, out, rules) | {"seconds": round(time.monotonic() - began, 1), "rules": rules.texts()}
     (out / "report.json").write_text(json.dumps(seen, indent=1) + "\n")
     return seen
 
 
-def _check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
+def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
+    """Exactly the promised set, every one as the trainer wrote it down -> what else is to be told."""
     saved = read_saved(out / "saved.jsonl")
     store = ckptstore.open(url)
     store.gc()
