@@ -8,9 +8,9 @@ written is asked before (`ckptstore.formats.retention`), and a log with a damage
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
@@ -30,6 +30,8 @@ from ckptstore.formats.records import (
 from ckptstore.formats.tables import NodeTable, Table
 
 __all__ = ["CLOSED", "REMOTE", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
+
+_K = TypeVar("_K")
 
 CLOSED: Final = "closed"
 """Member of a COMMIT: the term has ended, and nothing that it was given is missing. Kept in `TermEntry.extra`."""
@@ -65,7 +67,7 @@ class TermEntry:
 class EdgeIndex:
     """The encodings turned round: who reads a segment, who builds on a checkpoint.
 
-    Entries are never taken out: who asks looks at the encodings that are there.
+    Of rows nothing is taken out: who asks looks at the encodings that are there.
     """
 
     __slots__ = ("_dependents", "_users", "rows")
@@ -86,6 +88,19 @@ class EdgeIndex:
         if edge.base is not None:
             self._dependents.setdefault(edge.base.node, set()).add(edge.checkpoint)
 
+    def remove(self, edge: Encoding, kept: Sequence[Encoding]) -> None:
+        """Take out an encoding that is gone; its checkpoint has those of `kept` still.
+
+        Prevents: an index that grows with every save of a run whose catalog stays small, because it retires.
+        """
+        for segment in edge.segments:
+            if not any(segment in other.segments for other in kept):
+                _discard(self._users, segment, edge.checkpoint)
+        if edge.base is not None and not any(
+            other.base is not None and other.base.node == edge.base.node for other in kept
+        ):
+            _discard(self._dependents, edge.base.node, edge.checkpoint)
+
     def users(self, segment: str) -> set[Node]:
         """The checkpoints that have, or had, an encoding that reads `segment`."""
         return self._users.get(segment, set()).union(self.rows.users(segment))
@@ -93,6 +108,14 @@ class EdgeIndex:
     def dependents(self, node: Node) -> set[Node]:
         """The checkpoints that have, or had, an encoding against `node`."""
         return self._dependents.get(node, set()).union(self.rows.dependents(node))
+
+
+def _discard(index: dict[_K, set[Node]], key: _K, node: Node) -> None:
+    found = index.get(key)
+    if found is not None:
+        found.discard(node)
+        if not found:
+            del index[key]
 
 
 def _checkpoints() -> NodeTable[CheckpointEntry]:
@@ -391,8 +414,13 @@ class CatalogBuilder:
         entry = catalog.segments.pop(segment, None)
         if entry is None or entry.term == catalog.term:
             catalog.dropped.add(segment)
-        for node in catalog.edges().users(segment):
-            kept = tuple(edge for edge in catalog.encodings.get(node, ()) if segment not in edge.segments)
+        index = catalog.edges()
+        for node in index.users(segment):
+            edges = catalog.encodings.get(node, ())
+            kept = tuple(edge for edge in edges if segment not in edge.segments)
+            for edge in edges:
+                if segment in edge.segments:
+                    index.remove(edge, kept)
             if kept:
                 catalog.encodings[node] = kept
             else:

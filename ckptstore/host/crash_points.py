@@ -37,6 +37,7 @@ CRASH_POINTS: Final = (
     "compact.verified",
     "compact.committed",
     "request.posted",
+    "gc.surveyed",
     "gc.before-delete",
     "gc.deleted",
     "recycle.kept",
@@ -44,6 +45,19 @@ CRASH_POINTS: Final = (
     "recycle.cleared",
 )
 """What one process alone passes."""
+UPKEEP_POINTS: Final = (
+    "prune.planned",
+    "prune.retired",
+    "copy.claimed",
+    "copy.before-header",
+    "copy.sealed",
+    "copy.brought",
+    "copy.before-format",
+    "copy.finished",
+    "repair.judged",
+    "repair.rewritten",
+)
+"""What pruning, copying and repairing pass besides."""
 RANK_POINTS: Final = (
     "ranks.joined",
     "ranks.opened",
@@ -72,7 +86,8 @@ TIER_POINTS: Final = (
     "tiers.filled",
 )
 """What a store with a second tier passes besides; ``replica``: copies, too."""
-_ALL: Final = frozenset((*CRASH_POINTS, *RANK_POINTS, *TIER_POINTS))
+_POINTS: Final = (*CRASH_POINTS, *UPKEEP_POINTS, *RANK_POINTS, *TIER_POINTS)
+_ALL: Final = frozenset(_POINTS)
 _ENVIRONMENT: Final = "CKPTSTORE_CRASH_AT"
 _name = ""
 _left = 0
@@ -86,10 +101,7 @@ def arm(name: str, count: int = 1) -> None:
     """
     global _name, _left
     if name and name not in _ALL:
-        raise ValueError(
-            f"{_ENVIRONMENT}: no crash point named {name!r}; known: "
-            f"{', '.join((*CRASH_POINTS, *RANK_POINTS, *TIER_POINTS))}"
-        )
+        raise ValueError(f"{_ENVIRONMENT}: no crash point named {name!r}; known: {', '.join(_POINTS)}")
     _name, _left = name, count
 
 

@@ -23,6 +23,7 @@ class Change:
     tags: Mapping[str, Node | None] = field(default_factory=dict)
     requests: Mapping[str, str | None] = field(default_factory=dict)
     keep: tuple[str, ...] | None = None
+    swept: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, term: int) -> CommitRecord:
@@ -37,5 +38,6 @@ class Change:
             tags=self.tags,
             requests=self.requests,
             keep=self.keep,
+            swept=self.swept,
             extra=self.extra,
         )

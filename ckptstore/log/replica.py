@@ -128,6 +128,7 @@ class Replica:
         if marker is None:
             backend.probe()
             backend.create(COPYING_KEY, wanted)
+            crash_point("copy.claimed")
         return True
 
     def _marker(self) -> bytes | None:
@@ -202,8 +203,10 @@ class Replica:
         if self.begun:
             self._sweep()
             self.backend.settle("log/")
+            crash_point("copy.before-format")
             with contextlib.suppress(KeyExistsError):
                 self.backend.create(FORMAT_KEY, encode_format(self._origin.format))
+        crash_point("copy.finished")
         self.backend.delete(COPYING_KEY)
 
     def _sweep(self) -> None:

@@ -123,6 +123,7 @@ def collect(
     segments = tuple(key for key in sizes if key not in claimed)
     spare = 0
     if not dry_run:
+        crash_point("gc.surveyed")
         _delete(backend, segments, sizes, pins.lapsed, progress)
         for key in pins.dead:
             backend.delete(key)

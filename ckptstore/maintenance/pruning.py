@@ -17,6 +17,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.keeping import checked, known, reasons_of
 from ckptstore.formats.records import CommitRecord, Node, ref_of
 from ckptstore.formats.retention import droppable, users
+from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -110,11 +111,13 @@ def prune(
         after = before.apply(record, before.next_seq) if found else before
         return _report(after, _rules_for(journal, before, chosen), [found])
     _rules_for(journal, before, chosen)  # says what is wrong before anybody is asked
+    crash_point("prune.planned")
     done: list[_Plan] = []
     # What a live writer saves meanwhile is another prune's: else this would follow it for as long as it saves.
     until = math.inf if timeout is None else time.monotonic() + timeout
     while found := _retire_some(journal, before, chosen, take_over, until):
         done.append(found)
+        crash_point("prune.retired")
     after = read(journal).catalog
     return _report(after, _rules_for(journal, after, chosen), done)
 

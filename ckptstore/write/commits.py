@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 from ckptstore.errors import (
     CkptError,
@@ -17,6 +18,7 @@ from ckptstore.errors import (
     WriterError,
 )
 from ckptstore.formats.catalog import CLOSED
+from ckptstore.formats.records import object_of
 from ckptstore.log import folding, refs, requests
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
@@ -25,6 +27,11 @@ from ckptstore.write.retaining import Retainer
 from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Commits"]
+
+_MANY_DROPPED: Final = 1024
+"""Dropped segments, at least, over which it is worth a listing to see which are deleted by now."""
+_SWEPT: Final = 4096
+"""Ids of them in one record."""
 
 
 class Commits:
@@ -46,6 +53,7 @@ class Commits:
         self._folds = folding.FoldThread(log)
         self._abandoned: list[str] = []  # any thread adds to it; the committer's takes what it has dropped
         self._complaints: set[str] = set()
+        self._sweep_at = _MANY_DROPPED
 
     def follow(self, tier: SecondTier) -> None:
         """From now on what is committed is brought to a second tier, and retired only when that has it."""
@@ -126,6 +134,8 @@ class Commits:
                 self.retainer.look_again()
             if (change := self.retainer.rest()) is not None:
                 self.commit(change)
+            if (change := self._swept()) is not None:
+                self.commit(change)
         except (FencedError, CommitUnknownError) as error:
             self.ended = error  # the next save says so
         except CkptError as error:
@@ -134,6 +144,30 @@ class Commits:
             self._complain(self._folds.begin())
             if (why := self.retainer.unknown()) is not None:
                 self._complain(UsageError(why))
+
+    def retire_rest(self) -> None:
+        """Retire what the last batch of a term made superfluous of itself: no save follows that would."""
+        if self.ended is not None:
+            return
+        try:
+            if (change := self.retainer.rest()) is not None:
+                self.commit(change)
+        except CkptError as error:
+            self._complain(error)
+
+    def _swept(self) -> Change | None:
+        """What was dropped in this term and is deleted by now: the log need not know it any more.
+
+        Prevents: a catalog, and folds, that grow with every save of a run that retires.
+        """
+        dropped = self.log.catalog.dropped
+        if len(dropped) < self._sweep_at:
+            return None
+        place = f"seg/{self.log.number:010}/"
+        there = {found[1] for key in self.log.journal.backend.list(place) if (found := object_of(key)) is not None}
+        gone = sorted(dropped - there)[:_SWEPT]
+        self._sweep_at = max(_MANY_DROPPED, 2 * (len(dropped) - len(gone)))
+        return Change(swept=tuple(gone)) if gone else None
 
     def finish_folds(self) -> None:
         """Wait for a fold under way."""

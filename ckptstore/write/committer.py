@@ -295,6 +295,7 @@ class Committer(Commits):
     def flush_and_close(self) -> None:
         """Flush, and if steps may wait at all, note that none was lost."""
         self.flush_in_time()
+        self.retire_rest()
         if self._diffs is not None and self._diffs.options.waits:
             self.note_end()
 

@@ -11,7 +11,7 @@ import click
 from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.costs import parsed, show_costs
-from ckptstore.cli.output import duration, emit, moment, number, progress, ratio, shape, size, table
+from ckptstore.cli.output import emit, moment, number, progress, ratio, shape, size, table
 from ckptstore.cli.plans import plan_line, plan_step, plan_table
 from ckptstore.cli.ranges import counted
 

@@ -340,3 +340,30 @@ def test_one_tensor_reads_little_more_than_its_bytes(s3: Server) -> None:
     before = costs.spent
     assert np.array_equal(store.read_tensor(1, "b").view(np.float64), tensors["b"])
     assert (costs.spent - before).received <= 1.1 * tensors["b"].nbytes
+
+
+# -- retention
+
+
+@pytest.mark.slow
+def test_rules_of_retention_beside_a_live_writer(s3: Server) -> None:
+    url = s3.url()
+    with open_store(s3, url, create=True).writer(keep=["last:2", "every:4"], deltas=3, poll_seconds=0.1) as writer:
+        for step in range(1, 8):
+            writer.save(state(step), step=step, tags="mine" if step == 1 else ())
+        store = open_store(s3, url)  # another client, as another machine has
+        assert [one.step for one in store.checkpoints()] == [1, 4, 6, 7]
+        done = store.prune("last:1")
+        assert [one.step for one in store.checkpoints()] == [1, 7]
+        assert done.retired == ("4@1", "6@1")
+        before = len(store.backend.list("seg/"))
+        store.gc()
+        assert len(store.backend.list("seg/")) < before
+        assert store.keep("every:4") == ("every:4",)
+        for step in (8, 9):
+            writer.save(state(step), step=step)
+    assert [one.step for one in store.checkpoints()] == [1, 8, 9]
+    store.gc()
+    for step in (1, 8, 9):
+        assert same(store.load(step, framework="numpy"), step)
+    assert store.verify(deep=True).ok

@@ -187,6 +187,28 @@ def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(looked_at) <= len(gone) + 100
 
 
+def test_the_index_of_who_reads_what_forgets_what_is_gone() -> None:
+    """A run that retires has a catalog that stays small for as long as it goes on, and so has its index to."""
+    builder = CatalogBuilder(catalog_of(entry(1, 1)))
+    catalog = builder.catalog
+    for step in range(2, 40):
+        one, base = entry(1, step), catalog.checkpoints[1, step - 1]
+        segment = SegmentEntry(f"{step:032x}", 1, 9, 8, "7" * 32)
+        both = (
+            Encoding(one.node, "delta", base.id, (segment.id,), False, 9),
+            Encoding(one.node, "full", None, (f"{step + 1000:032x}",), False, 9),
+        )
+        other = SegmentEntry(f"{step + 1000:032x}", 1, 9, 8, "7" * 32)
+        builder.apply(CommitRecord(1, NONCE, (segment, other), (one,), both), catalog.next_seq)
+        index = catalog.edges()
+        assert index.users(segment.id) == {one.node}
+        assert index.dependents(base.node) == {one.node}
+        builder.apply(CommitRecord(1, NONCE, drops=(segment.id,)), catalog.next_seq)
+        assert index.users(segment.id) == set()
+        assert index.dependents(base.node) == set()
+        assert index.users(other.id) == {one.node}  # its other encoding is there
+
+
 def by_hand(
     entries: Iterable[CheckpointEntry], tagged: set[Node], last: int, every: int, best: int, age: float
 ) -> set[Node]:

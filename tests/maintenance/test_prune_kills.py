@@ -41,7 +41,7 @@ def killed_at(point: str, count: int, work: Callable[[], None]) -> bool:
 
 def every_kill(work: Callable[[Path], None], fresh: Callable[[], Path]) -> Iterator[tuple[str, Path]]:
     """Where a victim died, and what it left: at each point that it passes, of many times each third."""
-    for point in crash_points.CRASH_POINTS:
+    for point in (*crash_points.CRASH_POINTS, *crash_points.UPKEEP_POINTS):
         count = 1
         while True:
             root = fresh()
@@ -87,6 +87,7 @@ def test_prune_and_gc(fresh: Callable[[], Path]) -> None:
         check(store, wanted)
         assert store.tags().keys() == {"mine"}
     assert {"open.created", "create.linked", "commit.before-create", "commit.created", "gc.deleted"} <= set(died)
+    assert {"prune.planned", "prune.retired", "gc.surveyed"} <= set(died)
     assert len(died) >= 20
 
 

@@ -133,6 +133,17 @@ class TestWriters:
             same(states[info.step], store.load(info.ref, framework="numpy"))
         assert store.verify(deep=True).ok
 
+    def test_a_last_batch_that_is_longer_than_what_is_kept_of_it(self, tmp_path: Path) -> None:
+        """What it promises beyond that goes when the writer is closed: no save comes that would retire it."""
+        store, trainer = ckptstore.open(tmp_path / "store"), Trainer(seed=3)
+        options = DiffOptions(full_every=50, batch=10, seconds=None)
+        with store.writer(keep=["last:2"], diffs=options, poll_seconds=None) as writer:
+            for step in range(1, 10):
+                trainer.train()
+                writer.save_async(trainer.state(), step, updates=trainer.updates() if step > 1 else None)
+        assert [info.step for info in store.checkpoints()] == [8, 9]
+        assert store.verify(deep=True).ok
+
     @pytest.mark.usefixtures("quiet")
     def test_fulls_that_overtake_one_another(self, store: Store) -> None:
         with store.writer(keep=RULES, max_in_flight=4, poll_seconds=None) as writer:
@@ -251,6 +262,23 @@ class TestWriters:
         assert left[1] > left[2] > left[3] > 1000
         assert store.view().end - begin <= 2 + 2 * 12  # each save, and one record after it
         assert [info.step for info in store.checkpoints()] == wanted
+
+    def test_a_long_run_forgets_what_it_dropped_when_that_is_deleted(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ckptstore.write.commits._MANY_DROPPED", 8)
+        with store.writer(keep=["last:2"], deltas=CHAIN, poll_seconds=None) as writer:
+            for step in range(1, 61):
+                save(writer, [step])
+                if step % 10 == 0:
+                    store.gc()
+                    writer.poll()
+            left = store.view().catalog
+            assert len(left.dropped) < 30
+            assert left.dropped.isdisjoint(left.segments)
+            on_medium = {key.rpartition("/")[2].partition(".")[0] for key in store.backend.list("seg/")}
+            assert on_medium - left.segments.keys() <= left.dropped  # gc is told of all that is left to delete
+        check(store, [59, 60])
 
     def test_what_cannot_be_meant_opens_no_term(self, store: Store) -> None:
         for keep in (["last:x"], "last:3", 5):

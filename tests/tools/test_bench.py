@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tools.bench import commands, concurrent, markdown, pagecache, pmem, recycling, report, save_load, tensors, versions
-from tools.bench.catalogue import SAVES
+from tools.bench.compared import SAVES
 from tools.bench.machine import filesystem_type
 from tools.bench.measure import Ballast, Measurement
 from tools.bench.rounds import CASES

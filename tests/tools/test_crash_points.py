@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.backends.local import LocalBackend
-from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS, TIER_POINTS
+from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS, TIER_POINTS, UPKEEP_POINTS
 from tools.crash.scenario import live
 from tools.mutants.copies import repository
 
@@ -58,7 +58,7 @@ def test_the_calls_are_the_documented_ones(called: list[Place]) -> None:
 
 
 def test_the_register_names_what_is_called_and_nothing_else(called: list[Place]) -> None:
-    registered = [*CRASH_POINTS, *RANK_POINTS, *TIER_POINTS]
+    registered = [*CRASH_POINTS, *UPKEEP_POINTS, *RANK_POINTS, *TIER_POINTS]
     assert len(set(registered)) == len(registered)
     assert set(registered) == {name for name, _, _ in called}
     assert list(dict.fromkeys(name for name, _, _ in documented())) == registered

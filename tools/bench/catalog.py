@@ -1,10 +1,13 @@
 """What a long history costs: ``python -m tools.bench.catalog`` (``make bench-catalog``).
 
 Stores of 1,000 to 200,000 checkpoints (plain fulls, and step diffs in batches of 20 with a full every 100) are made as
-a fold and nothing else. Every number is taken in a process of its own: the bytes of the fold; the seconds of READ, of
-WRITER OPEN and of ``ckpt log -n 20`` (the whole command), and of the processor where others use the machine, too; the
-memory that the catalog keeps, by tracemalloc and by the process's resident size; and the longest that one small save
-took, among saves over which a fold was written.
+a fold and, for ``gc``, empty files for their segments. Every number is taken in a process of its own: the bytes of the
+fold; the seconds of READ, of WRITER OPEN, of ``ckpt log -n 20`` (the whole command) and of ``gc --dry-run``, and of the
+processor where others use the machine, too; the memory that the catalog keeps, by tracemalloc and by the process's
+resident size; how long the first small save of a term took under rules of retention, and the longest among saves over
+which a fold was written. A second table has the requests that each of these makes of the medium: objects read, sizes
+asked for, listings. The last line of each kind says how the time of the processor grows between the two longest
+histories: as n to that power.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,6 +99,9 @@ def _diffs(count: int) -> CatalogBuilder:
 _KINDS: Final[dict[str, Callable[[int], CatalogBuilder]]] = {"fulls": _fulls, "diffs": _diffs}
 
 
+RULES: Final = ("last:100", "every:1000", "best:loss:5")
+
+
 def make(folder: Path, kind: str, count: int) -> int:
     """A store of one fold with `count` checkpoints -> bytes of the fold."""
     run = uuid.uuid4().hex
@@ -107,7 +116,7 @@ def make(folder: Path, kind: str, count: int) -> int:
 # ------------------------------------------------------------------------------------------------ in a process each
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of this process in memory, once what was freed has been given back to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -121,11 +130,11 @@ def _read(folder: str) -> dict[str, float]:
     store.format  # noqa: B018
     import zstandard  # noqa: F401
 
-    before = _resident()
+    before = resident()
     begun, used = time.perf_counter(), time.process_time()
     view = store.view()
     seconds, cpu = time.perf_counter() - begun, time.process_time() - used
-    held = _resident() - before
+    held = resident() - before
     return {"read_s": seconds, "read_cpu_s": cpu, "resident": held / len(view.catalog.checkpoints)}
 
 
@@ -179,15 +188,97 @@ def _stall(folder: str) -> dict[str, float]:
     return {"save_ms": median(seconds[1:]) * 1e3, "longest_ms": max(seconds[1:]) * 1e3, "first_ms": seconds[0] * 1e3}
 
 
+def _first(folder: str) -> dict[str, float]:
+    """The first two saves of a term that is given rules: by the second all of the history was looked at."""
+    import ckptstore
+
+    store = ckptstore.open(folder)
+    with store.writer(poll_seconds=None, keep=RULES) as writer:
+        assert writer.parent is not None
+        first = writer.parent.step + 1
+        used = time.process_time()
+        milliseconds = []
+        for step in (first, first + 1):
+            begun = time.perf_counter()
+            writer.save({"step": step}, step=step, metadata={"loss": 1.0})
+            milliseconds.append((time.perf_counter() - begun) * 1e3)
+    return {
+        "ruled_first_ms": milliseconds[0],
+        "ruled_second_ms": milliseconds[1],
+        "ruled_cpu_s": time.process_time() - used,
+    }
+
+
+def _gc(folder: str) -> dict[str, float]:
+    import ckptstore
+
+    store = ckptstore.open(folder)
+    begun, used = time.perf_counter(), time.process_time()
+    assert store.gc(dry_run=True).segments == ()
+    return {"gc_s": time.perf_counter() - begun, "gc_cpu_s": time.process_time() - used}
+
+
+def requests(folder: str) -> dict[str, int]:
+    """What each command asks of the medium: ``NAME.get``, ``NAME.size``, ``NAME.list``."""
+    from click.testing import CliRunner
+
+    import ckptstore
+    from ckptstore.cli.main import cli
+
+    counted: Counter[str] = Counter()
+
+    def counting(name: str) -> None:
+        real = getattr(LocalBackend, name)
+
+        def call(self: LocalBackend, *arguments: Any, **named: Any) -> Any:
+            counted[name] += 1
+            return real(self, *arguments, **named)
+
+        setattr(LocalBackend, name, call)
+
+    for name in ("get", "size", "list"):
+        counting(name)
+    found: dict[str, int] = {}
+
+    def note(what: str) -> None:
+        found.update({f"{what}.{name}": counted[name] for name in ("get", "size", "list")})
+        counted.clear()
+
+    assert CliRunner().invoke(cli, ["log", folder, "-n", "20"], prog_name="ckpt").exit_code == 0
+    note("log")
+    ckptstore.open(folder).gc(dry_run=True)
+    note("gc")
+    with ckptstore.open(folder).writer(poll_seconds=None) as writer:
+        note("open")
+        assert writer.parent is not None
+        writer.save({"n": 1}, writer.parent.step + 1)
+        note("save")
+    return found
+
+
+def place_segments(folder: Path) -> None:
+    """An empty file for each segment, for who lists them."""
+    import ckptstore
+
+    for number, entry in enumerate(ckptstore.open(folder).view().catalog.segments.values()):
+        path = folder / entry.key
+        if not number:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
 _PARTS: Final[dict[str, Callable[[str], dict[str, float]]]] = {
     "read": _read,
     "traced": _traced,
     "open": _open,
     "stall": _stall,
+    "first": _first,
+    "gc": _gc,
+    "requests": lambda folder: dict(requests(folder)),
 }
 
 
-def _measured(part: str, folder: Path) -> dict[str, float]:
+def measured(part: str, folder: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "tools.bench.catalog", "--part", part, "--store", str(folder)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout)
@@ -206,28 +297,58 @@ def measure(place: Path, kind: str, count: int, rounds: int) -> dict[str, Any]:
     """One line of the table. Times are medians of `rounds` processes; the saves come last, they change the store."""
     folder = place / f"{kind}-{count}"
     nbytes = make(folder, kind, count)
-    reads = [_measured("read", folder) for _ in range(rounds)]
+    reads = [measured("read", folder) for _ in range(rounds)]
     row: dict[str, Any] = {"kind": kind, "checkpoints": count, "fold_bytes": nbytes}
     row |= {name: median([one[name] for one in reads]) for name in reads[0]}
     logs = [_log_seconds(folder) for _ in range(rounds)]
     row |= {"log_s": median([wall for wall, _ in logs]), "log_cpu_s": median([cpu for _, cpu in logs])}
-    row |= _measured("traced", folder)
-    opens = [_measured("open", folder) for _ in range(rounds)]
+    row |= measured("traced", folder)
+    opens = [measured("open", folder) for _ in range(rounds)]
     row |= {name: median([one[name] for one in opens]) for name in opens[0]}
-    return row | _measured("stall", folder)
+    place_segments(folder)
+    row |= measured("gc", folder)
+    ruled = place / f"{kind}-{count}-ruled"
+    make(ruled, kind, count)
+    row |= measured("requests", ruled) | measured("first", ruled)
+    row |= measured("stall", folder)
+    shutil.rmtree(folder)
+    shutil.rmtree(ruled)
+    return row
 
 
 _HEADINGS: Final = (
-    "kind   checkpoints   fold bytes   READ s (CPU)    OPEN s (CPU)    log s (CPU)     traced B   RSS B"
-    "   save ms   longest ms"
+    "kind   checkpoints   fold bytes   READ s (CPU)    OPEN s (CPU)    log s (CPU)     gc s (CPU)      traced B   RSS B"
+    "   save ms   longest ms   with rules: 1st ms   2nd ms"
 )
+_REQUESTS: Final = ("log", "open", "save", "gc")
 
 
 def _line(row: dict[str, Any]) -> str:
-    times = "".join(f" {row[f'{name}_s']:>8.3f} ({row[f'{name}_cpu_s']:.3f})" for name in ("read", "open", "log"))
+    times = "".join(f" {row[f'{name}_s']:>8.3f} ({row[f'{name}_cpu_s']:.3f})" for name in ("read", "open", "log", "gc"))
     memory = f"{row['traced']:>10.0f} {row['resident']:>7.0f}"
     saves = f"{row['save_ms']:>9.2f} {row['longest_ms']:>12.1f}"
+    saves += f"{row['ruled_first_ms']:>21.1f}{row['ruled_second_ms']:>9.1f}"
     return f"{row['kind']:<6} {row['checkpoints']:>11,} {row['fold_bytes']:>12,}{times} {memory} {saves}"
+
+
+def _requests_line(row: dict[str, Any]) -> str:
+    numbers = "".join(
+        "  {:>4} {:>4} {:>4}".format(*(row[f"{what}.{name}"] for name in ("get", "size", "list"))) for what in _REQUESTS
+    )
+    return f"{row['kind']:<6} {row['checkpoints']:>11,}{numbers}"
+
+
+def _growth(rows: Sequence[dict[str, Any]]) -> str:
+    """The power of n with which the processor's time grows, between the two longest histories."""
+    shorter, longer = sorted(rows, key=lambda row: int(row["checkpoints"]))[-2:]
+    ratio = math.log(longer["checkpoints"] / shorter["checkpoints"])
+    powers = {
+        name: math.log(max(longer[f"{name}_cpu_s"], 1e-4) / max(shorter[f"{name}_cpu_s"], 1e-4)) / ratio
+        for name in ("read", "open", "log", "gc", "ruled")
+    }
+    said = ", ".join(f"{name} {power:.2f}" for name, power in powers.items())
+    counts = f"{shorter['checkpoints']:,} to {longer['checkpoints']:,}"
+    return f"{longer['kind']}: from {counts} as n to the power of: {said}"
 
 
 @click.command()
@@ -249,6 +370,13 @@ def main(counts: str, kinds: str, rounds: int, folder: Path | None, part: str | 
             for count in map(int, counts.split(",")):
                 rows.append(measure(Path(place), kind, count, rounds))
                 click.echo(_line(rows[-1]))
+    click.echo(f"\n{'get, size, list of':<18}" + "".join(f"  {what:>14}" for what in _REQUESTS))
+    for row in rows:
+        click.echo(_requests_line(row))
+    click.echo("")
+    for kind in kinds.split(","):
+        if len(same := [row for row in rows if row["kind"] == kind]) > 1:
+            click.echo(_growth(same))
     out = Path("bench-out/catalog.json")
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(rows, indent=1) + "\n")

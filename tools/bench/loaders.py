@@ -138,7 +138,7 @@ RUN: dict[str, Callable[[Origin], Loaded]] = {
     "torch-mmap": torch_load_mapped,
     "dcp": dcp_load,
 }
-"""By the names of `catalogue.LOADS`."""
+"""By the names of `compared.LOADS`."""
 
 
 def touch(tensors: dict[str, Any], threads: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.bench import report
-from tools.bench.catalogue import LOADS, READY, SAVES
+from tools.bench.compared import LOADS, READY, SAVES
 from tools.bench.measure import Ballast
 
 SEED = 1

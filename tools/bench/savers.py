@@ -1,4 +1,4 @@
-"""Every way of saving that is compared. A saver leaves its files in a folder, under the name that `catalogue` gives.
+"""Every way of saving that is compared. A saver leaves its files in a folder, under the name that `compared` gives.
 
 `Measurement` covers from the call to the moment when a power cut would lose nothing: files and folder synced. Where a
 tool does not sync, the benchmark does it after the call, inside the measurement; ``stall`` is when the call returned.
@@ -231,4 +231,4 @@ RUN: dict[str, Saver] = {
     "dcp": dcp_save,
     "dcp-async": dcp_async,
 }
-"""By the names of `catalogue.SAVES`."""
+"""By the names of `compared.SAVES`."""

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.bench import catalogue, loaders, pagecache, savers, state
+from tools.bench import compared, loaders, pagecache, savers, state
 from tools.bench.measure import Measurement
 
 EXPECTED = "expected.json"
@@ -49,7 +49,7 @@ def _expected(folder: Path) -> dict[str, str]:
 
 def _wait_for_driver() -> None:
     """Say that everything is prepared, and go on when the driver has released its memory (`measure.Ballast`)."""
-    sys.stdout.write(catalogue.READY + "\n")
+    sys.stdout.write(compared.READY + "\n")
     sys.stdout.flush()
     sys.stdin.readline()
 
@@ -71,7 +71,7 @@ def save(name: str, size: int, seed: int, folder: Path) -> dict[str, float]:
     measurement = Measurement(_wait_for_driver)
     further = savers.RUN[name](saved, folder, measurement)
     del saved
-    method = catalogue.SAVES[name]
+    method = compared.SAVES[name]
     back = loaders.RUN[method.reader](loaders.Origin(folder, size, seed))
     compare(loaders.touch(back.tensors, 1), back.small, _expected(folder), seed)
     return {**measurement.as_dict(), **further, "state_bytes": size}
@@ -79,11 +79,11 @@ def save(name: str, size: int, seed: int, folder: Path) -> dict[str, float]:
 
 def load(name: str, size: int, seed: int, folder: Path, *, cold: bool, threads: int) -> dict[str, float]:
     """Load what a `save` left in `folder`, touch every byte, compare."""
-    saver = catalogue.LOADS[name].saver
+    saver = compared.LOADS[name].saver
     tiny = _warm_up_save(saver, folder / "warm-up", seed)
     loaders.touch(loaders.RUN[name](tiny).tensors, threads)
     shutil.rmtree(folder / "warm-up")
-    kept = folder / catalogue.SAVES[saver].keeps
+    kept = folder / compared.SAVES[saver].keeps
     if cold:
         pagecache.drop(kept)
     else:

@@ -13,6 +13,7 @@ from tools.protocol.explore import Model
 from tools.protocol.log_model import LogModel, LogRules
 from tools.protocol.loss_model import LossModel, LossRules
 from tools.protocol.power_model import PowerModel, PowerRules
+from tools.protocol.prune_model import PruneModel
 from tools.protocol.recycle_model import RecycleModel, RecycleRules
 from tools.protocol.store_model import StoreModel, StoreRules
 from tools.protocol.tiers_model import TiersModel, TiersRules
@@ -118,6 +119,30 @@ STORE_MUTANTS: dict[str, StoreRules] = {
     "a compactor writes under a term of its own making": StoreRules(
         compactor_writes_under_the_term=False, opens=1, compactors=1, readers=0
     ),
+}
+
+PRUNE_HOLDS: dict[str, PruneModel] = {
+    "a writer that opens again, a prune, gc": PruneModel(StoreRules(compactors=1, readers=0)),
+    "a writer, a prune, a reader, gc": PruneModel(StoreRules(opens=1, checkpoints=3, compactors=1, tries=1)),
+}
+PRUNE_HOLDS_FULL: dict[str, PruneModel] = {
+    "2 writers, 2 prunes, gc": PruneModel(StoreRules(writers=2, opens=1, compactors=2, readers=0)),
+    "a writer that opens again, a prune, gc, late creates": PruneModel(
+        StoreRules(compactors=1, readers=0, records=6, faults=1)
+    ),
+}
+PRUNE_MUTANTS: dict[str, PruneModel] = {
+    "the newest may go": PruneModel(StoreRules(opens=1, compactors=1, readers=0, collectors=0), "none"),
+    "the newest is the highest of all": PruneModel(
+        StoreRules(compactors=1, readers=0, collectors=0, records=6), "highest"
+    ),
+    "a prune of an older term is carried out": PruneModel(
+        StoreRules(compactors=1, readers=0, collectors=0, records=6, requests_of_own_term=False)
+    ),
+    "a prune is not checked against the catalog": PruneModel(
+        StoreRules(opens=1, checkpoints=3, compactors=1, readers=0, collectors=0, records=6, requests_checked=False)
+    ),
+    "what the kept build on is dropped": PruneModel(StoreRules(opens=1, readers=0, collectors=0, keep_bases=False)),
 }
 
 POWER_HOLDS: dict[str, PowerRules] = {"everyone settles what it saw before it acts on it": PowerRules()}
@@ -238,6 +263,10 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case("store", name, StoreModel(store), "holds")
     for name, store in STORE_MUTANTS.items():
         yield Case("store", f"mutant: {name}", StoreModel(store), "violated")
+    for name, prune in (PRUNE_HOLDS | ({} if quick else PRUNE_HOLDS_FULL)).items():
+        yield Case("prune", name, prune, "holds")
+    for name, prune in PRUNE_MUTANTS.items():
+        yield Case("prune", f"mutant: {name}", prune, "violated")
     for name, tiers in (TIERS_HOLDS | ({} if quick else TIERS_HOLDS_FULL)).items():
         yield Case("tiers", name, TiersModel(tiers), "holds")
     for name, tiers in TIERS_MUTANTS.items():

@@ -9,7 +9,7 @@ restored when the term begins; a pinned reader, and a compactor, never find a se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -257,7 +257,7 @@ class StoreModel:
             return
         edges = ordered((*mine.edges, edge))
         done = writer._replace(slot=writer.slot + 1, pending=rest)
-        for retired in (None, *sorted(mine.promised)):
+        for retired in (None, *self._retirable(state.log[: writer.slot], (edge.checkpoint,))):
             drops: tuple[Segment, ...] = ()
             if retired is not None:
                 # Drop only what no promised checkpoint reaches through bases.
@@ -268,6 +268,10 @@ class StoreModel:
             retires = () if retired is None else (retired,)
             record = Rec(writer.term, opens=False, adds=(edge,), drops=drops, retires=retires)
             yield from self._create(state, index, record, writer.slot, done, ended)
+
+    def _retirable(self, log: tuple[Rec, ...], adding: Sequence[Checkpoint] = ()) -> list[Checkpoint]:  # noqa: ARG002
+        """What may be retired by whoever sees `log` and adds checkpoints: anything."""
+        return sorted(catalog(log).promised)
 
     def _answer(self, state: State, index: int, writer: Writer, mine: Catalog, request: Request) -> Steps:
         """REQUESTS, the writer's side."""

@@ -17,6 +17,7 @@ from ckptstore.errors import CorruptSegmentError, KeyExistsError
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.crash_points import crash_point
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.segments.reading import Piece, SegmentReader, extents
@@ -57,8 +58,10 @@ def copy_segment(
                     _write(sink, offset, memory, length)
                     advance(length)
             checking.finish()
+            crash_point("copy.before-header")
             _write(sink, 0, first, min(size, entry.size))
             sink.seal(entry.size)
+            crash_point("copy.sealed")
         except BaseException:
             sink.abort()
             raise

@@ -22,6 +22,7 @@ from ckptstore.formats.records import (
     SegmentEntry,
     ref_of,
 )
+from ckptstore.host.crash_points import crash_point
 from ckptstore.log.replica import Replica
 
 __all__ = ["Supply", "Transfer"]
@@ -124,6 +125,7 @@ class Transfer:
             needed = dict.fromkeys(segment for unit in batch for edge in unit.edges for segment in edge.segments)
             entries = [self._wanted.segments[one] for one in needed if one not in there.segments]
             self._supply.bring(entries)
+            crash_point("copy.brought")
             self._replica.commit(
                 CommitRecord(
                     term=number,

@@ -20,6 +20,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Encoding, Node, SegmentEntry, ref_of
 from ckptstore.formats.retention import needed
 from ckptstore.host.checks import MOST_THREADS, whole
+from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log.replica import Origin, Replica
@@ -97,6 +98,7 @@ def repair(
     replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
     found = Findings(Tally(progress))
     verdict = _examined(source, run, options.catalog, found, threads)
+    crash_point("repair.judged")
     written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
     part = _part(options, log, verdict, written, replica.catalog)
     supply = _Supply(source, target, run, threads, found.tally.advance)

@@ -10,6 +10,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Encoding, Node, SegmentEntry
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
+from ckptstore.host.crash_points import crash_point
 from ckptstore.host.threads import workers
 from ckptstore.log.replica import Replica
 from ckptstore.maintenance.merge.checking import check_copies
@@ -62,6 +63,7 @@ def rewrite(
         for (term, _), members in groups.items():
             segments, encodings = copy_encodings(session, source, catalog, members, run=run, term=term)
             check_copies(target, catalog, segments, encodings, coders.pool, staging, lambda _: None)
+            crash_point("repair.rewritten")
             done.segments += segments
             done.encodings += encodings
     return done

@@ -181,6 +181,7 @@ class Settling:
         committer, box = self._tenure.committer, self._tenure.settling_box
         if committer is None:
             return
+        committer.retire_rest()
         if self._diffs is not None and self._diffs.options.waits:
             committer.note_end()
         committer.finish_folds()

@@ -1,0 +1,98 @@
+"""Starts the processes, waits for the trainer, and checks what is left."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import ckptstore
+from tools.long_run.beside import keep_up, read_on
+from tools.long_run.promised import Rules, digest, promised, read_saved
+from tools.long_run.trainer import train
+
+__all__ = ["READERS", "check", "supervise"]
+
+READERS = 2
+
+
+def supervise(url: str, out: Path, *, steps: int, seconds: float | None, rules: Rules, pause: float) -> dict[str, Any]:
+    """Run it -> what was seen; raises `AssertionError` if anything is not as it was promised.
+
+    Args:
+        url: a folder or URL where nothing is; the environment says how to reach it.
+        out: an empty folder for what is written down.
+        seconds: after which the trainer ends; None: when it has done its steps.
+        pause: seconds between two rounds of upkeep.
+    """
+    began = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    trainer = context.Process(target=train, args=(url, out, steps, seconds, rules))
+    others = [context.Process(target=read_on, args=(url, out, number)) for number in range(READERS)]
+    others.append(context.Process(target=keep_up, args=(url, out, pause)))
+    processes: list[BaseProcess] = [trainer, *others]
+    for process in processes:
+        process.start()
+    try:
+        while trainer.is_alive():
+            trainer.join(0.5)
+            if dead := [one for one in others if not one.is_alive()]:
+                raise AssertionError(f"{len(dead)} of the processes beside the trainer ended: see above")
+        (out / "stop").touch()
+        for process in others:
+            process.join(300)
+        assert [process.exitcode for process in processes] == [0] * len(processes), "a process failed: see above"
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    seen = check(url, out, rules) | {"seconds": round(time.monotonic() - began, 1), "rules": rules.texts()}
+    (out / "report.json").write_text(json.dumps(seen, indent=1) + "\n")
+    return seen
+
+
+def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
+    """Exactly the promised set, every one as the trainer wrote it down -> what else is to be told."""
+    saved = read_saved(out / "saved.jsonl")
+    store = ckptstore.open(url)
+    store.gc()
+    there = {info.step: info for info in store.checkpoints()}
+    wanted = promised(saved.values(), rules)
+    assert there.keys() == wanted, f"too many: {sorted(there.keys() - wanted)}, gone: {sorted(wanted - there.keys())}"
+    for step, info in there.items():
+        assert digest(store.load(info.ref, framework="numpy")) == saved[step].digest, f"step {step} is another state"
+    assert store.tags().keys() == {one.tag for one in saved.values() if one.tag is not None}
+    report = store.verify()
+    assert report.ok, report.damage
+    sizes = [json.loads(line) for line in (out / "sizes.jsonl").read_text().splitlines()]
+    readers = [json.loads((out / f"reader-{number}.json").read_text()) for number in range(READERS)]
+    _write_table(out / "sizes.csv", sizes)
+    half = sizes[len(sizes) // 2 :]
+    return {
+        "steps": len(saved),
+        "checkpoints": len(there),
+        "kinds": {kind: sum(info.kind == kind for info in there.values()) for kind in {i.kind for i in there.values()}},
+        "restored_by_readers": sum(one["restored"] for one in readers),
+        "steps_seen_by_readers": sum(one["steps"] for one in readers),
+        "retired_before_read": sum(one["retired_before"] for one in readers),
+        "nbytes": sum(entry.size for entry in store.view().catalog.segments.values()),
+        "objects": len(store.backend.list("")),
+        "most_objects": max((one["objects"] for one in sizes), default=0),
+        "most_segments": max((one["segments"] for one in sizes), default=0),
+        "most_nbytes": max((one["nbytes"] for one in sizes), default=0),
+        "most_segments_second_half": max((one["segments"] for one in half), default=0),
+        "rounds_of_upkeep": len(sizes),
+        "compacted": hasattr(store, "compact"),
+    }
+
+
+def _write_table(path: Path, sizes: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, ["seconds", "step", "checkpoints", "nbytes", "segments", "objects"])
+        table.writeheader()
+        table.writerows(sizes)
