@@ -58,7 +58,8 @@ def describe(error: BaseException) -> tuple[int, str, str | None]:
         return errors.UsageError.exit_code, "", None
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
-        return error.exit_code, error.format_message(), f"`{context.command_path} --help`" if context else None
+        said = getattr(error, "__notes__", None) or ([f"`{context.command_path} --help`"] if context else [None])
+        return error.exit_code, error.format_message(), said[-1]
     hint = hint_for(error)
     if isinstance(error, errors.CkptError):
         return error.exit_code, _one_line(error), hint

@@ -47,6 +47,9 @@ def hint_for(error: BaseException) -> str | None:
     store = typed.get("store")
     if isinstance(error, errors.StoreNotFoundError):
         return _no_store(error, [typed.get("store"), typed.get("other"), typed.get("folder")])
+    if type(error) is errors.NotFoundError and isinstance(typed.get("folder"), str):
+        folders = [near for near in near_names(typed["folder"]) if Path(near).is_dir()]
+        return f"did you mean {shlex.quote(folders[0])}?" if folders else None
     text = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
     if text is None:
         return None
@@ -90,11 +93,13 @@ def near_names(path: str) -> list[str]:
     return [str(Path(path).parent / name) for name in get_close_matches(place.name, beside, n=1)]
 
 
-def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str:
+def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     named = [path for path in typed if isinstance(path, str) and path in str(error)]
     if not named:
         return "`ckpt import STORE FILE...` creates one; so does ckptstore.open(path, create=True)"
     path = named[0]
+    if "bucket" in str(error):  # nothing here makes one
+        return None
     stores = [near for near in near_names(path) if Path(near, "FORMAT").is_file()]
     if stores:
         return f"did you mean {shlex.quote(stores[0])}?"

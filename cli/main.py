@@ -17,37 +17,70 @@ import click
 from ckptstore.cli.closed_pipe import ClosedPipeError
 from ckptstore.errors import EXIT_CODES
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "ls": ("ls", "List the runs below a folder: how far, how large, how old."),
-    "log": ("log", "List checkpoints, newest first, with forks as a graph."),
-    "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
-    "watch": ("watch", "Follow a run that is being written."),
-    "follow": ("follow", "Keep up with a run that another process or machine writes."),
-    "stats": ("stats", "Show where a store's bytes are, and how it grows."),
-    "verify": ("verify", "Check every byte and hash of a store, or of one checkpoint."),
-    "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
-    "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
-    "diff": ("diff", "Compare two checkpoints tensor by tensor."),
-    "bisect": ("bisect", "Find the checkpoint at which something began."),
-    "tag": ("tag", "Name a checkpoint, or list the tags."),
-    "retire": ("retire", "Promise checkpoints no longer."),
-    "keep": ("keep", "Say which checkpoints a store keeps, or show it."),
-    "prune": ("prune", "Retire what no rule keeps."),
-    "compact": ("compact", "Store what is kept anew, so that what is only a base can go."),
-    "merge": ("merge", "Merge the diffs of a range into one segment."),
-    "gc": ("gc", "Delete the segments that nothing needs."),
-    "copy": ("copy", "Copy checkpoints to another place."),
-    "sync": ("sync", "Bring to a second tier what it lacks."),
-    "repair": ("repair", "Make a store of what is intact of a damaged one."),
-    "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
-    "tune": ("tune", "Choose how often to save, how often to store fulls, how to batch diffs."),
-    "doctor": ("doctor", "Say what works on this machine and medium, what is slow, and what to do."),
-    "completion": ("completion", "Print the completion script of a shell."),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Look": {
+        "ls": ("ls", "List the runs below a folder: how far, how large, how old."),
+        "log": ("log", "List checkpoints, newest first, with forks as a graph."),
+        "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
+        "diff": ("diff", "Compare two checkpoints tensor by tensor."),
+        "watch": ("watch", "Follow a run that is being written."),
+        "follow": ("follow", "Keep up with a run that another process or machine writes."),
+        "stats": ("stats", "Show where a store's bytes are, and how it grows."),
+    },
+    "Check": {
+        "verify": ("verify", "Check every byte and hash of a store, or of one checkpoint."),
+        "bisect": ("bisect", "Find the checkpoint at which something began."),
+        "repair": ("repair", "Make a store of what is intact of a damaged one."),
+    },
+    "Get in and out": {
+        "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
+        "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
+        "copy": ("copy", "Copy checkpoints to another place."),
+        "sync": ("sync", "Bring to a second tier what it lacks."),
+    },
+    "Name, and make smaller": {
+        "tag": ("tag", "Name a checkpoint, or list the tags."),
+        "keep": ("keep", "Say which checkpoints a store keeps, or show it."),
+        "prune": ("prune", "Give up the checkpoints that no rule keeps."),
+        "retire": ("retire", "Give up checkpoints, so that gc may delete them."),
+        "compact": ("compact", "Store what is kept anew, so that what is only a base can go."),
+        "merge": ("merge", "Merge the diffs of a range into one segment."),
+        "gc": ("gc", "Delete the segments that nothing needs."),
+    },
+    "Decide": {
+        "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
+        "tune": ("tune", "Choose how often to save, how often to store fulls, how to batch diffs."),
+    },
+    "The command itself": {
+        "doctor": ("doctor", "Say what works on this machine and medium, what is slow, and what to do."),
+        "completion": ("completion", "Print the completion script of a shell."),
+    },
 }
-"""Command -> (module under ``commands/``, first line of its help), in the order ``ckpt --help`` lists them.
+"""What commands are for -> command -> (module under ``commands/``, first line of its help), as in ``ckpt --help``.
 
 The line stands here too because the listing must not import the modules; a test compares the two.
 """
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    name: described for group in GROUPS.values() for name, described in group.items()
+}
+"""Command -> (module, first line of its help)."""
+
+_TRIED: dict[str, str] = {
+    "rm": "`ckpt retire` gives up checkpoints, `ckpt prune` what no rule keeps; `ckpt gc` frees the space",
+    "delete": "`ckpt retire` gives up checkpoints; `ckpt gc` frees the space",
+    "show": "`ckpt inspect` shows a checkpoint, `ckpt log` the list",
+    "list": "`ckpt log` lists the checkpoints of a store, `ckpt ls` the stores below a folder",
+    "info": "`ckpt inspect` shows a checkpoint, `ckpt stats` a store",
+    "export": "`ckpt restore` writes a checkpoint to a file",
+    "load": "`ckpt restore` writes a checkpoint to a file",
+    "cp": "`ckpt copy` copies checkpoints to another place",
+    "check": "`ckpt verify` checks every byte",
+    "fsck": "`ckpt verify` checks every byte, `ckpt repair` makes a store of what is intact",
+    "du": "`ckpt stats` shows where the bytes are",
+    "squash": "`ckpt merge` puts the diffs of a range into one segment",
+}
+"""What people try -> what there is."""
 
 EPILOG = """\b
 REF names a checkpoint: latest | STEP | STEP@TERM | tag:NAME
@@ -81,6 +114,10 @@ class LazyGroup(click.Group):
         name = args[0]
         if name in COMMANDS or name.startswith("-"):
             return super().resolve_command(ctx, args)
+        if name in _TRIED:
+            error = click.UsageError(f"there is no command {name!r}", ctx)
+            error.add_note(_TRIED[name])
+            raise error
         from difflib import get_close_matches
 
         close = get_close_matches(name, COMMANDS, n=1)
@@ -88,9 +125,11 @@ class LazyGroup(click.Group):
         raise click.UsageError(f"there is no command {name!r}{meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  # click's signature
-        """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        """List the commands by what they are for, without importing them."""
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in group.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         """Complete command names without importing them."""

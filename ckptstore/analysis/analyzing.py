@@ -209,4 +209,4 @@ def _prefixes(measured: Measured) -> list[PrefixCount]:
 
 def _entropy(counts: npt.NDArray[np.int64]) -> float:
     present = counts[counts > 0] / counts.sum()
-    return float(-(present * np.log2(present)).sum())
+    return max(0.0, float(-(present * np.log2(present)).sum()))  # -0.0 of a single prefix is 0

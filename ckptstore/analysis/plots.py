@@ -170,7 +170,11 @@ def ratios(found: Analysis) -> str:
             axes.annotate(f"{one.estimate.ratio:.2f}×", (at, row), (5, 0), textcoords="offset points", va="center")
         axes.set_yticks(range(len(shown)), [one.method for one in shown])
         axes.axvline(1, color=_FAINT, linewidth=1)
+        axes.annotate(
+            "raw", (1, 1), (3, 1), xycoords=("data", "axes fraction"), textcoords="offset points", color=_FAINT
+        )
         axes.set_xlim(0, longest * 1.28)
+        axes.set_xlabel("times smaller")
         axes.grid(axis="y", visible=False)
         derived = cells.get("derive")
         note = "\nderive: costs nothing" if derived is not None and not derived.estimate.fraction else ""
@@ -196,8 +200,20 @@ def training(found: Analysis) -> str:
                     low, high = ([line[side] for line in lines if line] for side in (0, 1))
                     axes.fill_between(steps, low, high, color=COLOURS[method], alpha=0.13, linewidth=0)
         axes.set_ylim(bottom=min(1.0, axes.get_ylim()[0]))
+        axes.axhline(1, color=_FAINT, linewidth=1)
+        axes.annotate(
+            "1.0: raw",
+            (1, 1),
+            (-2, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            color=_FAINT,
+            ha="right",
+        )
         axes.set_title(found.label(number))
         axes.set_xlabel("step")
+        if position % _columns(len(found.major)) == 0:
+            axes.set_ylabel("times smaller")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
     return _grid(len(found.major), draw, legend=True)
@@ -264,7 +280,7 @@ def prefixes(found: Analysis) -> str:
             "all there are", (9, 512), (0, 6), textcoords="offset points", color=_FAINT, rotation=27, ha="center"
         )
         axes.plot([7, 9], [28, 101], color=_INK, linestyle="none", marker="*", markersize=9)
-        axes.annotate("★ moments in the paper: 28, 101", (0.02, 0.95), xycoords="axes fraction", fontsize=9)
+        axes.annotate("★ moments in Teng et al. 2026: 28, 101", (0.02, 0.95), xycoords="axes fraction", fontsize=9)
         axes.set_yscale("log", base=2)
         _plain(axes.yaxis, [2**power for power in range(2, 13)])
         places: list[float] = []  # labels at the lines' ends, pushed apart where lines meet
@@ -300,7 +316,7 @@ def speeds(found: Analysis) -> str:
         axes.set_title(found.label(number))
         axes.set_xlabel("GB/s of one core: ● encode  ○ decode")
         if position % _columns(len(found.major)) == 0:
-            axes.set_ylabel("ratio")
+            axes.set_ylabel("times smaller")
 
     return _grid(len(found.major), draw, legend=True)
 
@@ -308,12 +324,14 @@ def speeds(found: Analysis) -> str:
 def shipping(found: Analysis) -> str:
     """Time to encode and send a checkpoint over each link (the XOR paper's figures 4 and 5)."""
     links = list(dict.fromkeys(one.link for one in found.shipping))
+    # One unit for all links, so that they can be compared.
+    slowest = max(one.serial for one in found.shipping if one.method != "gzip")
+    scale, unit = (1.0, "seconds") if slowest >= 1 else (1000.0, "milliseconds")
 
     def draw(axes: Axes, number: int) -> None:
         rows: list[Shipping] = [one for one in found.shipping if one.link == links[number]][::-1]
         # gzip is so slow that beside it nothing else could be read off: its bar leaves the picture.
         longest = max(one.serial for one in rows if one.method != "gzip")
-        scale, unit = (1.0, "seconds") if longest >= 1 else (1000.0, "milliseconds")
         raw = next(one for one in rows if one.method == "raw").serial
         send, encode = [one.send * scale for one in rows], [one.encode * scale for one in rows]
         axes.barh(range(len(rows)), send, color="#56B4E9", height=0.7, label="send")
@@ -365,7 +383,8 @@ def intervals(found: Analysis) -> str:
         values = [one.mean / advice.nbytes * 100 if number == 0 else one.times for one in costs]
         steps = [one.interval for one in costs]
         known = [index for index, step in enumerate(steps) if step <= advice.measured]
-        axes.plot(steps, values, color="#0072B2", linestyle=":", label="extrapolated")
+        if len(known) < len(steps):
+            axes.plot(steps, values, color="#0072B2", linestyle=":", label="beyond the gaps measured")
         axes.plot(steps[: len(known)], values[: len(known)], color="#0072B2", marker="o", label="measured gaps")
         best = advice.best
         if best.interval:
@@ -383,7 +402,8 @@ def intervals(found: Analysis) -> str:
         axes.set_xscale("log", base=2)
         _plain(axes.xaxis, _drop_crowded(steps))
         axes.margins(y=0.35)
-        axes.set_title("bytes per checkpoint, % of raw" if number == 0 else "dearest restore, bytes read / a full")
-        axes.set_xlabel("interval T, checkpoints")
+        axes.set_title("bytes per checkpoint" if number == 0 else "the dearest restore")
+        axes.set_ylabel("% of raw" if number == 0 else "times a full")
+        axes.set_xlabel("T: checkpoints that share one base")
 
     return _grid(2, draw, height=2.9, legend=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptstore._version import __version__
-from ckptstore.analysis import plots
+from ckptstore.analysis import plots, titles
 from ckptstore.analysis.advice import Summary
 from ckptstore.analysis.analyzing import PREFIX_BITS, Analysis
 from ckptstore.analysis.methods import METHODS
@@ -24,6 +24,11 @@ from ckptstore.formats.codecs import word_size
 __all__ = ["render", "write_report"]
 
 _LISTED: Final = 20
+_PAPER: Final = "Teng et al. 2026"
+_CITED: Final = (
+    "Teng et al. 2026: Checkpoint accessing performance optimization method for the deep learning model training "
+    "process, doi 10.11959/j.issn.2096-0271.2026029"
+)
 _POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -73,7 +78,8 @@ def render(found: Analysis) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>ckpt analyze: {title}</title><style>{STYLE}</style></head><body><main>"
         + "\n".join(body)
-        + f"<footer>ckptstore {__version__} · {_text(sample_line(found))}</footer></main></body></html>\n"
+        + f"<footer>ckptstore {__version__} · {_text(sample_line(found))}<br>{_text(_CITED)}</footer>"
+        + "</main></body></html>\n"
     )
 
 
@@ -81,44 +87,47 @@ def _plotted(found: Analysis) -> list[str]:
     """The sections with a plot."""
     return [
         _section(
-            "What each codec makes of each class",
-            f"Logical over stored bytes: longer is better. Deltas are against the checkpoint {_apart(found)} before. "
+            titles.codecs_title(found),
+            "How many times smaller each codec makes each class: longer is better. "
+            f"Deltas are against the checkpoint {_apart(found)} before. "
             "Black ticks are the bounds for a codec without context: the order‑0 entropy of the byte planes, the sign "
             "where it is best. "
-            "Thin lines: 95 % confidence.",
+            "Thin lines: 95 % confidence. (The first line of this page counts the fulls between the deltas, too, so "
+            "its number is smaller than those of single deltas.)",
             plots.ratios(found),
         ),
         _section(
-            "Over training",
-            "The ratio at each step measured (the XOR paper's Fig. 6); deltas against the checkpoint before.",
+            titles.training_title(found),
+            f"How many times smaller at each step measured (Fig. 6 of {_PAPER}); deltas against the checkpoint before.",
             plots.training(found),
         ),
         _section(
-            "How a delta grows with its gap",
+            titles.gaps_title(found),
             "XOR against integer difference: lower is better. Dashed lines are the bounds of their colours, faint dots "
             "single pairs of checkpoints. Above the dotted line a delta no longer pays.",
             plots.gaps(found),
         ),
         _section(
-            "Choosing the interval",
-            "A larger T makes deltas larger and chains shorter. Each T is shown with the longest chain that keeps the "
+            titles.intervals_title(found),
+            "T is how many checkpoints share one base. A larger T makes deltas larger and chains "
+            "shorter. Each T is shown with the longest chain that keeps the "
             "restore bound.",
             plots.intervals(found),
         ),
         _section(
-            "Is it worth the time?",
-            f"Seconds to encode with {_cores(found)} and send one checkpoint (the paper's Fig. 4 and 5). Left of the "
+            titles.shipping_title(found),
+            f"Time to encode with {_cores(found)} and send one checkpoint (Fig. 4 and 5 of {_PAPER}). Left of the "
             "dashed line, compressing beats sending raw bytes. The black tick is the time when both overlap.",
             plots.shipping(found),
         ),
         _section(
-            "Ratio against speed",
+            titles.speeds_title(found),
             "One core, processor time. Further up: smaller; further right: faster.",
             plots.speeds(found),
         ),
         _section(
-            "Prefixes of sign and exponent",
-            "Few distinct prefixes make numbers compressible (the paper's Fig. 7). "
+            titles.prefixes_title(found),
+            f"Few distinct prefixes make numbers compressible (Fig. 7 of {_PAPER}). "
             + ("" if found.exact else "Counted in the sample: rare ones may be missing."),
             plots.prefixes(found) if found.prefixes else "",
             _prefixes(found),
@@ -132,7 +141,11 @@ def _cards(found: Analysis) -> str:
     cards = [
         ("per checkpoint", amount(best.mean), f"{margin}raw is {amount(advice.nbytes)}"),
         ("smaller", ratio(Estimate(best.mean / advice.nbytes, None)), f"a full is {amount(advice.full)}"),
-        ("interval T", str(best.interval) if best.interval else "fulls only", f"{best.deltas} deltas to a chain"),
+        (
+            "interval T: checkpoints on one base",
+            str(best.interval) if best.interval else "fulls only",
+            f"{best.deltas} deltas to a chain",
+        ),
         ("dearest restore", f"{best.times:.2f}×", f"a full: {amount(best.restore)} read"),
         ("encode / decode", f"{advice.encode / 1e9:.2f} / {advice.decode / 1e9:.2f}", "GB/s of one core"),
     ]
@@ -237,7 +250,9 @@ def _section(title: str, text: str, svg: str, below: str = "") -> str:
         return ""
     data = base64.b64encode(svg.encode()).decode()
     image = f'<img alt="{_text(title)}" src="data:image/svg+xml;base64,{data}">'
-    return f"<section><h2>{_text(title)}</h2><p>{_text(text)}</p>{image}{below}</section>"
+    return (
+        f"<section><h2>{_text(title)}</h2><p>{_text(text)}</p><div class='scroll plot'>{image}</div>{below}</section>"
+    )
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ h2{font-size:20px;margin:0 0 4px}
 h3{font-size:15px;margin:18px 0 6px}
 section{background:#fff;border:1px solid var(--line);border-radius:10px;padding:22px 24px;margin:0 0 18px}
 section p{color:var(--soft);margin:0 0 14px;max-width:92ch}
-section img{display:block;max-width:100%;height:auto;margin:0 auto}
+section img{display:block;max-width:100%;min-width:820px;height:auto;margin:0 auto}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:1px;padding:0;overflow:hidden;
   background:var(--line)}
 .cards div{background:#fff;padding:18px 20px;display:flex;flex-direction:column}
@@ -36,8 +36,10 @@ td{border-bottom:1px solid var(--line);padding:5px 12px 5px 0;white-space:nowrap
 .n+td:not(.n),.n+th:not(.n){padding-left:22px}
 .tables table{font-size:13px}
 td small{color:var(--soft)}
-.tables{display:grid;grid-template-columns:repeat(auto-fit,minmax(480px,1fr));gap:6px 40px}
+.tables{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:6px 40px}
 summary{cursor:pointer;color:var(--blue)}
 footer{color:var(--soft);font-size:13px;margin-top:24px}
+@media(max-width:600px){main{padding:20px 10px 40px}section{padding:16px 14px}h1{font-size:24px}.cards b{font-size:21px}
+  .tables>div{overflow-x:auto}}
 @media print{body{background:#fff}section{break-inside:avoid}}
 """

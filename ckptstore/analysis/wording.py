@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
 from ckptstore.write.interval import RestoreBound
 
-__all__ = ["amount", "headline", "percent", "ratio", "restore_line", "sample_line", "what_to_do"]
+__all__ = [
+    "amount",
+    "headline",
+    "other_mode",
+    "percent",
+    "ratio",
+    "restore_line",
+    "sample_line",
+    "to_copy",
+    "what_to_do",
+]
+
+STEP_BITS: Final = 27
+"""Bits per parameter of a step diff of an fp32 Adam state (docs/optimizer.md: 26 to 27)."""
 
 
 def amount(nbytes: float) -> str:
@@ -70,18 +84,52 @@ def sample_line(found: Analysis) -> str:
 
 def what_to_do(found: Analysis) -> str:
     """One sentence that can be followed as it stands."""
-    advice, best, options = found.advice, found.advice.best, found.options
+    advice, best = found.advice, found.advice.best
     if not best.interval:
         return "What to do: go on storing fulls (a writer without deltas=), for no delta pays within the restore bound."
-    arguments = [f"interval={best.interval}"]
+    every = "step" if found.spacing == 1 else f"{found.spacing:,} steps"
+    return (
+        f"What to do: save every {every}, as here, with store.writer(deltas=DeltaOptions({_arguments(found)})): "
+        f"{amount(best.mean)} per checkpoint instead of {amount(advice.nbytes)}."
+    )
+
+
+def _arguments(found: Analysis) -> str:
+    advice, options = found.advice, found.options
+    arguments = [f"interval={advice.best.interval}"]
     if any(one.method == "sub-context" for one in advice.groups if one.group in found.major):
         arguments.append("policy=SMALL_POLICY")
     if options.bound != RestoreBound():
         arguments.append(f"bound={options.bound!r}")
     if options.compress_fulls:
         arguments.append("compress_fulls=True")
-    every = "step" if found.spacing == 1 else f"{found.spacing:,} steps"
+    return ", ".join(arguments)
+
+
+def to_copy(found: Analysis) -> list[str]:
+    """The lines for the training script, imports first."""
+    if not found.advice.best.interval:
+        return ["writer = store.writer()"]
+    arguments = _arguments(found)
+    names = {"DeltaOptions": "ckptstore", "RestoreBound": "ckptstore", "SMALL_POLICY": "ckptstore.formats.codecs"}
+    line = f"writer = store.writer(deltas=DeltaOptions({arguments}))"
+    return [*(f"from {room} import {name}" for name, room in names.items() if name in line), line]
+
+
+def other_mode(found: Analysis) -> str | None:
+    """That step diffs would be smaller still, where every step is saved and the state is Adam's; None: not so."""
+    sizes = {
+        kind: sum(group.nbytes for group in found.groups if group.kind == kind and group.dtype == "F32")
+        for kind in ("weight", "first_moment", "second_moment")
+    }
+    moments = sizes["first_moment"]
+    if found.spacing != 1 or not moments or moments != sizes["second_moment"] or sizes["weight"] < moments:
+        return None
+    step = moments / 4 * STEP_BITS / 8
+    best = found.advice.best
+    if step >= best.mean:
+        return None
     return (
-        f"What to do: save every {every}, as here, with store.writer(deltas=DeltaOptions({', '.join(arguments)})): "
-        f"{amount(best.mean)} per checkpoint instead of {amount(advice.nbytes)}."
+        f"Smaller still, if the script says what the optimizer did: step diffs of about {amount(step)}, "
+        "store.writer(diffs=ckptstore.DiffOptions()) and updates=OptimizerStep(optimizer) with each save."
     )

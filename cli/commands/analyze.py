@@ -143,9 +143,11 @@ def _options(asked: Mapping[str, Any]) -> Options:
 
 
 def _text(found: Analysis) -> Iterator[str]:
-    from ckptstore.analysis.wording import amount, headline, restore_line, sample_line, what_to_do
+    from ckptstore.analysis.wording import amount, headline, other_mode, restore_line, sample_line, to_copy, what_to_do
 
     yield click.style(headline(found), bold=True)
+    if (other := other_mode(found)) is not None:
+        yield click.style(other, bold=True)
     yield restore_line(found)
     yield sample_line(found)
     if found.skipped:
@@ -188,6 +190,8 @@ def _text(found: Analysis) -> Iterator[str]:
     yield table(*_shipping(found))
     yield ""
     yield what_to_do(found)
+    yield "to copy:"
+    yield from (f"  {line}" for line in to_copy(found))
 
 
 def _classes(found: Analysis) -> Iterator[list[str]]:

@@ -41,8 +41,8 @@ UNREADABLE = CorruptionError.exit_code
     type=float,
     default=None,
     metavar="SECONDS",
-    help="A reader is dead once its pin was seen unchanged for so long, 60 s at least; needs a --wait as long. "
-    "Default: 600.",
+    help="Take a reader for dead, and delete its pin, when the pin has not changed for so long (60 s at least). "
+    "Needs a --wait that is longer. Default: 600.",
 )
 def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_json: bool) -> int:
     """Delete the segments that nothing needs.

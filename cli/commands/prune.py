@@ -44,7 +44,7 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Retire what no rule keeps.
+    """Give up the checkpoints that no rule keeps.
 
     Never the newest checkpoint, nor what has a tag. What others build on stays stored; the rest `ckpt gc` deletes, or
     --gc.

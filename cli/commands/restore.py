@@ -11,6 +11,7 @@ from ckptstore.cli.arguments import REF, SIZE, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size
 from ckptstore.cli.plans import plan_step, plan_table
+from ckptstore.cli.ranges import counted
 
 if TYPE_CHECKING:
     from ckptstore.exchange.exporting import ExportResult
@@ -102,7 +103,9 @@ def _told(result: ExportResult, seconds: float, as_json: bool) -> None:
         )
         return
     where = str(result.paths[0]) if result.index is None else f"{len(result.paths)} files and {result.index}"
-    click.echo(f"wrote {where}: checkpoint {result.ref}, {result.tensors:,} tensors, {size(result.nbytes)} ", nl=False)
+    click.echo(
+        f"wrote {where}: checkpoint {result.ref}, {counted(result.tensors, 'tensor')}, {size(result.nbytes)} ", nl=False
+    )
     click.echo(f"in {duration(seconds)} ({size(int(result.nbytes / max(seconds, 1e-9)))}/s)")
 
 

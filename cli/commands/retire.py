@@ -23,9 +23,10 @@ from ckptstore.cli.ranges import checkpoints, counted, ranges
 @click.option("--dry-run", is_flag=True, help="Change nothing: show what would become of them.")
 @answer_options
 def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, timeout: float, as_json: bool) -> None:
-    """Promise checkpoints no longer.
+    """Give up checkpoints, so that gc may delete them.
 
-    Not the latest, and none that has a tag. What others build on stays stored; the rest `ckpt gc` deletes.
+    They are no longer listed and cannot be loaded. Not the latest, and none that has a tag.
+    What others build on stays stored; the rest `ckpt gc` deletes.
     """
     done = opened(store).retire(*refs, dry_run=dry_run, take_over=take_over, timeout=timeout)
     if as_json:

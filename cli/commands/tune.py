@@ -14,6 +14,7 @@ from ckptstore.cli.arguments import opened
 from ckptstore.cli.commands.tune_interval import command as interval
 from ckptstore.cli.output import duration, emit, note, number, size, table
 from ckptstore.cli.quantities import AMOUNT, RATE, TIME, Typed
+from ckptstore.cli.ranges import counted
 
 if TYPE_CHECKING:
     from ckptstore.tuning import Configuration, Job, Model
@@ -77,7 +78,7 @@ def _wasted_time(
     as_json: bool,
     **given: float | None,
 ) -> None:
-    """Find the interval of fulls (1/f) and the batch of diffs (b) that waste the least time.
+    """Find how often to store fulls, and how many diffs to write at once, so that the least time is wasted.
 
     The model is LowDiff's Eq. (8); docs/tuning.md explains every term. Inputs are given, or measured with --from.
     """
@@ -210,27 +211,34 @@ def _configuration(model: Model, pair: Configuration) -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
-    yield from _inputs(found, typed)
-    yield ""
     optimum, fulls, real = found["optimum"], found["fulls_only"], found["continuous"]
     wasted = optimum["wasted"]
     every = duration(optimum["interval"] * found["job"]["iteration"])
-    yield click.style(
-        f"a full every {optimum['interval']:,} iterations ({every}), {optimum['batch']:,} diffs per write", bold=True
+    answer = (
+        f"a full every {optimum['interval']:,} iterations ({every}), {counted(optimum['batch'], 'diff')} per write: "
+        f"wastes {wasted['total']:.3%} of the time trained"
     )
-    yield f"wastes {wasted['total']:.3%} of the time trained"
-    yield f"without diffs: a full every {fulls['interval']:,} iterations wastes {fulls['wasted']['total']:.3%}"
-    yield (
-        "as real numbers: "
-        + _point(real)
-        + (f"; Eq. (10): {_point(found['equation_10'])}" if found["equation_10"] else "")
-    )
+    alone = f"a full every {fulls['interval']:,} iterations wastes {fulls['wasted']['total']:.3%}"
+    if _fulls_win(found):
+        yield click.style(f"no diffs: {alone}", bold=True)
+        yield f"with diffs: {answer}"
+    else:
+        yield click.style(answer, bold=True)
+        yield f"without diffs: {alone}"
     if found["bandwidth_share"] is not None:
         yield f"writing takes {found['bandwidth_share']:.1%} of the bandwidth"
     if found["run"]:
         run = found["run"]
         hours = run["wasted_gpu_seconds"] / 3600
-        yield f"{hours:.4g} GPU hours wasted in {duration(run['seconds'])} on {run['gpus']:,} GPUs"
+        yield f"{hours:.4g} GPU hours wasted in {duration(run['seconds'])} on {counted(run['gpus'], 'GPU')}"
+    yield ""
+    yield from _inputs(found, typed)
+    yield ""
+    yield (
+        "as real numbers: "
+        + _point(real)
+        + (f"; Eq. (10): {_point(found['equation_10'])}" if found["equation_10"] else "")
+    )
     yield ""
     yield table(["WASTED ON", ">SHARE"], [[_PARTS[name], f"{wasted[name]:.3%}"] for name in _PARTS])
     yield ""
@@ -238,10 +246,23 @@ def _text(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
     if found["table"]:
         yield ""
         yield from _table_one(found["table"])
+    yield ""
+    yield "to copy:"
+    if _fulls_win(found):
+        yield f"  if step % {fulls['interval']} == 0: writer.save_async(state, step)   # writer = store.writer()"
+    else:
+        options = f"full_every={optimum['interval']}, batch={optimum['batch']}"
+        yield f"  writer = store.writer(diffs=ckptstore.DiffOptions({options}))"
+
+
+def _fulls_win(found: dict[str, Any]) -> bool:
+    """Whether fulls alone waste no more than fulls and diffs do."""
+    alone, both = (float(found[name]["wasted"]["total"]) for name in ("fulls_only", "optimum"))
+    return alone <= both
 
 
 _PARTS: Final = {
-    "lost_work": "work done again (b/2 iterations a failure)",
+    "lost_work": "work done again (half a batch per failure)",
     "load": "loading the full",
     "replay": "replaying diffs",
     "fulls": "writing fulls",
@@ -250,7 +271,7 @@ _PARTS: Final = {
 
 
 def _point(place: dict[str, float]) -> str:
-    return f"1/f = {place['interval']:.4g}, b = {place['batch']:.4g}"
+    return f"full_every = {place['interval']:.4g}, batch = {place['batch']:.4g}"
 
 
 def _inputs(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
@@ -276,7 +297,7 @@ def _around(found: dict[str, Any]) -> Iterator[str]:
     batches = sorted({batch for _, batch in around})
     yield "times the least, around it:"
     yield table(
-        [">1/f \\ b", *(f">{batch:,}" for batch in batches)],
+        [">full_every \\ batch", *(f">{batch:,}" for batch in batches)],
         [
             [f"{interval:,}", *(f"{around[interval, b]:.3f}" if (interval, b) in around else "-" for b in batches)]
             for interval in intervals
@@ -288,7 +309,7 @@ def _table_one(shown: dict[str, Any]) -> Iterator[str]:
     for title, cells in (("Table I by this model", shown["model"]), ("Table I as printed", shown["printed"])):
         yield f"{title} (multiples of its least):"
         yield table(
-            [">1/f \\ b", *(f">{batch}" for batch in shown["batches"])],
+            [">full_every \\ batch", *(f">{batch}" for batch in shown["batches"])],
             [
                 [str(interval), *(f"{cell:.3f}" for cell in row)]
                 for interval, row in zip(shown["intervals"], cells, strict=True)

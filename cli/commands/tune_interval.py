@@ -13,6 +13,7 @@ from ckptstore.cli.arguments import REF, SIZE, STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, table
 from ckptstore.cli.quantities import TIME
+from ckptstore.cli.ranges import counted
 
 if TYPE_CHECKING:
     from ckptstore.store import Store
@@ -192,18 +193,10 @@ def _remarks(found: Mapping[str, Any]) -> None:
 
 
 def _text(found: Mapping[str, Any]) -> Iterator[str]:
-    yield (
-        f"{size(found['state_bytes'])} of state, iterations of {_short(found['iteration'])}, slowdown at most "
-        f"{found['limits']['slowdown']:g}; measured in {duration(found['seconds'])}"
-    )
-    yield ""
-    heads = ["", ">N", ">THREADS", ">STAGING", ">T_w", ">T_w/N", ">PER SECOND", ">CALL", ">HOST MEMORY", ">EVERY"]
-    yield table(heads, map(_row, sorted(found["settings"], key=lambda one: [*one.values()][:3])))
-    yield ""
     interval, recovery, chosen = found["interval"], found["recovery"], found["chosen"]
     yield click.style(
-        f"save every {interval['iterations']:,} iterations ({_short(interval['seconds'])}), {chosen['in_flight']} in "
-        f"flight, {_threads(chosen['threads'])}",
+        f"save every {counted(interval['iterations'], 'iteration')} ({_short(interval['seconds'])}), "
+        f"{chosen['in_flight']} in flight, {_threads(chosen['threads'])}",
         bold=True,
     )
     yield f"slows training by a factor of {interval['slowdown']:.3f} at most, by the model"
@@ -216,6 +209,13 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
         f"a failure costs at most {_short(recovery['total'])} (Eq. (4)): {_short(recovery['load'])} to load, "
         f"{_short(recovery['since_save'])} since the newest save, {_short(recovery['under_way'])} of saves under way"
     )
+    yield ""
+    yield (
+        f"{size(found['state_bytes'])} of state, iterations of {_short(found['iteration'])}, slowdown at most "
+        f"{found['limits']['slowdown']:g}; measured in {duration(found['seconds'])}:"
+    )
+    heads = ["", ">N", ">THREADS", ">STAGING", ">T_w", ">T_w/N", ">PER SECOND", ">CALL", ">HOST MEMORY", ">EVERY"]
+    yield table(heads, map(_row, sorted(found["settings"], key=lambda one: [*one.values()][:3])))
     yield ""
     yield "to copy:"
     yield f"  writer = {found['line']}"

@@ -38,6 +38,13 @@ def test_the_page_is_complete_and_loads_nothing(found: Analysis, tmp_path: Path)
     for picture in pictures:
         assert ElementTree.fromstring(picture).tag.endswith("svg")
         assert b"<image" not in picture
+    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    assert any(heading.startswith(f"T = {found.advice.best.interval} stores least: ") for heading in headings)
+    assert any("smaller by" in heading for heading in headings)
+    assert any(heading.startswith("Of 512 prefixes of sign and exponent, ") for heading in headings)
+    assert "-0.00" not in text
+    assert "Teng et al. 2026" in text
+    assert text.count("class='scroll plot'") == 7
     for number in found.major:
         assert f"<h3>{found.label(number)}</h3>" in text
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import ckptstore
 from ckptstore.analysis import Options, analyze, write_csv, write_report
 from ckptstore.errors import UsageError
 from tests.cli.conftest import Run, assert_documented
+from tests.cli.terminal import on_a_terminal
 
 DOCS = Path(__file__).parents[2] / "docs" / "analyze.md"
 QUICK = ("--codecs", "planes,xor,sub")
@@ -50,7 +52,13 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
         assert any(line.startswith(method) for line in lines), method
     assert "distinct prefixes by length, at step 40:" in lines
     assert any("1 Gbit/s" in line and "100 Gbit/s" in line for line in lines)
-    assert re.match(r"What to do: save every 10 steps, as here, with store\.writer\(deltas=DeltaOptions\(", lines[-1])
+    said = lines[lines.index("to copy:") - 1]
+    assert re.match(r"What to do: save every 10 steps, as here, with store\.writer\(deltas=DeltaOptions\(", said)
+    copied = [line.strip() for line in lines[lines.index("to copy:") + 1 :]]
+    assert copied[0] == "from ckptstore import DeltaOptions"
+    names: dict[str, object] = {"store": ckptstore.open("memory://analyzed", create=True)}
+    exec("\n".join(copied), names)  # noqa: S102  # what is to be copied works
+    names["writer"].close()  # type: ignore[attr-defined]
 
 
 def test_json_is_as_documented(ckpt: Run, series: list[Path]) -> None:
@@ -151,3 +159,11 @@ def test_reports_do_not_go_into_a_store(
     for write, path in ((write_csv, run / "FORMAT"), (write_report, run / "log")):
         with pytest.raises(UsageError, match="is inside the checkpoint store"):
             write(found, path)
+
+
+def test_phases_have_names_on_a_terminal(pristine: Path) -> None:
+    shown = on_a_terminal("analyze", pristine, "--steps", "2")
+    assert "planning" in shown
+    assert "/5 checkpoints" in shown
+    assert "MiB" in shown
+    assert "? bytes" not in shown

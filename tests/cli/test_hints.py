@@ -17,6 +17,7 @@ def test_a_store_with_a_typing_error(ckpt: Run, run: Path) -> None:
     assert ckpt("diff", run, "1", "2", "--in", run.parent / "rnu").err.splitlines()[-1] == f"hint: did you mean {run}?"
     above = ckpt("log", run.parent)
     assert above.err.splitlines()[-1] == f"hint: did you mean {run}? `ckpt ls {run.parent}` lists them"
+    assert ckpt("ls", f"{run.parent}x").err.splitlines()[-1] == f"hint: did you mean {run.parent}?"
     new = ckpt("log", run.parent / "quite another")
     assert f"`ckpt import {shlex.quote(str(run.parent / 'quite another'))} FILE...` creates one" in new.err
 

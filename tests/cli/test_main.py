@@ -23,7 +23,7 @@ COMMAND = [sys.executable, "-c", "from ckptstore.cli.main import main; main()"]
 def test_help_lists_every_command_without_importing_it(ckpt: Run) -> None:
     outcome = ckpt("--help")
     assert outcome.code == 0
-    assert re.findall(r"^  (\w+) +[A-Z]", outcome.out.split("Commands:")[1], re.M)[: len(main.COMMANDS)] == list(
+    assert re.findall(r"^  (\w+) +[A-Z]", outcome.out.split("\nLook:")[1], re.M)[: len(main.COMMANDS)] == list(
         main.COMMANDS
     )
 
@@ -294,3 +294,18 @@ main()
     assert process.returncode == code
     assert "Traceback" not in complaint
     assert not list(tmp_path.iterdir())
+
+
+def test_commands_are_listed_by_what_they_are_for(ckpt: Run) -> None:
+    text = ckpt("--help").out
+    assert [title for title in main.GROUPS if f"\n{title}:\n" in text] == list(main.GROUPS)
+    assert sorted(name for group in main.GROUPS.values() for name in group) == sorted(main.COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["rm", "show", "list", "export", "fsck", "du"])
+def test_commands_that_people_try(ckpt: Run, name: str) -> None:
+    outcome = ckpt(name, "runs/gpt")
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: there is no command '{name}'\nhint: `ckpt ")
+    meant = outcome.err.split("`ckpt ")[1].split("`")[0]
+    assert meant in main.COMMANDS or meant.split()[0] in main.COMMANDS

@@ -32,8 +32,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_given_inputs(ckpt: Run) -> None:
     outcome = ckpt("tune", "wasted-time", *GIVEN, *MERGE)
     assert (outcome.code, outcome.err) == (0, "")
-    assert "a full every 20 iterations (5 min 2 s), 2 diffs per write" in outcome.out
-    assert "Eq. (10): 1/f = 20.63, b = 2.13" in outcome.out
+    assert outcome.out.startswith("a full every 20 iterations (5 min 2 s), 2 diffs per write: wastes 2.7")
+    assert "Eq. (10): full_every = 20.63, batch = 2.13" in outcome.out
+    assert outcome.out.splitlines()[-2:] == [
+        "to copy:",
+        "  writer = store.writer(diffs=ckptstore.DiffOptions(full_every=20, batch=2))",
+    ]
     assert "without diffs: a full every 7 iterations wastes" in outcome.out
     assert "Table I" not in outcome.out
 

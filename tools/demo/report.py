@@ -56,10 +56,10 @@ def conclude(console: Console, outcome: Outcome, out: OutputFolder) -> None:
 
 def _kills(strikes: list[Strike]) -> Table:
     table = Table(
-        "kill",
+        "#",
         "how",
         "while",
-        "acknowledged",
+        "saved",
         "resumed",
         "lost",
         "start",
@@ -74,21 +74,26 @@ def _kills(strikes: list[Strike]) -> Table:
     for strike in strikes:
         table.add_row(
             str(strike.number),
-            strike.kill.point or f"random, {strike.at:.1f} s",
+            _how(strike),
             strike.doing,
             str(strike.acknowledged),
             str(strike.resumed),
-            _steps(strike.lost),
-            f"{strike.build_seconds:.2f} s",
-            f"{strike.restore_seconds:.2f} s",
-            f"{strike.restart_seconds:.2f} s",
+            str(strike.lost),
+            f"{strike.build_seconds:.1f} s",
+            f"{strike.restore_seconds:.1f} s",
+            f"{strike.restart_seconds:.1f} s",
         )
     return table
 
 
+def _how(strike: Strike) -> str:
+    """``before-create``, a point inside a commit, or when it came by the clock."""
+    return strike.kill.point.split(".")[-1] if strike.kill.point else f"random, {strike.at:.1f} s"
+
+
 def _saving(outcome: Outcome) -> Table:
     table = Table(
-        "mode", "checkpoints", "size", "to durable", "save rate", "stall", "of the step", "step", "without store",
+        "mode", "saves", "size", "durable", "GB/s", "stall", "share", "step", "no store",
         title="Saving (medians per checkpoint)", title_justify="left",
         box=SIMPLE, collapse_padding=True, pad_edge=False,
     )  # fmt: skip
@@ -97,12 +102,12 @@ def _saving(outcome: Outcome) -> Table:
             costs.mode,
             str(costs.checkpoints),
             f"{costs.stored / 1e6:.1f} MB",
-            f"{costs.durable_seconds * 1e3:.1f} ms",
-            f"{costs.bytes_per_second / 1e9:.2f} GB/s",
-            f"{costs.stall_seconds * 1e3:.1f} ms",
+            f"{costs.durable_seconds * 1e3:.3g} ms",
+            f"{costs.bytes_per_second / 1e9:.1f}",
+            f"{costs.stall_seconds * 1e3:.3g} ms",
             f"{costs.stall_share:.0%}",
-            f"{costs.step_seconds * 1e3:.1f} ms",
-            f"{costs.baseline_seconds * 1e3:.1f} ms",
+            f"{costs.step_seconds * 1e3:.3g} ms",
+            f"{costs.baseline_seconds * 1e3:.3g} ms",
         )
     return table
 
