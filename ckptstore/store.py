@@ -11,6 +11,7 @@ from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
 from ckptstore.errors import StoreNotFoundError, UsageError
 from ckptstore.formats.records import FormatFile
+from ckptstore.host.progress import told
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
 from ckptstore.log.journal import Journal
@@ -99,7 +100,7 @@ def verify(
     ref: str | int | None = None,
     *,
     deep: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     threads: int | None = None,
 ) -> VerificationReport:
     """`Store.verify` of a store, or of the store at a path or URL."""
@@ -112,7 +113,7 @@ def repair(
     target: str | os.PathLike[str],
     *,
     run: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     threads: int | None = None,
 ) -> Repaired:
     """Make a store of what is intact of a damaged one. The damaged one is only read.
@@ -144,13 +145,15 @@ def repair(
         open_backend(source, create=False),
         open_backend(target, create=True),
         run=run,
-        progress=progress,
+        progress=told(progress),
         threads=threads,
     )
 
 
 class Store:
     """One run's checkpoints on one medium.
+
+    Whatever takes ``progress`` also takes True: a line on stderr then says how far it is.
 
     Every method reads the log afresh, so a `Store` always shows what is committed now.
     """
@@ -166,6 +169,11 @@ class Store:
 
     def __repr__(self) -> str:
         return f"ckptstore.open({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        from ckptstore.reports.notebooks import store_html
+
+        return store_html(self.journal)
 
     def close(self) -> None:
         """Give up the handle of the store's folder, so that its disk can be unmounted. Close writers before.
@@ -359,7 +367,7 @@ class Store:
         mmap: bool = False,
         verify: bool = True,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         rank: int | None = None,
     ) -> Any:
         """Restore the state of a checkpoint, bit for bit.
@@ -393,7 +401,7 @@ class Store:
         """
         from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, progress, rank)
+        options = LoadOptions(framework, into, select, device, mmap, verify, threads, told(progress), rank)
         return load(self.journal, ref, options)
 
     def verify(
@@ -401,7 +409,7 @@ class Store:
         ref: str | int | None = None,
         *,
         deep: bool = False,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         threads: int | None = None,
     ) -> VerificationReport:
         """Check every byte of the store, and what its segments say.
@@ -419,7 +427,7 @@ class Store:
         """
         from ckptstore.maintenance.verify.verification import verify
 
-        return verify(self.journal, ref, deep=deep, progress=progress, threads=threads)
+        return verify(self.journal, ref, deep=deep, progress=told(progress), threads=threads)
 
     def export(
         self,
@@ -430,7 +438,7 @@ class Store:
         select: str | Sequence[str] | None = None,
         overwrite: bool = False,
         max_shard_bytes: int | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> ExportResult:
         """Write a checkpoint to a file for other tools, verifying every byte that is read.
 
@@ -460,7 +468,7 @@ class Store:
         from ckptstore.exchange.exporting import export
 
         chosen = _format_of(out) if format is None else format
-        return export(self.journal, ref, os.fspath(out), chosen, select, overwrite, max_shard_bytes, progress)
+        return export(self.journal, ref, os.fspath(out), chosen, select, overwrite, max_shard_bytes, told(progress))
 
     def import_files(
         self,
@@ -470,7 +478,7 @@ class Store:
         parent: str | None = "latest",
         leave_out: Sequence[str] = (),
         deltas: DeltaOptions | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> list[ImportedFile]:
         """Store files of other tools as checkpoints, in one new term, ascending by step. Creates the store.
 
@@ -498,7 +506,7 @@ class Store:
         from ckptstore.exchange.importing import import_files
 
         return import_files(
-            self.journal, files, step, parent=parent, leave_out=leave_out, deltas=deltas, progress=progress
+            self.journal, files, step, parent=parent, leave_out=leave_out, deltas=deltas, progress=told(progress)
         )
 
     def gc(
@@ -507,7 +515,7 @@ class Store:
         dry_run: bool = False,
         wait: float = 0.0,
         pin_ttl: float | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Collected:
         """Delete the segments that nothing needs. May run at any time, beside writers and readers.
 
@@ -531,7 +539,9 @@ class Store:
         from ckptstore.maintenance.gc import collect_patiently
 
         dead_after = DEAD_AFTER if pin_ttl is None else pin_ttl
-        return collect_patiently(self.journal, wait=wait, dead_after=dead_after, dry_run=dry_run, progress=progress)
+        return collect_patiently(
+            self.journal, wait=wait, dead_after=dead_after, dry_run=dry_run, progress=told(progress)
+        )
 
     def merge(
         self,
@@ -541,7 +551,7 @@ class Store:
         dry_run: bool = False,
         take_over: bool = False,
         timeout: float | None = 60.0,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Merged:
         """Fold the diffs of a range of checkpoints into one segment, beside a live writer or instead of one.
 
@@ -572,7 +582,7 @@ class Store:
             take_over=take_over,
             dry_run=dry_run,
             timeout=timeout,
-            progress=progress,
+            progress=told(progress),
         )
 
     def retire(
@@ -707,7 +717,7 @@ class Store:
         refs: Sequence[str | int] = (),
         *,
         form: Literal["stored", "full"] = "stored",
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         threads: int | None = None,
     ) -> Copied:
         """Copy checkpoints to another place, on whatever medium: same run, terms, states, tags and metadata.
@@ -735,7 +745,7 @@ class Store:
         from ckptstore.maintenance.copies import copy
 
         there = target.backend if isinstance(target, Store) else open_backend(target, create=True)
-        return copy(self.journal, there, refs, form=form, progress=progress, threads=threads)
+        return copy(self.journal, there, refs, form=form, progress=told(progress), threads=threads)
 
     def tags(self) -> dict[str, CheckpointInfo]:
         """Every tag, by name, and the checkpoint that it names."""
@@ -776,7 +786,7 @@ class Store:
 
         return inspect(self.journal, ref, select)
 
-    def statistics(self, ref: str | int, tensor: str, *, progress: Progress | None = None) -> TensorStatistics:
+    def statistics(self, ref: str | int, tensor: str, *, progress: Progress | bool | None = None) -> TensorStatistics:
         """Count, range, mean, norm and magnitudes of one tensor's values, in one pass. Bytes are verified.
 
         Args:
@@ -789,7 +799,7 @@ class Store:
         """
         from ckptstore.reports.inspection import statistics
 
-        return statistics(self.journal, ref, tensor, progress)
+        return statistics(self.journal, ref, tensor, told(progress))
 
     def stats(self) -> StoreStats:
         """Where the store's bytes are: by kind, term and class of tensor; growth; what prune and gc would free.
@@ -864,7 +874,7 @@ class Store:
         select: str | Sequence[str] | None = None,
         *,
         other: Store | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> list[TensorDifference]:
         """How two checkpoints differ, tensor by tensor: bits, elements, norms.
 
@@ -884,7 +894,7 @@ class Store:
         """
         from ckptstore.reports.comparison import compare
 
-        return compare(self.journal, ref_a, ref_b, select, progress, None if other is None else other.journal)
+        return compare(self.journal, ref_a, ref_b, select, told(progress), None if other is None else other.journal)
 
     def compare_state(self, ref_a: str | int, ref_b: str | int, *, other: Store | None = None) -> list[StateDifference]:
         """How two checkpoints differ in what is not a tensor: numbers, strings, RNG states.
