@@ -12,6 +12,7 @@ from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptionError, NotFoundError, StorageError, StoreNotFoundError, UsageError
 from ckptstore.formats.records import FormatFile
+from ckptstore.host.progress import told
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
 from ckptstore.log.journal import Journal
@@ -118,7 +119,7 @@ def verify(
     ref: str | int | None = None,
     *,
     deep: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     threads: int | None = None,
 ) -> VerificationReport:
     """`Store.verify` of a store, or of the store at a path or URL."""
@@ -131,7 +132,7 @@ def repair(
     target: str | os.PathLike[str],
     *,
     run: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     threads: int | None = None,
 ) -> Repaired:
     """Make a store of what is intact of a damaged one. The damaged one is only read.
@@ -163,13 +164,15 @@ def repair(
         open_backend(source, create=False),
         open_backend(target, create=True),
         run=run,
-        progress=progress,
+        progress=told(progress),
         threads=threads,
     )
 
 
 class Store:
     """One run's checkpoints on one medium.
+
+    Whatever takes ``progress`` also takes True: a line on stderr then says how far it is.
 
     Every method reads the log afresh, so a `Store` always shows what is committed now.
     """
@@ -187,6 +190,11 @@ class Store:
 
     def __repr__(self) -> str:
         return f"ckptstore.open({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        from ckptstore.reports.notebooks import store_html
+
+        return store_html(self.journal)
 
     def close(self) -> None:
         """Give up the handle of the store's folder, so that its disk can be unmounted. Close writers before.
@@ -272,7 +280,7 @@ class Store:
         *,
         remote_options: Mapping[str, Any] | None = None,
         bandwidth: float | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Synced:
         """Bring to the remote what it lacks, once, in the order of the log. May run beside a writer.
 
@@ -291,7 +299,7 @@ class Store:
         from ckptstore.tiers.syncing import sync
 
         self.format  # noqa: B018 - raises when there is none
-        return sync(self._pair_with(remote, remote_options, bandwidth), progress)
+        return sync(self._pair_with(remote, remote_options, bandwidth), told(progress))
 
     def sync_forever(
         self,
@@ -503,7 +511,7 @@ class Store:
         mmap: bool = False,
         verify: bool = True,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         rank: int | None = None,
     ) -> Any:
         """Restore the state of a checkpoint, bit for bit.
@@ -537,7 +545,7 @@ class Store:
         """
         from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, progress, rank)
+        options = LoadOptions(framework, into, select, device, mmap, verify, threads, told(progress), rank)
         try:
             return load(self.journal, ref, options)
         except (NotFoundError, CorruptionError) as error:
@@ -567,7 +575,7 @@ class Store:
         timeout: float | None = None,
         stop: threading.Event | None = None,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Follower:
         """Keep up with a run that another process or machine writes: an iterator over its checkpoints as they come.
 
@@ -609,7 +617,7 @@ class Store:
         from ckptstore.following.follower import Follower, FollowOptions
 
         options = FollowOptions(
-            into, select, framework, device, rank, each, poll, timeout, stop, threads, progress, out
+            into, select, framework, device, rank, each, poll, timeout, stop, threads, told(progress), out
         )
         return Follower(self.journal, after, options)
 
@@ -618,7 +626,7 @@ class Store:
         ref: str | int | None = None,
         *,
         deep: bool = False,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         threads: int | None = None,
     ) -> VerificationReport:
         """Check every byte of the store, and what its segments say.
@@ -636,7 +644,7 @@ class Store:
         """
         from ckptstore.maintenance.verify.verification import verify
 
-        return verify(self.journal, ref, deep=deep, progress=progress, threads=threads)
+        return verify(self.journal, ref, deep=deep, progress=told(progress), threads=threads)
 
     def export(
         self,
@@ -647,7 +655,7 @@ class Store:
         select: str | Sequence[str] | None = None,
         overwrite: bool = False,
         max_shard_bytes: int | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> ExportResult:
         """Write a checkpoint to a file for other tools, verifying every byte that is read.
 
@@ -679,7 +687,7 @@ class Store:
         if os.fspath(out).endswith(os.sep):
             raise UsageError(f"{out} is the name of a folder: name the file to write")
         chosen = _format_of(out) if format is None else format
-        return export(self.journal, ref, os.fspath(out), chosen, select, overwrite, max_shard_bytes, progress)
+        return export(self.journal, ref, os.fspath(out), chosen, select, overwrite, max_shard_bytes, told(progress))
 
     def import_files(
         self,
@@ -689,7 +697,7 @@ class Store:
         parent: str | None = "latest",
         leave_out: Sequence[str] = (),
         deltas: DeltaOptions | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> list[ImportedFile]:
         """Store files of other tools as checkpoints, in one new term, ascending by step. Creates the store.
 
@@ -717,7 +725,7 @@ class Store:
         from ckptstore.exchange.importing import import_files
 
         return import_files(
-            self.journal, files, step, parent=parent, leave_out=leave_out, deltas=deltas, progress=progress
+            self.journal, files, step, parent=parent, leave_out=leave_out, deltas=deltas, progress=told(progress)
         )
 
     def gc(
@@ -726,7 +734,7 @@ class Store:
         dry_run: bool = False,
         wait: float = 0.0,
         pin_ttl: float | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Collected:
         """Delete the segments that nothing needs. May run at any time, beside writers and readers.
 
@@ -750,7 +758,9 @@ class Store:
         from ckptstore.maintenance.gc import collect_patiently
 
         dead_after = DEAD_AFTER if pin_ttl is None else pin_ttl
-        return collect_patiently(self.journal, wait=wait, dead_after=dead_after, dry_run=dry_run, progress=progress)
+        return collect_patiently(
+            self.journal, wait=wait, dead_after=dead_after, dry_run=dry_run, progress=told(progress)
+        )
 
     def merge(
         self,
@@ -760,7 +770,7 @@ class Store:
         dry_run: bool = False,
         take_over: bool = False,
         timeout: float | None = 60.0,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         on_loss: Callable[[tuple[str, ...]], object] | None = None,
     ) -> Merged:
         """Fold the diffs of a range of checkpoints into one segment, beside a live writer or instead of one.
@@ -794,7 +804,7 @@ class Store:
             take_over=take_over,
             dry_run=dry_run,
             timeout=timeout,
-            progress=progress,
+            progress=told(progress),
             on_loss=on_loss,
         )
 
@@ -808,7 +818,7 @@ class Store:
         dry_run: bool = False,
         take_over: bool = False,
         timeout: float | None = 60.0,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> CompactReport:
         """Store what is kept anew, so that what is only a base can go: beside a live writer, or instead of one.
 
@@ -845,7 +855,7 @@ class Store:
             dry_run=dry_run,
             take_over=take_over,
             timeout=timeout,
-            progress=progress,
+            progress=told(progress),
         )
 
     def retire(
@@ -980,7 +990,7 @@ class Store:
         refs: Sequence[str | int] = (),
         *,
         form: Literal["stored", "full"] = "stored",
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         threads: int | None = None,
     ) -> Copied:
         """Copy checkpoints to another place, on whatever medium: same run, terms, states, tags and metadata.
@@ -1008,7 +1018,7 @@ class Store:
         from ckptstore.maintenance.copies import copy
 
         there = target.backend if isinstance(target, Store) else open_backend(target, create=True)
-        return copy(self.journal, there, refs, form=form, progress=progress, threads=threads)
+        return copy(self.journal, there, refs, form=form, progress=told(progress), threads=threads)
 
     def tags(self) -> dict[str, CheckpointInfo]:
         """Every tag, by name, and the checkpoint that it names."""
@@ -1049,7 +1059,7 @@ class Store:
 
         return inspect(self.journal, ref, select)
 
-    def statistics(self, ref: str | int, tensor: str, *, progress: Progress | None = None) -> TensorStatistics:
+    def statistics(self, ref: str | int, tensor: str, *, progress: Progress | bool | None = None) -> TensorStatistics:
         """Count, range, mean, norm and magnitudes of one tensor's values, in one pass. Bytes are verified.
 
         Args:
@@ -1062,7 +1072,7 @@ class Store:
         """
         from ckptstore.reports.inspection import statistics
 
-        return statistics(self.journal, ref, tensor, progress)
+        return statistics(self.journal, ref, tensor, told(progress))
 
     def stats(self) -> StoreStats:
         """Where the store's bytes are: by kind, term and class of tensor; growth; what prune and gc would free.
@@ -1137,7 +1147,7 @@ class Store:
         select: str | Sequence[str] | None = None,
         *,
         other: Store | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> list[TensorDifference]:
         """How two checkpoints differ, tensor by tensor: bits, elements, norms.
 
@@ -1157,7 +1167,7 @@ class Store:
         """
         from ckptstore.reports.comparison import compare
 
-        return compare(self.journal, ref_a, ref_b, select, progress, None if other is None else other.journal)
+        return compare(self.journal, ref_a, ref_b, select, told(progress), None if other is None else other.journal)
 
     def compare_state(self, ref_a: str | int, ref_b: str | int, *, other: Store | None = None) -> list[StateDifference]:
         """How two checkpoints differ in what is not a tensor: numbers, strings, RNG states.

@@ -108,6 +108,7 @@ def test_what_a_room_says_that_it_imports_is_all_that_it_does() -> None:
 # -- what tests may ask for
 
 BORROWED = {
+    "IPython": {"_repr_html_"},
     "os": {"_exit"},
     "sys": {"_getframe"},
     "threading": {"_register_atexit"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,27 @@ SCHEMES: Final = ("s3", "gs", "az")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _COMPONENT: Final = re.compile(r"(?!\.{1,2}(/|$))[A-Za-z0-9_.=+@:, -]+")
 _TRIES: Final = 5
+
+
+class Concealed(Mapping[str, Any]):
+    """Options that may hold credentials: whoever prints what holds them (``vars``, a debugger) sees none."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._held = dict(options)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} options, not shown>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ckptstore.backends.base import (
     checked_key,
 )
 from ckptstore.backends.costs import Costs
-from ckptstore.backends.object_options import place_of
+from ckptstore.backends.object_options import Concealed, place_of
 from ckptstore.backends.object_requests import Requests
 from ckptstore.backends.object_segments import SEGMENT_BYTES, ObjectSink, ObjectSource
 from ckptstore.errors import (
@@ -71,7 +71,7 @@ class ObjectBackend(Backend):
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url = url
         self._place = place_of(url, options)
-        self._options = dict(options or {})
+        self._options = Concealed(options or {})
         self._requests = Requests(self._place)
         self._threads: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
@@ -84,7 +84,7 @@ class ObjectBackend(Backend):
     @property
     def storage_options(self) -> Mapping[str, Any]:
         """See `Backend.storage_options`."""
-        return self._options
+        return dict(self._options)
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._starting:

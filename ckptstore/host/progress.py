@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Advance", "Progress", "Tally", "phase"]
+__all__ = ["Advance", "Progress", "Tally", "phase", "told"]
 
 Advance = Callable[[int], None]
 """Within the engine: told how many bytes were just done, from any thread. `Tally.advance` is one."""
@@ -50,3 +52,25 @@ class Tally:
         with self._lock:
             self.done += nbytes
             self._progress(self.done, max(self.total, self.done))
+
+
+def told(progress: Progress | bool | None) -> Progress | None:
+    """What a public ``progress=`` means: a function as it is; True: a line on stderr; False and None: nothing."""
+    if progress is True:
+        return _Line()
+    return progress or None
+
+
+class _Line:
+    """How far something is, on one line of stderr that is written anew at most ten times a second."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int, /) -> None:
+        now, complete = time.monotonic(), done >= total
+        if not complete and now < self._next:
+            return
+        self._next = now + 0.1
+        text = f"\r{done / (1 << 20):,.1f} of {total / (1 << 20):,.1f} MiB ({done / max(total, 1):.0%})"
+        print(text, end="\n" if complete else "", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptstore.formats import metadata
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Node, ref_of
 from ckptstore.log import refs
 from ckptstore.log.journal import Journal
@@ -17,7 +18,7 @@ __all__ = ["CheckpointInfo", "TermInfo", "describe", "describe_all", "describe_c
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointInfo:
+class CheckpointInfo(HtmlTable):
     """A committed checkpoint.
 
     Attributes:
@@ -64,7 +65,7 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class TermInfo:
+class TermInfo(HtmlTable):
     """One writer's tenure.
 
     Attributes:

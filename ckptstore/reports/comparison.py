@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.dtypes import DType
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.ranked import of_rank
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.shards import ShardedEntry, shards_hash
@@ -35,7 +36,7 @@ _BITS_IN_BYTE: Final = np.array([value.bit_count() for value in range(256)], np.
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
+class TensorDifference(HtmlTable):
     """One tensor in checkpoints A and B. Complex numbers count as two values in the norms, as one element.
 
     Attributes:
@@ -80,7 +81,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class StateDifference:
+class StateDifference(HtmlTable):
     """A value of the non-tensor state that differs: typed JSON before and after; None also where it is absent.
 
     `status` tells these apart: ``changed``, ``added`` (only in B), ``removed`` (only in A). An empty path stands for

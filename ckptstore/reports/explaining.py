@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import ref_of
 from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.formats.shards import key_of
@@ -45,7 +46,7 @@ class PlanStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(HtmlTable):
     """A restore plan with costs.
 
     Attributes:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.formats import dtypes
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.steps import STEP
@@ -104,7 +105,7 @@ class CheckpointDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorStatistics:
+class TensorStatistics(HtmlTable):
     """Numbers about a tensor's values. A complex number counts as two values, its real and its imaginary part.
 
     Attributes:

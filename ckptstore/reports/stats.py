@@ -8,6 +8,7 @@ from typing import Final
 
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import CheckpointEntry
 from ckptstore.formats.retention import users
 from ckptstore.log.checkpoints import CheckpointInfo, describe_all
@@ -42,7 +43,7 @@ class ClassBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStats:
+class StoreStats(HtmlTable):
     """Where a store's bytes are.
 
     Attributes:

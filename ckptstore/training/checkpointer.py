@@ -113,6 +113,10 @@ class Checkpointer:
         if self._settings.signals:
             self._notices.install()
 
+    def __repr__(self) -> str:
+        term = "not open yet" if self.term is None else f"term {self.term}, step {self._done}"
+        return f"<Checkpointer of {self.store.url!r}: {self.strategy}, {term}>"
+
     @property
     def strategy(self) -> str:
         """How checkpoints are stored; ``auto`` until the writer is open."""

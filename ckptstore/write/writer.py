@@ -65,6 +65,10 @@ class Writer:
         parent: the checkpoint this term continues from: load it before training; None for a new run.
     """
 
+    def __repr__(self) -> str:
+        since = "from nothing" if self.parent is None else f"from {self.parent.ref}"
+        return f"<Writer of {self.url!r}: term {self.term}, {since}>"
+
     def __init__(
         self,
         journal: Journal,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,6 +16,7 @@ import ckptstore
 from ckptstore.cli.main import COMMANDS
 from tools.site.assembling import assemble, public_names, relinked
 from tools.site.manuals import write
+from tools.site.picture import drawn
 
 ROOT = Path(__file__).parents[2]
 CONFIG = (ROOT / "tools/site/mkdocs.yml").read_text()
@@ -84,3 +86,14 @@ def test_the_site_is_built_without_a_warning() -> None:
     done = subprocess.run([sys.executable, "-m", "tools.site"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "ckptstore.store.Store.load" in (ROOT / "build/site/api.html").read_text()
+
+
+def test_the_picture_of_the_readme() -> None:
+    picture = (ROOT / "docs/kills.svg").read_text()
+    assert "kills.svg" in (ROOT / "README.md").read_text()
+    for text in (picture, drawn([(1, 1, 3.0), (2, 1, 2.5), (3, 2, 2.0)], [2], "1 < 2")):
+        root = ElementTree.fromstring(text)
+        kinds = [element.tag.rpartition("}")[2] for element in root.iter()]
+        assert set(kinds) <= {"svg", "title", "rect", "text", "path"}  # no script, nothing fetched
+    assert kinds.count("path") == 4  # the frame, a line for each term, a kill
+    assert "1 &lt; 2" in text

@@ -18,6 +18,7 @@ from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import (
     FORMAT_KEY,
     CheckpointEntry,
@@ -53,7 +54,7 @@ _LIMITS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class VerificationReport:
+class VerificationReport(HtmlTable):
     """What `verify` found.
 
     Attributes:

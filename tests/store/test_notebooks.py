@@ -1,0 +1,117 @@
+"""What a notebook, a debugger and an interactive session show: tables, never a script, never a secret."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from tools.objects.server import KEY, SECRET
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        assert {name for name, _ in attrs} <= {"style"}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def shown(thing: Any) -> str:
+    """The text of its HTML, which holds nothing but a table."""
+    parser = _Tags()
+    parser.feed(thing._repr_html_())
+    assert parser.tags <= {"table", "caption", "thead", "tbody", "tr", "th", "td"}
+    return parser.text
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ckptstore.Store:
+    store = ckptstore.open(tmp_path / "run")
+    with store.writer(poll_seconds=None) as writer:
+        for step in range(1, 14):
+            writer.save({"weight": np.full(100, float(step))}, step, metadata={HOSTILE: HOSTILE, "loss": 1 / step})
+    return store
+
+
+def test_stores_checkpoints_and_reports_are_tables(store: ckptstore.Store, tmp_path: Path) -> None:
+    text = shown(store)
+    assert "13 checkpoints" in text
+    assert "13@1" in text
+    assert "3@1" not in text.replace("13@1", "")  # no more than the last ten
+    assert HOSTILE in text  # as text
+    checkpoint = store.checkpoint()
+    assert "stored" in shown(checkpoint)
+    assert HOSTILE in shown(checkpoint)
+    assert "(13 in all)" in shown(store.verify())
+    assert "13@1" in shown(store.stats())
+    assert "weight" in shown(store.compare(1, 2)[0])
+    assert shown(store.terms()[0])
+    assert shown(store.explain())
+    assert shown(store.statistics(1, "weight"))
+    assert "there is no checkpoint store here" in shown(ckptstore.open(tmp_path / "none"))
+    assert not hasattr(checkpoint, "__dict__")  # slots: a catalog has many of them
+
+
+def test_writers_and_saves_say_where_they_are(store: ckptstore.Store) -> None:
+    with store.writer(poll_seconds=None) as writer:
+        assert repr(writer) == f"<Writer of {store.url!r}: term 2, from 13@1>"
+        pending = writer.save_async({"weight": np.ones(3)}, 14)
+        pending.result()
+        assert repr(pending) == "<PendingSave of step 14: durable>"
+    assert repr(store) == f"ckptstore.open({store.url!r})"
+
+
+def test_a_checkpointer_says_where_it_is(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from ckptstore.training import Checkpointer
+
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(tmp_path / "run", model=model, strategy="full", signals=False) as checkpointer:
+        assert repr(checkpointer) == f"<Checkpointer of {str(tmp_path / 'run')!r}: full, not open yet>"
+        checkpointer.resume()
+        checkpointer.step()
+        assert "term 1, step 1>" in repr(checkpointer)
+
+
+def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    options = {"key": KEY, "secret": SECRET, "endpoint_url": "http://127.0.0.1:9", "config_kwargs": {}}
+    store = ckptstore.open("s3://bucket/run", storage_options=options)
+    backend = store.backend
+    inside = vars(backend)
+    told = [repr(thing) for thing in (store, backend, inside, vars(store), *inside.values())]
+    told += [repr(vars(thing)) for thing in inside.values() if hasattr(thing, "__dict__")]
+    for text in told:
+        assert SECRET not in text
+        assert KEY not in text
+    assert dict(backend.storage_options) == options  # an agent is told them
+
+
+def test_progress_is_a_line_on_stderr(
+    store: ckptstore.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.verify(progress=True)
+    line = capsys.readouterr()
+    assert line.out == ""
+    assert line.err.startswith("\r")
+    assert line.err.endswith("MiB (100%)\n")
+    store.load(1, progress=True)
+    store.copy(tmp_path / "copy", progress=True)
+    store.export(1, tmp_path / "one.safetensors", progress=True)
+    store.gc(progress=True)
+    assert capsys.readouterr().err.count("(100%)\n") >= 3
+    store.verify(progress=False)
+    assert capsys.readouterr().err == ""
