@@ -31,6 +31,7 @@ from ckptstore.maintenance.copies.moving import BLOCKS, copy_segment
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.restore.plan import plan
+from ckptstore.tiers.choosing import foreign_terms
 from ckptstore.tiers.pair import Pair, alone
 
 __all__ = ["catch_up", "mend", "reading", "restore_newest"]
@@ -124,6 +125,8 @@ def catch_up(pair: Pair, there: Catalog, parent: Node | None) -> None:
     """
     wanted = _line_of(there, parent)
     here = read(pair.local).catalog
+    if foreign := foreign_terms(here, there):
+        raise _cannot_follow(pair, f"it went on by itself in term {foreign[0]}")
     if parent is not None and parent in here.checkpoints and here.restorable(here.checkpoints[parent].id):
         # It has the checkpoint, by whatever encodings: only terms can be missing.
         for table in (wanted.encodings, wanted.segments, wanted.held):
@@ -134,11 +137,15 @@ def catch_up(pair: Pair, there: Catalog, parent: Node | None) -> None:
     try:
         _bring(pair, wanted, Replica(pair.local.backend, Origin(pair.local.format, "copy", "full: all of a tier")))
     except UsageError as error:
-        raise UsageError(
-            f"{pair.local.url}: the run was continued elsewhere, and this store cannot follow ({error}). Move the "
-            "folder aside (it stays readable by itself) and open the path again: it is restored from "
-            f"{pair.remote.url}"
-        ) from error
+        raise _cannot_follow(pair, str(error)) from error
+
+
+def _cannot_follow(pair: Pair, why: str) -> UsageError:
+    return UsageError(
+        f"{pair.local.url}: the run was continued elsewhere, and this store cannot follow: {why}. No term was opened. "
+        "Move the folder aside (it stays readable by itself) and open the path again: it is restored from "
+        f"{pair.remote.url}"
+    )
 
 
 def mend(pair: Pair, entries: Iterable[SegmentEntry], damaged: str = "") -> int:

@@ -9,10 +9,12 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import duration, emit, moment, number, progress, ratio, shape, size, table
+from ckptstore.cli.output import duration, emit, moment, number, progress, ratio, shape, size, some, table
 from ckptstore.cli.plans import plan_step, plan_table
+from ckptstore.errors import CkptError
 
 if TYPE_CHECKING:
+    from ckptstore import Store
     from ckptstore.reports.explaining import Explanation
     from ckptstore.reports.inspection import CheckpointDescription, TensorDescription, TensorStatistics
 
@@ -51,10 +53,40 @@ def command(store: str, ref: str, select: tuple[str, ...], tensor: str | None, s
         click.echo("\n".join(["state", *_tree(found.tree)]))
         return
     plan = target.explain(found.info.ref, select or None)
+    remote = _remote(target)
     if as_json:
-        emit(_json(found, plan, state))
+        emit(_json(found, plan, state) | {"remote": remote})
     else:
-        click.echo("\n".join(_text(found, plan)))
+        click.echo("\n".join(_text(found, plan, remote)))
+
+
+def _remote(store: Store) -> dict[str, Any] | None:
+    """The second tier and how far it is behind; None: there is none."""
+    url = None
+    try:
+        there = store.remote
+        if there is None:
+            return None
+        url, lag = there.url, store.lag()
+    except CkptError as error:  # a checkpoint can be looked at without it
+        return {"url": url, "error": str(error)}
+    assert lag is not None
+    return {
+        "url": url,
+        "checkpoints": lag.checkpoints,
+        "steps": lag.steps,
+        "bytes": lag.nbytes,
+        "branch": list(lag.branch),
+        "error": None,
+    }
+
+
+def _behind(remote: dict[str, Any]) -> str:
+    if remote["error"] is not None:
+        return f"remote: {remote['url'] or 'unknown'}: {remote['error']}"
+    far = f"{remote['checkpoints']:,} checkpoints behind ({remote['steps']:,} steps, {size(remote['bytes'])})"
+    kept = f"; never there: {some(remote['branch'])}" if remote["branch"] else ""
+    return f"remote: {remote['url']}: {far if remote['checkpoints'] else 'up to date'}{kept}"
 
 
 def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[str, Any]:
@@ -107,7 +139,7 @@ def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[
     return document | ({"tree": found.tree} if state else {})
 
 
-def _text(found: CheckpointDescription, plan: Explanation) -> Iterator[str]:
+def _text(found: CheckpointDescription, plan: Explanation, remote: dict[str, Any] | None) -> Iterator[str]:
     info = found.info
     tags = "".join(f"  tag:{tag}" for tag in info.tags)
     yield click.style(f"checkpoint {info.ref}", bold=True) + tags
@@ -115,6 +147,8 @@ def _text(found: CheckpointDescription, plan: Explanation) -> Iterator[str]:
     smaller = ratio(info.nbytes, info.stored)
     yield f"{info.tensors:,} tensors, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
     yield f"medium: {found.medium}"
+    if remote is not None:
+        yield _behind(remote)
     for name, value in info.metadata.items():
         yield f"{name}: {value if isinstance(value, str) else repr(value)}"
     yield ""

@@ -78,7 +78,7 @@ def test_the_store_remembers_its_remote_and_no_credential(s3: Server, tmp_path: 
         if path.is_file():
             assert str(s3.options["secret"]).encode() not in path.read_bytes()
     store = ckptstore.open(tmp_path / "run", remote_options=s3.options)
-    assert str(s3.options["secret"]) not in repr(store._remote)
+    assert str(s3.options["secret"]) not in repr(vars(store))
     fill(store, 3, 3)
     assert store.remote is not None
     assert steps(store.remote) == ["1@1", "2@1", "3@2"]
@@ -139,6 +139,7 @@ def test_terms_of_one_number_on_two_machines_are_not_mixed(folders: Place) -> No
     assert done.over.startswith("term 2")
     with pytest.warns(BranchWarning, match=r"3@2.*kept in"), pytest.raises(UsageError, match="Move the folder"):
         old.writer()
+    assert [one.term for one in folders.theirs().terms()] == [1, 2]  # and nobody was fenced
     for step in (3, 4, 5):
         check(old.load(f"{step}@2", framework="numpy"), step)
     assert folders.theirs().verify(deep=True).ok
@@ -252,6 +253,16 @@ def test_retention_waits_for_the_drain(outage: Outage) -> None:
         assert set(steps(outage.place.open())) >= {f"{step}@1" for step in range(2, 6)}
         outage.end()
     assert [one.step for one in outage.other.theirs().checkpoints()] == [1, 2, 3, 4, 5]
+
+
+def test_prune_drains_first(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    fill(ckptstore.open(folders.here, remote=False), 3, 8)
+    store = ckptstore.open(folders.here)
+    assert store.prune("last:1", take_over=True).checkpoints == 1
+    store.gc()
+    assert [one.step for one in folders.theirs().checkpoints()] == list(range(1, 9))
+    check(store.load(4, framework="numpy"), 4)
 
 
 def test_bandwidth_holds_the_drain_back(folders: Place) -> None:
