@@ -194,6 +194,8 @@ def test_a_remote_that_is_down_stops_no_save_and_gets_everything_later(outage: O
         assert lag is not None
         assert (lag.checkpoints, lag.steps) == (5, 5)
         assert lag.nbytes > 5 * 12_000
+        # What a machine that burns now has lost is what was reported.
+        assert outage.other.open(outage.other.there).latest_step() == 6 - lag.steps
         outage.end()
         assert pending[-1].result(tier="remote", timeout=LONG).ref == "6@1"
         assert writer.lag() == ckptstore.Lag()
