@@ -546,7 +546,7 @@ class Store:
                 raise
         from ckptstore.tiers.filling import reading
 
-        return reading(pair, ref, lambda journal: load(journal, ref, options))
+        return reading(pair, ref, lambda journal, one: load(journal, one, options))
 
     def verify(
         self,

@@ -38,6 +38,9 @@ def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, op
     with pair.reaching("no term was opened"):
         restore_newest(pair)
         drain = Drain(pair)
+    # Some media hold a segment in memory until it is whole: what is drained to them shall not take gigabytes.
+    here = pair.local.backend
+    here.segment_bytes = min(here.segment_bytes, pair.remote.backend.segment_bytes)
     draining = Draining(drain)
 
     def opener(local: Journal, chosen: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]) -> Term:

@@ -14,6 +14,7 @@ import ckptstore
 from ckptstore import (
     BranchWarning,
     CheckpointNotFoundError,
+    CorruptionError,
     FallbackWarning,
     FencedError,
     StorageError,
@@ -155,6 +156,22 @@ def test_an_old_machine_comes_back_and_goes_on_behind_the_others(folders: Place)
     assert steps(store) == ["1@1", "2@1", "3@1", "5@2", "6@3"]
     assert store.verify(deep=True).ok
     assert steps(folders.theirs()) == ["1@1", "2@1", "3@1", "4@2", "5@2", "6@3"]
+
+
+def test_a_damaged_branch_is_never_taken_for_the_remotes_checkpoint_of_its_name(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    alone = ckptstore.open(folders.here, remote=False)
+    with alone.writer() as writer:
+        writer.save(state(3), 3)
+    with folders.open(folders.there).writer() as writer:
+        writer.save(state(3) | {"rate": 7.0}, 3)
+    store = ckptstore.open(folders.here)
+    segments = store.view().catalog.segments
+    path = folders.here / segments[store.checkpoint("3@2").segments[0]].key
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(CorruptionError) as told:
+        store.load("3@2")
+    assert "is another one" in "".join(told.value.__notes__)
 
 
 def test_undrained_steps_of_an_old_machine_are_told_and_stay_readable(outage: Outage) -> None:
