@@ -558,7 +558,7 @@ class Store:
                 raise
         from ckptstore.tiers.filling import reading
 
-        return reading(pair, ref, lambda journal: load(journal, ref, options))
+        return reading(pair, ref, lambda journal, one: load(journal, one, options))
 
     def follow(
         self,
@@ -944,7 +944,15 @@ class Store:
         """
         from ckptstore.maintenance.pruning import prune
 
-        return prune(self.journal, rules or None, dry_run=dry_run, take_over=take_over, timeout=timeout)
+        drained = None
+        if not dry_run and (pair := self._pair()) is not None:
+            from ckptstore.tiers.syncing import drained_catalog
+
+            with pair.reaching("nothing was pruned"):
+                drained = drained_catalog(pair)
+        return prune(
+            self.journal, rules or None, dry_run=dry_run, take_over=take_over, timeout=timeout, drained=drained
+        )
 
     def tag(
         self, name: str, ref: str | int = "latest", *, take_over: bool = False, timeout: float | None = 60.0

@@ -115,7 +115,7 @@ class Campaign:
         """Live once, and be killed. Raises `Violation`."""
         machine = self._last if self._last and chance.random() < 0.75 else chance.choice("ab")
         folder = self.root / machine
-        syncs = self._last == machine and folder.exists() and chance.random() < 0.25
+        syncs = self._last == machine and (folder / "FORMAT").exists() and chance.random() < 0.25
         point, count = (chance.choice(POINTS), chance.randint(1, 3)) if chance.random() < 0.6 else ("", 0)
         work = _sync if syncs else _train
         reading, writing = os.pipe()

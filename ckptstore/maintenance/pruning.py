@@ -90,11 +90,13 @@ def prune(
     dry_run: bool = False,
     take_over: bool = False,
     timeout: float | None = 60.0,
+    drained: Catalog | None = None,
 ) -> Pruned:
     """Retire what no rule keeps, and drop what was retired before and nothing needs any more.
 
     Args:
         wanted: rules instead of the store's, this time; None: the store's.
+        drained: what the store's second tier has: nothing else is retired; None: it has none.
 
     Raises:
         UsageError: one is no rule, or there are none; or the store's are not all known to this version.
@@ -115,7 +117,7 @@ def prune(
     done: list[_Plan] = []
     # What a live writer saves meanwhile is another prune's: else this would follow it for as long as it saves.
     until = math.inf if timeout is None else time.monotonic() + timeout
-    while found := _retire_some(journal, before, chosen, take_over, until):
+    while found := _retire_some(journal, before, chosen, take_over, until, drained):
         done.append(found)
         crash_point("prune.retired")
     after = read(journal).catalog
@@ -143,14 +145,19 @@ def prunable_nbytes(journal: Journal) -> int | None:
 
 
 def _retire_some(
-    journal: Journal, before: Catalog, chosen: tuple[str, ...] | None, take_over: bool, until: float
+    journal: Journal,
+    before: Catalog,
+    chosen: tuple[str, ...] | None,
+    take_over: bool,
+    until: float,
+    drained: Catalog | None,
 ) -> _Plan:
     """One record that retires -> what it does; nothing: there was nothing to do."""
     found = _Plan()
 
     def plan(catalog: Catalog) -> Change | None:
         nonlocal found
-        found = _plan(journal, catalog, chosen, among=before)
+        found = _plan(journal, catalog, chosen, among=before, drained=drained)
         return Change(retires=found.retires, drops=tuple(found.drops)) if found else None
 
     for done in itertools.count(1):
@@ -173,8 +180,11 @@ def _plan(
     *,
     all_at_once: bool = False,
     among: Catalog | None = None,
+    drained: Catalog | None = None,
 ) -> _Plan:
     _, gone = reasons_of(catalog, _rules_for(journal, catalog, chosen))
+    if drained is not None:
+        gone = [node for node in gone if drained.find(node) is not None]
     if among is not None:
         gone = [node for node in gone if among.find(node) is not None]
     retires = tuple(gone if all_at_once else gone[:_AT_ONCE])

@@ -9,7 +9,7 @@ import time
 import warnings
 from typing import Final
 
-from ckptstore.errors import CkptError, FencedError, WriterClosedError
+from ckptstore.errors import FencedError, WriterClosedError
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host import background
 from ckptstore.log.reading import read
@@ -37,7 +37,7 @@ class Draining:
         self._closing = False
         self._ended = False
         self._fenced: FencedError | None = None
-        self._failure: CkptError | None = None
+        self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class Draining:
             began = time.monotonic()
             try:
                 done = self._drain.once(lambda: not self._closing)
-            except CkptError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is said, fails no save, and is tried again
                 self._failure, self._wanted = error, True
                 pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * pause)) * random.uniform(0.7, 1.0)
                 if self._closing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
@@ -18,7 +19,7 @@ from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import COPYING_KEY, Node, SegmentEntry, ref_of
+from ckptstore.formats.records import COPYING_KEY, CheckpointId, Node, SegmentEntry, ref_of
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import FallbackWarning, warn
 from ckptstore.log import refs
@@ -31,6 +32,7 @@ from ckptstore.maintenance.copies.moving import BLOCKS, copy_segment
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.restore.plan import plan
+from ckptstore.tiers.choosing import foreign_terms
 from ckptstore.tiers.pair import Pair, alone
 
 __all__ = ["catch_up", "mend", "reading", "restore_newest"]
@@ -124,6 +126,8 @@ def catch_up(pair: Pair, there: Catalog, parent: Node | None) -> None:
     """
     wanted = _line_of(there, parent)
     here = read(pair.local).catalog
+    if foreign := foreign_terms(here, there):
+        raise _cannot_follow(pair, f"it went on by itself in term {foreign[0]}")
     if parent is not None and parent in here.checkpoints and here.restorable(here.checkpoints[parent].id):
         # It has the checkpoint, by whatever encodings: only terms can be missing.
         for table in (wanted.encodings, wanted.segments, wanted.held):
@@ -134,11 +138,15 @@ def catch_up(pair: Pair, there: Catalog, parent: Node | None) -> None:
     try:
         _bring(pair, wanted, Replica(pair.local.backend, Origin(pair.local.format, "copy", "full: all of a tier")))
     except UsageError as error:
-        raise UsageError(
-            f"{pair.local.url}: the run was continued elsewhere, and this store cannot follow ({error}). Move the "
-            "folder aside (it stays readable by itself) and open the path again: it is restored from "
-            f"{pair.remote.url}"
-        ) from error
+        raise _cannot_follow(pair, str(error)) from error
+
+
+def _cannot_follow(pair: Pair, why: str) -> UsageError:
+    return UsageError(
+        f"{pair.local.url}: the run was continued elsewhere, and this store cannot follow: {why}. No term was opened. "
+        "Move the folder aside (it stays readable by itself) and open the path again: it is restored from "
+        f"{pair.remote.url}"
+    )
 
 
 def mend(pair: Pair, entries: Iterable[SegmentEntry], damaged: str = "") -> int:
@@ -167,46 +175,71 @@ def _size(backend: object, key: str) -> int:
         return -1
 
 
-def reading(pair: Pair, ref: str | int, work: Callable[[Journal], _R]) -> _R:
+def reading(pair: Pair, ref: str | int, work: Callable[[Journal, str | int], _R]) -> _R:
     """What `work` makes of the store, or if that cannot give it, of the remote.
 
     Segments that are missing or damaged here are brought back first, where the store can be written. What the store
-    does not have at all (it keeps fewer checkpoints) is read there.
+    does not have at all (it keeps fewer checkpoints) is read there. What the store has is never taken for another
+    checkpoint of the same name: another machine's term may have the number of a branch.
 
     Raises:
         as `work` does, of the store.
     """
     try:
-        return work(pair.local)
+        return work(pair.local, ref)
     except (CheckpointNotFoundError, StoreNotFoundError) as error:
         failure: CkptError = error
+        wanted = None
     except CorruptionError as error:
         failure = error
-        if _mended(pair, ref, str(error)):
+        wanted = _named(pair.local, ref)
+        if wanted is None:  # the log itself is damaged: nobody knows what is meant
+            raise
+        if _mended(pair, wanted, str(error)):
             try:
-                return work(pair.local)
+                return work(pair.local, ref)
             except CorruptionError as again:
                 failure = again
     try:
-        result = work(pair.remote)
+        _check_there(pair, wanted)
+        result = work(pair.remote, ref if wanted is None else wanted.ref)
     except CkptError as theirs:
         failure.add_note(f"nor does the remote give it: {theirs}")
         raise failure from theirs
-    if isinstance(failure, CorruptionError):
-        warn(f"{failure}; {ref} is read from the remote, {pair.remote.url}", FallbackWarning)
+    if wanted is not None:
+        warn(f"{failure}; {wanted.ref} is read from the remote, {pair.remote.url}", FallbackWarning)
     return result
 
 
-def _mended(pair: Pair, ref: str | int, damage: str) -> bool:
+def _named(journal: Journal, ref: str | int) -> CheckpointId | None:
+    """What a REF means in the store; None: that cannot be said."""
+    try:
+        return refs.resolve(read(journal).catalog, ref).id
+    except CkptError:
+        return None
+
+
+def _check_there(pair: Pair, wanted: CheckpointId | None) -> None:
+    """Raise `UsageError` or `CheckpointNotFoundError` where the remote is of another run, or has another checkpoint."""
+    with contextlib.suppress(StoreNotFoundError):  # there is none here
+        if pair.local.run != pair.remote.run:
+            raise UsageError(f"{pair.remote.url}: there is the store of another run, {pair.remote.run}")
+    if wanted is not None:
+        found = read(pair.remote).catalog.checkpoints.get(wanted.node)
+        if found is None or found.state != wanted.state:
+            raise CheckpointNotFoundError(f"{pair.remote.url}: {wanted.ref} is not there, or is another one")
+
+
+def _mended(pair: Pair, wanted: CheckpointId, damage: str) -> bool:
     if pair.local.backend.read_only:
         return False
     try:
         catalog = read(pair.local).catalog
-        chain = plan(catalog, refs.resolve(catalog, ref).id).segments
+        chain = plan(catalog, wanted).segments
         with alone(pair.local.backend):
             count = mend(pair, [catalog.segments[name] for name in chain], damage)
     except (CorruptLogError, CorruptSegmentError, NotFoundError, StorageError):
         return False
     if count:
-        warn(f"{damage}; {count} segments of {ref} were brought back from {pair.remote.url}", FallbackWarning)
+        warn(f"{damage}; {count} segments of {wanted.ref} were brought back from {pair.remote.url}", FallbackWarning)
     return count > 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptstore.errors import CheckpointNotFoundError, StoreNotFoundError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.caller_warnings import BranchWarning, warn
@@ -39,6 +38,9 @@ def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, op
     with pair.reaching("no term was opened"):
         restore_newest(pair)
         drain = Drain(pair)
+    # Some media hold a segment in memory until it is whole: what is drained to them shall not take gigabytes.
+    here = pair.local.backend
+    here.segment_bytes = min(here.segment_bytes, pair.remote.backend.segment_bytes)
     draining = Draining(drain)
 
     def opener(local: Journal, chosen: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]) -> Term:
@@ -62,7 +64,12 @@ def _open_in_both(
         if done.branch:
             warn(f"{done.fenced(pair)}; this term continues from what the remote has", BranchWarning)
         crash_point("tiers.drained")
-        theirs = open_term(_remote(pair), chosen, about)
+        before = drain.remote
+        assert before is not None  # a pass reads it
+        # What cannot follow fences nobody. (What is opened meanwhile is caught up with below.)
+        parent = chosen(before.catalog)
+        catch_up(pair, before.catalog, None if parent is None else parent.node)
+        theirs = open_term(pair.remote, chosen, about)
         crash_point("tiers.remote-opened")
         there = theirs.view().catalog
         there.terms.pop(theirs.number)
@@ -70,11 +77,3 @@ def _open_in_both(
         catch_up(pair, there, None if theirs.parent is None else theirs.parent.node)
         crash_point("tiers.filled")
         return open_term(pair.local, theirs.parent, about, like=theirs.opened, remote=pair.remote.url)
-
-
-def _remote(pair: Pair) -> Journal:
-    try:
-        pair.remote.format  # noqa: B018 - the property reads the file
-    except StoreNotFoundError as error:  # the drain has just made it
-        raise CheckpointNotFoundError(f"{pair.remote.url}: the remote store is gone") from error
-    return pair.remote

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptstore.errors import StorageError
+from ckptstore.formats.catalog import Catalog
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.tiers.draining import Drain
 from ckptstore.tiers.pair import Pair
 
-__all__ = ["Synced", "follow", "sync"]
+__all__ = ["Synced", "drained_catalog", "follow", "sync"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,14 @@ def sync(pair: Pair, progress: Progress | None = None) -> Synced:
     """Bring to the remote what it lacks, once. See `Store.sync`."""
     tally = Tally(progress)
     return _once(Drain(pair, tally.advance), pair)
+
+
+def drained_catalog(pair: Pair) -> Catalog:
+    """What the remote has, when everything that is here now was brought there. Raises as `Drain.once`."""
+    drain = Drain(pair)
+    drain.once()
+    assert drain.remote is not None  # a pass reads it
+    return drain.remote.catalog
 
 
 def _once(drain: Drain, pair: Pair) -> Synced:

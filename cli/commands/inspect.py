@@ -13,9 +13,11 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.costs import parsed, show_costs
 from ckptstore.cli.output import emit, moment, number, progress, ratio, shape, size, table
 from ckptstore.cli.plans import plan_line, plan_step, plan_table
-from ckptstore.cli.ranges import counted
+from ckptstore.cli.ranges import counted, ranges
+from ckptstore.errors import CkptError
 
 if TYPE_CHECKING:
+    from ckptstore import Store
     from ckptstore.reports.explaining import Explanation
     from ckptstore.reports.inspection import CheckpointDescription, TensorDescription, TensorStatistics
 
@@ -88,10 +90,40 @@ def command(
         click.echo("\n".join(["state", *_tree(found.tree)]))
         return
     plan = target.explain(found.info.ref, select or None)
+    remote = _remote(target)
     if as_json:
-        emit(_json(found, plan, state))
+        emit(_json(found, plan, state) | {"remote": remote})
     else:
-        click.echo("\n".join(_text(found, plan, chain=chain, tensors=listed or bool(select))))
+        click.echo("\n".join(_text(found, plan, remote, chain=chain, tensors=listed or bool(select))))
+
+
+def _remote(store: Store) -> dict[str, Any] | None:
+    """The second tier and how far it is behind; None: there is none."""
+    url = None
+    try:
+        there = store.remote
+        if there is None:
+            return None
+        url, lag = there.url, store.lag()
+    except CkptError as error:  # a checkpoint can be looked at without it
+        return {"url": url, "error": str(error)}
+    assert lag is not None
+    return {
+        "url": url,
+        "checkpoints": lag.checkpoints,
+        "steps": lag.steps,
+        "bytes": lag.nbytes,
+        "branch": list(lag.branch),
+        "error": None,
+    }
+
+
+def _behind(remote: dict[str, Any]) -> str:
+    if remote["error"] is not None:
+        return f"remote: {remote['url'] or 'unknown'}: {remote['error']}"
+    far = f"{remote['checkpoints']:,} checkpoints behind ({remote['steps']:,} steps, {size(remote['bytes'])})"
+    kept = f"; never there: {ranges(remote['branch'])}" if remote["branch"] else ""
+    return f"remote: {remote['url']}: {far if remote['checkpoints'] else 'up to date'}{kept}"
 
 
 def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[str, Any]:
@@ -145,7 +177,9 @@ def _json(found: CheckpointDescription, plan: Explanation, state: bool) -> dict[
     return document | ({"tree": found.tree} if state else {})
 
 
-def _text(found: CheckpointDescription, plan: Explanation, *, chain: bool, tensors: bool) -> Iterator[str]:
+def _text(
+    found: CheckpointDescription, plan: Explanation, remote: dict[str, Any] | None, *, chain: bool, tensors: bool
+) -> Iterator[str]:
     info = found.info
     tags = "".join("  " + click.style(f"tag:{tag}", fg="yellow") for tag in info.tags)
     yield click.style(f"checkpoint {info.ref}", bold=True) + tags + ("  LOSSY" if info.lossy else "")
@@ -154,6 +188,8 @@ def _text(found: CheckpointDescription, plan: Explanation, *, chain: bool, tenso
     yield plan_line(plan)
     yield f"saved {moment(info.time)}   state {info.state}"
     yield f"medium: {found.medium}"
+    if remote is not None:
+        yield _behind(remote)
     for name, value in info.metadata.items():
         yield f"{name}: {value if isinstance(value, str) else repr(value)}"
     if chain:

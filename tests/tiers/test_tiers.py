@@ -14,6 +14,7 @@ import ckptstore
 from ckptstore import (
     BranchWarning,
     CheckpointNotFoundError,
+    CorruptionError,
     FallbackWarning,
     FencedError,
     StorageError,
@@ -78,7 +79,7 @@ def test_the_store_remembers_its_remote_and_no_credential(s3: Server, tmp_path: 
         if path.is_file():
             assert str(s3.options["secret"]).encode() not in path.read_bytes()
     store = ckptstore.open(tmp_path / "run", remote_options=s3.options)
-    assert str(s3.options["secret"]) not in repr(store._remote)
+    assert str(s3.options["secret"]) not in repr(vars(store))
     fill(store, 3, 3)
     assert store.remote is not None
     assert steps(store.remote) == ["1@1", "2@1", "3@2"]
@@ -139,6 +140,7 @@ def test_terms_of_one_number_on_two_machines_are_not_mixed(folders: Place) -> No
     assert done.over.startswith("term 2")
     with pytest.warns(BranchWarning, match=r"3@2.*kept in"), pytest.raises(UsageError, match="Move the folder"):
         old.writer()
+    assert [one.term for one in folders.theirs().terms()] == [1, 2]  # and nobody was fenced
     for step in (3, 4, 5):
         check(old.load(f"{step}@2", framework="numpy"), step)
     assert folders.theirs().verify(deep=True).ok
@@ -154,6 +156,22 @@ def test_an_old_machine_comes_back_and_goes_on_behind_the_others(folders: Place)
     assert steps(store) == ["1@1", "2@1", "3@1", "5@2", "6@3"]
     assert store.verify(deep=True).ok
     assert steps(folders.theirs()) == ["1@1", "2@1", "3@1", "4@2", "5@2", "6@3"]
+
+
+def test_a_damaged_branch_is_never_taken_for_the_remotes_checkpoint_of_its_name(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    alone = ckptstore.open(folders.here, remote=False)
+    with alone.writer() as writer:
+        writer.save(state(3), 3)
+    with folders.open(folders.there).writer() as writer:
+        writer.save(state(3) | {"rate": 7.0}, 3)
+    store = ckptstore.open(folders.here)
+    segments = store.view().catalog.segments
+    path = folders.here / segments[store.checkpoint("3@2").segments[0]].key
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(CorruptionError) as told:
+        store.load("3@2")
+    assert "is another one" in "".join(told.value.__notes__)
 
 
 def test_undrained_steps_of_an_old_machine_are_told_and_stay_readable(outage: Outage) -> None:
@@ -193,6 +211,8 @@ def test_a_remote_that_is_down_stops_no_save_and_gets_everything_later(outage: O
         assert lag is not None
         assert (lag.checkpoints, lag.steps) == (5, 5)
         assert lag.nbytes > 5 * 12_000
+        # What a machine that burns now has lost is what was reported.
+        assert outage.other.open(outage.other.there).latest_step() == 6 - lag.steps
         outage.end()
         assert pending[-1].result(tier="remote", timeout=LONG).ref == "6@1"
         assert writer.lag() == ckptstore.Lag()
@@ -252,6 +272,16 @@ def test_retention_waits_for_the_drain(outage: Outage) -> None:
         assert set(steps(outage.place.open())) >= {f"{step}@1" for step in range(2, 6)}
         outage.end()
     assert [one.step for one in outage.other.theirs().checkpoints()] == [1, 2, 3, 4, 5]
+
+
+def test_prune_drains_first(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    fill(ckptstore.open(folders.here, remote=False), 3, 8)
+    store = ckptstore.open(folders.here)
+    assert store.prune("last:1", take_over=True).checkpoints == 1
+    store.gc()
+    assert [one.step for one in folders.theirs().checkpoints()] == list(range(1, 9))
+    check(store.load(4, framework="numpy"), 4)
 
 
 def test_bandwidth_holds_the_drain_back(folders: Place) -> None:
