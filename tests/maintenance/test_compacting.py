@@ -15,6 +15,8 @@ import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Store
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
+from ckptstore.maintenance.compact import Samples, compacting
+from ckptstore.maintenance.compact.measuring import Measured
 from tests.store.states import same
 from tests.write.test_diffs import Trainer
 from tools.objects.server import serving
@@ -225,6 +227,22 @@ class TestDamage:
         same(state(10), store.load("10@2", framework="numpy"))
         assert catalog.segments.keys() - store.view().catalog.segments.keys()
         assert segment in store.view().catalog.segments, "what is damaged may be all that there is"
+
+    def test_a_guess_that_was_too_low_costs_nothing(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What turns out larger than what it would replace is not committed."""
+        with store.writer(poll_seconds=None) as writer:
+            for step in range(1, 5):
+                noise = np.frombuffer(np.random.default_rng(step).bytes(100_000), np.uint8)
+                writer.save({"w": noise}, step)
+        before = store.view().catalog
+        monkeypatch.setattr(compacting, "measure", lambda *_: Measured(Samples(0.5, ((1, 0.1),))))
+        report = store.compact(take_over=True)
+        assert results(report) == {"refused"}
+        assert all("it would take" in move.reason for move in report.moves)
+        assert not report.complete
+        after = store.view().catalog
+        assert dict(after.encodings.items()) == dict(before.encodings.items())
+        assert len(store.backend.list("seg/")) == len(before.segments)
 
     def test_what_was_written_is_read_back(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """A segment that comes out wrong is never committed, and what it was to replace stays."""
