@@ -9,7 +9,8 @@ import click
 
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, emit_line, note, progress, size, some
+from ckptstore.cli.output import emit, emit_line, note, progress, size
+from ckptstore.cli.ranges import ranges
 from ckptstore.errors import FencedError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _tell(store: str, remote: str | None, done: Synced, print_json: Callable[[di
         if done.over:
             click.echo(f"the run was continued elsewhere: {done.over}")
         if done.branch:
-            click.echo(f"not in the remote, kept here as a branch: {some(done.branch)}")
+            click.echo(f"not in the remote, kept here as a branch: {ranges(done.branch)}")
             note("they can be read and exported here; a writer continues from what the remote has")
     return ELSEWHERE if done.branch else 0
 

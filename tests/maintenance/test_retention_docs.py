@@ -18,6 +18,7 @@ def plain(text: str) -> list[str]:
     """Lines without what differs from run to run: sizes, times, and the spaces that they move."""
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
     text = re.sub(r"[\d.,]+ (B|KiB|MiB)\b", "SIZE", text)
+    text = re.sub(r"[\d.,]+ (s|min)\b", "SECONDS", text)
     return [" ".join(line.split()) for line in text.splitlines()]
 
 

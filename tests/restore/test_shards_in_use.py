@@ -154,6 +154,18 @@ def test_merge_refuses_and_harms_nothing(tmp_path: Path, keep_steps: bool) -> No
         assert made.store.load(4, framework="numpy")["w"].tobytes() == states[3].tobytes()
 
 
+def test_compact_leaves_them_alone_and_says_so(made: ShardStore) -> None:
+    made.store.retire(1, take_over=True)
+    before = _files(made.store)
+    for dry_run in (True, False):
+        report = made.store.compact(max_depth=0, take_over=True, dry_run=dry_run)
+        assert report.moves == ()
+        assert {one.ref for one in report.unmet} == {"", "2@1"}
+        assert any("stored in shards" in one.why for one in report.unmet)
+    assert _files(made.store) == before
+    assert made.store.load(2, framework="numpy")["w"].tobytes() == numbers(2).tobytes()
+
+
 def test_analyze_refuses(made: ShardStore) -> None:
     shown = CliRunner().invoke(cli, ["analyze", made.store.url])
     assert shown.exit_code == 2, shown.output

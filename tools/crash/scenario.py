@@ -25,6 +25,7 @@ from ckptstore.formats.records import FORMAT_KEY, FormatFile
 from ckptstore.formats.texts import encode_format
 from ckptstore.host.caller_warnings import LostStepsWarning
 from ckptstore.log import folding
+from ckptstore.maintenance.compact import Limits, compact
 from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store, verify
@@ -59,7 +60,7 @@ def state_of(term: int, step: int) -> dict[str, Any]:
 
 
 def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 1) -> None:
-    """One store's life: creation, then `rounds` times six terms: folds, a fork, a restore, diffs, merges, gc.
+    """One store's life: creation, then `rounds` times six terms: folds, a fork, a restore, diffs, merges, compact, gc.
 
     Args:
         acknowledge: called with a REF as soon as the store has promised that checkpoint, and with ``-REF`` before it is
@@ -78,6 +79,7 @@ def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 
         _stepping_term(store, acknowledge)
         merged = _merging_term(store, acknowledge)
         merge(store.journal, merged, keep_steps=True, take_over=True)
+        compact(store.journal, Limits(max_depth=1), take_over=True)
         collect(store.journal)
         _term(store, acknowledge, parent="latest", saves=2)  # in the space of what was deleted, if files are recycled
         _maintain(store)

@@ -76,6 +76,9 @@ STORE_HOLDS: dict[str, StoreRules] = {
         records=4, checkpoints=1, readers=0, faults=1, redundant=True, sweep=True
     ),
     "a writer, an external compactor, gc": StoreRules(opens=1, records=4, compactors=1, readers=0, redundant=True),
+    "a writer that retires, a compactor that frees bases, gc": StoreRules(
+        opens=1, checkpoints=3, records=5, compactors=1, readers=0, frees_bases=True
+    ),
 }
 STORE_HOLDS_FULL: dict[str, StoreRules] = {
     "a writer that crashes and opens again, a reader, gc": StoreRules(),
@@ -92,6 +95,12 @@ STORE_HOLDS_FULL: dict[str, StoreRules] = {
     "a writer that opens again, a compactor, gc": StoreRules(records=6, compactors=1, readers=0, redundant=True),
     "a writer, a compactor, a reader, gc, 2 in flight": StoreRules(opens=1, checkpoints=3, compactors=1, in_flight=2),
     "2 writers, a compactor, gc, late creates": StoreRules(writers=2, opens=1, compactors=1, readers=0, faults=1),
+    "a writer that retires, a compactor that frees bases, a reader, gc": StoreRules(
+        opens=1, checkpoints=3, records=5, compactors=1, frees_bases=True
+    ),
+    "a writer that retires, with 2 in flight, a compactor that frees bases, gc": StoreRules(
+        opens=1, checkpoints=3, in_flight=2, compactors=1, readers=0, frees_bases=True
+    ),
 }
 STORE_MUTANTS: dict[str, StoreRules] = {
     "no second read after the pin": StoreRules(read_after_pin=False, opens=1),
@@ -115,6 +124,19 @@ STORE_MUTANTS: dict[str, StoreRules] = {
     ),
     "a request is not checked against the catalog": StoreRules(
         requests_checked=False, opens=1, checkpoints=3, compactors=1, readers=0, records=6
+    ),
+    "a request is checked for what it adds, and not for what others need": StoreRules(
+        requests_checked_for_others=False,
+        frees_bases=True,
+        opens=1,
+        checkpoints=3,
+        in_flight=2,
+        compactors=1,
+        readers=0,
+        collectors=0,
+    ),
+    "a compactor that frees bases pins nothing that lasts": StoreRules(
+        read_after_pin=False, frees_bases=True, opens=1, checkpoints=3, compactors=1, readers=0, records=5
     ),
     "a compactor writes under a term of its own making": StoreRules(
         compactor_writes_under_the_term=False, opens=1, compactors=1, readers=0

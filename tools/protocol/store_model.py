@@ -61,6 +61,8 @@ class StoreRules:
     requests_once: bool = True
     delete_after_unknown: bool = False
     compactor_writes_under_the_term: bool = True
+    frees_bases: bool = False  # the compactor: a delta, too, and drops what nothing promised needs then
+    requests_checked_for_others: bool = True
 
 
 class Writer(NamedTuple):
@@ -86,6 +88,7 @@ class Reader(NamedTuple):
     path: tuple[Segment, ...] = ()
     position: int = 0
     term: int = 0
+    end: int = 0
 
 
 class Collector(NamedTuple):
@@ -288,6 +291,8 @@ class StoreModel:
         if rules.requests_checked:
             edges = ordered(e for e in (*mine.edges, *request.adds) if e.segment not in request.drops)
             stay = mine.promised - set(request.retires)
+            if request.adds and not rules.requests_checked_for_others:
+                stay &= {edge.checkpoint for edge in request.adds}
             if not (
                 {edge.segment for edge in mine.edges}.issuperset(request.drops)
                 and all(paths(edges, checkpoint) for checkpoint in stay)
@@ -314,7 +319,8 @@ class StoreModel:
                         plan = Reader("pin", checkpoint=checkpoint, path=path, term=now.term)
                         yield f"K reads the log, will rebuild {checkpoint} from {list(path)}", _set(state, index, plan)
         elif compactor.phase in ("pin", "reread"):
-            yield from self._claim(state, index, compactor, "K", done)
+            seen = compactor._replace(end=len(state.log)) if self.rules.frees_bases else compactor
+            yield from self._claim(state, index, seen, "K", done)
         elif compactor.phase == "read":
             if not state.segments.issuperset(compactor.path):
                 if "K" not in state.dead:
@@ -327,15 +333,34 @@ class StoreModel:
         elif compactor.phase == "post":
             assert compactor.checkpoint is not None
             segment = (compactor.term if self.rules.compactor_writes_under_the_term else 0, "K", 0)
-            edge = Edge(segment, compactor.checkpoint, None)
-            mine = [e for e in now.edges if e.checkpoint == compactor.checkpoint]
+            # Compaction plans on what it read when its pin was there; whatever was committed since, the writer knows.
+            view = catalog(state.log[: compactor.end]) if self.rules.frees_bases else now
+            mine = [e for e in view.edges if e.checkpoint == compactor.checkpoint]
             old = tuple(e.segment for e in mine if e.segment in compactor.path)
-            for drops in {(), old}:
-                request = Request(compactor.term, (edge,), drops)
-                posted = state._replace(
-                    requests=state.requests | {request}, pins=frozenset(pin for pin in state.pins if pin.who != "K")
-                )
-                yield f"K asks: add {edge}, drop {list(drops)}", _set(posted, index, done)
+            for base in self._new_bases(view, compactor.checkpoint):
+                edge = Edge(segment, compactor.checkpoint, base)
+                for drops in {(), old, self._unneeded(view, edge, old)}:
+                    request = Request(compactor.term, (edge,), drops)
+                    posted = state._replace(
+                        requests=state.requests | {request},
+                        pins=frozenset(pin for pin in state.pins if pin.who != "K"),
+                    )
+                    yield f"K asks: add {edge}, drop {list(drops)}", _set(posted, index, done)
+
+    def _new_bases(self, view: Catalog, checkpoint: Checkpoint) -> list[Checkpoint | None]:
+        """What the compactor may code a checkpoint against: nothing, or a promised one that is restored without it."""
+        if not self.rules.frees_bases:
+            return [None]
+        rest = ordered(edge for edge in view.edges if edge.checkpoint != checkpoint)
+        return [None, *(other for other in sorted(view.promised - {checkpoint}) if paths(rest, other))]
+
+    def _unneeded(self, view: Catalog, edge: Edge, old: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """What no promised checkpoint needs, once `edge` has taken the place of `old`."""
+        if not self.rules.frees_bases:
+            return old
+        edges = ordered((*(one for one in view.edges if one.segment not in old), edge))
+        stay = needed(edges, view.promised)
+        return tuple(one.segment for one in view.edges if one.segment in old or one.checkpoint not in stay)
 
     # ---- readers
 

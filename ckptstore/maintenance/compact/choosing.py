@@ -94,7 +94,7 @@ class Chooser:
         full = self._full(node)
         if None not in there and not self._limits.exceeded(*self._after(full, {})):
             choices.append(full)
-        most = 1 if self._limits.max_depth is None else self._limits.max_depth // 2
+        most = 1 if self._limits.max_depth is None else max(1, self._limits.max_depth // 2)
         for place, edge in enumerate(chain.encodings[:most]):
             if edge.checkpoint in there or edge.checkpoint not in self._store.catalog.checkpoints:
                 continue

@@ -31,7 +31,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.maintenance.compact.executing import Made, Maker
 from ckptstore.maintenance.compact.measuring import Measured, measure
-from ckptstore.maintenance.compact.moves import Limits, Move, Planned
+from ckptstore.maintenance.compact.moves import Limits, Move, Planned, Unmet
 from ckptstore.maintenance.compact.planning import plan_moves
 from ckptstore.maintenance.compact.report import CompactMove, CompactReport, Result
 from ckptstore.maintenance.compact.sizes import known_sizes
@@ -41,6 +41,7 @@ from ckptstore.restore.plan import plan_all, restore_seconds
 __all__ = ["compact"]
 
 _TRIES: Final = 3
+_SHARDED: Final = "checkpoints are stored in shards, of many ranks: this version cannot code them anew"
 _PASSING: Final = ("newest", "last:", "newer-than:", "best:")
 """Reasons to keep a checkpoint that new ones take away."""
 
@@ -92,6 +93,8 @@ def compact(
         owned=take_over,
         refused=tuple(catalog.checkpoints) if measured.sharded else (),
     )
+    if measured.sharded:
+        planned = replace(planned, unmet=(*planned.unmet, Unmet("", _SHARDED)))
     if dry_run or not planned.moves:
         done = tuple(_told(move, "planned", "", None) for move in planned.moves)
         return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)

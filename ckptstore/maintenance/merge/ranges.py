@@ -99,7 +99,9 @@ def select_range(catalog: Catalog, text: str, *, keep_steps: bool) -> Selection:
     fulls = {node for node in members if any(edge.base is None for edge in catalog.encodings.get(node, ()))}
     diffs = [node for node in members if node not in fulls]
     if len(diffs) < 2:
-        raise UsageError(f"nothing to merge: {first.ref}..{last.ref} holds {len(members)} checkpoints, {_diffs(diffs)}")
+        hint = "" if diffs else ". Fulls become deltas, or smaller fulls, by a compaction (ckpt compact)"
+        holds = f"{first.ref}..{last.ref} holds {len(members)} checkpoints, {_diffs(diffs)}"
+        raise UsageError(f"nothing to merge: {holds}{hint}")
     choose = _all_kept if keep_steps else _last_kept
     return choose(catalog, first, last, diffs, tuple(ref_of(node) for node in members if node in fulls))
 
