@@ -34,6 +34,7 @@ PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "agent.md": "tests/agent/test_agent_docs.py",
+    "following.md": "tests/following/test_docs.py",
     "checkpointer.md": "tests/training/test_checkpointer_docs.py",
     "layerwise.md": "tests/training/test_layerwise_docs.py",
     "operations.md": "tests/cli/test_operations_docs.py",
@@ -45,6 +46,7 @@ NOT_RUN = {
     ("demo.md", 0): "an excerpt of tools/demo/training.py, which `make demo` and tests/tools/test_demo.py run",
     ("object-stores.md", 0): "AWS itself; tests/backends/test_objects_store.py opens the same URLs on a server here",
     ("object-stores.md", 1): "a host of somebody's; tests/backends/test_fsspec_files.py opens such file systems",
+    ("tiers.md", 0): "a bucket of somebody's; tests/tiers/test_tiers.py has such stores on a server here",
     ("tuning.md", 1): "tests/tuning/test_interval_controller.py runs it, and looks at what it prints",
     ("persistent-memory.md", 0): "a mounted /mnt/pmem0; tests/backends/test_pmem.py opens such URLs in folders",
 }
@@ -223,6 +225,9 @@ def expanded(word: str) -> list[str]:
 NOT_RUN_LINES = {
     "merge runs/gpt 1000@1..latest --keep-steps --take-over": "its range is on no line of this store; test_merge.py",
     "tune interval": "saves for seconds; tests/cli/test_tune_interval.py runs it",
+    "follow runs/gpt": "goes on until Ctrl-C, or runs a command; tests/cli/test_follow.py runs it",
+    "compact runs/long": "a long run; tests/maintenance/test_retention_docs.py runs it",
+    "sync runs/gpt": "to what the store remembers; tests/tiers/test_sync.py runs it",
     "watch runs/gpt": "ends with Ctrl-C; tests/cli/test_watch.py runs it",
     "s3://": "a bucket of somebody's; tests/backends/test_objects_store.py and tests/doctor have a server",
     "bisect": "needs a script, or values that go bad once; tests/cli/test_bisect.py",
