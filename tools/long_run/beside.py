@@ -50,7 +50,7 @@ def read_on(url: str, out: Path, number: int) -> None:
 
 
 def keep_up(url: str, out: Path, pause: float) -> None:
-    """Prune by the store's rules, collect, compact if this version can, and measure, until ``stop`` is there.
+    """Prune by the store's rules, collect, compact now and then, and measure, until ``stop`` is there.
 
     Writes ``sizes.jsonl``: seconds, newest step, checkpoints, bytes and number of segments, objects of the whole store.
     """
@@ -69,8 +69,8 @@ def keep_up(url: str, out: Path, pause: float) -> None:
             done += 1
             try:
                 store.prune(timeout=10)
-                if hasattr(store, "compact") and done % _COMPACT_EVERY == 0:
-                    store.compact(max_depth=50)
+                if done % _COMPACT_EVERY == 0:
+                    store.compact(timeout=30)
             except RequestError:
                 pass  # the trainer has ended meanwhile
             store.gc()

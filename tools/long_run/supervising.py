@@ -6,6 +6,7 @@ import csv
 import json
 import multiprocessing
 import time
+from collections.abc import Mapping, Set
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,11 @@ def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
     saved = read_saved(out / "saved.jsonl")
     store = ckptstore.open(url)
     store.gc()
-    there = {info.step: info for info in store.checkpoints()}
-    wanted = promised(saved.values(), rules)
-    assert there.keys() == wanted, f"too many: {sorted(there.keys() - wanted)}, gone: {sorted(wanted - there.keys())}"
-    for step, info in there.items():
-        assert digest(store.load(info.ref, framework="numpy")) == saved[step].digest, f"step {step} is another state"
+    _compare(store, promised(saved.values(), rules), saved)
+    before = len(store.backend.list(""))
+    compacted = store.compact(take_over=True)
+    store.gc()
+    there = _compare(store, promised(saved.values(), rules), saved)
     assert store.tags().keys() == {one.tag for one in saved.values() if one.tag is not None}
     report = store.verify()
     assert report.ok, report.damage
@@ -87,8 +88,18 @@ def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
         "most_nbytes": max((one["nbytes"] for one in sizes), default=0),
         "most_segments_second_half": max((one["segments"] for one in half), default=0),
         "rounds_of_upkeep": len(sizes),
-        "compacted": hasattr(store, "compact"),
+        "objects_before_the_last_compaction": before,
+        "last_compaction": [compacted.bytes_before, compacted.bytes_after],
     }
+
+
+def _compare(store: ckptstore.Store, wanted: Set[int], saved: Mapping[int, Any]) -> dict[int, ckptstore.CheckpointInfo]:
+    """Exactly the wanted steps are there, every one as it was written down -> them."""
+    there = {info.step: info for info in store.checkpoints()}
+    assert there.keys() == wanted, f"too many: {sorted(there.keys() - wanted)}, gone: {sorted(wanted - there.keys())}"
+    for step, info in there.items():
+        assert digest(store.load(info.ref, framework="numpy")) == saved[step].digest, f"step {step} is another state"
+    return there
 
 
 def _write_table(path: Path, sizes: list[dict[str, Any]]) -> None:
