@@ -1034,6 +1034,23 @@ class Store:
 
         return tags(self.journal)
 
+    def fate(self, step: int, term: int | None = None) -> str | None:
+        """What became of a checkpoint that is promised no longer: ``75@2 was dropped by a merge into 90@2``.
+
+        Args:
+            term: None: of whichever term.
+
+        Returns:
+            None: the log does not say, or not any more (a fold took the place of the record).
+
+        Raises:
+            CorruptLogError: nothing of the log can be read.
+            StorageError: the medium failed.
+        """
+        from ckptstore.reports.fates import fate
+
+        return fate(self.journal, step, term)
+
     def lineage(self, limit: int | None = None, term: int | None = None, by: str | None = None) -> Lineage:
         """The checkpoints as a forest, newest first: who continues from whom, and what is wrong with the log.
 

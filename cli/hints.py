@@ -72,11 +72,10 @@ def _became(message: str, store: str) -> str | None:
     if wanted is None:
         return None
     import ckptstore
-    from ckptstore.reports.fates import fate
 
     try:
-        journal = ckptstore.open(store, create=False).journal
-        return fate(journal, int(wanted[1]), None if wanted[2] is None else int(wanted[2]))
+        told = ckptstore.open(store, create=False)
+        return told.fate(int(wanted[1]), None if wanted[2] is None else int(wanted[2]))
     except (errors.CkptError, OSError):
         return None
 

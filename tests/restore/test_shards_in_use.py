@@ -80,7 +80,7 @@ def test_inspect_shows_shards(made: ShardStore) -> None:
     assert (tensors["n"].shards, tensors["n"].codec) == (None, "raw")
     assert tensors["w"].stored > 0
     assert tensors["w"].hash is None
-    shown = CliRunner().invoke(cli, ["inspect", made.store.url, "3"])
+    shown = CliRunner().invoke(cli, ["inspect", made.store.url, "3", "--tensors"])
     assert "40x12 in 3 shards" in shown.output
     document = json.loads(CliRunner().invoke(cli, ["inspect", made.store.url, "3", "--json"]).output)
     assert {tensor["name"]: tensor["shards"] for tensor in document["tensors"]} == {"w": 3, "n": None}

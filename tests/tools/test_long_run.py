@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from tests.forms import short_or
+from tests.forms import long_only, short_or
 from tools.long_run.plotting import plot
 from tools.long_run.promised import Rules, Saved, digest, promised
 from tools.long_run.supervising import check, supervise
@@ -48,11 +48,11 @@ def test_on_a_folder(tmp_path: Path) -> None:
         check(str(tmp_path / "store"), out, RULES)
 
 
-@pytest.mark.slow
+@long_only
 def test_on_objects(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    steps = short_or(24, 400)
+    steps = 400
     seen = supervise(server.url(), tmp_path, steps=steps, seconds=None, rules=RULES, pause=0.5)
     assert seen["steps"] == steps
     assert seen["kinds"]["gradient"] > 2

@@ -405,5 +405,5 @@ def test_what_is_known_to_be_equivalent_still_applies(known: Equivalent) -> None
 @pytest.mark.slow
 def test_a_sample_of_ordinary_mutants(capsys: pytest.CaptureFixture[str]) -> None:
     """``make mutants-ordinary`` tries more and elsewhere; this, some of a module none of whose mutants survives."""
-    status = command.main(["--ordinary", "8", "--quick", "--jobs", "2", "formats/members.py"])
+    status = command.main(["--ordinary", "4", "--quick", "--jobs", "2", "formats/members.py"])
     assert status == 0, capsys.readouterr().out

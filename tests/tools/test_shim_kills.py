@@ -52,7 +52,7 @@ def test_one_process_and_its_agent() -> None:
     assert "3 kills" in kills("--kills", "3", "--seed", "3", "--agent", "--strategy", "gradient")
 
 
-@pytest.mark.slow
+@long_only
 def test_a_run_that_forgets_its_generators_is_found_out() -> None:
     """The harness sees what is wrong: here a restore that leaves numpy's generator alone."""
     code = (

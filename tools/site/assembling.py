@@ -19,7 +19,7 @@ _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 API: Final = {
     "Stores": ("store", "log.checkpoints", "log.reading"),
     "Writers": ("write", "host.progress"),
-    "What methods return": ("reports", "maintenance", "exchange", "restore", "formats"),
+    "What methods return": ("reports", "following", "tiers", "maintenance", "exchange", "restore", "formats"),
     "Media": ("backends",),
     "Warnings": ("host.caller_warnings",),
     "Errors": ("errors",),
