@@ -653,6 +653,7 @@ class Store:
         *,
         format: Literal["safetensors", "pt"] | None = None,
         select: str | Sequence[str] | None = None,
+        strip: str | None = None,
         overwrite: bool = False,
         max_shard_bytes: int | None = None,
         progress: Progress | bool | None = None,
@@ -668,6 +669,8 @@ class Store:
             out: the file; with shards, the name they and the index are derived from.
             format: ``safetensors`` or ``pt``; None: what the name of `out` says, else safetensors.
             select: only tensors at places that match one of these patterns, as in `load`.
+            strip: only tensors whose names begin with this (``model.``), which is dropped from them: a flat dict, as
+                ``load_state_dict`` takes it, without the rest of the state.
             overwrite: replace files that exist.
             max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
             progress: told (bytes done, bytes in all).
@@ -677,17 +680,19 @@ class Store:
 
         Raises:
             UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, its name is one
-                of another kind of file (``.onnx``), or shards of a ``.pt`` file are asked for.
+                of another kind of file (``.onnx``), or shards of a ``.pt`` file are asked for; without `strip` a tensor
+                had no name that a file can have (none, or one that begins with a dot).
             CheckpointNotFoundError, TensorNotFoundError, CorruptionError: as `load`.
             UnsupportedStateError: a state that has no place in such a file.
             StorageError: the output cannot be written. Nothing is left behind then.
         """
-        from ckptstore.exchange.exporting import export
+        from ckptstore.exchange.exporting import Below, export
 
         if os.fspath(out).endswith(os.sep):
             raise UsageError(f"{out} is the name of a folder: name the file to write")
         chosen = _format_of(out) if format is None else format
-        return export(self.journal, ref, os.fspath(out), chosen, select, overwrite, max_shard_bytes, told(progress))
+        which = select if strip is None else Below(strip, select)
+        return export(self.journal, ref, os.fspath(out), chosen, which, overwrite, max_shard_bytes, told(progress))
 
     def import_files(
         self,

@@ -33,6 +33,7 @@ __all__ = [
     "TENSOR",
     "answer_options",
     "command",
+    "like_a_ref",
     "opened",
     "select_option",
 ]
@@ -42,6 +43,11 @@ DEFAULT_STORE: Final = "CKPT_STORE"
 _A_REF: Final = r"(?:latest|[0-9]{1,16}(?:@[0-9]{1,10})?|tag:.+)"
 _LIKE_A_REF: Final = re.compile(rf"{_A_REF}\Z")
 _LIKE_A_RANGE: Final = re.compile(rf"{_A_REF}\.\.{_A_REF}\Z")
+
+
+def like_a_ref(word: str) -> bool:
+    """Whether `word` is written like a REF."""
+    return _LIKE_A_REF.match(word) is not None
 
 
 class _Command(click.Command):

@@ -40,7 +40,7 @@ ELSEWHERE = {
     "operations.md": "tests/cli/test_operations_docs.py",
     "retention.md": "tests/maintenance/test_retention_docs.py",
 }
-TRANSCRIPTS = ("quickstart.md", "troubleshooting.md")
+TRANSCRIPTS = ("comparing.md", "quickstart.md", "troubleshooting.md")
 """Pages that are played from the top in one folder, every output compared."""
 NOT_RUN = {
     ("demo.md", 0): "an excerpt of tools/demo/training.py, which `make demo` and tests/tools/test_demo.py run",

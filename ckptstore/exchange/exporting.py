@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ckptstore.errors import FormatError, UsageError
+from ckptstore.errors import FormatError, TensorNotFoundError, UsageError
 from ckptstore.exchange.atomic_files import OutputFile, Outputs, outputs, refuse_missing_folder, refuse_store
 from ckptstore.exchange.safetensors_files import DTYPES_MEMBER
 from ckptstore.exchange.torch_archive import TensorReference, TorchObject, write_archive
@@ -33,11 +33,24 @@ from ckptstore.restore.streams import streams
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["ExportResult", "export", "export_held"]
+__all__ = ["Below", "ExportResult", "export", "export_held"]
 
 _HEADER_ALIGN: Final = 128
 
 Chunks = Callable[[str], Iterator[memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """A selection whose tensors are written without what their names begin with, as `load_state_dict` takes them.
+
+    Attributes:
+        prefix: the beginning (``model.``); tensors without it are left out.
+        select: globs that a tensor's whole name matches besides; None: any.
+    """
+
+    prefix: str
+    select: str | Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,7 @@ def export(
     ref: str | int,
     out: str | Path,
     format: Literal["safetensors", "pt"] = "safetensors",
-    select: str | Sequence[str] | None = None,
+    select: str | Sequence[str] | Below | None = None,
     overwrite: bool = False,
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
@@ -90,14 +103,15 @@ def export(
         out: the file; with shards, the name they and the index are derived from.
         format: the file format.
         select: only tensors at places that match one of these patterns (globs, as in `Store.load`). A tensor's name in
-            the file is that of the first such place.
+            the file is that of the first such place. `Below`: the file is a flat dict of tensors, without the rest of
+            the state.
         overwrite: replace files that exist.
         max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
         progress: told how many bytes of tensors are written.
 
     Raises:
         UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, or shards of a
-            ``.pt`` file are asked for.
+            ``.pt`` file are asked for; without what `Below` drops a tensor had no name that a file can have.
         StorageError: the output cannot be written. Nothing is left behind then.
         UnsupportedStateError: a state that has no place in such a file.
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
@@ -134,23 +148,22 @@ def _written(
     found: Restorable,
     out: Path,
     format: Literal["safetensors", "pt"],
-    select: str | Sequence[str] | None,
+    select: str | Sequence[str] | Below | None,
     overwrite: bool,
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> ExportResult:
     with outputs(overwrite) as files:
-        picked = select_from(found.tree, select or None, found.ref)
-        names = picked.tensors
+        names, tree, tied = _flat(found, select) if isinstance(select, Below) else _picked(found, select or None)
         chosen = {name: replace(found.tensors[tensor], name=name) for tensor, name in names.items()}
-        content = _Content(found.ref, picked.tree(names), chosen, _counted(found, names, progress))
+        content = _Content(found.ref, tree, chosen, _counted(found, names, progress))
         made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
         if format == "pt":
             converted = _write_pt(files.create(out, content.nbytes), content)
             made = replace(made, converted=tuple(converted))
         else:
             paths, index = _write_shards(files, out, content, max_shard_bytes)
-            made = replace(made, paths=paths, index=index, tied=_tied(found, picked))
+            made = replace(made, paths=paths, index=index, tied=tied)
         files.publish()
         return made
 
@@ -195,6 +208,42 @@ def _counted(found: Restorable, names: Mapping[str, str], progress: Progress | N
             tally.advance(len(data))
 
     return chunks
+
+
+_Chosen = tuple[dict[str, str], Any, tuple[tuple[str, str], ...]]
+"""tensor -> its name in the file; the tree with these names; `ExportResult.tied`."""
+
+
+def _picked(found: Restorable, select: str | Sequence[str] | None) -> _Chosen:
+    picked = select_from(found.tree, select, found.ref)
+    return picked.tensors, picked.tree(picked.tensors), _tied(found, picked)
+
+
+def _flat(found: Restorable, below: Below) -> _Chosen:
+    prefix = below.prefix
+    if not isinstance(prefix, str) or not prefix:
+        raise UsageError(f"strip={prefix!r:.80}: it takes what names begin with, as 'model.'")
+    picked = select_from(found.tree, below.select or None, found.ref)
+    every = places(found.tree) if picked.all else list(picked.kept.values())
+    kept = [place for place in every if place.name.startswith(prefix)]
+    if not kept:
+        there = ", ".join(list(dict.fromkeys(repr(place.name.split(".")[0] + ".") for place in every))[:5])
+        raise TensorNotFoundError(f"checkpoint {found.ref}: no tensor's name begins with {prefix!r}; there are {there}")
+    names: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    unflatten(found.tree, origins.setdefault)
+    tree: dict[str, dict[str, str]] = {}
+    tied = []
+    for place in kept:  # names are distinct, and so they are without what all begin with
+        short = place.name[len(prefix) :]
+        if not short or short[0] in ".$" or short == "__metadata__" or short.startswith("ckptstore/"):
+            raise UsageError(
+                f"without {prefix!r} a tensor would be named {short!r}, which no file has; a prefix ends with its dot"
+            )
+        if names.setdefault(place.tensor, short) != short:
+            tied.append((short, names[place.tensor]))
+        tree[short] = {"$t" if origins[place.tensor] == "torch" else "$a": names[place.tensor]}
+    return names, tree, tuple(tied)
 
 
 def _tied(found: Restorable, picked: Selection) -> tuple[tuple[str, str], ...]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ckptstore.cli.arguments import REF, STORE, opened, select_option
+from ckptstore.cli.arguments import REF, STORE, like_a_ref, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, number, progress, shape, table
 
 if TYPE_CHECKING:
+    from ckptstore import CheckpointInfo
     from ckptstore.reports.comparison import StateDifference, TensorDifference
 
 _SORTS: dict[str, Callable[[TensorDifference], float]] = {
@@ -42,7 +44,8 @@ _WIDE = 120
 )
 @STORE
 @click.argument("ref_a", type=REF, metavar="REF")
-@click.argument("ref_b", type=REF, metavar="REF")
+@click.argument("ref_b", type=REF, metavar="REF", required=False)
+@click.argument("rest", nargs=-1, metavar="")
 @select_option("Only tensors that match, and not the rest of the state; may be repeated.")
 @click.option("--in", "other", metavar="STORE", help="The second REF is in this store.")
 @click.option(
@@ -56,7 +59,8 @@ _WIDE = 120
 def command(
     store: str,
     ref_a: str,
-    ref_b: str,
+    ref_b: str | None,
+    rest: tuple[str, ...],
     select: tuple[str, ...],
     other: str | None,
     sort: str | None,
@@ -69,6 +73,8 @@ def command(
     Bits are compared, so -0.0 and 0.0 differ and equal NaNs do not. RELATIVE is the norm of the difference over that of
     the first; MAX the largest difference of a value.
     """
+    if ref_b is None or rest:
+        _refuse(store, [one for one in (ref_a, ref_b, *rest) if one is not None])
     target = opened(store)
     second = target if other is None else opened(other)
     infos = target.checkpoint(ref_a), second.checkpoint(ref_b)
@@ -98,15 +104,53 @@ def command(
             }
         )
         return code
+    names = [infos[0].ref, infos[1].ref] if other is None else [f"{store} {infos[0].ref}", f"{other} {infos[1].ref}"]
     summary = ", ".join(f"{count:,} {status}" for status, count in counts.items()) or "no tensors"
-    click.echo(f"{click.style(f'{infos[0].ref} -> {infos[1].ref}', bold=True)}  tensors: {summary}")
-    if shown:
-        click.echo("")
-        click.echo(_table(shown))
-    if state:
-        click.echo("")
-        click.echo("\n".join(_state_line(one) for one in state))
+    click.echo(f"{click.style(' -> '.join(names), bold=True)}  tensors: {summary}")
+    _told(_metadata(*infos), [_state_line(one) for one in state], shown)
     return code
+
+
+def _told(metadata: list[str], state: list[str], shown: list[TensorDifference]) -> None:
+    """What explains a difference first: metrics and settings, then the tensors."""
+    for lines in (metadata, state):
+        if lines:
+            click.echo("\n" + "\n".join(lines))
+    if shown:
+        click.echo("\n" + _table(shown))
+
+
+def _refuse(store: str, words: list[str]) -> NoReturn:
+    """Too few REFs, or too many; says how two stores are compared where the second one stands among them."""
+    stores = [word for word in words if not like_a_ref(word)]
+    error = click.UsageError(
+        "Missing argument 'REF'." if len(words) < 2 else f"Got unexpected extra arguments ({' '.join(words[2:])})"
+    )
+    if len(stores) == 1:
+        refs = [word for word in words if like_a_ref(word)][:2]
+        a, b = refs if len(refs) == 2 else ("latest", "latest")
+        error.add_note(f"two runs: ckpt diff {shlex.quote(store)} {a} {b} --in {shlex.quote(stores[0])}")
+    else:
+        error.add_note("`ckpt diff --help`")
+    raise error
+
+
+def _metadata(a: CheckpointInfo, b: CheckpointInfo) -> list[str]:
+    """The numbers of the metadata, and of their ``metrics``, that both have and that differ."""
+    numbers = [
+        {name: value for name, value in {**info.metadata, **_metrics(info)}.items() if type(value) in (int, float)}
+        for info in (a, b)
+    ]
+    return [
+        f"{name} {number(value)} -> {number(numbers[1][name])}"
+        for name, value in numbers[0].items()
+        if name in numbers[1] and numbers[1][name] != value
+    ]
+
+
+def _metrics(info: CheckpointInfo) -> dict[str, Any]:
+    found = info.metadata.get("metrics")
+    return found if isinstance(found, dict) else {}
 
 
 def _place(tensor: TensorDifference) -> tuple[int, float]:

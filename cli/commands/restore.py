@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     "restore",
     examples=[
         "ckpt restore runs/gpt --out model.safetensors",
+        "ckpt restore runs/gpt --strip model. --out model.safetensors      # for load_state_dict",
         "ckpt restore runs/gpt 1000@2 --out step1000.pt",
         "ckpt restore runs/gpt tag:best --select 'model.*' --out best.safetensors --force",
         "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     help="Default: what the name of PATH says, else safetensors.",
 )
 @select_option("Only tensors that match; may be repeated.")
+@click.option("--strip", metavar="PREFIX", help="Only tensors named PREFIX..., without it: for load_state_dict.")
 @click.option("--max-shard-size", type=SIZE, help="Split into files of at most this size, with an index.")
 @click.option("--force", is_flag=True, help="Replace PATH if it exists.")
 @click.option("--explain", is_flag=True, help="Write nothing: show what a restore reads and decodes.")
@@ -46,6 +48,7 @@ def command(
     out: str | None,
     file_format: Literal["safetensors", "pt"] | None,
     select: tuple[str, ...],
+    strip: str | None,
     max_shard_size: int | None,
     force: bool,
     explain: bool,
@@ -69,6 +72,7 @@ def command(
             out,
             format=file_format,
             select=select or None,
+            strip=strip,
             overwrite=force,
             max_shard_bytes=max_shard_size,
             progress=advance,

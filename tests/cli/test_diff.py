@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -99,9 +101,42 @@ def test_errors(ckpt: Run, pristine: Path) -> None:
 
 def test_two_stores(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     ckptstore.open(pristine).copy(tmp_path / "copy", ["4@1"])
-    assert ckpt("diff", pristine, "4@1", "latest", "--in", tmp_path / "copy").out == "4@1 -> 4@1  tensors: 5 same\n"
+    assert ckpt("diff", pristine, "4@1", "latest", "--in", tmp_path / "copy").out == (
+        f"{pristine} 4@1 -> {tmp_path / 'copy'} 4@1  tensors: 5 same\n"
+    )
     done = ckpt("diff", pristine, "5", "latest", "--in", tmp_path / "copy", "--json").json
     assert done["identical"] is False
     assert [one["name"] for one in done["tensors"]] == ["model.embedding.weight", "odd.half"]
     assert {"path": "step", "status": "changed", "before": 5, "after": 4} in done["state"]
     assert ckpt("diff", pristine, "5", "5", "--in", tmp_path / "copy").code == 3
+
+
+def test_two_runs_say_what_explains_them_before_the_tensors(ckpt: Run, tmp_path: Path) -> None:
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        with ckptstore.open(tmp_path / name).writer(poll_seconds=None) as writer:
+            metadata = {"metrics": {"loss": lr * 2}, "lr": lr, "same": 1, "note": name}
+            writer.save({"weight": np.full(3, lr), "lr": lr}, 60, metadata=metadata)
+    a, b = tmp_path / "a", tmp_path / "b"
+    lines = ckpt("diff", a, "60", "60", "--in", b).out.splitlines()
+    assert lines[:6] == [
+        f"{a} 60@1 -> {b} 60@1  tensors: 1 changed",
+        "",
+        "lr 0.1 -> 0.2",
+        "loss 0.2 -> 0.4",
+        "",
+        "~ lr: 0.1 -> 0.2",
+    ]
+    assert lines[8].startswith("weight")
+
+
+def test_two_stores_as_arguments_are_told_how(ckpt: Run) -> None:
+    for words in (["runs/b"], ["latest", "runs/b", "latest"]):
+        told = main_says("diff", "runs/a", *words)
+        assert told == (2, "hint: two runs: ckpt diff runs/a latest latest --in runs/b")
+    assert main_says("diff", "runs/a", "60", "runs/b", "61")[1].endswith("ckpt diff runs/a 60 61 --in runs/b")
+    assert main_says("diff", "runs/a", "60") == (2, "hint: `ckpt diff --help`")
+
+
+def main_says(*words: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-m", "ckptstore", *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr.splitlines()[-1]

@@ -46,6 +46,17 @@ def test_select(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_strip(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.safetensors"
+    assert ckpt("restore", pristine, "--out", out, "--strip", "model.").code == 0
+    assert set(load_file(out)) == {"embedding.weight", "frozen"}
+    missing = ckpt("restore", pristine, "--out", tmp_path / "y", "--strip", "net.")
+    assert missing.code == 3
+    assert "hint: `ckpt inspect" in missing.err
+    assert ckpt("restore", pristine, "--out", tmp_path / "y", "--strip", "model").code == 2
+    assert list(tmp_path.iterdir()) == [out]
+
+
 def test_shards_with_an_index(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     outcome = ckpt("restore", pristine, "--out", out, "--max-shard-size", "100B", "--json")

@@ -305,3 +305,48 @@ def test_a_tree_too_long_for_a_header_is_refused_both_ways(tmp_path: Path, monke
     with pytest.raises(UnsupportedStateError, match=r"x\.safetensors: state\['notes'\]: takes"):
         open_file(tmp_path / "x.safetensors")
     assert export(store.journal, 1, tmp_path / "y.pt", format="pt").tensors == 1
+
+
+@pytest.mark.parametrize(("name", "limit"), [("m.safetensors", None), ("m.safetensors", 100), ("m.pt", None)])
+def test_stripped_it_is_what_load_state_dict_takes(tmp_path: Path, name: str, limit: int | None) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4))
+    state = {"model": model.state_dict(), "optimizer": {"model.x": torch.ones(2)}, "step": 7}
+    store = stored(state)
+    out = tmp_path / name
+    result = store.export("latest", out, strip="model.", max_shard_bytes=limit)
+    if name.endswith(".pt"):
+        loaded = torch.load(out, weights_only=True)
+    else:
+        assert (len(result.paths) > 1) is (limit is not None)
+        loaded = {key: tensor for path in result.paths for key, tensor in safetensors.torch.load_file(path).items()}
+    fresh = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4))
+    fresh.load_state_dict(loaded)
+    same(dict(fresh.state_dict()), dict(model.state_dict()))
+    copy = ckptstore.open(tmp_path / "copy")
+    import_files(copy.journal, [result.index or result.paths[0]], step=1)
+    same(dict(copy.load(1, framework="torch")), dict(model.state_dict()))
+    only = store.export("latest", tmp_path / f"0{out.suffix}", strip="model.", select="*.0.*")
+    assert only.tensors == 2
+
+
+def test_tied_tensors_are_stripped_to_names_of_their_own(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    store = stored({"ema": shared, "model": {"head": shared, "wte": shared}})
+    result = store.export(1, tmp_path / "m.safetensors", strip="model.")
+    assert (result.tensors, result.tied) == (1, (("wte", "head"),))
+    store.export(1, tmp_path / "m.pt", strip="model.")
+    assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["head", "wte"]
+
+
+def test_what_cannot_be_stripped_is_said(tmp_path: Path) -> None:
+    store = stored({"model": {"a": torch.ones(1)}, "lone": torch.ones(1), "odd": {"$x": torch.ones(1)}})
+    for strip, error, said in (
+        ("net.", TensorNotFoundError, r"begins with 'net\.'; there are 'model\.', 'lone\.'"),
+        ("model", UsageError, r"would be named '\.a', which no file has; a prefix"),
+        ("odd.", UsageError, r"would be named '\$x'"),
+        ("lone", UsageError, r"would be named ''"),
+        ("", UsageError, r"it takes what names begin with"),
+    ):
+        with pytest.raises(error, match=said):
+            store.export(1, tmp_path / "x.safetensors", strip=strip)
+    assert list(tmp_path.iterdir()) == []
