@@ -32,7 +32,7 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.CommitUnknownError, "`ckpt log {store}` shows whether the checkpoint is there"),
     (errors.StoreReplacedError, "the store may have been moved: look for it where it was moved to"),
     (errors.RequestRefusedError, "nothing was changed; the same command asks anew"),
-    (errors.RequestTimeoutError, "`ckpt log {store}` shows whether it was accepted; if no run is writing: --take-over"),
+    (errors.RequestTimeoutError, "asking again does no harm; if no run is writing: --take-over"),
     (errors.FencedError, "another writer took the store over; `ckpt log {store}` shows its term"),
 )
 _SEGMENT = re.compile(r"seg/[0-9]+/([0-9a-f]{32})\.safetensors")

@@ -20,7 +20,7 @@ from ckptstore.errors import FencedError, ReadOnlyError
 from ckptstore.formats.records import ref_of
 from ckptstore.host.checks import seconds
 from ckptstore.host.progress import Progress
-from ckptstore.log.authors import Author, Requester, Successor
+from ckptstore.log.authors import Author, Requester, Successor, check_somebody_writes
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -109,7 +109,10 @@ def merge(
     timeout = seconds("timeout", timeout)
     if journal.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be merged")
-    chosen = select_range(read(journal).catalog, text, keep_steps=keep_steps)  # says what is wrong before a fence does
+    catalog = read(journal).catalog
+    chosen = select_range(catalog, text, keep_steps=keep_steps)  # says what is wrong before a fence does
+    if not dry_run and not take_over:
+        check_somebody_writes(journal, catalog)  # before the work is done that nobody would take
     if on_loss is not None and chosen.retired:
         on_loss(tuple(map(ref_of, chosen.retired)))
     author: Author | None = None
