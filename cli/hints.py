@@ -50,6 +50,9 @@ def hint_for(error: BaseException) -> str | None:
     if type(error) is errors.NotFoundError and isinstance(typed.get("folder"), str):
         folders = [near for near in near_names(typed["folder"]) if Path(near).is_dir()]
         return f"did you mean {shlex.quote(folders[0])}?" if folders else None
+    if "has no rules of retention" in str(error) and isinstance(store, str):
+        name = shlex.quote(store)
+        return f"`ckpt prune {name} --keep last:100` for once, or `ckpt keep {name} last:100` for good"
     text = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
     if text is None:
         return None

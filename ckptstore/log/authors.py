@@ -56,18 +56,22 @@ class Requester:
 
     owned: int | None = None
 
-    def __init__(self, journal: Journal, timeout: float | None) -> None:
+    def __init__(self, journal: Journal, timeout: float | None, catalog: Catalog | None = None) -> None:
         """Ask whoever owns the newest term.
 
         Args:
             timeout: seconds to wait for each answer; None or infinity: as long as it takes.
+            catalog: the log as it is now, to know before work is done that nobody would take whether somebody writes.
 
         Raises:
+            RequestTimeoutError: nobody does.
             UsageError: `timeout` is no time.
         """
         self._journal = journal
         self._timeout = seconds("timeout", timeout)
         self._told = False
+        if catalog is not None:
+            check_somebody_writes(journal, catalog)
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:
         """Post a request -> its outcome, ``waiting`` if no answer came in time.

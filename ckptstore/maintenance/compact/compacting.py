@@ -26,7 +26,7 @@ from ckptstore.formats.keeping import known, reasons_of
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host.checks import seconds, whole
 from ckptstore.host.progress import Advance, Progress
-from ckptstore.log.authors import Author, Requester, Successor, check_somebody_writes
+from ckptstore.log.authors import Author, Requester, Successor
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.maintenance.compact.executing import Made, Maker
@@ -98,9 +98,7 @@ def compact(
     if dry_run or not planned.moves:
         done = tuple(_told(move, "planned", "", None) for move in planned.moves)
         return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
-    if not take_over:
-        check_somebody_writes(journal, catalog)  # before the work is done that nobody would take
-    author = Successor(journal, "compact") if take_over else Requester(journal, timeout)
+    author = Successor(journal, "compact") if take_over else Requester(journal, timeout, catalog)
     slowed = _Throttle(bandwidth)
     with Workshop(journal, progress, dry_run=False, held_back=slowed.around) as shop:
         made = _make_all(Maker(journal, author, shop), author, planned)

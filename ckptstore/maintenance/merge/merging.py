@@ -20,7 +20,7 @@ from ckptstore.errors import FencedError, ReadOnlyError
 from ckptstore.formats.records import ref_of
 from ckptstore.host.checks import seconds
 from ckptstore.host.progress import Progress
-from ckptstore.log.authors import Author, Requester, Successor, check_somebody_writes
+from ckptstore.log.authors import Author, Requester, Successor
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -111,13 +111,11 @@ def merge(
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be merged")
     catalog = read(journal).catalog
     chosen = select_range(catalog, text, keep_steps=keep_steps)  # says what is wrong before a fence does
-    if not dry_run and not take_over:
-        check_somebody_writes(journal, catalog)  # before the work is done that nobody would take
     if on_loss is not None and chosen.retired:
         on_loss(tuple(map(ref_of, chosen.retired)))
     author: Author | None = None
     if not dry_run:
-        author = Successor(journal, "merge") if take_over else Requester(journal, timeout)
+        author = Successor(journal, "merge") if take_over else Requester(journal, timeout, catalog)
     owned = None if author is None else author.owned
     with Work(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, text, keep_steps=keep_steps, tries=1 if owned is not None else _TRIES)
