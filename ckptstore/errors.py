@@ -206,7 +206,7 @@ class RequestRefusedError(RequestError):
 
 
 class RequestTimeoutError(RequestError, TimeoutError):
-    """The writer did not answer in time. The request stays, and may still be accepted."""
+    """The writer did not answer in time, and may still accept it while its term lasts; or it is known to be gone."""
 
 
 class RankError(CkptError):

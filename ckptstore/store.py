@@ -1066,6 +1066,7 @@ class Store:
                 highest first. Those without one come last.
 
         Raises:
+            NotFoundError: no checkpoint has a number of that name.
             CorruptLogError: nothing of the log can be read.
             StorageError: the medium failed.
         """

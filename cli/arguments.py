@@ -66,6 +66,15 @@ class _Command(click.Command):
         from ckptstore.cli.hints import TYPED
 
         TYPED.set(dict(ctx.params))
+        if "take_over" in ctx.params:
+            from ckptstore.cli.output import tell_asked
+            from ckptstore.log.authors import ASKED
+
+            token = ASKED.set(tell_asked)
+            try:
+                return super().invoke(ctx)
+            finally:
+                ASKED.reset(token)
         return super().invoke(ctx)
 
     def _left_out(self, ctx: click.Context, args: Sequence[str], rest: Sequence[click.Argument]) -> bool:

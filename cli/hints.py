@@ -32,7 +32,7 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.CommitUnknownError, "`ckpt log {store}` shows whether the checkpoint is there"),
     (errors.StoreReplacedError, "the store may have been moved: look for it where it was moved to"),
     (errors.RequestRefusedError, "nothing was changed; the same command asks anew"),
-    (errors.RequestTimeoutError, "`ckpt log {store}` shows whether it was accepted; if no run is writing: --take-over"),
+    (errors.RequestTimeoutError, "asking again does no harm; if no run is writing: --take-over"),
     (errors.FencedError, "another writer took the store over; `ckpt log {store}` shows its term"),
 )
 _SEGMENT = re.compile(r"seg/[0-9]+/([0-9a-f]{32})\.safetensors")
@@ -50,6 +50,9 @@ def hint_for(error: BaseException) -> str | None:
     if type(error) is errors.NotFoundError and isinstance(typed.get("folder"), str):
         folders = [near for near in near_names(typed["folder"]) if Path(near).is_dir()]
         return f"did you mean {shlex.quote(folders[0])}?" if folders else None
+    if "has no rules of retention" in str(error) and isinstance(store, str):
+        name = shlex.quote(store)
+        return f"`ckpt prune {name} --keep last:100` for once, or `ckpt keep {name} last:100` for good"
     text = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
     if text is None:
         return None

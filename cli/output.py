@@ -91,6 +91,15 @@ def note(message: str) -> None:
     click.echo(f"{click.style('note:', bold=True)} {message}", err=True)
 
 
+def tell_asked(host: str | None, pid: int | None, timeout: float | None) -> None:
+    """Say that a writer was asked, and how long its answer is waited for."""
+    process = [printable(host)] if host is not None else []
+    process += [f"pid {pid}"] if pid is not None else []
+    who_is = f" ({', '.join(process)})" if process else ""
+    waiting = "waiting" if timeout is None else f"waiting up to {timeout:.3g} s (--timeout)"
+    note(f"asked the writer{who_is}; {waiting}")
+
+
 def size(nbytes: int) -> str:
     """Bytes for people, in binary units with three digits: ``512 B``, ``1.46 GiB``."""
     if nbytes < 1024:

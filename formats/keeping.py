@@ -25,7 +25,19 @@ from ckptstore.formats.columns import TIME
 from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import CheckpointEntry, Node
 
-__all__ = ["MAX_RULE", "MAX_RULES", "Keeping", "checked", "known", "line", "metric", "number", "reasons_of"]
+__all__ = [
+    "MAX_RULE",
+    "MAX_RULES",
+    "Keeping",
+    "checked",
+    "known",
+    "line",
+    "metric",
+    "names",
+    "number",
+    "reasons_of",
+    "unmatched",
+]
 
 MAX_RULES: Final = 64
 """Rules that a store may have."""
@@ -50,7 +62,10 @@ def checked(rules: Iterable[str]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(rule.strip() if isinstance(rule, str) else rule for rule in rules))
     for rule in found:
         if not isinstance(rule, str) or _window(rule) is None:
-            raise UsageError(f"{rule!r:.80} is no rule of retention; there are {_GRAMMAR}")
+            error = UsageError(f"{rule!r:.80} is no rule of retention; there are {_GRAMMAR}")
+            if isinstance(rule, str) and _window(meant := rule.replace("=", ":").replace(" ", "")) is not None:
+                error.add_note(f"did you mean {meant}?")
+            raise error
     if len(found) > MAX_RULES:
         raise UsageError(f"{len(found)} rules of retention, at most {MAX_RULES} are allowed")
     return found
@@ -83,6 +98,27 @@ def number(said: Mapping[str, Any], name: str) -> float | None:
     except OverflowError:
         as_float = math.inf if value > 0 else -math.inf
     return None if math.isnan(as_float) else as_float
+
+
+def names(catalog: Catalog) -> list[str]:
+    """Of all numbers that the metadata of checkpoints have, sorted."""
+    found: set[str] = set()
+    for extra in catalog.checkpoints.extras().values():
+        said = extra.get(metadata.MEMBER)
+        if isinstance(said, Mapping):
+            inner = said.get(_METRICS)
+            said_names = {*said, *(inner if isinstance(inner, Mapping) else ())} - found
+            found.update(name for name in said_names if number(said, name) is not None)
+    return sorted(found)
+
+
+def unmatched(catalog: Catalog, rules: Iterable[str]) -> dict[str, str]:
+    """Rules ``best:METRIC:N`` -> METRIC, where no checkpoint has that number, so that they keep everything."""
+    wanted = {rule: _parts(rule.removeprefix("best:"))[0] for rule in rules if rule.startswith("best:")}
+    if not wanted or not len(catalog.checkpoints):
+        return {}
+    there = names(catalog)
+    return {rule: name for rule, name in wanted.items() if name not in there}
 
 
 def line(catalog: Catalog) -> Callable[[Node], bool]:
@@ -307,10 +343,7 @@ def _window(rule: str) -> _Window | None:
 
 
 def _best(rest: str) -> _Window | None:
-    name, _, direction = rest.rpartition(":")
-    if direction not in ("min", "max"):
-        name, direction = rest, "min"
-    name, _, digits = name.rpartition(":")
+    name, digits, direction = _parts(rest)
     count, sign = _count(digits), 1.0 if direction == "max" else -1.0
     if count is None or not name:
         return None
@@ -320,6 +353,15 @@ def _best(rest: str) -> _Window | None:
         return None if found is None else sign * found
 
     return _Best(count, value)
+
+
+def _parts(rest: str) -> tuple[str, str, str]:
+    """``METRIC:N:max`` -> METRIC, N and max; or min."""
+    name, _, direction = rest.rpartition(":")
+    if direction not in ("min", "max"):
+        name, direction = rest, "min"
+    name, _, digits = name.rpartition(":")
+    return name, digits, direction
 
 
 def _count(text: str) -> int | None:

@@ -50,6 +50,7 @@ def played(text: str, folder: Path) -> str:
         # What a shell says of a process that was killed differs from one shell to the next.
         told = re.sub(r"^(Killed\n|.*\bKilled\s.*\n)", "", done.stdout, flags=re.MULTILINE)
         told = re.sub(r"host \S+, pid \d+", "host node-7, pid 411", told)
+        told = re.sub(r"process \d+ on this host", "process 411 on this host", told)
         ending = "" if told.endswith("\n") or not told else "\n"
         return told + ending + (f"[exit {code}]\n" if code else "")
 

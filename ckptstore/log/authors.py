@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Final, Protocol
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
 
 from ckptstore._version import __version__
-from ckptstore.formats.catalog import Catalog
+from ckptstore.errors import RequestTimeoutError
+from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.checks import seconds
 from ckptstore.host.crash_points import crash_point
@@ -18,7 +23,13 @@ from ckptstore.log.reading import read
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import open_term
 
-__all__ = ["Author", "Requester", "Successor"]
+__all__ = ["ASKED", "Author", "Requester", "Successor", "WriterState", "check_somebody_writes", "known_writer"]
+
+WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
+ASKED: ContextVar[Callable[[str | None, int | None, float | None], object] | None] = ContextVar("ASKED", default=None)
+"""Told, before the first wait of a `Requester`: host and process of who is asked, and seconds that it waits at most."""
+_SLACK: Final = 5.0
+"""Seconds by which a process may seem to be younger than the term that it opened."""
 
 _ACCEPTED: Final = Outcome("accepted")
 
@@ -45,23 +56,39 @@ class Requester:
 
     owned: int | None = None
 
-    def __init__(self, journal: Journal, timeout: float | None) -> None:
+    def __init__(self, journal: Journal, timeout: float | None, catalog: Catalog | None = None) -> None:
         """Ask whoever owns the newest term.
 
         Args:
             timeout: seconds to wait for each answer; None or infinity: as long as it takes.
+            catalog: the log as it is now, to know before work is done that nobody would take whether somebody writes.
 
         Raises:
+            RequestTimeoutError: nobody does.
             UsageError: `timeout` is no time.
         """
         self._journal = journal
         self._timeout = seconds("timeout", timeout)
+        self._told = False
+        if catalog is not None:
+            check_somebody_writes(journal, catalog)
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:
-        """Post a request -> its outcome, ``waiting`` if no answer came in time. Raises `StorageError`."""
+        """Post a request -> its outcome, ``waiting`` if no answer came in time.
+
+        Raises:
+            RequestTimeoutError: the writer is known to be gone. Nothing was posted.
+            StorageError: the medium failed.
+        """
+        catalog = self.catalog()
+        if catalog.term == term:  # else the outcome says that it is void
+            check_somebody_writes(self._journal, catalog)
         about = f"{what} ({platform.node()}, pid {os.getpid()})"
         request = requests.post(self._journal, term, about, change)
         crash_point("request.posted")
+        if (tell := ASKED.get()) is not None and not self._told:
+            self._told = True
+            tell(*known_writer(catalog)[1:], self._timeout)
         return requests.wait(self._journal, request, timeout=self._timeout)
 
     def catalog(self) -> Catalog:
@@ -101,3 +128,59 @@ class Successor:
 def _latest(catalog: Catalog) -> CheckpointId | None:
     latest = catalog.latest()
     return None if latest is None else latest.id
+
+
+# ------------------------------------------------------------------------------------------------ who writes
+
+
+def check_somebody_writes(journal: Journal, catalog: Catalog) -> None:
+    """Ask nobody who cannot answer.
+
+    Raises:
+        RequestTimeoutError: on this host the process that opened the newest term is gone, or the term is closed.
+    """
+    state, _, pid = known_writer(catalog)
+    if state not in ("gone", "closed"):
+        return
+    why = f"process {pid} on this host is gone" if state == "gone" else f"term {catalog.term} is closed"
+    error = RequestTimeoutError(f"{journal.url}: nobody is writing ({why}), so nobody can answer")
+    error.add_note("repeat with --take-over (in Python: take_over=True)")
+    raise error
+
+
+def known_writer(catalog: Catalog) -> tuple[WriterState, str | None, int | None]:
+    """``writer``, ``host`` and ``pid`` of a `RunInfo`: who wrote last, and what is known of that process."""
+    opened = catalog.terms.get(catalog.term)
+    told: Mapping[str, Any] = {} if opened is None else opened.writer
+    host, pid = told.get("host"), told.get("pid")
+    host, pid = host if isinstance(host, str) else None, pid if type(pid) is int else None
+    return _state(opened, host, pid), host, pid
+
+
+def _state(opened: TermEntry | None, host: str | None, pid: int | None) -> WriterState:
+    if opened is None:
+        return "none"
+    if opened.extra.get(CLOSED) is True:
+        return "closed"
+    return _alive(host, pid, opened.time)
+
+
+def _alive(host: str | None, pid: int | None, opened: float) -> WriterState:
+    """What this host's list of processes says of the one that opened a term, at the time `opened`."""
+    if host is None or pid is None or pid < 1 or host != platform.node():
+        return "unknown"
+    if not Path("/proc/1/stat").exists():  # no such list, or only one's own processes are shown
+        return "unknown"
+    try:
+        # The process's name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except FileNotFoundError:
+        return "gone"
+    except (OSError, ValueError, IndexError):
+        return "unknown"
+    if fields[0] in "ZX":
+        return "gone"
+    # Another process may have the number by now. Its age alone cannot prove that, where clocks were set.
+    return "alive" if time.time() - (uptime - began) <= opened + _SLACK else "unknown"

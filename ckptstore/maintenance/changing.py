@@ -37,7 +37,8 @@ def change(journal: Journal, what: str, plan: Planner, *, take_over: bool, timeo
     Raises:
         UsageError: `timeout` is no time.
         RequestRefusedError: the writer said no, and why. Nothing was changed.
-        RequestTimeoutError: nobody answered. It may still be accepted.
+        RequestTimeoutError: nobody answered; a live writer may still accept it. Or nobody is there who could: then at
+            once, and nothing was posted.
         RequestError: newer terms began again and again before it was answered. Nothing was changed.
         ReadOnlyError, StorageError: the medium cannot be written, or failed.
         FencedError, CommitUnknownError: with `take_over`: another writer took the store over at the same time.
@@ -81,6 +82,7 @@ def _unanswered(journal: Journal, catalog: Catalog, what: str, timeout: float | 
     about = ", ".join(f"{name} {opened.writer[name]}" for name in ("host", "pid") if name in opened.writer)
     return (
         f"{journal.url}: the writer of term {catalog.term}{f' ({about})' if about else ''} did not answer the request "
-        f"to {what} in {timeout:g} s. It stays and may still be accepted: a writer looks for requests every 5 s and "
-        "after each save. If no writer is alive, take_over=True (--take-over) makes the change here"
+        f"to {what} in {timeout:g} s. A writer that is alive looks for requests every 5 s and after each save, and may "
+        "still accept it; the next writer does not: a newer term makes it void. If no writer is alive, take_over=True "
+        "(--take-over) makes the change here"
     )

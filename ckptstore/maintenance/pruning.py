@@ -14,9 +14,10 @@ from typing import Final
 
 from ckptstore.errors import CorruptLogError, RequestRefusedError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.keeping import checked, known, reasons_of
+from ckptstore.formats.keeping import checked, known, names, reasons_of, unmatched
 from ckptstore.formats.records import CommitRecord, Node, ref_of
 from ckptstore.formats.retention import droppable, users
+from ckptstore.host.caller_warnings import warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
@@ -70,11 +71,14 @@ def set_rules(
         as `changing.change`.
     """
     chosen = checked(wanted)
-    if not take_over and not read(journal).catalog.term:
+    before = read(journal).catalog
+    if not take_over and not before.term:
         raise UsageError(
             f"{journal.url}: no run has written here yet that could be asked: give the rules to the first writer "
             "(keep=), or take_over=True (--take-over)"
         )
+
+    _tell_unmatched(before, chosen)
 
     def plan(catalog: Catalog) -> Change | None:
         return None if catalog.keep == chosen else Change(keep=chosen)
@@ -107,12 +111,12 @@ def prune(
     if chosen == ():
         raise UsageError("no rule is given: nothing would be kept but the newest checkpoint, and those with tags")
     before = read(journal, look_above=True).catalog
+    _tell_unmatched(before, _rules_for(journal, before, chosen))  # says what is wrong before anybody is asked
     if dry_run:
         found = _plan(journal, before, chosen, all_at_once=True)
         record = CommitRecord(before.term, drops=tuple(found.drops), retires=found.retires)
         after = before.apply(record, before.next_seq) if found else before
         return _report(after, _rules_for(journal, before, chosen), [found])
-    _rules_for(journal, before, chosen)  # says what is wrong before anybody is asked
     crash_point("prune.planned")
     done: list[_Plan] = []
     # What a live writer saves meanwhile is another prune's: else this would follow it for as long as it saves.
@@ -122,6 +126,13 @@ def prune(
         crash_point("prune.retired")
     after = read(journal).catalog
     return _report(after, _rules_for(journal, after, chosen), done)
+
+
+def _tell_unmatched(catalog: Catalog, chosen: Iterable[str]) -> None:
+    """A metric whose name is misspelt keeps everything, and nobody would know why."""
+    for rule, name in unmatched(catalog, chosen).items():
+        there = ", ".join(names(catalog)) or "none"
+        warn(f"no checkpoint has {name!r} (there are: {there}): {rule} keeps everything until one has", UserWarning)
 
 
 @dataclass(frozen=True, slots=True)

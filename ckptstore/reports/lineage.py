@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from ckptstore.errors import CorruptLogError
-from ckptstore.formats.keeping import metric
+from ckptstore.errors import CorruptLogError, NotFoundError
+from ckptstore.formats.keeping import metric, names
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe, describe_terms
 from ckptstore.log.reading import read
@@ -58,9 +58,10 @@ def lineage(journal: Journal, limit: int | None = None, term: int | None = None,
         limit: at most so many checkpoints, the newest; None: all.
         term: only the checkpoints of this term.
         by: order by the number of this name in the metadata, lowest first; ``NAME:max``: highest first. `limit` is of
-            those.
+            those. ``metrics.NAME`` is NAME of the metrics.
 
     Raises:
+        NotFoundError: no checkpoint has a number of that name.
         CorruptLogError: nothing of the log can be read.
         StorageError: the medium failed.
     """
@@ -112,6 +113,10 @@ def _ranked(catalog: Catalog, nodes: list[Node], by: str) -> list[Node]:
     name, _, direction = by.rpartition(":")
     if direction not in ("min", "max"):
         name, direction = by, "min"
+    if len(catalog.checkpoints) and name not in (there := names(catalog)):
+        name = name.removeprefix("metrics.")
+        if name not in there:
+            raise NotFoundError(f"no checkpoint has the number {name!r}; there are: {', '.join(there) or 'none'}")
     sign = -1.0 if direction == "max" else 1.0
     found = {node: metric(catalog.checkpoints[node], name) for node in nodes}
     rated = [(sign * value, place, node) for place, (node, value) in enumerate(found.items()) if value is not None]

@@ -14,8 +14,8 @@ from ckptstore.formats.catalog import CLOSED, Catalog
 from ckptstore.formats.columns import Rows
 from ckptstore.formats.records import CheckpointEntry, Node, SegmentEntry, ref_of
 from ckptstore.formats.tables import Table
+from ckptstore.log.authors import WriterState, known_writer
 from ckptstore.log.reading import View
-from ckptstore.reports.runs import WriterState, known_writer
 
 __all__ = ["Pace", "RunStatus", "changes_between", "status_of"]
 

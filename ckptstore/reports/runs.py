@@ -6,30 +6,26 @@ Nothing is written, no link is followed, and nothing is opened but stores. A fol
 from __future__ import annotations
 
 import os
-import platform
 import stat
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 from ckptstore.backends import open_backend
 from ckptstore.errors import CkptError, CorruptLogError, NotFoundError, UsageError
-from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
+from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import FORMAT_KEY
+from ckptstore.log.authors import WriterState, known_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.reports.stats import bytes_by_step, growth
 
-__all__ = ["FoundRuns", "RunInfo", "WriterState", "find_runs", "known_writer"]
+__all__ = ["FoundRuns", "RunInfo", "find_runs"]
 
-WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
 _ROOMS: Final = ("log", "seg")
 _DEEPEST: Final = 64
 _DAMAGED: Final = "its log is damaged or lost: `ckpt verify` says what, `ckpt repair` keeps the rest"
-_SLACK: Final = 5.0
-"""Seconds by which a process may seem to be younger than the term that it opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,41 +172,3 @@ def _described(path: str, run: str, catalog: Catalog) -> RunInfo:
         host=host,
         pid=pid,
     )
-
-
-def known_writer(catalog: Catalog) -> tuple[WriterState, str | None, int | None]:
-    """``writer``, ``host`` and ``pid`` of a `RunInfo`: who wrote last, and what is known of that process."""
-    opened = catalog.terms.get(catalog.term)
-    told: Mapping[str, Any] = {} if opened is None else opened.writer
-    host, pid = told.get("host"), told.get("pid")
-    host, pid = host if isinstance(host, str) else None, pid if type(pid) is int else None
-    return _state(opened, host, pid), host, pid
-
-
-def _state(opened: TermEntry | None, host: str | None, pid: int | None) -> WriterState:
-    if opened is None:
-        return "none"
-    if opened.extra.get(CLOSED) is True:
-        return "closed"
-    return _alive(host, pid, opened.time)
-
-
-def _alive(host: str | None, pid: int | None, opened: float) -> WriterState:
-    """What this host's list of processes says of the one that opened a term, at the time `opened`."""
-    if host is None or pid is None or pid < 1 or host != platform.node():
-        return "unknown"
-    if not Path("/proc/1/stat").exists():  # no such list, or only one's own processes are shown
-        return "unknown"
-    try:
-        # The process's name, in parentheses, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except FileNotFoundError:
-        return "gone"
-    except (OSError, ValueError, IndexError):
-        return "unknown"
-    if fields[0] in "ZX":
-        return "gone"
-    # Another process may have the number by now. Its age alone cannot prove that, where clocks were set.
-    return "alive" if time.time() - (uptime - began) <= opened + _SLACK else "unknown"

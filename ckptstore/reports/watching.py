@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Final
 
 from ckptstore.errors import StoreNotFoundError, UsageError
+from ckptstore.log.authors import known_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.looks import Looks
 from ckptstore.log.reading import View
 from ckptstore.reports.run_status import Pace, RunStatus, changes_between, status_of
-from ckptstore.reports.runs import known_writer
 
 __all__ = ["LONGEST", "SHORTEST", "watch"]
 

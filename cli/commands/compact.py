@@ -178,6 +178,6 @@ def _closing(done: CompactReport, collected: int | None, timeout: float) -> None
         note(f"`ckpt gc` {'would then free' if done.dry_run else 'frees'} {size(done.collectable_nbytes)}")
     if any(move.result == "waiting" for move in done.moves):
         note(
-            f"no answer in {timeout:g} s. The request stays and may still be accepted: a run looks for requests "
-            "every 5 s and after each save. If no run is writing: --take-over"
+            f"no answer in {timeout:g} s. A run that is alive looks for requests every 5 s and after each save, and "
+            "may still accept it; a newer term makes it void. If no run is writing: --take-over"
         )

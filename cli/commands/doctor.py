@@ -83,14 +83,6 @@ def _json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    width = max(len(finding.name) for finding in diagnosis.findings)
-    columns = min(120, _columns()) if sys.stdout.isatty() else None
-    group = ""
-    for finding in diagnosis.findings:
-        if finding.group != group:
-            group = finding.group
-            click.echo(click.style(group if group != "medium" else f"medium ({diagnosis.place})", bold=True))
-        _line(finding, width, columns)
     wrong = [finding.name for finding in diagnosis.findings if finding.verdict == "fails"]
     slow = [finding.name for finding in diagnosis.findings if finding.verdict in ("slow", "careful")]
     if wrong:
@@ -99,6 +91,14 @@ def _print(diagnosis: Diagnosis) -> None:
         click.echo(f"everything works; see {', '.join(slow)}")
     else:
         click.echo(click.style("everything works", fg="green", bold=True))
+    width = max(len(finding.name) for finding in diagnosis.findings)
+    columns = min(120, _columns()) if sys.stdout.isatty() else None
+    group = ""
+    for finding in diagnosis.findings:
+        if finding.group != group:
+            group = finding.group
+            click.echo(click.style(group if group != "medium" else f"medium ({diagnosis.place})", bold=True))
+        _line(finding, width, columns)
 
 
 def _columns() -> int:

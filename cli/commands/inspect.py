@@ -183,7 +183,8 @@ def _text(
     info = found.info
     tags = "".join("  " + click.style(f"tag:{tag}", fg="yellow") for tag in info.tags)
     yield click.style(f"checkpoint {info.ref}", bold=True) + tags + ("  LOSSY" if info.lossy else "")
-    smaller = ratio(info.nbytes, info.stored)
+    larger = info.stored > info.nbytes > 0
+    smaller = f"{info.stored / info.nbytes:.1f}x larger" if larger else ratio(info.nbytes, info.stored)
     yield f"{counted(info.tensors, 'tensor')}, {size(info.nbytes)}; stored in {size(info.stored)} ({smaller})"
     yield plan_line(plan)
     yield f"saved {moment(info.time)}   state {info.state}"
@@ -191,7 +192,7 @@ def _text(
     if remote is not None:
         yield _behind(remote)
     for name, value in info.metadata.items():
-        yield f"{name}: {value if isinstance(value, str) else repr(value)}"
+        yield _said(name, value)
     if chain:
         yield ""
         yield plan_table(plan)
@@ -207,6 +208,15 @@ def _text(
     more += [] if chain or len(plan.steps) < 2 else [f"--chain ({counted(len(plan.steps), 'step')})"]
     if more and sys.stdout.isatty():
         yield click.style(f"more: {', '.join(more)}", dim=True)
+
+
+def _said(name: str, value: Any) -> str:
+    """A member of the metadata; numbers as ``ckpt log`` has them."""
+    if name == "metrics" and isinstance(value, dict) and value:
+        return ", ".join(f"{key} {number(one) if isinstance(one, float) else one}" for key, one in value.items())
+    if isinstance(value, float):
+        return f"{name}: {number(value)}"
+    return f"{name}: {value if isinstance(value, str) else repr(value)}"
 
 
 def _stored(tensor: TensorDescription) -> str:

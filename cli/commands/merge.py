@@ -149,8 +149,8 @@ def _closing(done: Merged, timeout: float) -> None:
         note(done.reason)
     if done.answer == "waiting":
         note(
-            f"no answer in {timeout:g} s. The request stays and may still be accepted: a run looks for requests "
-            "every 5 s and after each save. `ckpt log` shows whether it was. If no run is writing: --take-over"
+            f"no answer in {timeout:g} s. A run that is alive looks for requests every 5 s and after each save, and "
+            "may still accept it; a newer term makes it void. If no run is writing: --take-over"
         )
     else:
         note(f"{done.answer}: nothing was changed; the same command plans anew")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -59,6 +60,11 @@ def command(
         emit(_json(store, done, collected, dry_run))
     else:
         _print(done, collected, dry_run)
+        if done.held:
+            note(
+                f"`ckpt compact {shlex.quote(store)} --gc` stores the {done.checkpoints:,} kept ones anew, so that "
+                "what is only a base can go"
+            )
 
 
 def _json(store: str, done: Pruned, collected: Collected | None, dry_run: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 LOST = CorruptionError.exit_code
 """When a checkpoint, or a tag, is lost."""
 _MOST = 20
+_BUILDS = "what it builds on is lost: "
+_BASE = re.compile(rf"^{_BUILDS}([0-9]+@[0-9]+)\Z")
 
 
 @make_command(
@@ -97,6 +100,15 @@ def _print(done: Repaired) -> None:
 
 
 def _print_lost(label: str, lost: Mapping[str, str]) -> None:
-    """Every one of them: that is what the command is for."""
+    """Every one of them: that is what the command is for. Those that are lost for the same reason share a line."""
+    together: dict[str, list[str]] = {}
     for ref, why in lost.items():
-        click.echo(f"{click.style(label, fg='red', bold=True)}     {ref}: {why}")
+        root, seen = ref, {ref}
+        while (found := _BASE.search(lost.get(root, ""))) is not None and found[1] not in seen:
+            root = found[1]
+            seen.add(root)
+        far = root != ref and (root in lost or len(seen) > 2)
+        together.setdefault(f"{_BUILDS}{root}" if far else why, []).append(ref)
+    for why, refs in together.items():
+        text = f"they build on {why.removeprefix(_BUILDS)}" if why.startswith(_BUILDS) and len(refs) > 1 else why
+        click.echo(f"{click.style(label, fg='red', bold=True)}     {ranges(refs)}: {text}")

@@ -10,6 +10,7 @@ import click
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, size, table
+from ckptstore.cli.ranges import kind_name
 
 if TYPE_CHECKING:
     from ckptstore import StoreStats
@@ -84,7 +85,7 @@ def _print(found: StoreStats) -> None:
     click.echo(f"{count:,} checkpoint{'' if count == 1 else 's'}{latest}: {size(found.nbytes)}")
     if found.growth is not None:
         click.echo(f"grows by {size(round(found.growth))} in 1,000 steps")
-    shares = [[kind, f"{share.checkpoints:,}", size(share.nbytes)] for kind, share in found.kinds.items()]
+    shares = [[kind_name(kind), f"{share.checkpoints:,}", size(share.nbytes)] for kind, share in found.kinds.items()]
     click.echo("\n" + table(["KIND", ">CHECKPOINTS", ">STORED"], shares))
     terms = {term: share for term, share in found.terms.items() if share.nbytes or share.checkpoints}
     if len(terms) > 1:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.maintenance.test_pruning import CHAIN, save
 
 
 def test_copy(ckpt: Run, run: Path, tmp_path: Path) -> None:
@@ -65,3 +66,15 @@ def test_repair_of_an_intact_store(ckpt: Run, run: Path, tmp_path: Path) -> None
     assert outcome.out.splitlines()[0].startswith("kept     7 checkpoints")
     assert ckpt("repair", run, tmp_path / "new").code == 2
     assert ckpt("repair", tmp_path / "nothing", tmp_path / "other").code == 3
+
+
+def test_what_is_lost_for_one_reason_is_one_line(ckpt: Run, tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "chain") as store, store.writer(deltas=CHAIN, poll_seconds=None) as writer:
+        save(writer, range(1, 8))
+        key = next(iter(store.checkpoint("2@1").segments))
+    next((tmp_path / "chain").rglob(f"{key}.safetensors")).unlink()
+    done = ckpt("repair", tmp_path / "chain", tmp_path / "new")
+    lost = [line for line in done.out.splitlines() if line.startswith("lost")]
+    assert len(lost) == 2, done.out
+    assert lost[0].startswith("lost     2@1: seg/")
+    assert lost[1] == "lost     3..7@1: they build on 2@1"

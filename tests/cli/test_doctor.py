@@ -20,7 +20,7 @@ def test_text(ckpt: Run, pristine: Path, tmp_path: Path, monkeypatch: pytest.Mon
     outcome = ckpt("doctor", pristine, "--quick")
     assert outcome.code == 0
     assert "checkpoints, the newest 5@3" in outcome.out
-    assert outcome.out.splitlines()[-1].startswith("everything works")
+    assert outcome.out.splitlines()[0].startswith("everything works")
     monkeypatch.chdir(tmp_path)
     here = ckpt("doctor", "--quick")
     assert f"medium ({tmp_path})" in here.out
@@ -35,4 +35,4 @@ def test_what_fails_comes_with_what_to_do(ckpt: Run) -> None:
     lines = outcome.out.splitlines()
     (at,) = (number for number, line in enumerate(lines) if "fails" in line)
     assert lines[at + 1].lstrip().startswith("-> give this user the folder")
-    assert lines[-1] == "does not work: writing"
+    assert lines[0] == "does not work: writing"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ckptstore
@@ -156,9 +157,17 @@ def test_the_best_first(ckpt: Run, tmp_path: Path) -> None:
     }
     with store.writer(poll_seconds=None) as writer:
         for step, metadata in said.items():
-            writer.save({"step": step}, step, metadata=metadata)
+            writer.save({"step": step, "x": np.ones(3)}, step, metadata=metadata)
     found = [entry["step"] for entry in ckpt("log", store.url, "--sort", "loss", "--json").json["checkpoints"]]
     assert found == [2, 1, 5, 4, 3]
+    same = ckpt("log", store.url, "--sort", "metrics.loss:min", "--json").json["checkpoints"]
+    assert [entry["step"] for entry in same] == found
+    misspelt = ckpt("log", store.url, "--sort", "lss")
+    assert (misspelt.code, misspelt.out) == (3, "")
+    assert misspelt.err == "error: no checkpoint has the number 'lss'; there are: loss\n"
+    inspected = ckpt("inspect", store.url, 2).out
+    assert "\nloss 1.25\n" in inspected
+    assert re.search(r"stored in .* \([\d.]+x larger\)\n", inspected)
     highest = ckpt("log", store.url, "--sort", "loss:max", "-n", 2)
     lines = highest.out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["CHECKPOINT", "5@1", "1@1", "..."]
@@ -169,7 +178,8 @@ def test_the_best_first(ckpt: Run, tmp_path: Path) -> None:
     assert drawn[5].startswith("*  2@1")
     assert "loss 1.25" in drawn[5]
     assert [info.step for info in store.lineage(3, by="loss").checkpoints] == [2, 1, 5]
-    assert [info.step for info in store.lineage(by="nothing").checkpoints] == [5, 4, 3, 2, 1]
+    with pytest.raises(ckptstore.NotFoundError, match="no checkpoint has the number 'nothing'; there are: loss"):
+        store.lineage(by="nothing")
 
 
 @pytest.fixture

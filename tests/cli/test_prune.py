@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,27 @@ def test_mistakes(ckpt: Run, chain: Path) -> None:
         assert why in outcome.err
     assert ckpt("prune", chain, "--keep", "last:1", "--timeout", "0.05").code == 10
     assert len(ckptstore.open(chain).checkpoints()) == 20
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_misspelt_metric_is_told(ckpt: Run, chain: Path) -> None:
+    told = "no checkpoint has 'los' (there are: loss): best:los:2 keeps everything until one has"
+    assert f"note: {told}\n" in ckpt("keep", chain, "last:1", "best:los:2", "--take-over").err
+    assert f"note: {told}\n" in ckpt("prune", chain, "--dry-run").err
+    assert "keeps everything" not in ckpt("keep", chain, "best:loss:2", "--take-over").err
+    with pytest.warns(UserWarning, match=re.escape(told)) as caught:
+        ckptstore.open(chain).keep("best:los:2", take_over=True)
+    assert caught[0].filename == __file__
+
+
+def test_what_to_do_next(ckpt: Run, chain: Path) -> None:
+    outcome = ckpt("prune", chain)
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1] == (
+        f"hint: `ckpt prune {chain} --keep last:100` for once, or `ckpt keep {chain} last:100` for good"
+    )
+    assert ckpt("keep", chain, "last=5").err.endswith("hint: did you mean last:5?\n")
+    ckpt("tag", chain, "good", "4", "--take-over")
+    assert ckpt("inspect", chain, "good").err.endswith("hint: did you mean tag:good?\n")
+    pruned = ckpt("prune", chain, "--keep", "every:5", "--take-over")
+    assert f"note: `ckpt compact {chain} --gc` stores the 6 kept ones anew" in pruned.err

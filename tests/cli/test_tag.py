@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
@@ -41,10 +47,45 @@ def test_beside_a_run(ckpt: Run, run: Path) -> None:
 def test_nobody_answers(ckpt: Run, run: Path) -> None:
     outcome = ckpt("tag", run, "old", "3@1", "--timeout", "0.01")
     assert outcome.code == 10
+    assert outcome.err.splitlines()[0] == (
+        f"note: asked the writer ({platform.node()}, pid {os.getpid()}); waiting up to 0.01 s (--timeout)"
+    )
     assert "did not answer" in outcome.err
     assert "--take-over" in outcome.err.splitlines()[-1]
     found = ckpt("retire", run, "3@1", "--timeout", "0", "--json")
     assert (found.code, found.json["error"]["type"]) == (10, "RequestTimeoutError")
+
+
+WRITES = """
+import os, sys, ckptstore
+writer = ckptstore.open(sys.argv[1]).writer(poll_seconds=None)
+writer.save({"lr": 0.5}, 6)
+os._exit(9)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("tag", "old", "3@1"),
+        ("tag", "best", "--delete"),
+        ("keep", "last:2"),
+        ("prune", "--keep", "last:2"),
+        ("retire", "3@1"),
+        ("compact",),
+    ],
+)
+def test_the_writer_is_gone_and_nobody_waits(ckpt: Run, run: Path, arguments: tuple[str, ...]) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", WRITES, run])
+    assert dead.wait() == 9
+    name, *rest = arguments
+    outcome = ckpt(name, run, *rest)
+    assert outcome.code == 10
+    *_, said, hint = outcome.err.splitlines()
+    assert said == f"error: {run}: nobody is writing (process {dead.pid} on this host is gone), so nobody can answer"
+    assert hint.startswith("hint: repeat with --take-over")
+    assert "asked the writer" not in outcome.err
+    assert ckptstore.open(run).backend.list("req/") == []
 
 
 def test_mistakes(ckpt: Run, run: Path) -> None:

@@ -98,7 +98,7 @@ def compact(
     if dry_run or not planned.moves:
         done = tuple(_told(move, "planned", "", None) for move in planned.moves)
         return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
-    author = Successor(journal, "compact") if take_over else Requester(journal, timeout)
+    author = Successor(journal, "compact") if take_over else Requester(journal, timeout, catalog)
     slowed = _Throttle(bandwidth)
     with Workshop(journal, progress, dry_run=False, held_back=slowed.around) as shop:
         made = _make_all(Maker(journal, author, shop), author, planned)

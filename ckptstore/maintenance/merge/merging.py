@@ -109,12 +109,13 @@ def merge(
     timeout = seconds("timeout", timeout)
     if journal.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be merged")
-    chosen = select_range(read(journal).catalog, text, keep_steps=keep_steps)  # says what is wrong before a fence does
+    catalog = read(journal).catalog
+    chosen = select_range(catalog, text, keep_steps=keep_steps)  # says what is wrong before a fence does
     if on_loss is not None and chosen.retired:
         on_loss(tuple(map(ref_of, chosen.retired)))
     author: Author | None = None
     if not dry_run:
-        author = Successor(journal, "merge") if take_over else Requester(journal, timeout)
+        author = Successor(journal, "merge") if take_over else Requester(journal, timeout, catalog)
     owned = None if author is None else author.owned
     with Work(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, text, keep_steps=keep_steps, tries=1 if owned is not None else _TRIES)
