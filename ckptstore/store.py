@@ -287,7 +287,7 @@ class Store:
         Interrupted, it is gone on with by the next call, or by the next writer.
 
         Args:
-            remote: URL or path; None: that of the store.
+            remote: URL or path, where a second tier is made if there is none; None: the store's, which must be there.
             remote_options, bandwidth: as for `open`; None: as the store was opened with.
             progress: told (bytes done, bytes in all).
 
@@ -299,7 +299,10 @@ class Store:
         from ckptstore.tiers.syncing import sync
 
         self.format  # noqa: B018 - raises when there is none
-        return sync(self._pair_with(remote, remote_options, bandwidth), told(progress))
+        pair = self._pair_with(remote, remote_options, bandwidth)
+        if remote is None:
+            pair.check_there()
+        return sync(pair, told(progress))
 
     def sync_forever(
         self,
@@ -327,7 +330,10 @@ class Store:
         from ckptstore.tiers.syncing import follow
 
         self.format  # noqa: B018 - raises when there is none
-        return follow(self._pair_with(remote, remote_options, bandwidth), every, on_failure=on_failure)
+        pair = self._pair_with(remote, remote_options, bandwidth)
+        if remote is None:
+            pair.check_there()
+        return follow(pair, every, on_failure=on_failure)
 
     def _pair_with(
         self,

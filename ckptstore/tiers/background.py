@@ -9,12 +9,12 @@ import time
 import warnings
 from typing import Final
 
-from ckptstore.errors import FencedError, WriterClosedError
+from ckptstore.errors import CorruptSegmentError, FencedError, WriterClosedError
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host import background
 from ckptstore.log.reading import read
 from ckptstore.tiers.choosing import lag_between
-from ckptstore.tiers.draining import Drain
+from ckptstore.tiers.draining import Drain, Drained
 from ckptstore.write.second_tier import Lag
 
 __all__ = ["Draining"]
@@ -38,6 +38,7 @@ class Draining:
         self._ended = False
         self._fenced: FencedError | None = None
         self._failure: Exception | None = None
+        self._left: Drained = Drained()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -66,6 +67,8 @@ class Draining:
         with self._changed:
             while not self.has(node):
                 self.check()
+                if ref_of(node) in self._left.damaged:
+                    raise CorruptSegmentError(self._left.damage)
                 why = f": {self._failure}" if self._failure is not None else ""
                 if self._ended:
                     raise WriterClosedError(f"{ref_of(node)} is not in the remote, and the writer is closed{why}")
@@ -81,7 +84,7 @@ class Draining:
         """
         there = self._drain.remote
         assert there is not None  # opening drains
-        failure = self._fenced or self._failure
+        failure = self._fenced or self._failure or self._left.damage
         return lag_between(read(self._drain.pair.local).catalog, there.catalog, str(failure) if failure else None)
 
     def close(self) -> None:
@@ -94,10 +97,11 @@ class Draining:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        if self._failure is not None and self._fenced is None:
+        here, text = self._drain.pair.local.url, self._left.damage
+        if self._failure is not None:
+            text = f"{self._failure}; what the remote lacks is in {here}: the next writer drains it, or `ckpt sync`"
+        if text is not None and self._fenced is None:
             with contextlib.suppress(Warning):
-                here = self._drain.pair.local.url
-                text = f"{self._failure}; what the remote lacks is in {here}: the next writer drains it, or `ckpt sync`"
                 warnings.warn(text, stacklevel=2)
 
     def _run(self) -> None:
@@ -112,7 +116,7 @@ class Draining:
                 if self._closing:
                     return
             else:
-                self._failure = None
+                self._failure, self._left = None, done
                 # A pass looks through the catalog: it takes no more than half of a core, however fast commits come.
                 pause = time.monotonic() - began
                 if done.over is not None:

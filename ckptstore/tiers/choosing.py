@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Encoding, Node, ref_of
@@ -21,11 +21,12 @@ def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
     ]
 
 
-def drainable(here: Catalog, there: Catalog) -> tuple[Catalog, tuple[Node, ...]]:
+def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) -> tuple[Catalog, tuple[Node, ...]]:
     """What the remote is to have in the end -> a catalog, and the checkpoints that it never gets, ascending.
 
-    A term is still written to if it is the remote's newest, or newer. What the remote does not have of earlier ones is
-    a branch: somebody continued the run without it.
+    Of segments that are `damaged` nothing is wanted, nor of what cannot be restored without them. A term is still
+    written to if it is the remote's newest, or newer. What the remote does not have of earlier ones is a branch:
+    somebody continued the run without it.
     """
     whole = part_of(here, None)
     foreign = foreign_terms(here, there)
@@ -42,9 +43,24 @@ def drainable(here: Catalog, there: Catalog) -> tuple[Catalog, tuple[Node, ...]]
     nodes = [node for node in whole.checkpoints if wanted(node)]
     edges = [edge for edge in _edges(whole) if wanted(edge.checkpoint) and _leads_there(edge, here, there, live)]
     with_paths(part, here, nodes, edges)
+    if not damaged.isdisjoint(part.segments):
+        part = _without(part, here, damaged)
     part.terms.update((number, opened) for number, opened in whole.terms.items() if number not in foreign)
     branch = sorted(node for node in whole.checkpoints if not wanted(node))
     return part, tuple(branch)
+
+
+def _without(part: Catalog, here: Catalog, damaged: Set[str]) -> Catalog:
+    """`part` without segments that are damaged, and without what then has no chain."""
+    fewer = Catalog(term=part.term, keep=part.keep, keep_seq=part.keep_seq)
+    sound = [edge for edge in _edges(part) if damaged.isdisjoint(edge.segments)]
+    with_paths(fewer, here, part.checkpoints, sound)
+    entries = {**fewer.checkpoints, **fewer.held}
+    whole = {node for node, entry in entries.items() if fewer.restorable(entry.id)}
+    left = Catalog(term=part.term, keep=part.keep, keep_seq=part.keep_seq)
+    edges = [edge for edge in sound if edge.checkpoint in whole and (edge.base is None or edge.base.node in whole)]
+    with_paths(left, here, [node for node in part.checkpoints if node in whole], edges)
+    return left
 
 
 def _edges(catalog: Catalog) -> Iterable[Encoding]:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptstore.errors import CorruptLogError, FencedError, StorageError, UsageError
+from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, SegmentEntry, ref_of
 from ckptstore.host.crash_points import crash_point
@@ -44,6 +44,8 @@ class Drained:
         segments: how many, of `nbytes` bytes.
         branch: REFs of what it never gets: the run was continued elsewhere. They stay in the store.
         over: the term by which it was, and who opened it; None: it was not.
+        damaged: REFs of what is damaged in the store and was left out; with `why`.
+        why: the first error; None: nothing is.
     """
 
     checkpoints: int = 0
@@ -51,6 +53,16 @@ class Drained:
     nbytes: int = 0
     branch: tuple[str, ...] = ()
     over: str | None = None
+    damaged: tuple[str, ...] = ()
+    why: str | None = None
+
+    @property
+    def damage(self) -> str | None:
+        """What is damaged, in words; None: nothing is."""
+        if not self.damaged:
+            return None
+        named = f"{', '.join(self.damaged[:3])}{' ...' if len(self.damaged) > 3 else ''}"
+        return f"{named} ({len(self.damaged)} checkpoints) cannot be brought to the remote: {self.why}"
 
     def fenced(self, pair: Pair) -> FencedError:
         """What a writer of the store is told when the run was continued elsewhere."""
@@ -75,6 +87,7 @@ class Drain:
         self.pair = pair
         self.remote: View | None = None
         self._local: View | None = None
+        self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
         self._advance = Throttle(pair.bandwidth, advance).advance
         check_apart(pair.local.backend, pair.remote.backend)
 
@@ -101,7 +114,8 @@ class Drain:
 
     def once_alone(self) -> Drained:
         """`once`, by who has locked others out. Raises as `once`."""
-        for _ in range(_TRIES):
+        tries = 0
+        while tries < _TRIES:
             replica = Replica(
                 self.pair.remote.backend,
                 Origin(self.pair.local.format, "copy", "full: all of a tier"),
@@ -112,7 +126,11 @@ class Drain:
             self._note(replica)
             try:
                 done = self._pass(replica)
+            except CorruptSegmentError as error:
+                self._leave_out(error)
+                continue
             except UsageError:
+                tries += 1
                 seen = self._reread()
                 if seen is None or seen.end <= before.end:
                     raise
@@ -120,6 +138,14 @@ class Drain:
             self._maintain(replica)
             return done
         raise StorageError(f"{self.pair.remote.url}: other drains were faster, {_TRIES} times in a row")
+
+    def _leave_out(self, error: CorruptSegmentError) -> None:
+        """Go on without the segments that an error names: one that is damaged must not keep all later ones here."""
+        assert self._local is not None  # a pass reads it first
+        found = {one for one in self._local.catalog.segments if one in str(error)} - self._damaged.keys()
+        if not found:
+            raise error
+        self._damaged.update(dict.fromkeys(found, str(error)))
 
     def _note(self, replica: Replica) -> None:
         self.remote = replica.view()
@@ -147,7 +173,12 @@ class Drain:
             if replica.begun:
                 replica.finish()
         crash_point("drain.done")
-        return Drained(len(there.checkpoints) - had, copies.brought, copies.nbytes, refs)
+        lost: tuple[str, ...] = ()
+        if self._damaged:
+            lost = tuple(ref_of(node) for node in sorted(here.checkpoints) if node not in wanted.checkpoints)
+            lost = tuple(ref for ref in lost if ref not in refs)
+        why = next(iter(self._damaged.values())) if lost else None
+        return Drained(len(there.checkpoints) - had, copies.brought, copies.nbytes, refs, damaged=lost, why=why)
 
     @contextlib.contextmanager
     def _claimed(self, replica: Replica) -> Iterator[tuple[Catalog, Catalog, tuple[Node, ...]]]:
@@ -156,7 +187,7 @@ class Drain:
             self._local = read(self.pair.local, self._local)
             here = self._local.catalog
             _check_sound(self.pair.local, here)
-            wanted, branch = drainable(here, replica.catalog)
+            wanted, branch = drainable(here, replica.catalog, self._damaged.keys())
             needed = [name for name in wanted.segments if name not in replica.catalog.segments]
             if not needed:
                 yield here, wanted, branch
@@ -213,4 +244,20 @@ def lag_of(pair: Pair) -> Lag:
         StoreNotFoundError, CorruptLogError, StorageError: one of them cannot be read.
     """
     here = read(pair.local).catalog
-    return lag_between(here, read(Journal(pair.remote.backend, pair.remote.format)).catalog)
+    if pair.remote.run != pair.local.run:
+        other = f"{pair.remote.url}: there is the store of another run, {pair.remote.run}"
+        return lag_between(here, Catalog(), other)
+    there = read(Journal(pair.remote.backend, pair.remote.format)).catalog
+    return lag_between(here, there, _ahead(pair, here, there))
+
+
+def _ahead(pair: Pair, here: Catalog, there: Catalog) -> str | None:
+    """What the remote has and the store does not, if that is newer; None: nothing."""
+    mine, theirs = here.latest(), there.latest()
+    if theirs is None or here.find(theirs.node) is not None or (mine is not None and theirs.node < mine.node):
+        return None
+    newest = "nothing" if mine is None else mine.id.ref
+    return (
+        f"{pair.remote.url} is ahead: it has {theirs.id.ref}, this store {newest}. The run was continued elsewhere, or "
+        "this store was set back to an older copy"
+    )

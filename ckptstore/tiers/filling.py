@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from ckptstore.errors import (
@@ -18,7 +19,7 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.records import COPYING_KEY, CheckpointId, Node, SegmentEntry, ref_of
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import FallbackWarning, warn
@@ -89,7 +90,12 @@ def _unfinished(journal: Journal) -> bool:
 def _restored(pair: Pair, origin: Origin) -> str | None:
     def choose(catalog: Catalog) -> tuple[Node | None, Catalog]:
         latest = catalog.latest()
-        return None if latest is None else latest.node, _line_of(catalog, None if latest is None else latest.node)
+        node = None if latest is None else latest.node
+        wanted = _line_of(catalog, node)
+        if wanted.terms:  # the store remembers where it came from before a writer opens a term in it
+            newest = wanted.terms[max(wanted.terms)]
+            wanted.terms[newest.term] = replace(newest, extra={**newest.extra, REMOTE: pair.remote.url})
+        return node, wanted
 
     with claim(pair.remote, choose, lambda chosen: tuple(chosen[1].segments)) as (_view, (node, wanted)):
         replica = Replica(pair.local.backend, origin)

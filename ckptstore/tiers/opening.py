@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId
-from ckptstore.host.caller_warnings import BranchWarning, warn
+from ckptstore.host.caller_warnings import BranchWarning, FallbackWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.journal import Journal
@@ -36,6 +36,7 @@ def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, op
         UsageError: the remote holds another run; or this store has gone on by itself and cannot follow.
     """
     with pair.reaching("no term was opened"):
+        pair.check_there()
         restore_newest(pair)
         drain = Drain(pair)
     # Some media hold a segment in memory until it is whole: what is drained to them shall not take gigabytes.
@@ -63,6 +64,8 @@ def _open_in_both(
         done = drain.once_alone()
         if done.branch:
             warn(f"{done.fenced(pair)}; this term continues from what the remote has", BranchWarning)
+        if done.damaged:
+            warn(f"{done.damage}; this term continues from what the remote has", FallbackWarning)
         crash_point("tiers.drained")
         before = drain.remote
         assert before is not None  # a pass reads it

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
 from ckptstore.backends.local import LocalBackend
-from ckptstore.errors import CorruptionError, NotFoundError, StorageError, UsageError
+from ckptstore.errors import CorruptionError, NotFoundError, StorageError, StoreNotFoundError, UsageError
 from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.progress import Advance
@@ -132,6 +132,25 @@ class Pair:
                 return None
             raise UsageError(f"{url}: a store is not its own remote")
         return cls(local, Journal(theirs), remote.bandwidth)
+
+    def check_there(self) -> None:
+        """Raise `StorageError` where the remote holds no store, though terms of this run were opened in it.
+
+        Prevents: a disk that is not mounted, or a folder that is gone, taken for a new remote. It would know nothing of
+        who continued the run, and acknowledge what then is on this machine alone.
+        """
+        with contextlib.suppress(NotFoundError, CorruptionError):
+            if configured(read(self.local).catalog) != self.remote.url:
+                return
+            try:
+                Journal(self.remote.backend).format  # noqa: B018 - the property reads the file
+            except StoreNotFoundError as error:
+                raise StorageError(
+                    errno.ENOENT,
+                    "no store is there any more, although this run was brought to it: not mounted, moved or deleted? "
+                    "`ckpt sync STORE REMOTE`, with its name, makes it anew",
+                    self.remote.url,
+                ) from error
 
     @contextlib.contextmanager
     def reaching(self, what: str) -> Iterator[None]:

@@ -25,6 +25,8 @@ class Synced:
         segments: how many, of `nbytes` bytes.
         branch: REFs of what it never gets, because the run was continued elsewhere; they stay in the store.
         over: by which term that was, and who opened it; None: it was not.
+        damaged: REFs of what is damaged here, and was left out.
+        damage: that in words, with the first error; None: nothing is.
     """
 
     run: str
@@ -33,6 +35,8 @@ class Synced:
     nbytes: int
     branch: tuple[str, ...] = ()
     over: str | None = None
+    damaged: tuple[str, ...] = ()
+    damage: str | None = None
 
 
 def sync(pair: Pair, progress: Progress | None = None) -> Synced:
@@ -51,7 +55,9 @@ def drained_catalog(pair: Pair) -> Catalog:
 
 def _once(drain: Drain, pair: Pair) -> Synced:
     done = drain.once()
-    return Synced(pair.local.run, done.checkpoints, done.segments, done.nbytes, done.branch, done.over)
+    return Synced(
+        pair.local.run, done.checkpoints, done.segments, done.nbytes, done.branch, done.over, done.damaged, done.damage
+    )
 
 
 def follow(

@@ -114,13 +114,14 @@ def _remote(store: Store) -> dict[str, Any] | None:
         "steps": lag.steps,
         "bytes": lag.nbytes,
         "branch": list(lag.branch),
-        "error": None,
+        "error": lag.error,
     }
 
 
 def _behind(remote: dict[str, Any]) -> str:
     if remote["error"] is not None:
-        return f"remote: {remote['url'] or 'unknown'}: {remote['error']}"
+        url = remote["url"] or "unknown"
+        return f"remote: {remote['error']}" if url in remote["error"] else f"remote: {url}: {remote['error']}"
     far = f"{remote['checkpoints']:,} checkpoints behind ({remote['steps']:,} steps, {size(remote['bytes'])})"
     kept = f"; never there: {ranges(remote['branch'])}" if remote["branch"] else ""
     return f"remote: {remote['url']}: {far if remote['checkpoints'] else 'up to date'}{kept}"

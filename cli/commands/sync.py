@@ -11,7 +11,7 @@ from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, emit_line, note, progress, size
 from ckptstore.cli.ranges import ranges
-from ckptstore.errors import FencedError
+from ckptstore.errors import CorruptionError, FencedError
 
 if TYPE_CHECKING:
     from ckptstore import Synced
@@ -70,6 +70,11 @@ def _tell(store: str, remote: str | None, done: Synced, print_json: Callable[[di
         if done.branch:
             click.echo(f"not in the remote, kept here as a branch: {ranges(done.branch)}")
             note("they can be read and exported here; a writer continues from what the remote has")
+        if done.damage:
+            click.echo(f"left out, damaged here: {ranges(done.damaged)}")
+            note(f"{done.damage}; `ckpt verify {store}` says what else is")
+    if done.damaged:
+        return CorruptionError.exit_code
     return ELSEWHERE if done.branch else 0
 
 
@@ -83,4 +88,5 @@ def _json(store: str, remote: str | None, done: Synced) -> dict[str, Any]:
         "bytes": done.nbytes,
         "branch": list(done.branch),
         "over": done.over,
+        "damaged": list(done.damaged),
     }

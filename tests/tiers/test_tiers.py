@@ -322,3 +322,79 @@ def test_another_run_in_the_remote_is_refused(folders: Place) -> None:
         folders.open().writer()
     with pytest.raises(CheckpointNotFoundError):
         folders.open().load("9@9")
+
+
+def test_a_remote_that_is_not_there_is_no_new_one(folders: Place) -> None:
+    """A disk that is not mounted is an empty folder; what it holds is who continued the run."""
+    fill(folders.open(), 1, 2)
+    fill(folders.open(folders.there), 3, 4)
+    remote = Path(folders.remote)
+    remote.rename(remote.parent / "away")
+    for empty in (False, True):
+        if empty:
+            remote.mkdir()
+        with pytest.raises(StorageError, match="no store is there any more"):
+            folders.open().writer()
+        with pytest.raises(StorageError, match="no store is there any more"):
+            ckptstore.open(folders.here).sync()
+        assert steps(ckptstore.open(folders.here)) == ["1@1", "2@1"]
+    assert not list(remote.iterdir())
+    assert folders.open().sync(folders.remote).checkpoints == 2  # by its name it is made anew
+    shutil.rmtree(remote)
+    (remote.parent / "away").rename(remote)
+    assert steps(folders.theirs()) == ["1@1", "2@1", "3@2", "4@2"]
+
+
+def test_a_restored_store_knows_its_remote(folders: Place) -> None:
+    fill(folders.open(), 1, 3)
+    shutil.rmtree(folders.here)
+    assert folders.open().latest_step() == 3
+    store = ckptstore.open(folders.here)
+    assert store.lag() == ckptstore.Lag()
+    check(store.load(1, framework="numpy"), 1)
+    fill(store, 4, 5)
+    assert steps(folders.theirs()) == ["1@1", "2@1", "3@1", "4@2", "5@2"]
+
+
+def test_lag_tells_of_another_run_and_of_a_remote_that_is_ahead(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    shutil.copytree(folders.here, folders.there)
+    fill(folders.open(), 3, 4)
+    lag = ckptstore.open(folders.there).lag()
+    assert lag is not None
+    assert "is ahead: it has 4@2, this store 2@1" in (lag.error or "")
+    shutil.rmtree(folders.remote)
+    fill(ckptstore.open(folders.remote), 1, 1)
+    lag = ckptstore.open(folders.here).lag()
+    assert lag is not None
+    assert lag.checkpoints == 4
+    assert "the store of another run" in (lag.error or "")
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_what_is_damaged_here_keeps_nothing_else_from_the_remote(folders: Place, chained: bool) -> None:
+    fill(folders.open(), 1, 2)
+    with ckptstore.open(folders.here, remote=False).writer(deltas=1 if chained else None, poll_seconds=None) as writer:
+        for step in range(3, 7):
+            writer.save(state(step), step)
+    before, broken_one = (
+        {segment.key for segment, _ in ckptstore.open(folders.here).describe(ref)} for ref in ("3@2", "4@2")
+    )
+    (broken,) = broken_one - before
+    path = folders.here / broken
+    data = bytearray(path.read_bytes())
+    data[-200] ^= 1
+    path.write_bytes(data)
+    lost = ("4@2", "5@2", "6@2") if chained else ("4@2",)
+    done = ckptstore.open(folders.here).sync()
+    assert done.damaged == lost
+    assert broken in (done.damage or "")
+    assert steps(folders.theirs()) == [ref for ref in ("1@1", "2@1", "3@2", "4@2", "5@2", "6@2") if ref not in lost]
+    assert folders.theirs().verify(deep=True).ok
+    with pytest.warns(FallbackWarning, match="4@2"):
+        writer = folders.open().writer()
+    with writer:
+        assert writer.parent is not None
+        assert writer.parent.ref == ("3@2" if chained else "6@2")
+        writer.save(state(7), 7)
+    assert steps(folders.theirs())[-1] == "7@3"
