@@ -929,6 +929,8 @@ class Store:
 
         if everything == bool(rules):
             raise UsageError("keep: give rules, or everything=True to have none; rules() says which there are")
+        if not all(isinstance(rule, str) for rule in rules):
+            raise UsageError("keep: rules are texts, each an argument of its own: keep('last:10', 'every:100')")
         return set_rules(self.journal, rules, take_over=take_over, timeout=timeout)
 
     def prune(

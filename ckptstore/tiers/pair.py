@@ -57,10 +57,13 @@ class Remote:
         """As given to `open`. A path is made absolute: the store remembers it.
 
         Raises:
-            UsageError: the URL holds a user's name or password; `bandwidth` is no number of bytes.
+            UsageError: no URL, or one that holds a user's name or password; `bandwidth` is no number of bytes.
         """
-        if bandwidth is not None and not (isinstance(bandwidth, int | float) and 1 <= bandwidth < 1e15):
+        number = isinstance(bandwidth, int | float) and not isinstance(bandwidth, bool)
+        if bandwidth is not None and not (number and 1 <= bandwidth < 1e15):
             raise UsageError(f"bandwidth: {bandwidth!r}; it takes bytes per second, 1 or more")
+        if not (url is None or url is False or isinstance(url, str | os.PathLike)):
+            raise UsageError(f"remote: {url!r}; it takes a path or URL, False, or None")
         text = url if url is None or url is False else _checked(os.fsdecode(url))
         return cls(text, dict(options or {}), None if bandwidth is None else int(bandwidth))
 

@@ -10,6 +10,7 @@ import click
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, emit_line, note, progress, size
+from ckptstore.cli.quantities import RATE
 from ckptstore.cli.ranges import ranges
 from ckptstore.errors import CorruptionError, FencedError
 
@@ -38,9 +39,7 @@ ELSEWHERE = FencedError.exit_code
     metavar="SECONDS",
     help="With --follow: between two looks at the store. Default: 2.",
 )
-@click.option(
-    "--bandwidth", type=click.FloatRange(min=1), metavar="BYTES", help="At most so many bytes a second. Default: all."
-)
+@click.option("--bandwidth", type=RATE, help="No more than that in a second: 50MB/s.")
 def command(store: str, remote: str | None, follow: bool, every: float, bandwidth: float | None, as_json: bool) -> int:
     """Bring to a second tier what it lacks.
 

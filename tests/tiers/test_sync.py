@@ -52,7 +52,7 @@ def test_sync_brings_there_what_is_new_and_goes_on_after_kills(place: Place, s3:
     assert theirs.verify(deep=True).ok
     before = len(theirs.terms())
     fill(ckptstore.open(place.here), 4, 5)
-    done = CliRunner().invoke(cli, [*sync, "--bandwidth", "1e9"])
+    done = CliRunner().invoke(cli, [*sync, "--bandwidth", "1GB/s"])
     assert done.output.startswith("drained 2 checkpoints: 2 segments"), done.output
     assert len(place.theirs().terms()) == before + 1
     assert CliRunner().invoke(cli, list(sync)).output.startswith("drained 0 checkpoints")

@@ -398,3 +398,10 @@ def test_what_is_damaged_here_keeps_nothing_else_from_the_remote(folders: Place,
         assert writer.parent.ref == ("3@2" if chained else "6@2")
         writer.save(state(7), 7)
     assert steps(folders.theirs())[-1] == "7@3"
+
+
+@pytest.mark.parametrize("options", [{"remote": 5}, {"bandwidth": True}, {"bandwidth": 0}, {"bandwidth": "fast"}])
+def test_what_is_no_remote_and_no_bandwidth_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        ckptstore.open(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
