@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from ckptstore.backends.system_errors import is_bad_medium
 from ckptstore.errors import CkptError, CorruptionError, StorageError
@@ -12,6 +13,9 @@ from ckptstore.host.caller_warnings import FallbackWarning, warn
 from ckptstore.restore.plan import Plan, plan
 
 __all__ = ["around"]
+
+_LOOKED_AT: Final = 1000
+"""Checkpoints of a term: who waits for an error should not wait for the plans of a long history."""
 
 
 def around(
@@ -27,7 +31,7 @@ def around(
         held: see `plan`.
 
     Raises:
-        `error`: it is no damage, or there is no other way.
+        `error`: it is no damage, or there is no other way; a note then names the nearest checkpoint that has one.
     """
     text = str(error)
     guilty = tuple(segment for segment in chosen.segments if segment in text)
@@ -38,7 +42,29 @@ def around(
     try:
         other = plan(catalog, chosen.target, avoid=avoid, held=held)
     except CorruptionError:
+        if (near := _nearest(catalog, chosen.target, avoid)) is not None:
+            error.add_note(
+                f"{near} is the nearest before {chosen.target.ref} that needs nothing of this: load({near!r}), or "
+                f"resume({near!r}) of a Checkpointer; `ckpt verify` says what else is damaged"
+            )
         raise error from None
     kinds = " and ".join(dict.fromkeys(edge.kind for edge in other.encodings))
     warn(f"{text}; checkpoint {chosen.target.ref} is restored by another of its encodings ({kinds})", FallbackWarning)
     return avoid
+
+
+def _nearest(catalog: Catalog, target: CheckpointId, avoid: frozenset[str]) -> str | None:
+    """REF of the newest checkpoint before `target` on its line that needs none of some segments; None: none is."""
+    term, below = target.node
+    while (opened := catalog.terms.get(term)) is not None:
+        steps = sorted((node for node in catalog.checkpoints if node[0] == term and node[1] < below), reverse=True)
+        for node in steps[:_LOOKED_AT]:
+            try:
+                plan(catalog, catalog.checkpoints[node].id, avoid=avoid)
+            except CorruptionError:
+                continue
+            return catalog.checkpoints[node].ref
+        if opened.parent is None:
+            return None
+        term, below = opened.parent.term, opened.parent.step + 1
+    return None

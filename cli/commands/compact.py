@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -131,6 +133,8 @@ def _move(move: CompactMove) -> dict[str, Any]:
     }
 
 
+_WIDE = 110
+"""Columns that the table takes with the reasons."""
 _SHOWN = 40
 """Moves that the table has: of more, the first and last."""
 
@@ -141,7 +145,13 @@ def _print(done: CompactReport, collected: int | None, timeout: float) -> None:
     else:
         shown = [*done.moves[: _SHOWN // 2], *done.moves[max(_SHOWN // 2, len(done.moves) - _SHOWN // 2) :]]
         headings = ["MOVE", "CHECKPOINTS", "WHY", ">STORED BEFORE", ">AFTER", ">RESTORE BEFORE", ">AFTER", "RESULT"]
-        click.echo(table(headings, [_row(move) for move in shown]))
+        rows = [_row(move) for move in shown]
+        if sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE:
+            headings = ["MOVE", "CHECKPOINTS", ">STORED", ">AFTER", ">RESTORE", ">AFTER", "RESULT"]
+            for row in rows:
+                del row[2]
+            note("why: `--json`, or a terminal of 110 columns")
+        click.echo(table(headings, rows))
         if len(shown) < len(done.moves):
             note(f"{len(done.moves) - len(shown):,} moves between them are not shown; --json has all")
     for move in done.moves:

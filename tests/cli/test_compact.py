@@ -8,6 +8,7 @@ import pytest
 
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.cli.terminal import on_a_terminal
 from tests.maintenance.test_compacting import CHAIN, filled
 
 
@@ -39,6 +40,13 @@ def test_dry_run_then_the_moves_then_nothing(ckpt: Run, chain: Path) -> None:
     assert ckpt("verify", chain, "--deep").code == 0
     again = ckpt("compact", chain, "--take-over")
     assert again.out.splitlines()[0].startswith("nothing to compact")
+
+
+def test_eighty_columns(chain: Path) -> None:
+    shown = on_a_terminal("compact", chain, "--dry-run", errors=False).splitlines()
+    assert shown[0].split() == ["MOVE", "CHECKPOINTS", "STORED", "AFTER", "RESTORE", "AFTER", "RESULT"]
+    assert max(len(line) for line in shown[:2]) <= 80
+    assert "WHY" in on_a_terminal("compact", chain, "--dry-run", columns=140)
 
 
 def test_limits(ckpt: Run, chain: Path) -> None:

@@ -218,3 +218,25 @@ def test_a_bad_sector_is_damage_and_want_of_memory_is_none(
         return
     with pytest.warns(FallbackWarning, match="Input/output error"):
         same(state(3), store.load("3@1", framework="numpy"))
+
+
+@pytest.mark.parametrize("how", ["missing", "header", "chunk"])
+def test_an_error_names_the_nearest_that_is_whole(tmp_path: Path, how: str) -> None:
+    """Across terms, and past what builds on the same damage."""
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer() as writer:
+        writer.save(state(1), 1)
+    with store.writer(deltas=1, poll_seconds=None) as writer:
+        for step in (2, 3, 4):
+            writer.save(state(step), step)
+    (first,) = (tmp_path / "store" / segment.key for segment, _ in store.describe("2@2")[:1])
+    DAMAGES[how](first)
+    with pytest.raises(CorruptSegmentError) as raised:
+        store.load(framework="numpy")
+    assert [note.split()[:5] for note in raised.value.__notes__] == [["1@1", "is", "the", "nearest", "before"]]
+    same(state(1), store.load("1@1", framework="numpy"))
+    (only,) = (tmp_path / "store" / segment.key for segment, _ in store.describe("1@1"))
+    only.unlink()
+    with pytest.raises(CorruptSegmentError) as raised:  # nothing comes before
+        store.load("1@1", framework="numpy")
+    assert not getattr(raised.value, "__notes__", [])
