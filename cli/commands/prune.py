@@ -62,8 +62,7 @@ def command(
         _print(done, collected, dry_run)
         if done.held:
             note(
-                f"`ckpt compact {shlex.quote(store)} --gc` stores the {done.checkpoints:,} kept ones anew, so that "
-                "what is only a base can go"
+                f"`ckpt compact {shlex.quote(store)} --gc` stores what is kept anew, so that what is only a base can go"
             )
 
 

@@ -25,6 +25,7 @@ from ckptstore.errors import (
     CommitUnknownError,
     CorruptSegmentError,
     FencedError,
+    RequestTimeoutError,
     StorageError,
     UsageError,
     WriterClosedError,
@@ -341,8 +342,8 @@ def perform(stage: Stage, actor: str) -> int:
 
 
 def _excused(error: CkptError, stage: Stage) -> bool:
-    """Whether this may happen to anyone here: fenced by a rival, a full disk, the faults that were put in."""
-    if isinstance(error, FencedError | CommitUnknownError | WriterClosedError):
+    """Whether this may happen to anyone here: fenced by a rival, nobody to ask, a full disk, faults put in."""
+    if isinstance(error, FencedError | CommitUnknownError | WriterClosedError | RequestTimeoutError):
         return True
     if isinstance(error, StorageError):
         return bool(stage.faulty) or error.errno == errno.ENOSPC
