@@ -40,7 +40,8 @@ _SEGMENT = re.compile(r"seg/[0-9]+/([0-9a-f]{32})\.safetensors")
 
 def hint_for(error: BaseException) -> str | None:
     """The hint for an error: what it says itself, else what its kind tells."""
-    notes = getattr(error, "__notes__", None)
+    # What a script would call next is of no use in a shell: the command is named below.
+    notes = [note for note in getattr(error, "__notes__", ()) if "needs nothing of this: load(" not in note]
     if notes:
         return str(notes[-1])
     typed = TYPED.get() or {}
