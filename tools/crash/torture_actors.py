@@ -244,6 +244,10 @@ def fold_diffs(stage: Stage) -> None:
         stage.note(nothing_to_merge=1)
         time.sleep(0.1)
         return
+    except RequestTimeoutError:  # the writer is known to be gone: nothing was posted
+        stage.note(nobody_to_ask=1)
+        time.sleep(0.1)
+        return
     except CorruptSegmentError:
         if time.monotonic() - begin < PIN_DEAD_AFTER / 2:
             raise
@@ -342,8 +346,8 @@ def perform(stage: Stage, actor: str) -> int:
 
 
 def _excused(error: CkptError, stage: Stage) -> bool:
-    """Whether this may happen to anyone here: fenced by a rival, nobody to ask, a full disk, faults put in."""
-    if isinstance(error, FencedError | CommitUnknownError | WriterClosedError | RequestTimeoutError):
+    """Whether this may happen to anyone here: fenced by a rival, a full disk, faults put in."""
+    if isinstance(error, FencedError | CommitUnknownError | WriterClosedError):
         return True
     if isinstance(error, StorageError):
         return bool(stage.faulty) or error.errno == errno.ENOSPC
