@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ckptstore.backends.bandwidth import bytes_per_second
 from ckptstore.errors import MissingDependencyError, UsageError
+from ckptstore.host.bandwidth import bytes_per_second
 
 __all__ = ["SCHEMES", "ObjectPlace", "place_of"]
 

@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 import obstore
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from ckptstore.backends.bandwidth import PIECE, Bandwidth
 from ckptstore.backends.base import OBJECT_LIMIT, too_long
 from ckptstore.backends.costs import Costs
 from ckptstore.backends.object_errors import RAISED, Failure, understood
 from ckptstore.backends.object_options import ObjectPlace
 from ckptstore.errors import CkptError, CorruptSegmentError, MissingDependencyError, StorageError, UsageError
+from ckptstore.host.bandwidth import PIECE, Bandwidth
 from ckptstore.host.carriers import carried, nap
 
 __all__ = ["PART", "Requests"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, SegmentEntry, ref_of
+from ckptstore.host.bandwidth import held_to
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
 from ckptstore.log import folding
@@ -25,7 +26,7 @@ from ckptstore.maintenance.copies.copying import check_apart, check_known
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.tiers.choosing import drainable, foreign_terms, lag_between
-from ckptstore.tiers.pair import Pair, Throttle, alone
+from ckptstore.tiers.pair import Pair, alone
 from ckptstore.write.second_tier import Lag
 
 __all__ = ["Drain", "Drained", "lag_of"]
@@ -88,7 +89,7 @@ class Drain:
         self.remote: View | None = None
         self._local: View | None = None
         self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
-        self._advance = Throttle(pair.bandwidth, advance).advance
+        self._advance = held_to(pair.bandwidth, advance)
         check_apart(pair.local.backend, pair.remote.backend)
 
     def once(self, patience: Callable[[], bool] = lambda: True) -> Drained:

@@ -20,12 +20,11 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CorruptionError, NotFoundError, StorageError, StoreNotFoundError, UsageError
 from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.records import CheckpointId
-from ckptstore.host.progress import Advance
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.log.term import Term, open_term
 
-__all__ = ["Pair", "Remote", "RemoteRememberedError", "Throttle", "alone", "configured", "open_without_remote"]
+__all__ = ["Pair", "Remote", "RemoteRememberedError", "alone", "configured", "open_without_remote"]
 
 _LONGEST_URL: Final = 4096
 _local_locks: dict[str, threading.Lock] = {}
@@ -225,31 +224,3 @@ def _locked(handle: int | None, patience: Callable[[], bool]) -> bool:
         else:
             break
     return True
-
-
-class Throttle:
-    """Holds whoever copies to a bandwidth, block by block. Several threads share it."""
-
-    def __init__(self, bandwidth: int | None, advance: Advance, sleep: Callable[[float], object] = time.sleep) -> None:
-        """
-        Args:
-            bandwidth: bytes a second; None: no limit.
-            advance: told of the bytes, too.
-            sleep: called with seconds.
-        """
-        self._bandwidth = bandwidth
-        self._tell = advance
-        self._sleep = sleep
-        self._free = 0.0
-        self._lock = threading.Lock()
-
-    def advance(self, nbytes: int) -> None:
-        """So many bytes are on their way: wait until the next may be."""
-        self._tell(nbytes)
-        if self._bandwidth is None:
-            return
-        with self._lock:
-            now = time.monotonic()
-            self._free = max(self._free, now) + nbytes / self._bandwidth
-            pause = self._free - now
-        self._sleep(pause)

@@ -7,8 +7,9 @@ import pytest
 
 import ckptstore
 from ckptstore import UsageError
-from ckptstore.backends import bandwidth, object_requests, object_segments
-from ckptstore.backends.bandwidth import Bandwidth, bytes_per_second
+from ckptstore.backends import object_requests, object_segments
+from ckptstore.host import bandwidth
+from ckptstore.host.bandwidth import Bandwidth, bytes_per_second
 from tools.objects.server import Server
 
 

@@ -235,7 +235,8 @@ def public_methods() -> list[tuple[str, types.FunctionType]]:
     """Every function that a user of a `Store`, a `Writer` or a `PendingSave` may call, properties among them."""
     found: list[tuple[str, types.FunctionType]] = [("open", ckptstore.open), ("verify", ckptstore.verify)]
     for kind in (ckptstore.Store, ckptstore.Writer, ckptstore.PendingSave):
-        for name, member in vars(kind).items():
+        members = {name: member for one in reversed(kind.__mro__) for name, member in vars(one).items()}
+        for name, member in members.items():
             function = member.fget if isinstance(member, property) else member
             if not name.startswith("_") and isinstance(function, types.FunctionType):
                 found.append((f"{kind.__name__}.{name}", function))
@@ -280,8 +281,9 @@ def everything_named() -> dict[str, object]:
     import numpy.typing as npt
 
     names: dict[str, object] = {"npt": npt, "Path": Path}
-    for file in ("store.py", "write/writer.py"):
-        for node in ast.walk(ast.parse((Path(ckptstore.__file__).parent / file).read_text())):
+    home = Path(ckptstore.__file__).parent
+    for file in (*sorted((home / "store").glob("*.py")), home / "write/writer.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckptstore"):
                 module = importlib.import_module(node.module or "")
                 for alias in node.names:

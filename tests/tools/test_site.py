@@ -75,7 +75,7 @@ def test_links_are_those_of_the_site() -> None:
     assert relinked("[s](../formats/SPEC.md#seven) [c](cli.md#log) [h](https://x.org)", "docs") == (
         "[s](spec.md#seven) [c](cli.md#log) [h](https://x.org)"
     )
-    assert relinked("[`Store`](../ckptstore/store.py)", "docs") == "`Store` (`ckptstore/store.py`)"
+    assert relinked("[`Store`](../ckptstore/store/store.py)", "docs") == "`Store` (`ckptstore/store/store.py`)"
     assert relinked("[retention](../docs/retention.md)", "formats") == "[retention](retention.md)"
 
 
@@ -85,7 +85,7 @@ def test_the_site_is_built_without_a_warning() -> None:
         pytest.skip("mkdocs is not installed: pip install -e '.[docs]' (make docs does it)")
     done = subprocess.run([sys.executable, "-m", "tools.site"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "ckptstore.store.Store.load" in (ROOT / "build/site/api.html").read_text()
+    assert "ckptstore.store.store.Store.load" in (ROOT / "build/site/api.html").read_text()
 
 
 def test_the_picture_of_the_readme() -> None:

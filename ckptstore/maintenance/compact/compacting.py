@@ -5,8 +5,6 @@ Each move is one record (`executing`), so a compaction that was killed is planne
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -24,8 +22,9 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.keeping import known, reasons_of
 from ckptstore.formats.records import Node, ref_of
+from ckptstore.host.bandwidth import held_to
 from ckptstore.host.checks import seconds, whole
-from ckptstore.host.progress import Advance, Progress
+from ckptstore.host.progress import Progress
 from ckptstore.log.authors import Author, Requester, Successor
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -99,8 +98,7 @@ def compact(
         done = tuple(_told(move, "planned", "", None) for move in planned.moves)
         return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
     author = Successor(journal, "compact") if take_over else Requester(journal, timeout, catalog)
-    slowed = _Throttle(bandwidth)
-    with Workshop(journal, progress, dry_run=False, held_back=slowed.around) as shop:
+    with Workshop(journal, progress, dry_run=False, held_back=lambda advance: held_to(bandwidth, advance)) as shop:
         made = _make_all(Maker(journal, author, shop), author, planned)
     after = author.catalog()
     nbytes = sum(segment.size for segment in after.segments.values())
@@ -201,27 +199,3 @@ def _stays(catalog: Catalog) -> Callable[[Node], bool]:
     reasons, _ = reasons_of(catalog, catalog.keep)
     lasting = {node for reason, nodes in reasons.items() if not reason.startswith(_PASSING) for node in nodes}
     return lasting.__contains__
-
-
-class _Throttle:
-    """Makes who tells of bytes wait, so that no more than so many are told of in a second."""
-
-    def __init__(self, bandwidth: int | None) -> None:
-        self._bandwidth = bandwidth
-        self._lock = threading.Lock()
-        self._free_at = time.monotonic()
-
-    def around(self, advance: Advance) -> Advance:
-        bandwidth = self._bandwidth
-        if bandwidth is None:
-            return advance
-
-        def slowed(nbytes: int) -> None:
-            with self._lock:
-                self._free_at = max(self._free_at, time.monotonic()) + nbytes / bandwidth
-                pause = self._free_at - time.monotonic()
-            if pause > 0:
-                time.sleep(pause)
-            advance(nbytes)
-
-        return slowed

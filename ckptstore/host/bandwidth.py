@@ -1,4 +1,4 @@
-"""A limit on bytes per second, for a store whose network others need, too."""
+"""A limit on bytes per second, where others need the network, the disk or the processor, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from ckptstore.errors import UsageError
 from ckptstore.host.carriers import nap
 
-__all__ = ["PIECE", "Bandwidth", "bytes_per_second"]
+__all__ = ["PIECE", "Bandwidth", "bytes_per_second", "held_to"]
 
 PIECE: Final = 1 << 20
 """Bytes of an upload that are let go at once."""
@@ -68,3 +68,19 @@ class Bandwidth:
             self._free = turn + nbytes / self.rate
         if turn > now:
             self._sleep(turn - now)
+
+
+def held_to(rate: float | None, advance: Callable[[int], None]) -> Callable[[int], None]:
+    """`advance`, which is told of bytes, for work that may take no more than `rate` of them in a second; None: any.
+
+    Whoever tells waits there until what was told of before has taken its time. Thread-safe if `advance` is.
+    """
+    if rate is None:
+        return advance
+    bandwidth = Bandwidth(rate)
+
+    def told(nbytes: int) -> None:
+        bandwidth.take(nbytes)
+        advance(nbytes)
+
+    return told
