@@ -24,7 +24,7 @@ from ckptstore.write.filling import Filling
 from ckptstore.write.ledger import Claim, Labels, PendingSave
 from ckptstore.write.metrics import Measured
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies
+from ckptstore.write.steps.updates import Explaining, Update, Updates, dense_gradients, with_copies
 
 __all__ = ["Coded", "Copies"]
 
@@ -83,6 +83,7 @@ class Coded:
         self.snapshots = snapshots
         self._copiers = copiers
         self._with_diffs = with_diffs
+        self._first = with_diffs
         self._submit = submit
         self._tend = tend
 
@@ -120,7 +121,15 @@ class Coded:
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:
         """What the optimizers did to reach a state, with gradients of its own."""
-        return with_copies(self.explaining.found(updates, flat), self.snapshots, self._copiers)
+        found = self.explaining.found(updates, flat)
+        if self._first:
+            # A full, which nothing explains: the gradients would be copied to memory that nobody has touched yet, for
+            # nothing. By the next save it is touched.
+            self._first = False
+            if (gradients := dense_gradients(found)).tensors:
+                self.snapshots.kept(gradients)
+            return (), None
+        return with_copies(found, self.snapshots, self._copiers)
 
     def hand_over(
         self, committer: Committer, copies: Copies, step: int, labels: Labels, measured: Measured

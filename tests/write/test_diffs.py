@@ -713,3 +713,35 @@ def test_an_update_that_names_a_slot_twice_is_left_out(tmp_path: Path) -> None:
     assert {name for name, codec in codecs.items() if codec == "step"} == {
         f"{slot}.{name}" for slot in ("master", "m", "v") for name in ("bias", "norm", "one")
     }
+
+
+def test_the_gradients_of_the_first_save_are_not_copied(tmp_path: Path) -> None:
+    """It is a full, which no gradient explains; a copy would be made to memory that nobody has touched yet."""
+    looked_at: list[int] = []
+
+    class Watched(NumpySource):
+        def view(self) -> Any:
+            looked_at.append(trainer.step)
+            return super().view()
+
+        def read(self, offset: int, out: Any) -> None:
+            looked_at.append(trainer.step)
+            super().read(offset, out)
+
+    trainer = Trainer()
+    store = ckptstore.open(tmp_path)
+    frozen = {}
+    with store.writer(diffs=DiffOptions(full_every=10, batch=1)) as writer:
+        for step in (1, 2, 3):
+            trainer.train()
+            updates = trainer.updates()
+            watched = [
+                replace(one, gradient=Watched(trainer.gradients[name].array))
+                for name, one in zip(SIZES, updates, strict=True)
+            ]
+            writer.save_async(trainer.state(), step, updates=watched).result()
+            frozen[step] = trainer.frozen()
+    assert {2, 3} <= set(looked_at)
+    assert 1 not in looked_at
+    for step, state in frozen.items():
+        same(store.load(step, framework="numpy"), state)

@@ -144,7 +144,7 @@ def _options(mode: str, memory: int) -> dict[str, Any]:
     return options
 
 
-def run(mode: str, folder: Path, nbytes: int, memory: int, saves: int, busy: bool) -> Sample:
+def run(mode: str, folder: Path, nbytes: int, memory: int, saves: int, busy: bool, ahead: int = 1) -> Sample:
     """Run one mode in this process, which should be a fresh one."""
     trainer = _Trainer(nbytes)
     trainer.train()
@@ -156,6 +156,8 @@ def run(mode: str, folder: Path, nbytes: int, memory: int, saves: int, busy: boo
     Path("/proc/self/clear_refs").write_text("5")
     with store.writer(poll_seconds=None, on_metrics=told.append, **_options(mode, memory)) as writer:
         writer.prepare(trainer.state)
+        for _ in range(ahead - 1):
+            trainer.train()
         for _ in range(saves):
             trainer.train()
             truth[trainer.step] = _hashes(trainer.state)
@@ -209,6 +211,12 @@ def _show(console: Console, samples: list[Sample], memory: int) -> None:
 @click.option("--memory", default="256MB", show_default=True, help="M of the modes that have one.")
 @click.option("--saves", default=7, show_default=True, type=click.IntRange(min=4), help="Saves of each process.")
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(min=1), help="Processes of each mode.")
+@click.option(
+    "--ahead",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Steps between `Writer.prepare` and the first save: memory is touched meanwhile.",
+)
 @click.option("--busy", is_flag=True, help="Save while the save before is on its way.")
 @click.option("--only", multiple=True, metavar="MODE", help=f"One of: {', '.join(MODES)}; repeatable.")
 @click.option("--dir", "parent", default=Path("bench-out"), type=click.Path(path_type=Path), help="Where stores are.")
@@ -220,6 +228,7 @@ def main(
     saves: int,
     rounds: int,
     busy: bool,
+    ahead: int,
     only: tuple[str, ...],
     parent: Path,
     as_json: bool,
@@ -234,7 +243,7 @@ def main(
     if here is not None:
         folder = Path(tempfile.mkdtemp(prefix="scratch-", dir=parent))
         try:
-            click.echo(json.dumps(asdict(run(here, folder, nbytes, budget, saves, busy))))
+            click.echo(json.dumps(asdict(run(here, folder, nbytes, budget, saves, busy, ahead))))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
@@ -247,7 +256,15 @@ def main(
         for number in range(len(modes)):
             mode = modes[(number + turn) % len(modes)]
             command = [sys.executable, "-m", "tools.bench.memory", "--here", mode, "--size", size, "--memory", memory]
-            command += ["--saves", str(saves), "--dir", str(parent), *(["--busy"] if busy else [])]
+            command += [
+                "--saves",
+                str(saves),
+                "--ahead",
+                str(ahead),
+                "--dir",
+                str(parent),
+                *(["--busy"] if busy else []),
+            ]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             samples.append(Sample(**json.loads(done.stdout)))
     samples.sort(key=lambda sample: MODES.index(sample.mode))
@@ -255,7 +272,14 @@ def main(
         document = {
             "benchmark": "memory",
             "machine": machine.describe(parent),
-            "settings": {"size": nbytes, "memory": budget, "saves": saves, "rounds": rounds, "busy": busy},
+            "settings": {
+                "size": nbytes,
+                "memory": budget,
+                "saves": saves,
+                "rounds": rounds,
+                "busy": busy,
+                "ahead": ahead,
+            },
             "seconds": time.time() - began,
             "results": [asdict(sample) for sample in samples],
         }

@@ -13,7 +13,7 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 
-__all__ = ["Explaining", "Found", "Update", "Updates", "looked_up", "with_copies", "with_sparse_copies"]
+__all__ = ["Explaining", "Found", "Update", "Updates", "dense_gradients", "looked_up", "with_copies", "with_sparse_copies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +110,25 @@ def with_sparse_copies(updates: Sequence[Update]) -> list[Update]:
     return taken
 
 
+def dense_gradients(updates: Sequence[Update]) -> FlatState:
+    """Those that `with_copies` copies, by the number of their update."""
+    dense: dict[str, TensorSource] = {
+        str(number): update.gradient
+        for number, update in enumerate(updates)
+        if update.gradient is not None and not isinstance(update.gradient, SparseGradient)
+    }
+    return FlatState(None, dense)
+
+
 def with_copies(
     updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor
 ) -> tuple[list[Update], Snapshot | None]:
     """The updates with copies of their gradients, and what owns the copies' memory."""
     taken = with_sparse_copies(updates)
-    dense: dict[str, TensorSource] = {
-        str(number): update.gradient
-        for number, update in enumerate(taken)
-        if update.gradient is not None and not isinstance(update.gradient, SparseGradient)
-    }
-    if not dense:
+    gradients = dense_gradients(taken)
+    if not gradients.tensors:
         return taken, None
-    copied = snapshots.copy(FlatState(None, dense), pool)
+    copied = snapshots.copy(gradients, pool)
     for name, source in copied.flat.tensors.items():
         taken[int(name)] = replace(taken[int(name)], gradient=source)
     return taken, copied
