@@ -27,6 +27,7 @@ from ckptstore.formats.records import (
     SegmentEntry,
     object_of,
 )
+from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
 
 __all__ = ["CLOSED", "REMOTE", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
@@ -171,7 +172,7 @@ class Catalog:
     encodings: NodeTable[tuple[Encoding, ...]] = field(default_factory=_encodings)
     segments: Table[str, SegmentEntry] = field(default_factory=_segments)
     dropped: set[str] = field(default_factory=set)
-    spent: set[int] = field(default_factory=set)
+    spent: Spans = field(default_factory=Spans)
     tags: dict[str, Node] = field(default_factory=dict)
     requests: dict[str, str | None] = field(default_factory=dict)
     manifests: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from ckptstore.formats.fold_columns import ColumnReader, Tables, write_tables
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural
 from ckptstore.formats.records import KEEP, CheckpointId, Node
+from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
 from ckptstore.formats.texts import KNOWN_FEATURES
 
@@ -130,7 +131,7 @@ def _document(catalog: Catalog, tables: dict[str, Any], run: str, forget: Collec
     manifests = [[name, *place] for name, place in catalog.manifests.items() if name not in forget]
     rest: dict[str, Any] = {
         "dropped": "".join(sorted(catalog.dropped)),
-        "spent": sorted(catalog.spent),
+        "spent": list(catalog.spent),
         "tags": {tag: list(node) for tag, node in catalog.tags.items()},
         "requests": catalog.requests,
         "manifests": manifests,
@@ -270,7 +271,7 @@ def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
         encodings=NodeTable(tables.encodings),
         segments=Table(tables.segments),
         dropped=set(_Columns({"dropped": found.text("dropped", default="")}, what).loose_digests("dropped")),
-        spent=set(found.items("spent", lambda value: value if natural(value) else None, "steps")),
+        spent=Spans(found.items("spent", lambda value: value if natural(value) else None, "steps")),
         tags=_read_tags(found),
         requests=_read_requests(found),
         manifests=dict(found.items("manifests", _manifest, "[uuid, term, slot]")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -111,7 +111,7 @@ class Pace:
         self._rows: Rows[str, SegmentEntry] | None = None
         self._rows_nbytes = 0
         self._term = 0
-        self._spent: set[int] = set()
+        self._spent: Collection[int] = ()
         self._points: dict[Node, _Point] = {}
 
     def take(self, catalog: Catalog) -> None:
@@ -151,7 +151,8 @@ class Pace:
             return None, None, ratio
         first, last = window[0], window[-1]
         steps, seconds = last.step - first.step, last.time - first.time
-        fewer, more = sorted((range(first.step + 1, last.step), self._spent), key=len)  # each may have a million
+        both: list[Collection[int]] = [range(first.step + 1, last.step), self._spent]
+        fewer, more = sorted(both, key=len)  # each may have a million
         seen = {point.step for point in window}
         unseen = sum(step in more and step not in seen for step in fewer)
         per_checkpoint = sum(point.stored for point in window[1:]) / (len(window) - 1)

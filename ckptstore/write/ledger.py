@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any, Final, Literal, Self
 from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
 from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.records import valid_tag
+from ckptstore.formats.spans import Spans
 from ckptstore.host.checks import texts
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.second_tier import SecondTier
@@ -256,7 +256,7 @@ class Saves:
         self.term = term
         self.parent = parent
         self.failures = failures
-        self._taken: list[int] = []  # ascending
+        self._taken = Spans()
         self._pending: dict[int, Future[CheckpointInfo]] = {}
         self._lock = threading.Lock()
 
@@ -277,14 +277,14 @@ class Saves:
         """Nobody else may save `step` from now on. Raises `StepOrderError` if it is not above all that were taken."""
         with self._lock:
             self._check_order(step)
-            self._taken.append(step)
+            self._taken.add(step)
 
     def _check_order(self, step: int) -> None:
         """Prevents: a run that went back, and resumes from what it had abandoned, which stays the highest step."""
-        if not self._taken or step > self._taken[-1]:
+        highest = self._taken.highest
+        if highest is None or step > highest:
             return
-        at = bisect.bisect_left(self._taken, step)
-        what = "exists already" if self._taken[at] == step else f"is not above step {self._taken[-1]}, which was saved"
+        what = "exists already" if step in self._taken else f"is not above step {highest}, which was saved"
         raise StepOrderError(
             f"step {step} {what} in term {self.term}; to go back call writer.rollback(<an earlier checkpoint>), or "
             "open a writer with parent=<an earlier checkpoint>"
@@ -304,9 +304,7 @@ class Saves:
         if isinstance(error, CommitUnknownError):
             return
         with self._lock:
-            at = bisect.bisect_left(self._taken, step)
-            if self._taken[at : at + 1] == [step]:
-                del self._taken[at]
+            self._taken.discard(step)
 
     def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
         """A step whose saver has not been told was not saved: he hears of it from `done`, or from `failures`."""
