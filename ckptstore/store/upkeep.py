@@ -92,6 +92,7 @@ class Upkeep(Handle):
         steps: str,
         *,
         keep_steps: bool = False,
+        fulls: bool = False,
         dry_run: bool = False,
         take_over: bool = False,
         timeout: float | None = 60.0,
@@ -103,6 +104,7 @@ class Upkeep(Handle):
         Args:
             steps: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B.
             keep_steps: every checkpoint of the range stays. Without it B alone of its diffs does.
+            fulls: its fulls go, too: B alone of the range stays. Not with `keep_steps`.
             dry_run: write nothing; do the work, and say what would become of it.
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
             timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
@@ -120,12 +122,11 @@ class Upkeep(Handle):
             ReadOnlyError, StorageError: the medium cannot be written, or failed.
             FencedError, CommitUnknownError: another writer took the store over; whether it was committed is not known.
         """
-        from ckptstore.maintenance.merge import merge
+        from ckptstore.maintenance.merge import Range, merge
 
         return merge(
             self.journal,
-            steps,
-            keep_steps=keep_steps,
+            Range(steps, keep_steps, fulls),
             take_over=take_over,
             dry_run=dry_run,
             timeout=timeout,
@@ -139,6 +140,7 @@ class Upkeep(Handle):
         max_depth: int | None = None,
         max_restore_seconds: float | None = None,
         target_bytes: int | None = None,
+        only: str | None = None,
         bandwidth: int | None = None,
         dry_run: bool = False,
         take_over: bool = False,
@@ -156,6 +158,7 @@ class Upkeep(Handle):
             max_restore_seconds: how long any restore may take on this machine; None: as long as it does.
             target_bytes: bytes of all segments at which no more bytes are saved at the cost of restore time; None: as
                 few as can be had.
+            only: ``A..B``, two REFs of one term: nothing but these is stored anew. None: whatever is worth it.
             bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
             dry_run: change nothing; say what would be done. Sizes are guessed from samples.
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
@@ -176,6 +179,7 @@ class Upkeep(Handle):
         return compact(
             self.journal,
             Limits(max_depth, max_restore_seconds, target_bytes),
+            only=only,
             bandwidth=bandwidth,
             dry_run=dry_run,
             take_over=take_over,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptstore.cli.arguments import SIZE, STORE, answer_options, opened
+from ckptstore.cli.arguments import RANGE, SIZE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, some, table
 from ckptstore.cli.quantities import RATE, TIME
@@ -27,6 +27,7 @@ NOT_ANSWERED = RequestError.exit_code
         "ckpt compact runs/gpt --dry-run                          # what would be stored anew, and what that frees",
         "ckpt compact runs/gpt --max-depth 20                     # a training run is writing: it is asked",
         "ckpt compact runs/gpt --max-restore-seconds 30 --take-over --gc",
+        "ckpt compact runs/gpt --only 1000..2000                  # the fulls of a range as deltas; every one stays",
     ],
 )
 @STORE
@@ -49,6 +50,7 @@ NOT_ANSWERED = RequestError.exit_code
     type=SIZE,
     help="Stop making fulls into deltas when the store has no more bytes than that. Default: as few as can be had.",
 )
+@click.option("--only", type=RANGE, help="Store no others anew than these: two REFs of one term.")
 @click.option("--bandwidth", type=RATE, help="Decode and code no more than that in a second: 100MB/s.")
 @click.option("--gc", "collect", is_flag=True, help="Delete what nothing needs any more, too, as ckpt gc does.")
 @click.option(
@@ -60,6 +62,7 @@ def command(
     max_depth: int | None,
     max_seconds: float | None,
     target: int | None,
+    only: str | None,
     bandwidth: float | None,
     collect: bool,
     dry_run: bool,
@@ -78,6 +81,7 @@ def command(
             max_depth=max_depth,
             max_restore_seconds=max_seconds,
             target_bytes=target,
+            only=only,
             bandwidth=None if bandwidth is None else max(1, int(bandwidth)),
             dry_run=dry_run,
             take_over=take_over,

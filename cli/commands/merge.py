@@ -1,4 +1,4 @@
-"""``ckpt merge``: merge the diffs of a range into one segment."""
+"""``ckpt merge``: merge the diffs of a range into one segment, and its fulls, too, if asked for."""
 
 from __future__ import annotations
 
@@ -26,23 +26,33 @@ NOT_MERGED = RequestError.exit_code
         "ckpt merge runs/gpt 1000..1100 --dry-run",
         "ckpt merge runs/gpt 1000..1100                  # a training run is writing: it is asked",
         "ckpt merge runs/gpt 1000@2..latest --keep-steps --take-over",
+        "ckpt merge runs/gpt 1..900 --fulls              # of all that is there, fulls too, 900 alone stays",
     ],
 )
 @STORE
 @click.argument("steps", type=RANGE, metavar="A..B")
 @click.option("--keep-steps", is_flag=True, help="Keep every step of the range, all of them in one segment.")
+@click.option("--fulls", is_flag=True, help="The fulls of the range go, too: B alone of it stays.")
 @click.option("--dry-run", is_flag=True, help="Write nothing: do the work, and show what would become of it.")
 @click.option("--yes", is_flag=True, help="Do not ask, on a terminal, before checkpoints are given up.")
 @answer_options
 def command(
-    store: str, steps: str, keep_steps: bool, dry_run: bool, yes: bool, take_over: bool, timeout: float, as_json: bool
+    store: str,
+    steps: str,
+    keep_steps: bool,
+    fulls: bool,
+    dry_run: bool,
+    yes: bool,
+    take_over: bool,
+    timeout: float,
+    as_json: bool,
 ) -> int:
     """Merge the diffs of a range into one segment.
 
     The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit. The deltas and step diffs before
-    it can no longer be restored, unless you say --keep-steps. Fulls stay, and so does what a tag names or another term
-    continues from. What was written is read back and compared before anything is given up. Then `ckpt gc` frees the
-    space.
+    it can no longer be restored, unless you say --keep-steps. Fulls stay (unless you say --fulls), and so does what a
+    tag names or another term continues from. What was written is read back and compared before anything is given up.
+    Then `ckpt gc` frees the space.
     """
 
     def tell(lost: tuple[str, ...]) -> None:
@@ -57,6 +67,7 @@ def command(
         done = target.merge(
             steps,
             keep_steps=keep_steps,
+            fulls=fulls,
             take_over=take_over,
             dry_run=dry_run,
             timeout=timeout,

@@ -85,3 +85,11 @@ def test_damage(ckpt: Run, chain: Path) -> None:
 @pytest.mark.parametrize("option", [["--max-depth", "-1"], ["--max-restore-seconds", "soon"], ["--bandwidth", "3"]])
 def test_what_is_no_option(ckpt: Run, chain: Path, option: list[str]) -> None:
     assert ckpt("compact", chain, *option).code == 2
+
+
+def test_only_a_range(ckpt: Run, chain: Path) -> None:
+    done = ckpt("compact", chain, "--only", "10..10", "--max-depth", "0", "--take-over", "--json").json
+    assert {one["ref"] for move in done["moves"] for one in move["stored"]} == {"10@1"}
+    assert done["unmet"] == []  # of others nothing is said
+    assert ckpt("compact", chain, "--only", "10..999").code == 3
+    assert ckpt("compact", chain, "--only", "10").code == 2

@@ -57,6 +57,20 @@ def test_a_plan_and_what_becomes_of_it(ckpt: Run, chain: Path) -> None:
         same(STATES[step - 1], ckptstore.open(chain).load(step))
 
 
+def test_fulls_go_where_that_is_said(ckpt: Run, chain: Path) -> None:
+    done = ckpt("merge", chain, "1..6", "--fulls", "--take-over")
+    assert done.code == 0
+    assert "retired: 4 checkpoints: 1@1, 2@1, 4@1, 5@1" in done.out
+    assert "stays: 3@1, tag 'best' names it" in done.out
+    assert "4 checkpoints can no longer be restored after this" in done.err
+    assert steps(chain) == [3, 6]
+    for step in (3, 6):
+        same(STATES[step - 1], ckptstore.open(chain).load(step))
+    refused = ckpt("merge", chain, "3..6", "--fulls", "--keep-steps", "--take-over")
+    assert refused.code == 2
+    assert "ckpt compact --only" in refused.err
+
+
 def test_keep_steps_as_text(ckpt: Run, chain: Path) -> None:
     outcome = ckpt("merge", chain, "2..latest", "--keep-steps", "--take-over")
     assert outcome.code == 0

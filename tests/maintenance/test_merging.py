@@ -353,7 +353,7 @@ def test_a_dry_run_writes_nothing_and_knows_what_comes_of_it(store: Store) -> No
         ("99..100", CheckpointNotFoundError, "no checkpoint of step 99"),
         ("3..9@2", UsageError, "different terms"),
         ("1..2", UsageError, "nothing to merge: 1@1..2@1 holds 2 checkpoints, one of them a diff"),
-        ("1..1", UsageError, "nothing to merge: 1@1..1@1 holds 1 checkpoints, none of them a diff"),
+        ("1..1", UsageError, "nothing to merge: 1@1..1@1 holds 1 checkpoint, none of them a diff"),
         ("9..latest", UsageError, "nothing to merge"),
         ("tag:no..4", CheckpointNotFoundError, "no"),
     ],

@@ -24,7 +24,7 @@ from ckptstore.formats.keeping import known, reasons_of
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host.bandwidth import held_to
 from ckptstore.host.checks import seconds, whole
-from ckptstore.host.progress import Progress
+from ckptstore.host.progress import Advance, Progress
 from ckptstore.log.authors import Author, Requester, Successor
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -34,10 +34,11 @@ from ckptstore.maintenance.compact.moves import Limits, Move, Planned, Unmet
 from ckptstore.maintenance.compact.planning import plan_moves
 from ckptstore.maintenance.compact.report import CompactMove, CompactReport, Result
 from ckptstore.maintenance.compact.sizes import known_sizes
+from ckptstore.maintenance.merge.ranges import outside
 from ckptstore.maintenance.merge.workshop import Workshop
 from ckptstore.restore.plan import plan_all, restore_seconds
 
-__all__ = ["compact"]
+__all__ = ["compact", "make_moves", "planned_moves"]
 
 _TRIES: Final = 3
 _SHARDED: Final = "checkpoints are stored in shards, of many ranks: this version cannot code them anew"
@@ -49,6 +50,7 @@ def compact(
     journal: Journal,
     limits: Limits,
     *,
+    only: str | None = None,
     bandwidth: int | None = None,
     dry_run: bool = False,
     take_over: bool = False,
@@ -58,6 +60,7 @@ def compact(
     """Store what is kept anew, so that what is only a base can go.
 
     Args:
+        only: ``A..B``, two REFs of one term: nothing else is stored anew; None: whatever is worth it.
         bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
         dry_run: change nothing; sizes are guessed from samples.
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
@@ -66,6 +69,7 @@ def compact(
 
     Raises:
         UsageError: an option is none.
+        CheckpointNotFoundError: an end of `only` is not there.
         CorruptLogError: the log is damaged, so that nobody can say what others build on. Nothing was changed.
         ReadOnlyError, StorageError: the medium cannot be written, or failed. Moves before stay made.
         FencedError: another writer took the store over; without `take_over`: that happened again and again.
@@ -76,12 +80,36 @@ def compact(
         whole("bandwidth", bandwidth, 1)
     if journal.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be compacted")
+    catalog, measured, planned = planned_moves(journal, limits, only=only, owned=take_over)
+    if dry_run or not planned.moves:
+        done = tuple(_told(move, "planned", "", None) for move in planned.moves)
+        return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
+    author = Successor(journal, "compact") if take_over else Requester(journal, timeout, catalog)
+    made = make_moves(journal, author, planned, lambda advance: held_to(bandwidth, advance), progress)
+    after = author.catalog()
+    nbytes = sum(segment.size for segment in after.segments.values())
+    return _report(after, planned, made, nbytes, _slowest(after, measured), dry_run)
+
+
+def planned_moves(
+    journal: Journal, limits: Limits, *, only: str | None = None, owned: bool = False
+) -> tuple[Catalog, Measured, Planned]:
+    """What there is, what samples of it say, and what is to be done.
+
+    Args:
+        only: as for `compact`.
+        owned: nobody else writes to the store.
+
+    Raises:
+        UsageError, CheckpointNotFoundError, CorruptLogError, StorageError: as `compact`.
+    """
     catalog = read(journal, look_above=True).catalog
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
             f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
             "`ckpt verify` says more"
         )
+    left = frozenset[Node]() if only is None else outside(catalog, only)
     measured = measure(journal, catalog)
     planned = plan_moves(
         catalog,
@@ -89,20 +117,35 @@ def compact(
         known_sizes(catalog, measured.samples),
         rates=measured.rates,
         stays=_stays(catalog),
-        owned=take_over,
-        refused=tuple(catalog.checkpoints) if measured.sharded else (),
+        owned=owned,
+        refused=frozenset(catalog.checkpoints) if measured.sharded else left,
     )
+    not_meant = frozenset(map(ref_of, left))
+    planned = replace(planned, unmet=tuple(one for one in planned.unmet if one.ref not in not_meant))
     if measured.sharded:
         planned = replace(planned, unmet=(*planned.unmet, Unmet("", _SHARDED)))
-    if dry_run or not planned.moves:
-        done = tuple(_told(move, "planned", "", None) for move in planned.moves)
-        return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
-    author = Successor(journal, "compact") if take_over else Requester(journal, timeout, catalog)
-    with Workshop(journal, progress, dry_run=False, held_back=lambda advance: held_to(bandwidth, advance)) as shop:
-        made = _make_all(Maker(journal, author, shop), author, planned)
-    after = author.catalog()
-    nbytes = sum(segment.size for segment in after.segments.values())
-    return _report(after, planned, made, nbytes, _slowest(after, measured), dry_run)
+    return catalog, measured, planned
+
+
+def make_moves(
+    journal: Journal,
+    author: Author,
+    planned: Planned,
+    held_back: Callable[[Advance], Advance],
+    progress: Progress | None = None,
+) -> tuple[CompactMove, ...]:
+    """Make the moves of a plan, one after the other -> what became of each.
+
+    Args:
+        author: commits them, or asks who does.
+        held_back: wraps what is told of every piece that is done (a chunk at most), to slow the work down.
+        progress: told (bytes done, bytes in all).
+
+    Raises:
+        ReadOnlyError, StorageError, FencedError, CommitUnknownError: as `compact`; and whatever `held_back` raises.
+    """
+    with Workshop(journal, progress, dry_run=False, held_back=held_back) as shop:
+        return _make_all(Maker(journal, author, shop), author, planned)
 
 
 def _make_all(maker: Maker, author: Author, planned: Planned) -> tuple[CompactMove, ...]:

@@ -58,7 +58,7 @@ def plan_moves(
         stays: tells of a kept checkpoint whether the store's rules will keep it for long: no other is merged, or
             becomes the base of another.
         owned: nobody else writes: what the newest term's writer may build on next is free to go, too.
-        refused: kept checkpoints that cannot be stored anew.
+        refused: kept checkpoints that cannot be stored anew, or are not to be.
     """
     return _Planner(catalog, limits, sizes, rates, stays, owned, frozenset(refused)).run()
 

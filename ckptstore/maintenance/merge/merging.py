@@ -1,4 +1,4 @@
-"""``merge``: put the diffs of a range into one segment, beside a live writer or instead of one.
+"""``merge``: put the diffs of a range into one segment, beside a live writer or instead of one; its fulls go if wanted.
 
 1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`).
 2. Write the new segment under ``seg/<t>/`` of the newest term t, durable.
@@ -27,7 +27,7 @@ from ckptstore.log.reading import read
 from ckptstore.maintenance.merge.costs import RestoreCost
 from ckptstore.maintenance.merge.prepared import Method, Prepared
 from ckptstore.maintenance.merge.preparing import Work
-from ckptstore.maintenance.merge.ranges import select_range, unneeded
+from ckptstore.maintenance.merge.ranges import Range, select_range, unneeded
 
 __all__ = ["Answer", "Merged", "merge"]
 
@@ -49,7 +49,7 @@ class Merged:
         merged: REFs of the checkpoints whose encodings were merged into one segment.
         retired: REFs of the checkpoints that are gone.
         held: REF of a checkpoint that would have gone, too -> what holds it.
-        fulls: REFs of the fulls of the range, which stay as they are.
+        fulls: REFs of the fulls of the range that stay as they are.
         written: keys of the new segments; `written_nbytes`: their bytes.
         dropped: keys of segments that nothing needs any more, for gc; `dropped_nbytes`: their bytes.
         before, after: what restoring the last checkpoint of the range costs.
@@ -76,7 +76,7 @@ class Merged:
 
 def merge(
     journal: Journal,
-    text: str,
+    wanted: str | Range,
     *,
     keep_steps: bool = False,
     take_over: bool = False,
@@ -88,9 +88,10 @@ def merge(
     """Put the diffs of a range into one segment.
 
     Args:
-        text: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B.
-        keep_steps: every checkpoint of the range stays restorable: stored chunks are copied as they are. Without it B
-            alone of the diffs stays, as whatever leaves the fewest bytes: its chain copied, or B coded as one delta.
+        wanted: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B; or that with what is to stay of it.
+        keep_steps: of a range that is a text: every checkpoint of the range stays restorable: stored chunks are
+            copied as they are. Without it B alone of the diffs stays (of `Range.fulls`: alone of all), as whatever
+            leaves the fewest bytes: its chain copied, or B coded as one delta.
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
         dry_run: write nothing; do the work, and say what would become of it.
         timeout: seconds to wait for the live writer's answer; None: as long as it takes.
@@ -109,8 +110,9 @@ def merge(
     timeout = seconds("timeout", timeout)
     if journal.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be merged")
+    chosen_range = wanted if isinstance(wanted, Range) else Range(wanted, keep_steps)
     catalog = read(journal).catalog
-    chosen = select_range(catalog, text, keep_steps=keep_steps)  # says what is wrong before a fence does
+    chosen = select_range(catalog, chosen_range)  # says what is wrong before a fence does
     if on_loss is not None and chosen.retired:
         on_loss(tuple(map(ref_of, chosen.retired)))
     author: Author | None = None
@@ -118,17 +120,17 @@ def merge(
         author = Successor(journal, "merge") if take_over else Requester(journal, timeout, catalog)
     owned = None if author is None else author.owned
     with Work(journal, owned, progress, dry_run=dry_run) as work:
-        prepared = _prepare(work, text, keep_steps=keep_steps, tries=1 if owned is not None else _TRIES)
+        prepared = _prepare(work, chosen_range, tries=1 if owned is not None else _TRIES)
     if author is None:
         return _merged(prepared, "planned", "")
-    return _merged(prepared, *_commit(author, prepared, f"merge {text}"))
+    return _merged(prepared, *_commit(author, prepared, f"merge {chosen_range.text}"))
 
 
-def _prepare(work: Work, text: str, *, keep_steps: bool, tries: int) -> Prepared:
+def _prepare(work: Work, wanted: Range, *, tries: int) -> Prepared:
     """As often as newer terms begin meanwhile: what was prepared for one is of no use in the next."""
     while True:
         try:
-            return work.prepare(text, keep_steps=keep_steps)
+            return work.prepare(wanted)
         except FencedError:
             tries -= 1
             if not tries:

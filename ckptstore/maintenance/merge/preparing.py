@@ -18,7 +18,7 @@ from ckptstore.maintenance.merge.checking import check_copies, check_state, open
 from ckptstore.maintenance.merge.copying import copied_bytes, copy_encodings, merged_draft
 from ckptstore.maintenance.merge.costs import restore_cost
 from ckptstore.maintenance.merge.prepared import Made, Prepared
-from ckptstore.maintenance.merge.ranges import Selection, select_range, unneeded
+from ckptstore.maintenance.merge.ranges import Range, Selection, select_range, unneeded
 from ckptstore.maintenance.merge.recoding import recode
 from ckptstore.maintenance.merge.workshop import Workshop
 from ckptstore.restore.rates import measure_rates
@@ -40,12 +40,12 @@ class Work(Workshop):
         super().__init__(journal, progress, dry_run=dry_run)
         self._owned = owned
 
-    def prepare(self, text: str, *, keep_steps: bool) -> Prepared:
+    def prepare(self, wanted: Range) -> Prepared:
         """Write what is to be committed, and prove it. Raises as `merge`."""
         # 1. READ, choose, pin, READ again.
         with claim(
             self._journal,
-            lambda catalog: select_range(catalog, text, keep_steps=keep_steps),
+            lambda catalog: select_range(catalog, wanted),
             lambda selection: selection.segments,
         ) as (view, chosen):
             catalog = view.catalog
@@ -54,7 +54,7 @@ class Work(Workshop):
             self.term = catalog.term
             with self.nothing_left_behind(), self.term_goes_on():
                 # 2. Write.
-                made = self._make(catalog, chosen, keep_steps=keep_steps)
+                made = self._make(catalog, chosen, keep_steps=wanted.keep_steps)
                 # 3. Read it back.
                 if made.segments and not self._dry_run:
                     self._check(catalog, chosen, made)

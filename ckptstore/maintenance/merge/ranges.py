@@ -1,13 +1,14 @@
 """What a merge of ``A..B`` means for a catalog: which diffs are merged, which checkpoints go, what stays and why.
 
-The range is the promised checkpoints of one term with A <= step <= B. Fulls among them are neither merged nor retired.
-Nothing here reads a segment.
+The range is the promised checkpoints of one term with A <= step <= B. Fulls among them are neither merged nor retired,
+unless that is asked for. Nothing here reads a segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ckptstore.errors import CorruptionError, UsageError
 from ckptstore.formats.catalog import Catalog
@@ -16,7 +17,16 @@ from ckptstore.formats.retention import needed, users
 from ckptstore.log import refs
 from ckptstore.restore.plan import Plan, plan, plan_all
 
-__all__ = ["Selection", "parse_range", "select_range", "unneeded"]
+__all__ = ["Range", "Selection", "outside", "parse_range", "select_range", "unneeded"]
+
+_OF_FULLS: Final = (
+    ". Fulls go only where that is asked for (fulls=True, --fulls): then B alone stays. To keep every one, in fewer "
+    "bytes: ckpt compact --only A..B"
+)
+_NOT_BOTH: Final = (
+    "fulls: not with keep_steps, by which every one of them stays; ckpt compact --only A..B stores the fulls of a "
+    "range as deltas, and keeps them all"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class Selection:
         copyable: whether the checkpoints of `merged` may be given new encodings, all of them.
         retired: (term, step) of the checkpoints that go.
         held: REF of a checkpoint that would go, too -> what holds it.
-        fulls: REFs of the fulls of the range.
+        fulls: REFs of the fulls of the range, which stay.
     """
 
     first: CheckpointEntry
@@ -72,12 +82,27 @@ def parse_range(text: str) -> tuple[str, str]:
     return sides[0], sides[1]
 
 
-def select_range(catalog: Catalog, text: str, *, keep_steps: bool) -> Selection:
-    """Choose what a merge does.
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What somebody wants to be merged.
 
-    Args:
+    Attributes:
         text: ``A..B``.
         keep_steps: keep every checkpoint of the range; else B alone of its diffs.
+        fulls: the fulls of the range go, too, so that B alone of it stays; not with `keep_steps`.
+    """
+
+    text: str
+    keep_steps: bool = False
+    fulls: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fulls and self.keep_steps:
+            raise UsageError(_NOT_BOTH)
+
+
+def select_range(catalog: Catalog, wanted: Range) -> Selection:
+    """Choose what a merge does.
 
     Raises:
         UsageError: not a range; A and B are of different terms, or in the wrong order; or there is nothing to merge.
@@ -85,25 +110,39 @@ def select_range(catalog: Catalog, text: str, *, keep_steps: bool) -> Selection:
         CorruptionError: a checkpoint of the range cannot be restored.
         CorruptLogError: ``latest`` behind a damaged slot.
     """
+    first, last, members = _members(catalog, wanted.text)
+    whole = {node for node in members if any(edge.base is None for edge in catalog.encodings.get(node, ()))}
+    diffs = [node for node in members if node not in whole]
+    if len(members if wanted.fulls else diffs) < 2:
+        hint = "" if diffs or len(members) < 2 else _OF_FULLS
+        count = f"{len(members)} checkpoint{'s' if len(members) != 1 else ''}"
+        raise UsageError(f"nothing to merge: {first.ref}..{last.ref} holds {count}, {_diffs(diffs)}{hint}")
+    if wanted.keep_steps:
+        return _all_kept(catalog, first, last, diffs, tuple(ref_of(node) for node in members if node in whole))
+    return _last_kept(catalog, first, last, members, whole, fulls=wanted.fulls)
+
+
+def outside(catalog: Catalog, text: str) -> frozenset[Node]:
+    """The promised checkpoints that are not in ``A..B``.
+
+    Raises:
+        UsageError, CheckpointNotFoundError, CorruptLogError: as `select_range`.
+    """
+    return frozenset(catalog.checkpoints).difference(_members(catalog, text)[2])
+
+
+def _members(catalog: Catalog, text: str) -> tuple[CheckpointEntry, CheckpointEntry, list[Node]]:
+    """A, B, and what the range holds, ascending."""
     first, last = (refs.resolve(catalog, ref) for ref in parse_range(text))
     if first.term != last.term:
         raise UsageError(
-            f"{first.ref} and {last.ref} are of different terms; merge a range of one term at a time "
+            f"{first.ref} and {last.ref} are of different terms; write a range of one term "
             "(STEP@TERM names a step of a term)"
         )
     if first.step > last.step:
         raise UsageError(f"{first.ref} comes after {last.ref}: write {last.step}..{first.step}")
-    members = sorted(
-        node for node in catalog.checkpoints if node[0] == first.term and first.step <= node[1] <= last.step
-    )
-    fulls = {node for node in members if any(edge.base is None for edge in catalog.encodings.get(node, ()))}
-    diffs = [node for node in members if node not in fulls]
-    if len(diffs) < 2:
-        hint = "" if diffs else ". Fulls become deltas, or smaller fulls, by a compaction (ckpt compact)"
-        holds = f"{first.ref}..{last.ref} holds {len(members)} checkpoints, {_diffs(diffs)}"
-        raise UsageError(f"nothing to merge: {holds}{hint}")
-    choose = _all_kept if keep_steps else _last_kept
-    return choose(catalog, first, last, diffs, tuple(ref_of(node) for node in members if node in fulls))
+    nodes = (node for node in catalog.checkpoints if node[0] == first.term)
+    return first, last, sorted(node for node in nodes if first.step <= node[1] <= last.step)
 
 
 def _all_kept(
@@ -130,30 +169,40 @@ def _all_kept(
 
 
 def _last_kept(
-    catalog: Catalog, first: CheckpointEntry, last: CheckpointEntry, diffs: Sequence[Node], fulls: tuple[str, ...]
+    catalog: Catalog,
+    first: CheckpointEntry,
+    last: CheckpointEntry,
+    members: Sequence[Node],
+    whole: Collection[Node],
+    *,
+    fulls: bool,
 ) -> Selection:
-    if last.node != diffs[-1]:
+    going = [node for node in members if fulls or node not in whole]
+    if last.node != going[-1]:
         raise UsageError(
             f"{last.ref} is a full: a merge puts diffs into the one that ends the range. "
-            f"End the range at {ref_of(diffs[-1])}, or keep the steps"
+            f"End the range at {ref_of(going[-1])}, or keep the steps, or merge its fulls, too (--fulls)"
         )
-    held = _held(catalog, diffs[:-1])
-    retired = tuple(node for node in diffs[:-1] if node not in held)
+    held = _held(catalog, going[:-1])
+    retired = tuple(node for node in going[:-1] if node not in held)
     staying = catalog.checkpoints.keys() - set(retired)
     kept = staying | needed(catalog, staying - {last.node}, {last.node})
     chain = plan(catalog, last.id)
     merged = [chain.encodings[-1]]
     for edge in reversed(chain.encodings[:-1]):
         node = edge.checkpoint
-        if node in kept or edge.base is None or node[0] != first.term or node[1] < first.step:
+        if node in kept or (edge.base is None and not fulls) or node[0] != first.term or node[1] < first.step:
             break  # it has to stay as it is: what lies above builds on it
         merged.insert(0, edge)
     holders = {ref_of(node): why for node, why in held.items()}
     if not retired and len(merged) < 2:
-        why = "; ".join(f"{ref}: {what}" for ref, what in holders.items())
-        raise UsageError(f"nothing to merge: every diff of {first.ref}..{last.ref} has to stay ({why})")
-    copyable = all(edge.checkpoint in catalog.checkpoints for edge in merged)
-    return Selection(first, last, last, chain, tuple(merged), copyable, retired, holders, fulls)
+        why = "; ".join(f"{ref}: {by}" for ref, by in holders.items())
+        what = "checkpoint" if fulls else "diff"
+        raise UsageError(f"nothing to merge: every {what} of {first.ref}..{last.ref} has to stay ({why})")
+    # A full is the file that other tools read: its chunks are no part of a segment of diffs.
+    copyable = all(edge.checkpoint in catalog.checkpoints and edge.base is not None for edge in merged)
+    there = tuple(ref_of(node) for node in members if node in whole and node not in retired)
+    return Selection(first, last, last, chain, tuple(merged), copyable, retired, holders, there)
 
 
 def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
