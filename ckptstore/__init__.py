@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from ckptstore.log.reading import View as View
     from ckptstore.maintenance.compact import CompactMove as CompactMove
     from ckptstore.maintenance.compact import CompactReport as CompactReport
+    from ckptstore.maintenance.compact.idle import CompactOptions as CompactOptions
+    from ckptstore.maintenance.compact.idle import CompactPass as CompactPass
     from ckptstore.maintenance.copies import Copied as Copied
     from ckptstore.maintenance.gc import Collected as Collected
     from ckptstore.maintenance.gc import Holder as Holder
@@ -159,6 +161,7 @@ _HOMES = {
     "log.checkpoints": "CheckpointInfo TermInfo",
     "log.reading": "View",
     "maintenance.compact": "CompactMove CompactReport",
+    "maintenance.compact.idle": "CompactOptions CompactPass",
     "maintenance.copies": "Copied",
     "maintenance.gc": "Collected Holder",
     "maintenance.merge": "Merged RestoreCost",

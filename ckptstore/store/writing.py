@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ckptstore.exchange.importing import ImportedFile
     from ckptstore.host.progress import Progress
+    from ckptstore.maintenance.compact.idle import CompactOptions
     from ckptstore.write.deltas import DeltaOptions
     from ckptstore.write.metrics import OnMetrics
     from ckptstore.write.options import WriterOptions
@@ -47,6 +48,7 @@ class Writing(Handle):
         memory: int | None = ...,
         on_metrics: OnMetrics | None = ...,
         keep: Sequence[str] | None = ...,
+        compact: CompactOptions | None = ...,
     ) -> Writer: ...
 
     @overload
@@ -81,6 +83,7 @@ class Writing(Handle):
         memory: int | None = None,
         on_metrics: OnMetrics | None = None,
         keep: Sequence[str] | None = None,
+        compact: CompactOptions | None = None,
     ) -> Writer | RankWriter:
         """Open the store for writing: begins a new term, which fences every earlier writer.
 
@@ -104,6 +107,7 @@ class Writing(Handle):
             on_metrics: is told of every save that ended, with a `SaveMetrics`, by a thread; what it raises harms none.
             keep: rules of retention for the store from now on, as in `keep`; an empty list: every checkpoint stays.
                 None: those that it has, which every writer keeps to.
+            compact: store what is kept anew while no save is on its way, as `compact` does; not with `group`.
 
         Raises:
             CheckpointNotFoundError: no such parent.
@@ -121,17 +125,29 @@ class Writing(Handle):
         coding = (_delta_options(deltas), _diff_options(diffs))
         options = WriterOptions(budget, threads, max_in_flight, poll_seconds, *coding, memory, on_metrics, keep)
         if group is None and ranks is None:
-            return self._open_writer(parent, options)
-        return _opened_together(self._of_ranks(), parent, group, options, ranks)
+            return self._open_writer(parent, options, compact)
+        return _opened_together(self._of_ranks(compact), parent, group, options, ranks)
 
-    def _of_ranks(self) -> Journal:
+    def _of_ranks(self, compact: CompactOptions | None) -> Journal:
         """The journal, for ranks that save together."""
+        if compact is not None:
+            raise UsageError("compact: not with group=, whose checkpoints are stored in shards")
         if self._remote.url:
             raise UsageError(f"{self.url}: remote= is for one process; for ranks there is `ckpt sync --follow`")
         return self.journal
 
-    def _open_writer(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
-        """A writer of this process alone, of one tier or of two."""
+    def _open_writer(
+        self, parent: str | int | CheckpointInfo | None, options: WriterOptions, compact: CompactOptions | None
+    ) -> Writer:
+        """A writer of this process alone, of one tier or of two; compacted in its idle time, if wanted."""
+        writer = self._of_tiers(parent, options)
+        if compact is not None:
+            from ckptstore.maintenance.compact.idle import begin
+
+            begin(self.journal, writer, compact)
+        return writer
+
+    def _of_tiers(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
         from ckptstore.write.opening import open_writer
 
         if self._remote.url is False:

@@ -329,6 +329,8 @@ class Checkpointer:
         if self._group is not None:
             told["group"] = self._group
             told["ranks"] = RankOptions(timeout=settings.rank_timeout, per_rank=self._captured.per_rank)
+        if settings.compact is not None:
+            told["compact"] = settings.compact
         if settings.agent:
             writer: StateWriter = opened_by_agent(self.store, ref, self._group, settings.linger_seconds, told)
         else:

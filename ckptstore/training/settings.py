@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypedDict
 
 from ckptstore.errors import UsageError
 from ckptstore.host.checks import seconds, whole
+from ckptstore.maintenance.compact.idle import CompactOptions
 from ckptstore.training.explained import Scalars
 from ckptstore.training.retention import Keep
 from ckptstore.training.strategies import STRATEGIES
@@ -42,6 +43,7 @@ class CheckpointerOptions(TypedDict, total=False):
         keep_best: keep the one of the lowest metric of this name, too, and tag it ``best``; ``max:NAME`` the highest.
         keep: instead of these, rules as `Store.keep` takes them: ``["last:100", "every:1000"]``. None of all of them:
             the rules that the store has.
+        compact: store what is kept anew while no save is on its way, as `Store.writer` does; not with `agent` or ranks.
         deadline_seconds: so long after the Checkpointer is made the job will be ended: when the next step might not
             fit any more, the step is made durable and `Checkpointer.should_stop` becomes True.
         grace_seconds: after SIGTERM, so long the step under way may take to be saved as well (default 15).
@@ -69,6 +71,7 @@ class CheckpointerOptions(TypedDict, total=False):
     keep_every: int | None
     keep_best: str | None
     keep: Sequence[str] | None
+    compact: CompactOptions | None
     deadline_seconds: float | None
     grace_seconds: float
     signals: bool
@@ -103,6 +106,7 @@ class Settings:
     agent: bool = False
     linger_seconds: float = 300.0
     tensorboard: Scalars | None = None
+    compact: CompactOptions | None = None
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:
@@ -118,6 +122,8 @@ class Settings:
             raise UsageError("grace_seconds: a number of seconds is needed")
         if not isinstance(self.agent, bool):
             raise UsageError(f"agent: {self.agent!r:.80}; it may be True or False")
+        if self.agent and self.compact is not None:
+            raise UsageError("compact: not with agent=True; run `ckpt compact` beside it")
         if seconds("linger_seconds", self.linger_seconds) is None:
             raise UsageError("linger_seconds: a number of seconds is needed")
         if self.tensorboard is not None and not callable(getattr(self.tensorboard, "add_scalar", None)):

@@ -10,7 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.errors import CkptError, CommitUnknownError, FencedError, WriterClosedError, WriterError
+from ckptstore.errors import (
+    CkptError,
+    CommitUnknownError,
+    FencedError,
+    NotFoundError,
+    UsageError,
+    WriterClosedError,
+    WriterError,
+)
 from ckptstore.formats.records import CheckpointEntry, CheckpointId
 from ckptstore.formats.state import FlatState
 from ckptstore.host import background
@@ -18,6 +26,7 @@ from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.commits import Commits
@@ -277,6 +286,36 @@ class Committer(Commits):
             return
         self.missing = True
         self.saves.fail(step, error, done)
+
+    def take_in(self, term: int, change: Change) -> Outcome:
+        """Commit what was made beside the saves, for `term` -> what became of it."""
+        if self.ended is not None:
+            raise self.ended
+        if term != self.log.number:
+            return Outcome("void", f"term {self.log.number} began meanwhile")
+        self.flush_in_time()  # Prevents: giving up what a step that waits is coded against.
+        live, reason = self.log.catalog.segments, ""
+        if gone := [segment for segment in change.drops if segment not in live]:
+            reason = f"segment {gone[0]}, which it drops, is not live"
+        try:
+            if not reason:
+                self.commit(change)
+        except (UsageError, NotFoundError) as error:
+            reason = str(error)
+        except (FencedError, CommitUnknownError):
+            raise
+        except BaseException:
+            self._abandoned.extend(segment.id for segment in change.segments)
+            raise
+        self.retainer.look_again()
+        if reason:
+            self._abandoned.extend(segment.id for segment in change.segments)
+        return Outcome("refused" if reason else "accepted", reason)
+
+    @property
+    def waiting(self) -> int:
+        """How many steps wait for their batch; for any thread."""
+        return 0 if self._diffs is None else len(self._diffs.waiting)
 
     def finish(self) -> None:
         """The last thing a term does."""

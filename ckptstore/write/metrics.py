@@ -33,6 +33,7 @@ class SaveMetrics:
         in_flight: saves that were under way when this one was given, itself among them.
         lag: how many steps newer the newest step was that had been given when this one ended.
         error: what stopped it; None: it is durable.
+        compacting: whether compaction in the writer's idle time was at work when it was given, and made way for it.
     """
 
     step: int
@@ -45,6 +46,7 @@ class SaveMetrics:
     in_flight: int
     lag: int
     error: BaseException | None = None
+    compacting: bool = False
 
     @property
     def rate(self) -> float:
@@ -64,18 +66,20 @@ class Measured:
         stored: bytes on the medium, if they are not those of the checkpoint: a rank's.
     """
 
-    def __init__(self, meter: Meter, step: int, nbytes: int, began: float, in_flight: int) -> None:
+    def __init__(self, meter: Meter, step: int, nbytes: int, began: float, in_flight: int, beside: bool) -> None:
         """
         Args:
             nbytes: of its tensors.
             began: when it was given, on the monotonic clock.
             in_flight: saves under way with it.
+            beside: whether somebody works beside it.
         """
         self.waited = 0.0
         self.stored: int | None = None
         self._step = step
         self._nbytes = nbytes
         self._in_flight = in_flight
+        self._beside = beside
         self._meter = meter
         self._began = began
         self._stall = 0.0
@@ -131,6 +135,7 @@ class Measured:
                 self._in_flight,
                 max(0, self._meter.newest - self._step),
                 error,
+                self._beside,
             )
         )
 
@@ -140,6 +145,7 @@ class Meter:
 
     Attributes:
         newest: the newest step that was given.
+        beside: whether somebody works beside the saves.
     """
 
     def __init__(self, on_metrics: OnMetrics | None) -> None:
@@ -148,6 +154,7 @@ class Meter:
             on_metrics: None: nobody wants to know.
         """
         self.newest = 0
+        self.beside: Callable[[], bool] = lambda: False
         self._tell = on_metrics
         self._under_way = 0
         self._warned = False
@@ -155,13 +162,18 @@ class Meter:
         # A thread of its own: whoever is told may call the writer, whose threads would wait for themselves.
         self._thread = None if on_metrics is None else started_pool(1, "ckptstore-metrics")
 
+    @property
+    def under_way(self) -> int:
+        """How many saves have been given and have not ended; for any thread."""
+        return self._under_way
+
     def begin(self, flat: FlatState, step: int, began: float) -> Measured:
         """A step is given, since `began` on the monotonic clock."""
         nbytes = flat.nbytes
         with self._lock:
             self.newest = step
             self._under_way += 1
-            return Measured(self, step, nbytes, began, self._under_way)
+            return Measured(self, step, nbytes, began, self._under_way, self.beside())
 
     def tell(self, metrics: SaveMetrics) -> None:
         """A save has ended."""

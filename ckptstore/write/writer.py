@@ -25,13 +25,16 @@ from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.host.threads import started_pool
+from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.journal import Journal
 from ckptstore.log.refs import step_number
+from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.coded import Coded, Copies
 from ckptstore.write.committer import Committer
+from ckptstore.write.companion import Companion
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.fed import FedSaves
 from ckptstore.write.filling import Filling
@@ -118,6 +121,7 @@ class Writer:
         self._polls: Periodic | None = None
         self._layer_pool: ThreadPoolExecutor | None = None  # copies layers, behind nothing else; from the first `begin`
         self._begun: Begun | None = None
+        self._companion: Companion | None = None
         if options.poll_seconds is not None:
             self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
             self._polls.start()
@@ -518,6 +522,20 @@ class Writer:
             refuse_within(self, _SAVING)
         self._submit(self._committer.housekeeping).result()
 
+    def _accompany(self, companion: Companion) -> None:
+        """Somebody works beside the saves until this is closed; each save's metrics say whether it was at work."""
+        self._companion = companion
+        self._meter.beside = companion.active
+
+    def _busy(self) -> bool:
+        """Whether a save is on its way, other than those that only wait for their batch."""
+        return self._begun is not None or self._meter.under_way > self._committer.waiting
+
+    def _commit_beside(self, term: int, change: Change) -> Outcome:
+        """Commit, between two saves, what was made for `term` in this process. Raises as `Committer.take_in`."""
+        committer = self._committer
+        return self._submit(lambda: committer.take_in(term, change)).result()
+
     def lag(self) -> Lag | None:
         """How far the store's second tier is behind; None: it has none.
 
@@ -612,6 +630,8 @@ class Writer:
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins are the parent's
         sigterm.forget(self)
+        if self._companion is not None:
+            self._companion.close()  # before the end: it may be waiting for a commit of its own
         # Prevents: a second close, after Ctrl-C in the first, that waits no more. A join that is interrupted makes
         # Python (before 3.13) take the thread for ended, and every later one returns at once.
         wait([self._end()])

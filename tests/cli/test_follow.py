@@ -81,3 +81,6 @@ def test_a_run_is_followed_until_a_signal_comes(tmp_path: Path, number: int, cod
     assert process.returncode == code, errors
     assert time.monotonic() - began < PATIENCE
     assert out.exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == [out.name]  # no half-written file
+    assert not list((tmp_path / "run" / "pins").glob("*"))
+    assert "Traceback" not in errors

@@ -32,6 +32,8 @@ EXPECTED = [
     "CkptError",
     "Collected",
     "CompactMove",
+    "CompactOptions",
+    "CompactPass",
     "CompactReport",
     "CommitUnknownError",
     "Copied",

@@ -106,6 +106,35 @@ def test_a_daemon_follows_a_writer_that_drains_nothing(folders: Place) -> None:
         daemon.communicate()
 
 
+def test_sigterm_ends_a_daemon_and_leaves_what_the_next_goes_on_with(folders: Place) -> None:
+    with ckptstore.open(folders.here, remote=False).writer(deltas=3) as writer:
+        writer.save(state(1), 1)
+        daemon = subprocess.Popen(
+            [*CKPT, "sync", str(folders.here), folders.remote, "--follow", "--every", "0.05", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert daemon.stdout is not None
+            assert json.loads(daemon.stdout.readline())["checkpoints"] == 1
+            for step in range(2, 6):
+                writer.save(state(step), step)
+            daemon.send_signal(signal.SIGTERM)
+            _, complaint = daemon.communicate(timeout=LONG)
+        finally:
+            daemon.kill()
+            daemon.communicate()
+        assert daemon.returncode == 143, complaint
+        assert "Traceback" not in complaint
+    theirs = folders.theirs()
+    assert theirs.verify(deep=True).ok  # whatever had come, every byte of it
+    for store in (theirs, ckptstore.open(folders.here, remote=False)):
+        assert store.backend.list("pins/") == []
+    assert CliRunner().invoke(cli, ["sync", str(folders.here), folders.remote]).exit_code == 0
+    assert steps(folders.theirs()) == [f"{step}@1" for step in range(1, 6)]
+
+
 def test_two_drains_of_one_store_take_turns(folders: Place) -> None:
     store = folders.open()
     with store.writer() as writer:

@@ -480,6 +480,23 @@ def test_rules_are_the_store_s_and_the_next_run_keeps_to_them(tmp_path: Path) ->
     assert len(list((tmp_path / "s" / "seg").rglob("*.safetensors"))) == 3  # and what went is deleted
 
 
+def test_it_compacts_in_its_idle_time(tmp_path: Path) -> None:
+    store, passed = ckptstore.open(tmp_path / "s"), threading.Event()
+    compact = ckptstore.CompactOptions(bandwidth=None, every=0.05, on_pass=lambda done: passed.set())
+    model = torch.nn.Linear(64, 64)
+    with Checkpointer(store, model=model, strategy="delta", keep=["every:5"], compact=compact) as checkpointer:
+        checkpointer.resume()
+        for step in range(1, 13):
+            with torch.no_grad():
+                model.weight[step] += 1.0
+            checkpointer.step()
+        assert passed.wait(60)
+    assert [info.step for info in store.checkpoints()] == [5, 10, 12]
+    assert store.verify(deep=True).ok
+    with pytest.raises(UsageError, match="compact: not with agent"):
+        Checkpointer(store, model=model, agent=True, compact=compact)
+
+
 def test_not_every_step_and_the_last_one_all_the_same(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "s")
     model = torch.nn.Linear(4, 4)

@@ -1,0 +1,187 @@
+"""Compaction in a writer's idle time: the moves of `compact`, made beside the saves and never in one."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import CompactOptions, CompactPass, DiffOptions, Store
+from ckptstore.errors import UsageError
+from tests.maintenance.test_compacting import CHAIN, check, save, state
+from tests.store.states import same
+from tests.write.test_diffs import Trainer
+
+LONG = 60.0
+RULES = ("last:2", "every:10")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return ckptstore.open(tmp_path / "store")
+
+
+@pytest.fixture
+def told() -> queue.Queue[CompactPass]:
+    return queue.Queue()
+
+
+def until_done(told: queue.Queue[CompactPass]) -> CompactPass:
+    """The first pass that made a move."""
+    end = time.monotonic() + LONG
+    while time.monotonic() < end:
+        done = told.get(timeout=LONG)
+        assert done.error is None, done.error
+        if any(move.result == "done" for move in done.moves):
+            return done
+    raise AssertionError("no move was made")
+
+
+def test_bases_go_while_the_writer_has_nothing_to_do(store: Store, told: queue.Queue[CompactPass]) -> None:
+    options = CompactOptions(bandwidth=None, every=0.05, on_pass=told.put)
+    with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None, compact=options) as writer:
+        save(writer, range(1, 35))
+        done = until_done(told)
+        assert {move.result for move in done.moves} <= {"done", "refused"}
+        assert done.seconds > 0
+        end = time.monotonic() + LONG
+        while store.view().catalog.held and time.monotonic() < end:
+            time.sleep(0.05)
+        assert store.view().catalog.held == {}  # of 29 that the rules let go
+        save(writer, range(35, 38))  # it is the same term, and goes on
+        check_beside(store, [10, 20, 30, 36, 37])
+    assert store.view().catalog.term == 1
+    check(store, [10, 20, 30, 36, 37])
+
+
+def check_beside(store: Store, steps: list[int]) -> None:
+    assert [info.step for info in store.checkpoints()] == steps
+    for step in steps:
+        same(state(step), store.load(step, framework="numpy"))
+
+
+def test_step_diffs_that_wait_for_their_batch_are_written_first(store: Store, told: queue.Queue[CompactPass]) -> None:
+    trainer, states = Trainer(sizes={"wide": (60, 300), "bias": (300,)}), {}
+    options = CompactOptions(bandwidth=None, every=0.05, on_pass=told.put)
+    diffs = DiffOptions(full_every=6, batch=4, seconds=None)
+    with store.writer(diffs=diffs, keep=["every:6"], poll_seconds=None, compact=options) as writer:
+        for step in range(1, 21):
+            trainer.train(None)
+            states[step] = trainer.frozen()
+            updates = trainer.updates(False) if step > 1 else None
+            writer.save_async(trainer.state(), step, updates=updates)
+        until_done(told)
+    for info in store.checkpoints():
+        same(states[info.step], store.load(info.ref, framework="numpy"))
+    assert {6, 12, 18, 20} <= {info.step for info in store.checkpoints()}
+    assert store.verify(deep=True).ok
+
+
+def test_it_stands_still_while_a_save_is_on_its_way(store: Store, told: queue.Queue[CompactPass]) -> None:
+    with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None) as writer:
+        save(writer, range(1, 25))
+    metrics: queue.Queue[ckptstore.SaveMetrics] = queue.Queue()
+    options = CompactOptions(bandwidth=None, every=0.02, on_pass=told.put)
+    changing = {"w": np.zeros(1000, np.float32), "step": 25}
+    with store.writer(poll_seconds=None, compact=options, on_metrics=metrics.put) as writer:
+        begun = writer.begin(changing, 25, {"all": ["w"]})  # a snapshot that is not filled yet
+        before = store.view().end
+        time.sleep(0.5)
+        assert store.view().end == before
+        assert told.empty()
+        begun.ready("all")
+        begun.finish(changing).result()
+        assert until_done(told).stood_still >= 0
+        assert store.view().end > before + 1
+        assert metrics.get(timeout=LONG).step == 25
+    assert store.verify().ok
+
+
+def test_a_save_says_that_compaction_was_at_work(store: Store, told: queue.Queue[CompactPass]) -> None:
+    with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None) as writer:
+        save(writer, range(1, 25))
+    metrics: queue.Queue[ckptstore.SaveMetrics] = queue.Queue()
+    options = CompactOptions(bandwidth=50_000, every=0.02, on_pass=told.put)  # a move takes seconds
+    with store.writer(deltas=CHAIN, poll_seconds=None, compact=options, on_metrics=metrics.put) as writer:
+        found, step = False, 24
+        end = time.monotonic() + LONG
+        while not found and time.monotonic() < end:
+            step += 1
+            save(writer, [step])
+            found = metrics.get(timeout=LONG).compacting
+            time.sleep(0.05)
+        assert found
+        began = time.monotonic()
+    assert time.monotonic() - began < 20  # closing waits for no move to end
+    assert store.load(step, framework="numpy")["step"] == step
+    assert store.verify(deep=True).ok
+    store.gc()
+
+
+def test_closing_gives_up_what_is_half_done(store: Store) -> None:
+    with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None) as writer:
+        save(writer, range(1, 25))
+    options = CompactOptions(bandwidth=100, every=0.01)  # one chunk takes a quarter of an hour
+    writer = store.writer(deltas=CHAIN, poll_seconds=None, compact=options)
+    end = time.monotonic() + LONG
+    while not store.backend.list("pins/") and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    began = time.monotonic()
+    writer.close()
+    assert time.monotonic() - began < 20
+    assert store.backend.list("pins/") == []
+    assert not [one for one in threading.enumerate() if one.name == "ckptstore-compact"]
+    check(store, [10, 20, 23, 24])
+    named = {f"{one}.safetensors" for one in store.view().catalog.segments}
+    assert {key.rpartition("/")[2] for key in store.backend.list("seg/")} == named
+
+
+SCRIPT = """
+import sys, time
+import ckptstore
+from tests.maintenance.test_idle_compaction import RULES
+from tests.maintenance.test_compacting import CHAIN, save
+store = ckptstore.open(sys.argv[1])
+options = ckptstore.CompactOptions(bandwidth=None, every=0.05)
+with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None, compact=options) as writer:
+    save(writer, range(1, 35))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("point", ["compact.rewritten", "compact.verified", "compact.committed"])
+def test_killed_at_any_step_of_a_move(store: Store, tmp_path: Path, point: str) -> None:
+    environment = {**os.environ, "CKPTSTORE_CRASH_AT": point, "PYTHONPATH": str(Path.cwd())}
+    died = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "store")],
+        env=environment,
+        capture_output=True,
+        timeout=LONG,
+        check=False,
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    for pin in store.backend.list("pins/"):
+        store.backend.delete(pin)
+    kept = [info.step for info in store.checkpoints()]
+    assert {10, 20, 30} <= {*kept, *range(kept[-1], 31)}
+    store.compact(take_over=True)
+    check(store, kept)
+    named = {f"{one}.safetensors" for one in store.view().catalog.segments}
+    assert {key.rpartition("/")[2] for key in store.backend.list("seg/")} == named
+
+
+@pytest.mark.parametrize("wrong", [{"bandwidth": 0}, {"every": 0}, {"every": None}, {"max_depth": -1}, {"on_pass": 3}])
+def test_mistakes(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        CompactOptions(**wrong)
