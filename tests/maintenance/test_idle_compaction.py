@@ -95,13 +95,14 @@ def test_it_stands_still_while_a_save_is_on_its_way(store: Store, told: queue.Qu
     changing = {"w": np.zeros(1000, np.float32), "step": 25}
     with store.writer(poll_seconds=None, compact=options, on_metrics=metrics.put) as writer:
         begun = writer.begin(changing, 25, {"all": ["w"]})  # a snapshot that is not filled yet
+        time.sleep(2.0)
+        assert store.view().catalog.held  # three moves would free all; one may have been as good as made
         before = store.view().end
         time.sleep(0.5)
         assert store.view().end == before
-        assert told.empty()
         begun.ready("all")
         begun.finish(changing).result()
-        assert until_done(told).stood_still >= 0
+        assert until_done(told).stood_still > 0.5
         assert store.view().end > before + 1
         assert metrics.get(timeout=LONG).step == 25
     assert store.verify().ok

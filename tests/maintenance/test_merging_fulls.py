@@ -85,6 +85,17 @@ def test_a_full_that_others_build_on_stays_stored(mixed: Store, states: list[dic
     assert list(mixed.view().catalog.held) == [(1, 5)]
 
 
+def test_a_full_that_is_needed_outside_is_not_stored_twice(tmp_path: Path, states: list[dict[str, Any]]) -> None:
+    store = ckptstore.open(tmp_path / "store")
+    fill(store, states[:5], DeltaOptions(interval=5, form="paper", bound=RestoreBound(times=None, depth=100)))
+    assert {info.base for info in store.checkpoints()} == {None, "1@1"}
+    before = set(store.backend.list("seg/"))
+    done = squash(store, "1..3")  # 3 is a delta on 1, and so are 4 and 5, which stay
+    assert (done.method, done.retired, done.written) == ("kept", ("1@1", "2@1"), ())
+    assert set(store.backend.list("seg/")) == before
+    check(store, states, 3, 4, 5)
+
+
 def test_beside_a_live_writer(tmp_path: Path, states: list[dict[str, Any]]) -> None:
     store = ckptstore.open(tmp_path / "store")
     with store.writer(deltas=EVERY_FOURTH, poll_seconds=0.02) as writer:
