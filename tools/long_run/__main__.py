@@ -35,8 +35,11 @@ def _place(url: str | None) -> Iterator[str]:
 @click.option("--seconds", type=float, help="End the training after so many.")
 @click.option("--url", help="A new store's folder or URL; `s3`: a server on this machine, which is started for it.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-out/long-run"))
+@click.option(
+    "--batch", default=10, show_default=True, type=click.IntRange(min=1), help="Steps in a record of the log."
+)
 @click.option("--pause", default=1.0, show_default=True, help="Seconds between two rounds of prune, compact and gc.")
-def main(steps: int, seconds: float | None, url: str | None, out: Path, pause: float) -> None:
+def main(steps: int, seconds: float | None, url: str | None, out: Path, pause: float, batch: int) -> None:
     """Train and save under rules of retention, with upkeep and two readers beside, and check what is left.
 
     Writes report.json, sizes.csv and sizes.png to OUT. Ends with 0 only if exactly the promised set is there, bit for
@@ -44,13 +47,14 @@ def main(steps: int, seconds: float | None, url: str | None, out: Path, pause: f
 
     \b
     python -m tools.long_run --steps 5000
+    python -m tools.long_run --steps 5000 --batch 1
     python -m tools.long_run --steps 300 --url s3
     """
     out.mkdir(parents=True, exist_ok=True)
     for name in ("stop", "saved.jsonl", "sizes.jsonl"):
         (out / name).unlink(missing_ok=True)
     with _place(url) as place:
-        seen = supervise(place, out, steps=steps, seconds=seconds, rules=Rules(), pause=pause)
+        seen = supervise(place, out, steps=steps, seconds=seconds, rules=Rules(), pause=pause, batch=batch)
     plot(out / "sizes.csv", out / "sizes.png")
     click.echo(json.dumps(seen, indent=1))
 

@@ -52,7 +52,7 @@ def read_on(url: str, out: Path, number: int) -> None:
 def keep_up(url: str, out: Path, pause: float) -> None:
     """Prune by the store's rules, collect, compact now and then, and measure, until ``stop`` is there.
 
-    Writes ``sizes.jsonl``: seconds, newest step, checkpoints, bytes and number of segments, objects of the whole store.
+    Writes ``sizes.jsonl``: seconds, newest step, checkpoints, bytes and number of segments, slots, objects of all.
     """
     began, done = time.monotonic(), 0
     with (out / "sizes.jsonl").open("w") as book:
@@ -87,5 +87,6 @@ def _sizes(store: ckptstore.Store) -> dict[str, int]:
         "checkpoints": len(catalog.checkpoints),
         "nbytes": sum(entry.size for entry in catalog.segments.values()),
         "segments": sum(key.startswith("seg/") for key in keys),
+        "slots": sum(key.startswith("log/") for key in keys),
         "objects": len(keys),
     }

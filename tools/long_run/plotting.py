@@ -21,7 +21,7 @@ def plot(table: Path, picture: Path) -> None:
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 5), layout="constrained")
     above.plot(steps, [int(row["nbytes"]) / 1e6 for row in rows])
     above.set(ylabel="MB in live segments", ylim=(0, None))
-    for name in ("objects", "segments", "checkpoints"):
+    for name in ("objects", "slots", "segments", "checkpoints"):
         below.plot(steps, [int(row[name]) for row in rows], label=name)
     below.set(xlabel="newest step", ylabel="number", ylim=(0, None))
     below.legend()

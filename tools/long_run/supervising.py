@@ -16,12 +16,16 @@ from tools.long_run.beside import keep_up, read_on
 from tools.long_run.promised import Rules, digest, promised, read_saved
 from tools.long_run.trainer import train
 
-__all__ = ["READERS", "check", "supervise"]
+__all__ = ["MOST_SLOTS", "READERS", "check", "supervise"]
 
 READERS = 2
+MOST_SLOTS = 1024 + 512
+"""Slots of the log that a store of few checkpoints keeps at most: those since the anchor before, and until a fold."""
 
 
-def supervise(url: str, out: Path, *, steps: int, seconds: float | None, rules: Rules, pause: float) -> dict[str, Any]:
+def supervise(
+    url: str, out: Path, *, steps: int, seconds: float | None, rules: Rules, pause: float, batch: int = 10
+) -> dict[str, Any]:
     """Run it -> what was seen; raises `AssertionError` if anything is not as it was promised.
 
     Args:
@@ -29,10 +33,11 @@ def supervise(url: str, out: Path, *, steps: int, seconds: float | None, rules: 
         out: an empty folder for what is written down.
         seconds: after which the trainer ends; None: when it has done its steps.
         pause: seconds between two rounds of upkeep.
+        batch: steps that one record of the log commits.
     """
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    trainer = context.Process(target=train, args=(url, out, steps, seconds, rules))
+    trainer = context.Process(target=train, args=(url, out, steps, seconds, rules, batch))
     others = [context.Process(target=read_on, args=(url, out, number)) for number in range(READERS)]
     others.append(context.Process(target=keep_up, args=(url, out, pause)))
     processes: list[BaseProcess] = [trainer, *others]
@@ -71,6 +76,7 @@ def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
     report = store.verify()
     assert report.ok, report.damage
     sizes = [json.loads(line) for line in (out / "sizes.jsonl").read_text().splitlines()]
+    assert all(one["slots"] <= MOST_SLOTS for one in sizes), "the log grows for ever"
     readers = [json.loads((out / f"reader-{number}.json").read_text()) for number in range(READERS)]
     _write_table(out / "sizes.csv", sizes)
     half = sizes[len(sizes) // 2 :]
@@ -84,6 +90,7 @@ def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
         "nbytes": sum(entry.size for entry in store.view().catalog.segments.values()),
         "objects": len(store.backend.list("")),
         "most_objects": max((one["objects"] for one in sizes), default=0),
+        "most_slots": max((one["slots"] for one in sizes), default=0),
         "most_segments": max((one["segments"] for one in sizes), default=0),
         "most_nbytes": max((one["nbytes"] for one in sizes), default=0),
         "most_segments_second_half": max((one["segments"] for one in half), default=0),
@@ -104,6 +111,6 @@ def _compare(store: ckptstore.Store, wanted: Set[int], saved: Mapping[int, Any])
 
 def _write_table(path: Path, sizes: list[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, ["seconds", "step", "checkpoints", "nbytes", "segments", "objects"])
+        table = csv.DictWriter(file, ["seconds", "step", "checkpoints", "nbytes", "segments", "slots", "objects"])
         table.writeheader()
         table.writerows(sizes)

@@ -43,12 +43,12 @@ class _Run:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": step}
 
 
-def train(url: str, out: Path, steps: int, seconds: float | None, rules: Rules) -> None:
-    """Train and save, at most so many steps and seconds. What is saved is written to `out` first."""
+def train(url: str, out: Path, steps: int, seconds: float | None, rules: Rules, batch: int) -> None:
+    """Train and save, so many steps in a record; at most so many. What is saved is written to `out` first."""
     torch.set_num_threads(1)
     run, end = _Run(), None if seconds is None else time.monotonic() + seconds
     store = ckptstore.open(url, create=True)
-    diffs = ckptstore.DiffOptions(full_every=FULL_EVERY, batch=10, seconds=5.0)
+    diffs = ckptstore.DiffOptions(full_every=FULL_EVERY, batch=batch, seconds=5.0)
     writer = store.writer(keep=rules.texts(), diffs=diffs, poll_seconds=1.0)
     with (out / "saved.jsonl").open("w") as book, writer:
         for step in range(1, steps + 1):
