@@ -13,7 +13,16 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 
-__all__ = ["Explaining", "Found", "Update", "Updates", "dense_gradients", "looked_up", "with_copies", "with_sparse_copies"]
+__all__ = [
+    "Explaining",
+    "Found",
+    "Update",
+    "Updates",
+    "dense_gradients",
+    "looked_up",
+    "with_copies",
+    "with_sparse_copies",
+]
 
 
 @dataclass(frozen=True, slots=True)
