@@ -210,6 +210,8 @@ def writing(last: LastWriter) -> str:
         return "no writer yet"
     since = "" if last.time is None else f"{age(time.time() - last.time)} ago"
     told = who(last.state, last.host, last.pid)
+    if last.purpose is not None:  # a command did something while nobody wrote
+        return f"no writer: taken over {since or 'once'} to {printable(last.purpose)}"
     if last.state == "alive":
         return f"writer: {told}" + (f"; last sign of it {since}" if since else "")
     if last.state == "unknown":

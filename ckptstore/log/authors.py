@@ -168,12 +168,14 @@ class LastWriter:
         host, pid: where that writer is, or was; None: it did not say.
         time: seconds since the Unix epoch of the newest checkpoint of the newest term or, if that is later, of that
             term's beginning, by the writer's clock; None: nobody has written.
+        purpose: what a take-over opened the newest term for, in a word (``tag``, ``prune``); None: it is a run's.
     """
 
     state: WriterState = "none"
     host: str | None = None
     pid: int | None = None
     time: float | None = None
+    purpose: str | None = None
 
 
 def last_writer(catalog: Catalog) -> LastWriter:
@@ -182,7 +184,8 @@ def last_writer(catalog: Catalog) -> LastWriter:
     highest = catalog.checkpoints.highest(catalog.term)
     times = [] if opened is None or not opened.known else [opened.time]
     times += [] if highest is None else [catalog.checkpoints[highest].time]
-    return LastWriter(*known_writer(catalog), max(times, default=None))
+    purpose = None if opened is None else opened.writer.get("for")
+    return LastWriter(*known_writer(catalog), max(times, default=None), purpose if isinstance(purpose, str) else None)
 
 
 def known_writer(catalog: Catalog) -> tuple[WriterState, str | None, int | None]:

@@ -12,7 +12,7 @@ import click
 
 from ckptstore.cli.arguments import PLACE, STORE, like_a_ref, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, moment, note, number, paged, size, table, writing
+from ckptstore.cli.output import emit, moment, note, number, paged, printable, size, table, writing
 from ckptstore.cli.ranges import counted, kind_name
 from ckptstore.cli.wrapping import columns, fitted
 
@@ -296,4 +296,6 @@ def _closing(found: Lineage, term: int | None) -> Iterator[str]:
     newest = found.terms[0]
     if found.checkpoints and newest.checkpoints == 0 and term is None:
         since = f"from {newest.parent}" if newest.parent else "from nothing"
-        yield f"term {newest.term} was opened {moment(newest.time)} {since}; nothing saved in it yet"
+        purpose = found.writer.purpose
+        what = "; nothing saved in it yet" if purpose is None else f" by a take-over, to {printable(purpose)}"
+        yield f"term {newest.term} was opened {moment(newest.time)} {since}{what}"

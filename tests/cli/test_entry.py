@@ -34,7 +34,7 @@ def test_ctrl_c_while_importing(when: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 130, done.stderr
     assert done.stdout == ""
-    assert done.stderr in ("", "error: interrupted\n")
+    assert done.stderr.strip() in ("", "error: interrupted")
 
 
 def test_a_script_in_the_background_ignores_it(tmp_path: Path) -> None:
