@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptstore.cli.main import main
+from ckptstore.cli.entry import main
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_STORE",
+    "PLACE",
     "RANGE",
     "REF",
     "RULE",
@@ -52,6 +53,16 @@ def like_a_ref(word: str) -> bool:
 
 class _Command(click.Command):
     """A command whose STORE may come from the environment."""
+
+    examples: Sequence[str] = ()
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  # click's signature
+        """The examples, in lines that fit and can be pasted."""
+        with formatter.section("Examples"):
+            indent = " " * formatter.current_indent
+            for example in self.examples:
+                for line in _example(example, formatter.width - len(indent)):
+                    formatter.write(f"{indent}{line}\n")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click does, with STORE put where it was left out."""
@@ -96,6 +107,21 @@ class _Command(click.Command):
             return None
 
 
+def _example(example: str, room: int) -> Iterator[str]:
+    """A command in lines of `room` columns: its remark above it, and its options in lines of their own."""
+    line, _, remark = example.partition("  # ")
+    if len(example) <= room:
+        yield example
+        return
+    if remark:
+        yield f"# {remark}"
+    line = line.rstrip()
+    while len(line) > room and (end := line.rfind(" --", 1, room - 2)) > 0:
+        yield f"{line[:end]} \\"
+        line = f"   {line[end:]}"
+    yield line
+
+
 def command(
     name: str, *, examples: Sequence[str], alone: bool = False
 ) -> Callable[[Callable[..., Any]], click.Command]:
@@ -113,8 +139,10 @@ def command(
         # click lists the option that was added last first; these two belong at the end of the list.
         params: list[Any] = function.__click_params__  # type: ignore[attr-defined]
         params[:] = params[-2:] + params[:-2]
-        epilog = "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)
-        return click.command(name, cls=_Command, epilog=epilog, no_args_is_help=not alone)(function)
+        epilog = "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)  # of man pages
+        made = click.command(name, cls=_Command, epilog=epilog, no_args_is_help=not alone)(function)
+        made.examples = examples
+        return made
 
     return decorate
 
@@ -157,6 +185,37 @@ else:
     ParamType = click.ParamType  # generic only since click 8.2
 
 
+_SCHEMES: Final = ("s3://", "gs://", "az://", "file://", "pmem://", "memory://")
+
+
+def _places(incomplete: str) -> list[CompletionItem]:
+    """Folders; and the beginnings of URLs, where no folder begins so. What is in a bucket is not looked up."""
+    from pathlib import Path
+
+    from click.shell_completion import CompletionItem
+
+    if "://" in incomplete:
+        return []
+    schemes = [scheme for scheme in _SCHEMES if scheme.startswith(incomplete)] if len(incomplete) > 1 else []
+    if schemes and not any(Path().glob(f"{incomplete.rstrip(':/')}*")):
+        return [CompletionItem(scheme) for scheme in schemes]
+    return [CompletionItem(incomplete, type="dir")]
+
+
+class _Place(ParamType):
+    """A path or URL where something is, or will be."""
+
+    name = "place"
+
+    def shell_complete(
+        self,
+        ctx: click.Context,  # noqa: ARG002  # click's signature
+        param: click.Parameter,  # noqa: ARG002
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        return _places(incomplete)
+
+
 class _Store(ParamType):
     name = "store"
 
@@ -174,9 +233,7 @@ class _Store(ParamType):
         param: click.Parameter,  # noqa: ARG002
         incomplete: str,
     ) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem
-
-        return [CompletionItem(incomplete, type="dir")]
+        return _places(incomplete)
 
 
 def _typed(ctx: click.Context, position: int) -> str | None:
@@ -297,6 +354,8 @@ class _Rule(ParamType):
 
 STORE = click.argument("store", metavar="STORE", type=_Store())
 STORE_OR_NOTHING = click.argument("store", metavar="[STORE]", type=_Store(), required=False)
+PLACE = _Place()
+"""A path or URL: a folder, another store, where a copy goes."""
 REF = _InStore("REF", _refs)
 RANGE = _Range()
 RULE = _Rule()

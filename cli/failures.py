@@ -39,14 +39,20 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     code, message, hint = describe(error)
     color = False if "NO_COLOR" in os.environ else None
     if message:
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True, color=color)
+        _said(f"{click.style('error:', fg='red', bold=True)} {message}", 7, color)
     if hint:
-        click.echo(f"{click.style('hint:', bold=True)} {hint}", err=True, color=color)
+        _said(f"{click.style('hint:', bold=True)} {hint}", 6, color)
     if "--json" in arguments and message:
         from ckptstore.cli.output import emit_line
 
         emit_line({"error": {"type": _name(error), "message": message, "hint": hint, "exit_code": code}})
     return code
+
+
+def _said(text: str, hanging: int, color: bool | None) -> None:
+    from ckptstore.cli.wrapping import columns, fitted
+
+    click.echo(fitted(text, columns(err=True), hanging), err=True, color=color)
 
 
 def describe(error: BaseException) -> tuple[int, str, str | None]:

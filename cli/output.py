@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ckptstore.cli.wrapping import columns, fitted, say, width
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
     from ckptstore import Progress
+    from ckptstore.log.authors import LastWriter
 
 __all__ = [
     "SCHEMA",
     "age",
+    "breadth",
     "duration",
     "emit",
     "emit_line",
@@ -28,6 +32,7 @@ __all__ = [
     "note",
     "number",
     "paged",
+    "pause",
     "printable",
     "progress",
     "ratio",
@@ -38,7 +43,10 @@ __all__ = [
     "some",
     "spark",
     "table",
+    "tables",
+    "tell_asked",
     "who",
+    "writing",
 ]
 
 SCHEMA: Final = 1
@@ -88,7 +96,7 @@ def _finite(value: Any) -> Any:
 
 def note(message: str) -> None:
     """Print a remark to stderr: it must not end up in a pipe."""
-    click.echo(f"{click.style('note:', bold=True)} {message}", err=True)
+    say(f"{click.style('note:', bold=True)} {message}", hanging=6, err=True)
 
 
 def tell_asked(host: str | None, pid: int | None, timeout: float | None) -> None:
@@ -196,6 +204,22 @@ def who(writer: str, host: str | None, pid: int | None) -> str:
     }[writer]
 
 
+def writing(last: LastWriter) -> str:
+    """Who writes, or since when nobody does: ``writer: process 411 is running``, ``no writer since 3 h: ...``."""
+    if last.state == "none":
+        return "no writer yet"
+    since = "" if last.time is None else f"{age(time.time() - last.time)} ago"
+    told = who(last.state, last.host, last.pid)
+    if last.purpose is not None:  # a command did something while nobody wrote
+        return f"no writer: taken over {since or 'once'} to {printable(last.purpose)}"
+    if last.state == "alive":
+        return f"writer: {told}" + (f"; last sign of it {since}" if since else "")
+    if last.state == "unknown":
+        return f"writer: {told}, which cannot be seen from here" + (f"; last sign of it {since}" if since else "")
+    why = "it was closed" if last.state == "closed" else f"{told} (it has ended, or was killed)"
+    return f"no writer: {why}" + (f"; last sign of it {since}" if since else "")
+
+
 def printable(text: str) -> str:
     """A text of somebody else's without what a terminal would obey."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
@@ -225,30 +249,77 @@ def spark(values: Sequence[float], width: int, encoding: str | None) -> str:
     return "".join(map(bar, shown))
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+_LEAST: Final = 16
+"""Columns of a terminal below which the last column of a table is not broken into lines."""
+_INDENT: Final = "  "
+"""Of what stands below the first column, where a terminal is too narrow for both."""
+
+
+def breadth(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
+    """Columns that a table would take, if nothing in it were broken."""
+    cells = [[heading.removeprefix(">") for heading in headings], *rows]
+    return sum(max(width(row[i]) for row in cells) for i in range(len(headings))) + 2 * (len(headings) - 1)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, fit: bool = True) -> str:
     """Aligned columns, two spaces apart, nothing cut off, so that it can be searched. ``>HEADING`` aligns right.
 
-    Without any non-empty heading the heading line is left out.
+    Without any non-empty heading the heading line is left out. On a terminal that is too narrow for them the texts of
+    the last column, if they are aligned left, take several lines; else those of the first stand above the others.
+    Without `fit` each row is a line whatever happens.
     """
+    drawn = _drawn(headings, [list(row) for row in rows], columns() if fit else None)
+    return "\n".join(drawn if any(heading.removeprefix(">") for heading in headings) else drawn[1:])
+
+
+def _drawn(headings: Sequence[str], body: Sequence[Sequence[str]], room: int | None) -> list[str]:
+    """The heading, and each row: in a line, or several, of at most `room` columns."""
     right = [heading.startswith(">") for heading in headings]
     names = [heading.removeprefix(">") for heading in headings]
-    body = [list(row) for row in rows]
-    widths = [max([len(name), *(_width(row[i]) for row in body)]) for i, name in enumerate(names)]
+    widths = [max([len(name), *(width(row[i]) for row in body)]) for i, name in enumerate(names)]
+    margin = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    narrow = room is not None and margin + widths[-1] > room
+    broken = narrow and room is not None and room - margin >= _LEAST and not right[-1]
+    if narrow and not broken and len(headings) > 2 and names[0] not in ("", _INDENT):
+        lower = _drawn([_INDENT, *headings[1:]], [[_INDENT, *row[1:]] for row in body], room)
+        upper = [click.style(names[0], bold=True), *(row[0] for row in body)]
+        return [f"{above}\n{below}" for above, below in zip(upper, lower, strict=True)]
 
-    def padded(text: str, width: int, flush: bool) -> str:
-        blank = " " * (width - _width(text))
+    def padded(text: str, across: int, flush: bool) -> str:
+        blank = " " * (across - width(text))
         return blank + text if flush else text + blank
 
     def line(row: Sequence[str]) -> str:
-        return "  ".join(padded(*cell) for cell in zip(row, widths, right, strict=True)).rstrip()
+        last, *more = fitted(row[-1], room - margin if broken and room is not None else None, 0).split("\n")
+        cells = zip([*row[:-1], last], widths, right, strict=True)
+        return "\n".join(["  ".join(padded(*cell) for cell in cells).rstrip(), *(" " * margin + one for one in more)])
 
-    heading = [click.style(line(names), bold=True)] if any(names) else []
-    return "\n".join([*heading, *map(line, body)])
+    return [click.style(line(names), bold=True), *map(line, body)]
 
 
-def _width(text: str) -> int:
-    """Columns that a text takes: colours take none."""
-    return len(click.unstyle(text)) if "\x1b" in text else len(text)
+def tables(headings: Sequence[str], rows: Sequence[Sequence[str]], first: int = 1, together: int = 1) -> str:
+    """A table; on a terminal that is too narrow for its columns several, each with the first columns again.
+
+    Args:
+        first: columns that every part begins with.
+        together: columns that belong together; the others are a multiple of it.
+    """
+    room = columns()
+    if room is None or breadth(headings, rows) <= room:
+        return table(headings, rows)
+    parts, shown = [], first
+    while shown < len(headings):
+        end = shown + together
+        part = ""
+        while end <= len(headings):
+            wanted = [*range(first), *range(shown, end)]
+            cells = [headings[i] for i in wanted], [[row[i] for i in wanted] for row in rows]
+            if part and breadth(*cells) > room:
+                break
+            part, end = table(*cells), end + together
+        parts.append(part)
+        shown = end - together if part else end
+    return "\n\n".join(parts)
 
 
 def paged(lines: Sequence[str], *, pager: bool = True) -> None:
@@ -273,6 +344,12 @@ def progress(label: str) -> Iterator[Progress]:
         yield bar
     finally:
         bar.stop()
+
+
+def pause(advance: Progress) -> None:
+    """Take a bar off the screen, before a line is printed in the middle of the work."""
+    if isinstance(advance, _Bar):
+        advance.stop()
 
 
 class _Bar:
@@ -308,6 +385,7 @@ class _Bar:
         self._bar.update(self._task, description=label, completed=done, total=total, text=text)
 
     def stop(self) -> None:
-        """Take the bar off the screen."""
+        """Take the bar off the screen; the next word of progress draws it anew."""
         if self._bar is not None:
             self._bar.stop()
+        self._bar = self._task = None

@@ -205,6 +205,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved("999@1", [1000, 1010, 1020])
     saved("7@1", [8, 1000, 2000])
     store.keep("last:3", "best:loss:2", take_over=True)
+    for name in ("lr1", "lr2"):
+        shutil.copytree(root / "runs/gpt", root / "runs" / name)
     for step in (500, 1000, 1500):
         folder = root / f"checkpoint-{step}"
         folder.mkdir()

@@ -71,7 +71,7 @@ def main(steps: int, numbers: int) -> None:
     forms: dict[str, dict[str, Any]] = {
         "fulls": {},
         "deltas": {"deltas": steps},
-        "gradient diffs": {"diffs": ckptstore.DiffOptions(full_every=steps + 1)},
+        "step diffs": {"diffs": ckptstore.DiffOptions(full_every=steps + 1)},
     }
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
         for name, form in forms.items():

@@ -3,7 +3,7 @@
     python -m tools.follow_kills --kills 50            # a folder
     python -m tools.follow_kills --kills 50 --s3       # ministack on loopback
 
-A writer process saves fulls, deltas and gradient diffs, goes back, is opened again from an earlier checkpoint, and
+A writer process saves fulls, deltas and step diffs, goes back, is opened again from an earlier checkpoint, and
 retires and collects what is old. Beside it followers live and die by SIGKILL, at random times: ``ckpt follow --out``,
 whose file must be whole after every death, and a process that follows into its own tensors. What either shows is a
 checkpoint of the run, bit for bit: the states are a function of term, step and parent, known to both sides. In the end

@@ -63,7 +63,7 @@ _ANY: Final = (
 )
 _ANY_OF_DIFFS: Final = ("ranks.coded", "ranks.shared")
 _COMMITTER_OF_DIFFS: Final = ("ranks.ordered", "ranks.ended", "ranks.states")
-"""Passed only where steps are stored as gradient diffs."""
+"""Passed only where steps are stored as step diffs."""
 _COMMITTER: Final = (
     "open.created",
     "ranks.opened",
@@ -167,7 +167,7 @@ class Doom:
         hosted: the store lives in rank 0.
         others: all others are killed so many seconds after the first death, as a scheduler does; None: they live on.
         deltas: what the writers are opened with.
-        diffs: how many gradient diffs are written at once; None: none are made.
+        diffs: how many step diffs are written at once; None: none are made.
     """
 
     victims: tuple[int, ...]

@@ -539,7 +539,7 @@ class AgentWriter:
             return ()
         if self._options.diffs is None:
             self._remark(
-                "updates= is ignored, and every step is stored whole or as a delta: gradient diffs need a writer with "
+                "updates= is ignored, and every step is stored whole or as a delta: step diffs need a writer with "
                 "diffs=DiffOptions(...)"
             )
             return ()

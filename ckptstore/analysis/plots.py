@@ -280,7 +280,7 @@ def prefixes(found: Analysis) -> str:
             "all there are", (9, 512), (0, 6), textcoords="offset points", color=_FAINT, rotation=27, ha="center"
         )
         axes.plot([7, 9], [28, 101], color=_INK, linestyle="none", marker="*", markersize=9)
-        axes.annotate("★ moments in Teng et al. 2026: 28, 101", (0.02, 0.95), xycoords="axes fraction", fontsize=9)
+        axes.annotate("★ moments in Teng et al. 2026: 28, 101", (0.02, 0.95), xycoords="axes fraction")
         axes.set_yscale("log", base=2)
         _plain(axes.yaxis, [2**power for power in range(2, 13)])
         places: list[float] = []  # labels at the lines' ends, pushed apart where lines meet

@@ -20,7 +20,7 @@ h2{font-size:20px;margin:0 0 4px}
 h3{font-size:15px;margin:18px 0 6px}
 section{background:#fff;border:1px solid var(--line);border-radius:10px;padding:22px 24px;margin:0 0 18px}
 section p{color:var(--soft);margin:0 0 14px;max-width:92ch}
-section img{display:block;max-width:100%;min-width:820px;height:auto;margin:0 auto}
+section img{display:block;max-width:100%;min-width:900px;height:auto;margin:0 auto}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:1px;padding:0;overflow:hidden;
   background:var(--line)}
 .cards div{background:#fff;padding:18px 20px;display:flex;flex-direction:column}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.plots import speed
+from ckptstore.analysis.sampling import Estimate
 from ckptstore.analysis.wording import amount, ratio
 from ckptstore.formats.codecs import word_size
 
@@ -21,7 +24,11 @@ __all__ = [
 def codecs_title(found: Analysis) -> str:
     """The smallest codec of each class."""
     best = [one for one in found.advice.groups if one.group in found.major]
-    return "; ".join(f"{found.label(one.group)}: {ratio(one.estimate)} smaller by {one.method}" for one in best[:3])
+    return "; ".join(f"{found.label(one.group)}: {_smaller(one.estimate)} by {one.method}" for one in best[:3])
+
+
+def _smaller(estimate: Estimate) -> str:
+    return f"{ratio(estimate)} smaller" if math.isfinite(estimate.ratio) else "nothing to store"
 
 
 def training_title(found: Analysis) -> str:

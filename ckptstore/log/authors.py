@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -23,7 +24,17 @@ from ckptstore.log.reading import read
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import open_term
 
-__all__ = ["ASKED", "Author", "Requester", "Successor", "WriterState", "check_somebody_writes", "known_writer"]
+__all__ = [
+    "ASKED",
+    "Author",
+    "LastWriter",
+    "Requester",
+    "Successor",
+    "WriterState",
+    "check_somebody_writes",
+    "known_writer",
+    "last_writer",
+]
 
 WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
 ASKED: ContextVar[Callable[[str | None, int | None, float | None], object] | None] = ContextVar("ASKED", default=None)
@@ -146,6 +157,35 @@ def check_somebody_writes(journal: Journal, catalog: Catalog) -> None:
     error = RequestTimeoutError(f"{journal.url}: nobody is writing ({why}), so nobody can answer")
     error.add_note("repeat with --take-over (in Python: take_over=True)")
     raise error
+
+
+@dataclass(frozen=True, slots=True)
+class LastWriter:
+    """Who wrote last, as far as can be known without asking.
+
+    Attributes:
+        state: as `ckptstore.RunInfo.writer`.
+        host, pid: where that writer is, or was; None: it did not say.
+        time: seconds since the Unix epoch of the newest checkpoint of the newest term or, if that is later, of that
+            term's beginning, by the writer's clock; None: nobody has written.
+        purpose: what a take-over opened the newest term for, in a word (``tag``, ``prune``); None: it is a run's.
+    """
+
+    state: WriterState = "none"
+    host: str | None = None
+    pid: int | None = None
+    time: float | None = None
+    purpose: str | None = None
+
+
+def last_writer(catalog: Catalog) -> LastWriter:
+    """What is known of who wrote last."""
+    opened = catalog.terms.get(catalog.term)
+    highest = catalog.checkpoints.highest(catalog.term)
+    times = [] if opened is None or not opened.known else [opened.time]
+    times += [] if highest is None else [catalog.checkpoints[highest].time]
+    purpose = None if opened is None else opened.writer.get("for")
+    return LastWriter(*known_writer(catalog), max(times, default=None), purpose if isinstance(purpose, str) else None)
 
 
 def known_writer(catalog: Catalog) -> tuple[WriterState, str | None, int | None]:

@@ -8,6 +8,9 @@ from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import (
+    CorruptLogError,
+    FormatError,
+    IncompatibleFormatError,
     KeyExistsError,
     KeyNotFoundError,
     ReadOnlyError,
@@ -22,6 +25,8 @@ __all__ = ["Journal"]
 
 _ROOMS: Final = ("log", "seg", "fold")
 """Folders that only a store has, and never before its FORMAT file."""
+_OURS: Final = (b'"ckptstore"', b'"anchor_every"', b'"features"')
+"""What a FORMAT file of ours has, whichever byte of it is another."""
 
 
 class Journal:
@@ -60,7 +65,7 @@ class Journal:
         """
         if self._format is None:
             try:
-                self._format = decode_format(self.backend.get(FORMAT_KEY, SLOT_LIMIT))
+                self._format = _decoded(self.backend.get(FORMAT_KEY, SLOT_LIMIT), self.url)
             except KeyNotFoundError as error:
                 self._format = self._come_between(error)
         return self._format
@@ -71,7 +76,7 @@ class Journal:
         if not rooms:
             raise StoreNotFoundError(f"{self.url}: there is no checkpoint store here (no FORMAT file)") from absence
         try:
-            return decode_format(self.backend.get(FORMAT_KEY, SLOT_LIMIT))
+            return _decoded(self.backend.get(FORMAT_KEY, SLOT_LIMIT), self.url)
         except KeyNotFoundError as error:
             self._check_finished(error)
             raise StoreNotFoundError(
@@ -158,3 +163,20 @@ class Journal:
         with contextlib.suppress(KeyExistsError):
             self.backend.create(FORMAT_KEY, encode_format(FormatFile(run=uuid.uuid4().hex)))
         self.format  # noqa: B018
+
+
+def _decoded(data: bytes, url: str) -> FormatFile:
+    """What a FORMAT file says.
+
+    Raises:
+        CorruptLogError: it was ours, and is damaged.
+        FormatError: it is something else, or of an unknown format.
+    """
+    try:
+        return decode_format(data)
+    except IncompatibleFormatError:
+        raise
+    except FormatError as error:
+        if data and not any(member in data for member in _OURS):
+            raise
+        raise CorruptLogError(f"{url}: {error}: this file is damaged; `ckpt repair` makes it again") from error

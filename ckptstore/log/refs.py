@@ -16,7 +16,7 @@ from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, StepOrder
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, ref_of, valid_tag
 
-__all__ = ["nothing_latest", "resolve", "step_number"]
+__all__ = ["check_new_tag", "nothing_latest", "resolve", "step_number"]
 
 _STEP: Final = re.compile(r"(\d{1,16})(?:@(\d{1,10}))?\Z", re.ASCII)
 _NEAREST: Final = 4
@@ -164,3 +164,15 @@ def _tagged(catalog: Catalog, name: str) -> CheckpointEntry:
             error.add_note(f"did you mean tag:{close[0]}?")
         raise error
     return entry
+
+
+def check_new_tag(name: object) -> None:
+    """Refuse what may name no tag. Older stores may hold tags that read like a STEP or a range: they stay usable.
+
+    Raises:
+        UsageError: it has other signs than a name may have, or reads like another REF: ``latest``, ``20``, ``A..B``.
+    """
+    if not isinstance(name, str) or not valid_tag(name):
+        raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
+    if name == "latest" or ".." in name or (name.isascii() and name.isdecimal()):
+        raise UsageError(f"{name!r:.80} is no tag name: it reads like another REF (latest, a STEP, or a range A..B)")

@@ -25,6 +25,7 @@ from typing import Any, Final
 from ckptstore.backends.base import Backend
 from ckptstore.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, UsageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import object_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
@@ -61,7 +62,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class Collected(HtmlTable):
     """What `collect` found.
 
     Attributes:
@@ -85,6 +86,10 @@ class Collected:
     unreadable_pins: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
     spare_nbytes: int = 0
+
+    def __repr__(self) -> str:
+        pinned = f", {self.pinned_nbytes:,} bytes pinned" if self.pinned else ""
+        return f"<Collected: {len(self.segments):,} segments, {self.nbytes:,} bytes{pinned}>"
 
 
 def collect(

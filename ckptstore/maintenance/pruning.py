@@ -15,6 +15,7 @@ from typing import Final
 from ckptstore.errors import CorruptLogError, RequestRefusedError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.keeping import checked, known, names, reasons_of, unmatched
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import CommitRecord, Node, ref_of
 from ckptstore.formats.retention import droppable, users
 from ckptstore.host.caller_warnings import warn
@@ -32,7 +33,7 @@ _TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class Pruned(HtmlTable):
     """What `prune` did, or with ``dry_run`` would do.
 
     Attributes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Node
 from ckptstore.formats.retention import droppable
 from ckptstore.log import refs
@@ -22,7 +23,7 @@ __all__ = ["Retired", "retire"]
 
 
 @dataclass(frozen=True, slots=True)
-class Retired:
+class Retired(HtmlTable):
     """What `retire` did, or with ``dry_run`` would do.
 
     Attributes:

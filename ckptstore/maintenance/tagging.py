@@ -25,7 +25,7 @@ def tag(
         CheckpointNotFoundError: nothing answers to `ref`.
         as `changing.change`.
     """
-    _check_name(name)
+    refs.check_new_tag(name)
     # Once: what is latest when somebody answers is not what was meant.
     node = refs.resolve(read(journal).catalog, ref).node
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import CheckpointEntry, ref_of
 from ckptstore.host.checks import whole
 from ckptstore.log import refs
@@ -42,7 +43,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Bisected:
+class Bisected(HtmlTable):
     """What `bisect` found.
 
     Attributes:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.errors import CorruptLogError
 from ckptstore.formats import dtypes
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.steps import STEP
 from ckptstore.host.progress import Progress, Tally
+from ckptstore.log.authors import LastWriter, last_writer
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
 from ckptstore.restore.chain import master_of
 from ckptstore.restore.opened import Opened, opened
@@ -94,7 +96,8 @@ class ChainLink:
 class CheckpointDescription:
     """A checkpoint taken apart: `tensors` in the order of the state, `chain` base first, `tree` as typed JSON.
 
-    `medium` says what the store lies on and how bytes get there, for people.
+    `medium` says what the store lies on and how bytes get there, for people; `latest` whether it is the newest one, and
+    `writer` who wrote last.
     """
 
     info: CheckpointInfo
@@ -102,6 +105,8 @@ class CheckpointDescription:
     chain: tuple[ChainLink, ...]
     tree: Any
     medium: str
+    latest: bool = False
+    writer: LastWriter = field(default_factory=LastWriter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,17 @@ def inspect(
             tuple(_link(link, [found.readers[segment].entry for segment in link.segments]) for link in chain),
             found.merged,
             journal.backend.medium(),
+            _is_latest(found),
+            last_writer(found.catalog),
         )
+
+
+def _is_latest(found: Opened) -> bool:
+    try:
+        newest = found.catalog.latest()
+    except CorruptLogError:  # nobody can tell
+        return False
+    return newest is not None and newest.node == found.entry.node
 
 
 def _describe(found: Opened, name: str) -> TensorDescription:

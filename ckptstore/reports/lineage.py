@@ -6,13 +6,15 @@ Only what is asked for is described: the newest twenty of 200,000 checkpoints co
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import CorruptLogError, NotFoundError
 from ckptstore.formats.keeping import metric, names
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Node, ref_of
+from ckptstore.log.authors import LastWriter, last_writer
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe, describe_terms
 from ckptstore.log.reading import read
 
@@ -24,7 +26,7 @@ __all__ = ["Lineage", "lineage"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
+class Lineage(HtmlTable):
     """The checkpoints and terms of a store at one moment.
 
     Attributes:
@@ -39,6 +41,7 @@ class Lineage:
         terms: newest first.
         latest: REF of what ``latest`` means; None in an empty store, or if damage hides it.
         damage: what is wrong with the log, one sentence each; the checkpoints listed do not need those slots.
+        writer: who wrote last, and whether that process is there.
     """
 
     checkpoints: tuple[CheckpointInfo, ...]
@@ -49,6 +52,12 @@ class Lineage:
     terms: tuple[TermInfo, ...]
     latest: str | None
     damage: tuple[str, ...]
+    writer: LastWriter = field(default_factory=LastWriter)
+
+    def __repr__(self) -> str:
+        shown = len(self.checkpoints)
+        part = "" if shown == self.total else f"{shown:,} of "
+        return f"<Lineage: {part}{self.total:,} checkpoints, {len(self.terms):,} terms, latest {self.latest}>"
 
 
 def lineage(journal: Journal, limit: int | None = None, term: int | None = None, by: str | None = None) -> Lineage:
@@ -88,6 +97,7 @@ def lineage(journal: Journal, limit: int | None = None, term: int | None = None,
         tuple(terms),
         latest,
         tuple(damage),
+        last_writer(catalog),
     )
 
 

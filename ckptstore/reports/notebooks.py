@@ -27,7 +27,7 @@ def store_html(journal: Journal) -> str:
     rows = [
         (
             info.ref,
-            info.kind,
+            "step diff" if info.kind == "gradient" else info.kind,
             f"{info.stored:,}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.time)),
             ", ".join(f"{key} {value}" for key, value in info.metadata.items())[:200],

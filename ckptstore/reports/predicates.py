@@ -70,6 +70,8 @@ def expression(text: str) -> Predicate:
             return None if found is None else bool(found)
         except CkptError:
             raise
+        except SystemExit as error:
+            raise UsageError(f"{text!r} ends the process; it has to be true or false") from error
         except Exception as error:
             raise UsageError(f"{text!r} raised {type(error).__name__}: {error}") from error
 

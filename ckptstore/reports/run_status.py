@@ -12,6 +12,7 @@ from ckptstore.errors import CorruptLogError
 from ckptstore.formats import keeping, metadata
 from ckptstore.formats.catalog import CLOSED, Catalog
 from ckptstore.formats.columns import Rows
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import CheckpointEntry, Node, SegmentEntry, ref_of
 from ckptstore.formats.tables import Table
 from ckptstore.log.authors import WriterState, known_writer
@@ -30,7 +31,7 @@ _LOOKED_AT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class RunStatus:
+class RunStatus(HtmlTable):
     """How a run is doing.
 
     Attributes:

@@ -15,8 +15,9 @@ from typing import Final
 from ckptstore.backends import open_backend
 from ckptstore.errors import CkptError, CorruptLogError, NotFoundError, UsageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import FORMAT_KEY
-from ckptstore.log.authors import WriterState, known_writer
+from ckptstore.log.authors import WriterState, last_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.reports.stats import bytes_by_step, growth
@@ -29,7 +30,7 @@ _DAMAGED: Final = "its log is damaged or lost: `ckpt verify` says what, `ckpt re
 
 
 @dataclass(frozen=True, slots=True)
-class RunInfo:
+class RunInfo(HtmlTable):
     """A store that was found.
 
     Attributes:
@@ -154,11 +155,7 @@ def _described(path: str, run: str, catalog: Catalog) -> RunInfo:
         newest = catalog.latest()
     except CorruptLogError:
         newest = None
-    opened = catalog.terms.get(catalog.term)
-    highest = catalog.checkpoints.highest(catalog.term)
-    times = [] if opened is None or not opened.known else [opened.time]
-    times += [] if highest is None else [catalog.checkpoints[highest].time]
-    writer, host, pid = known_writer(catalog)
+    writer = last_writer(catalog)
     return RunInfo(
         path,
         run=run,
@@ -167,8 +164,8 @@ def _described(path: str, run: str, catalog: Catalog) -> RunInfo:
         step=None if newest is None else newest.step,
         nbytes=sum(segment.size for segment in catalog.segments.values()),
         growth=None if newest is None else growth(bytes_by_step(catalog), newest.step),
-        time=max(times, default=None),
-        writer=writer,
-        host=host,
-        pid=pid,
+        time=writer.time,
+        writer=writer.state,
+        host=writer.host,
+        pid=writer.pid,
     )

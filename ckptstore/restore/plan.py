@@ -1,6 +1,6 @@
 """The cheapest path to a checkpoint: checkpoints are nodes, encodings are edges.
 
-A full is an edge from nothing; a delta or gradient diff is an edge from its base. The cost of an edge is what it takes
+A full is an edge from nothing; a delta or step diff is an edge from its base. The cost of an edge is what it takes
 to read and decode it (design: "Restore is a cheapest path").
 """
 

@@ -255,5 +255,7 @@ def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:
     name = os.fspath(path).lower()
     if name.endswith(_OTHERS):
         known = ", ".join((".safetensors", *_PICKLES))
-        raise UsageError(f"{path}: this writes no such file; its name ends with one of {known}, or say format=")
+        raise UsageError(
+            f"{path}: no file of that kind is written here: a name that ends in {known} says which, or else `format`"
+        )
     return "pt" if name.endswith(_PICKLES) else "safetensors"

@@ -97,11 +97,11 @@ class Writing(Handle):
             staging_bytes: host memory between state and medium (default 64 MiB).
             threads: those that write blocks of one checkpoint.
             max_in_flight: saves that `Writer.save_async` may have on their way at once. Plain fulls are made durable at
-                the same time, each by `threads` threads; deltas and gradient diffs one after the other.
+                the same time, each by `threads` threads; deltas and step diffs one after the other.
             poll_seconds: how often to look for requests of other processes; None: only after saves.
             deltas: store checkpoints as deltas against earlier ones: ``auto`` (the interval follows what is measured,
                 and a restore reads at most four times a full), a fixed interval, or `DeltaOptions`. None: fulls only.
-            diffs: store consecutive steps as gradient diffs (`Writer.save`'s `updates`) between what `deltas` makes.
+            diffs: store consecutive steps as step diffs (`Writer.save`'s `updates`) between what `deltas` makes.
             memory: bytes of host memory (48 MiB on) for what `Writer.save_async` has copied and the medium has not;
                 training waits while it is spent. With `deltas` or `diffs`: beside the base. None: see docs/writer.md.
             on_metrics: is told of every save that ended, with a `SaveMetrics`, by a thread; what it raises harms none.

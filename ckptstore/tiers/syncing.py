@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptstore.errors import StorageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.tiers.draining import Drain
 from ckptstore.tiers.pair import Pair
@@ -16,7 +17,7 @@ __all__ = ["Synced", "drained_catalog", "follow", "sync"]
 
 
 @dataclass(frozen=True, slots=True)
-class Synced:
+class Synced(HtmlTable):
     """What `sync` did.
 
     Attributes:

@@ -1,6 +1,6 @@
 """What is told of saves: to who asked for metrics, to a TensorBoard writer, and to people where diffs are too large.
 
-Gradient diffs that explain nothing are told of once, with why that may be.
+Step diffs that explain nothing are told of once, with why that may be.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Explained:
             if self._in_a_row >= _IN_A_ROW and not self._told:
                 self._told = True
                 self._remark = (
-                    f"gradient diffs take {share:.0%} of a full: the predicted updates explain next to nothing, "
+                    f"step diffs take {share:.0%} of a full: the predicted updates explain next to nothing, "
                     "because the weights move in another way than the optimizer's arithmetic says: a subclass with a "
                     "step of its own, weights that are changed beside it (clamped, averaged, swapped), or a step that "
                     "was taken between two checkpoints; strategy='delta' would be as small, and quicker"

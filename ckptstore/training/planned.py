@@ -71,7 +71,7 @@ class PlannedSaves:
         """
         Args:
             limit: saves that may be on their way.
-            predict: steps are stored as gradient diffs.
+            predict: steps are stored as step diffs.
             kept: how many states the writer keeps beside those on their way.
         """
         self._captured = captured

@@ -33,8 +33,8 @@ class CheckpointerOptions(TypedDict, total=False):
         compressor: a `TopKHook`, whose sparse gradients the diffs are made of.
         save_every: optimizer steps from one checkpoint to the next (default 1). The last step is saved in any case
             when the ``with`` is left without an error.
-        full_every: with gradient diffs, checkpoints from one full to the next (default 100).
-        batch: with gradient diffs, steps that are written at once (default 1); what waits for its batch is lost if the
+        full_every: with step diffs, checkpoints from one full to the next (default 100).
+        batch: with step diffs, steps that are written at once (default 1); what waits for its batch is lost if the
             process is killed.
         deltas: how deltas are made.
         max_in_flight, threads: as for `Store.writer` (2 and 2).
@@ -130,7 +130,7 @@ class Settings:
             raise UsageError(f"tensorboard: {type(self.tensorboard).__name__} has no add_scalar(name, value, step)")
         if self.strategy == "gradient" and self.save_every > 1:
             raise UsageError(
-                f"save_every={self.save_every} with strategy='gradient': a gradient diff is one optimizer step; save "
+                f"save_every={self.save_every} with strategy='gradient': a step diff is one optimizer step; save "
                 "every step (batch= writes several at once), or take strategy='delta'"
             )
 

@@ -1,4 +1,4 @@
-"""How checkpoints leave training: whole, as deltas, or as gradient diffs; and which of them ``auto`` takes, and why."""
+"""How checkpoints leave training: whole, as deltas, or as step diffs; and which of them ``auto`` takes, and why."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def measured_rate(backend: Backend) -> float | None:
 def writer_options(strategy: Strategy, full_every: int, batch: int, deltas: DeltaOptions | None) -> dict[str, Any]:
     """What `Store.writer` is to be told. Raises `UsageError`."""
     if strategy != "gradient" and batch != 1:
-        raise UsageError(f"batch={batch}: only gradient diffs are written in batches, and the strategy is {strategy!r}")
+        raise UsageError(f"batch={batch}: only step diffs are written in batches, and the strategy is {strategy!r}")
     if strategy == "full":
         return {}
     coded = DeltaOptions() if deltas is None else deltas

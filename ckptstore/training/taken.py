@@ -66,7 +66,7 @@ class TakenSteps:
         """Put the hooks on, once.
 
         Args:
-            predict: note what gradient diffs need, not only whether steps were taken.
+            predict: note what step diffs need, not only whether steps were taken.
         """
         self._predict = predict
         if self._hooks:

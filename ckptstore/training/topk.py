@@ -13,7 +13,7 @@ velocity that is added, and what was sent is taken out of both: Lin et al., "Dee
 
 The ranks gather one another's entries (indices and values, of the same number on each) and add them up in the order of
 the ranks, so all have the same bits. What the optimizer consumes is that, clipped perhaps; where it may differ from
-zero is known, so a gradient diff stores those entries alone (`consumed`).
+zero is known, so a step diff stores those entries alone (`consumed`).
 
 Residuals are part of a run's state, of which each rank has its own: the Checkpointer saves them. They change by the
 dense gradient in each step, so no prediction makes them small, and they take most of a checkpoint's bytes. With

@@ -45,7 +45,7 @@ class StateWriter(Protocol):
 
 
 class TakesUpdates(Protocol):
-    """A writer of gradient diffs."""
+    """A writer of step diffs."""
 
     def save_async(
         self,

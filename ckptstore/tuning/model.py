@@ -82,7 +82,7 @@ class Model:
             UsageError: not 1 <= b <= 1/f.
         """
         if not 1 <= batch <= interval:
-            raise UsageError(f"b = {batch:g} and 1/f = {interval:g}: 1 <= b <= 1/f is needed")
+            raise UsageError(f"batch = {batch:g} and full_every = {interval:g}: 1 <= batch <= full_every is needed")
         merges = (interval / batch - 1) / 2
         if self.recovery == "serial":
             replay = merges * (self.merge_batch + self.replay_diff * batch)

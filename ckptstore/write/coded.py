@@ -75,7 +75,7 @@ class Coded:
         """
         Args:
             copiers: the threads that copy.
-            with_diffs: steps are stored as gradient diffs.
+            with_diffs: steps are stored as step diffs.
             submit: has the committer's thread do something after all that was given before; raises once it is closed.
             tend: upkeep of the log, after it.
         """
@@ -198,7 +198,7 @@ class Coded:
             StorageError: the medium failed or is full.
         """
         if self._with_diffs or deltas.schedule is not None:
-            raise UsageError("direct: deltas and gradient diffs are coded from copies in host memory; leave it out")
+            raise UsageError("direct: deltas and step diffs are coded from copies in host memory; leave it out")
         landed = self.snapshots.hold()
         try:
             found = deltas.map_full(flat, step)

@@ -112,6 +112,7 @@ class Commits:
 
     def name(self, tag: str, ref: str) -> CheckpointInfo:
         """Give a checkpoint a tag."""
+        refs.check_new_tag(tag)
         entry = refs.resolve(self.log.catalog, ref)
         self.commit(Change(tags={tag: entry.node}))
         return describe_checkpoint(self.log.catalog, entry)

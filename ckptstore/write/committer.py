@@ -147,7 +147,7 @@ class Committer(Commits):
         return self._diff_full(snapshot, step, done, labels)
 
     def _diff_full(self, snapshot: Snapshot, step: int, done: Future[CheckpointInfo], labels: Labels) -> bool:
-        """Store a full that gradient diffs build on -> True: `snapshot` stays in memory."""
+        """Store a full that step diffs build on -> True: `snapshot` stays in memory."""
         assert self._diffs is not None
         began = time.monotonic()
         info, kept = self.persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot, labels=labels)
@@ -203,7 +203,7 @@ class Committer(Commits):
             raise
 
     def _stream(self, fed: Fed, updates: Sequence[Update], step: int, labels: Labels) -> CheckpointInfo:
-        """Write and commit a gradient diff as it is coded."""
+        """Write and commit a step diff as it is coded."""
         assert self._diffs is not None
         begun: list[str] = []
         try:

@@ -1,4 +1,4 @@
-"""Deltas and gradient diffs under a byte budget: the caller's side of what is copied unit by unit as it is coded.
+"""Deltas and step diffs under a byte budget: the caller's side of what is copied unit by unit as it is coded.
 
 A save waits for its turn: what came before is coded, and a full before it durable. From there on the committer's
 thread codes, and the caller copies, until the last byte is copied.
@@ -23,7 +23,7 @@ __all__ = ["FedSaves"]
 
 
 class FedSaves:
-    """What the saves of a writer of deltas or gradient diffs share that has a budget of memory."""
+    """What the saves of a writer of deltas or step diffs share that has a budget of memory."""
 
     def __init__(
         self,

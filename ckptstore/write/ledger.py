@@ -12,10 +12,10 @@ from typing import Any, Final, Literal, Self
 
 from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
 from ckptstore.formats import metadata as metadata_format
-from ckptstore.formats.records import valid_tag
 from ckptstore.formats.spans import Spans
-from ckptstore.host.checks import texts
+from ckptstore.host.checks import seconds, texts
 from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.refs import check_new_tag
 from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Claim", "Failures", "Labels", "PendingSave", "Saves"]
@@ -40,8 +40,7 @@ class Labels:
         """As given to `Writer.save`. Raises `UsageError`."""
         names = texts("tags", tags)
         for name in names:
-            if not valid_tag(name):
-                raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
+            check_new_tag(name)
         said = {} if metadata is None else metadata_format.checked(metadata)
         return cls({metadata_format.MEMBER: said} if said else {}, names)
 
@@ -108,7 +107,7 @@ class PendingSave:
         """Give it up, unless it is being committed, is durable, or has failed -> whether it is cancelled.
 
         Its memory is free again, what was written of it is dropped, and its step may be saved again. A step that is
-        stored as a gradient diff cannot be cancelled: the next one is coded against it.
+        stored as a step diff cannot be cancelled: the next one is coded against it.
         """
         if self._process != os.getpid():
             return False
@@ -127,7 +126,7 @@ class PendingSave:
                 second tier as well (`open(remote=)`), so that it survives the machine.
 
         Raises:
-            UsageError: ``remote``, of a store that has no second tier.
+            UsageError: ``remote``, of a store that has no second tier; or `timeout` is no time.
             TimeoutError: not within `timeout` seconds; the save goes on.
             StorageError, FencedError, CommitUnknownError: what stopped it.
             concurrent.futures.CancelledError: it was cancelled.
@@ -137,6 +136,7 @@ class PendingSave:
             raise UsageError(f"tier={tier!r}: 'local' or 'remote'")
         if tier == "remote" and self._tier is None:
             raise UsageError("the store has no second tier: open it with remote=")
+        timeout = _patience(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         if (error := self.exception(timeout)) is not None:
             raise error
@@ -151,6 +151,7 @@ class PendingSave:
         Raises:
             TimeoutError, WriterClosedError: as `result`.
         """
+        timeout = _patience(timeout)
         if not self._future.done():
             if self._process != os.getpid():
                 raise WriterClosedError(
@@ -164,6 +165,11 @@ class PendingSave:
         if error is not None:
             self._seen()
         return error
+
+
+def _patience(timeout: float | None) -> float | None:
+    """Seconds to wait; a time that is over is none. Raises `UsageError`: it is no time."""
+    return seconds("timeout", max(timeout, 0.0) if isinstance(timeout, int | float) else timeout)
 
 
 class Claim:

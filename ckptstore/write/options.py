@@ -29,12 +29,12 @@ class WriterOptions:
         staging_bytes: host memory between state and medium; at least 32 MiB. Coding deltas may take as much again.
         threads: threads that write blocks of one checkpoint; one or two saturate a local disk.
         max_in_flight: saves that `Writer.save_async` may have on their way. Plain fulls are made durable at the same
-            time, each by `threads` threads; deltas and gradient diffs in turn, because each is coded against another.
+            time, each by `threads` threads; deltas and step diffs in turn, because each is coded against another.
         poll_seconds: how often to look for requests of other processes while idle; None or infinity: only at commits.
         deltas: how checkpoints are stored as deltas against earlier ones; None: every one is a full.
-        diffs: how steps are stored as gradient diffs; None: not at all.
+        diffs: how steps are stored as step diffs; None: not at all.
         memory: bytes of host memory for what `Writer.save_async` has copied and the medium has not; training waits
-            while it is spent. None: `max_in_flight` times the state. With deltas or gradient diffs it is what they take
+            while it is spent. None: `max_in_flight` times the state. With deltas or step diffs it is what they take
             beside the state that they are coded against, and a save is coded as it is copied, when its turn has come.
         on_metrics: told of each save; see `SaveMetrics`.
         keep: the rules of retention that the store shall have from now on; None: as before.

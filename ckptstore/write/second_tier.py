@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Node
 
 __all__ = ["Lag", "SecondTier"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lag:
+class Lag(HtmlTable):
     """How far a remote is behind.
 
     Attributes:

@@ -207,7 +207,7 @@ class Writer:
                 mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is in
                 `CheckpointInfo.metadata`.
             tags: a name or names for it, given in the same commit; a tag that exists moves.
-            updates: what the optimizers did since the save before (`training.OptimizerStep`), for gradient diffs, which
+            updates: what the optimizers did since the save before (`training.OptimizerStep`), for step diffs, which
                 only a writer with `diffs` makes. With a `DiffOptions.batch` above 1, everything that waits is written.
             progress: called as bytes are copied, from other threads; the total is the state's bytes.
 

@@ -10,7 +10,9 @@ import click
 
 from ckptstore.cli.arguments import REF, SIZE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, progress, table
+from ckptstore.cli.output import emit, note, progress, table, tables
+from ckptstore.cli.ranges import counted
+from ckptstore.cli.wrapping import say_all
 
 if TYPE_CHECKING:
     from ckptstore.analysis import Analysis, Options
@@ -55,7 +57,7 @@ def _words(_ctx: click.Context, _param: click.Parameter, value: str | None) -> t
         "ckpt analyze run/*.pt --class 'ema.*=weight' --max-restore-cost 3x --link 1Gbit,25Gbit",
     ],
 )
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
 @click.option(
     "--ref", "refs", type=REF, multiple=True, metavar="REF", help="Of a store: a checkpoint; may be repeated."
 )
@@ -109,7 +111,7 @@ def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_js
     if as_json:
         emit(document(found))
         return
-    click.echo("\n".join(_text(found)))
+    say_all(_text(found))
     for one in (csv, page):
         if one is not None:
             note(f"wrote {one}")
@@ -155,19 +157,17 @@ def _text(found: Analysis) -> Iterator[str]:
         more = f" and {len(found.skipped) - _NAMED:,} more" if len(found.skipped) > _NAMED else ""
         yield f"left out: {names}{more}"
     yield ""
-    yield table(
-        ["CLASS", "DTYPE", ">TENSORS", ">SIZE", ">MEASURED", "CODEC", ">RATIO", ">+-", ">BEST T"], _classes(found)
-    )
+    yield table(["CLASS", ">TENSORS", ">SIZE", ">MEASURED", "CODEC", ">RATIO", ">+-", ">BEST T"], _classes(found))
     yield ""
     gap = found.gap
     yield f"ratio, and GB/s of one core to encode / decode; deltas over a gap of {gap} ({gap * found.spacing:,} steps):"
-    yield table(*_codecs(found))
+    yield tables(*_codecs(found), together=2)
     yield ""
     yield "bits per value by gap; a bound is what no codec without context goes below:"
-    yield table(*_gaps(found))
+    yield tables(*_gaps(found), first=2)
     yield ""
     yield f"distinct prefixes by length, at step {found.series[-1].step:,}:"
-    yield table(*_prefixes(found))
+    yield tables(*_prefixes(found))
     yield ""
     chosen = found.advice.best.interval
     yield table(
@@ -186,8 +186,11 @@ def _text(found: Analysis) -> Iterator[str]:
         ],
     )
     yield ""
-    yield f"seconds to encode ({found.options.cores} cores) and send one checkpoint: serial / overlapped"
-    yield table(*_shipping(found))
+    yield (
+        f"seconds to encode ({counted(found.options.cores, 'core')}) and send one checkpoint, one after the other / "
+        "overlapped"
+    )
+    yield tables(*_shipping(found))
     yield ""
     yield what_to_do(found)
     yield "to copy:"
@@ -200,7 +203,7 @@ def _classes(found: Analysis) -> Iterator[list[str]]:
     for one in found.advice.groups:
         group = found.groups[one.group]
         yield [
-            *(group.kind, group.dtype, f"{len(group.tensors):,}", amount(group.nbytes)),
+            *(found.label(one.group), f"{len(group.tensors):,}", amount(group.nbytes)),
             *(f"{group.sampled / group.nbytes:.1%}", one.method, ratio(one.estimate)),
             *(percent(one.estimate) or "exact", str(one.cost.interval or "any")),
         ]

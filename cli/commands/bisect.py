@@ -10,6 +10,7 @@ from ckptstore.cli.arguments import REF, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note
 from ckptstore.cli.ranges import ranges
+from ckptstore.cli.wrapping import say
 
 if TYPE_CHECKING:
     from ckptstore import Bisected, Probe
@@ -64,7 +65,7 @@ def command(
     def tell(probe: Probe) -> None:
         if not as_json:
             answer = click.style(f"{probe.answer:8}", fg=_COLORS[probe.answer])
-            click.echo(f"{answer} {probe.ref}" + (f"  {probe.why}" if probe.why else f"  ({probe.left:,} left)"))
+            say(f"{answer} {probe.ref}" + (f"  {probe.why}" if probe.why else f"  ({probe.left:,} left)"))
 
     found = target.bisect(
         predicate, ref=ref or "latest", select=select or None, good=good, bad=bad, checks=check, on_probe=tell
@@ -87,12 +88,12 @@ def command(
 
 def _print(found: Bisected) -> None:
     if found.first_bad is None:
-        click.echo(f"nothing bad was found; the newest that is good: {found.last_good or 'none'}")
+        say(f"nothing bad was found; the newest that is good: {found.last_good or 'none'}")
     elif found.between:
-        click.echo(f"it began at {found.first_bad}, or at one before it that was skipped: {ranges(found.between)}")
+        say(f"it began at {found.first_bad}, or at one before it that was skipped: {ranges(found.between)}")
     else:
-        click.echo(f"{click.style('first bad:', bold=True)} {found.first_bad}")
+        say(f"{click.style('first bad:', bold=True)} {found.first_bad}")
     if found.first_bad is not None:
-        click.echo(f"last good: {found.last_good or 'none'}")
+        say(f"last good: {found.last_good or 'none'}")
     for text in found.contradictions:
         note(f"{text}: it did not begin once and go on, so there is no one place where it began")

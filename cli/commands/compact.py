@@ -12,6 +12,8 @@ from ckptstore.cli.arguments import RANGE, SIZE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, some, table
 from ckptstore.cli.quantities import RATE, TIME
+from ckptstore.cli.ranges import counted
+from ckptstore.cli.wrapping import say
 from ckptstore.errors import CorruptionError, RequestError
 
 if TYPE_CHECKING:
@@ -154,8 +156,10 @@ def _print(done: CompactReport, collected: int | None, timeout: float) -> None:
             headings = ["MOVE", "CHECKPOINTS", ">STORED", ">AFTER", ">RESTORE", ">AFTER", "RESULT"]
             for row in rows:
                 del row[2]
-            note("why: `--json`, or a terminal of 110 columns")
-        click.echo(table(headings, rows))
+            click.echo(table(headings, rows))
+            note("why each move is made: a terminal of 110 columns shows it, and so does --json")
+        else:
+            click.echo(table(headings, rows))
         if len(shown) < len(done.moves):
             note(f"{len(done.moves) - len(shown):,} moves between them are not shown; --json has all")
     for move in done.moves:
@@ -182,8 +186,8 @@ def _row(move: CompactMove) -> list[str]:
 
 def _closing(done: CompactReport, collected: int | None, timeout: float) -> None:
     would = "would be " if done.dry_run else ""
-    click.echo(
-        f"{len(done.kept):,} checkpoints {would}kept: {size(done.bytes_before)} -> {size(done.bytes_after)}, "
+    say(
+        f"{counted(len(done.kept), 'checkpoint')} {would}kept: {size(done.bytes_before)} -> {size(done.bytes_after)}, "
         f"slowest restore {duration(done.restore_seconds_before)} -> {duration(done.restore_seconds_after)}"
     )
     if collected is not None:

@@ -6,10 +6,11 @@ from typing import Literal
 
 import click
 
-from ckptstore.cli.arguments import REF, STORE, opened
+from ckptstore.cli.arguments import PLACE, REF, STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size
 from ckptstore.cli.ranges import checkpoints, counted, ranges
+from ckptstore.cli.wrapping import say
 
 
 @make_command(
@@ -21,7 +22,7 @@ from ckptstore.cli.ranges import checkpoints, counted, ranges
     ],
 )
 @STORE
-@click.argument("target", metavar="DST")
+@click.argument("target", type=PLACE, metavar="DST")
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF...]")
 @click.option(
     "--as",
@@ -53,9 +54,9 @@ def command(store: str, target: str, refs: tuple[str, ...], form: Literal["store
             }
         )
         return
-    click.echo(f"copied {checkpoints(done.checkpoints)}" if done.checkpoints else "the store has no checkpoint")
-    click.echo(f"{counted(done.segments, 'segment')}, {size(done.nbytes)} written and verified")
+    say(f"copied {checkpoints(done.checkpoints)}" if done.checkpoints else "the store has no checkpoint")
+    say(f"{counted(done.segments, 'segment')}, {size(done.nbytes)} written and verified")
     if done.present:
-        click.echo(f"{counted(done.present, 'segment', 'was', 'were')} there already")
+        say(f"{counted(done.present, 'segment', 'was', 'were')} there already")
     if done.bases:
         note(f"also there, because others build on it, and not promised: {ranges(done.bases)}")

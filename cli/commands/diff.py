@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ckptstore.cli.arguments import REF, STORE, like_a_ref, opened, select_option
+from ckptstore.cli.arguments import PLACE, REF, STORE, like_a_ref, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, number, progress, shape, table
 
@@ -47,7 +47,7 @@ _WIDE = 120
 @click.argument("ref_b", type=REF, metavar="REF", required=False)
 @click.argument("rest", nargs=-1, metavar="")
 @select_option("Only tensors that match, and not the rest of the state; may be repeated.")
-@click.option("--in", "other", metavar="STORE", help="The second REF is in this store.")
+@click.option("--in", "other", type=PLACE, metavar="STORE", help="The second REF is in this store.")
 @click.option(
     "--sort",
     type=click.Choice(["state", "name", *_SORTS]),

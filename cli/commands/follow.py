@@ -12,7 +12,9 @@ import click
 
 from ckptstore.cli.arguments import STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import duration, emit_line, moment, note, progress, size
+from ckptstore.cli.output import duration, emit_line, moment, note, pause, progress, size
+from ckptstore.cli.ranges import counted, kind_name
+from ckptstore.cli.wrapping import say
 
 if TYPE_CHECKING:
     from ckptstore import Followed
@@ -71,6 +73,7 @@ def command(
             found = None
             try:
                 for found in follower:
+                    pause(advance)
                     _tell(found, out, as_json)
                     if run is not None:
                         _run(run, found, out)
@@ -93,14 +96,14 @@ def _tell(found: Followed, out: Path | None, as_json: bool) -> None:
         words.append(f"{found.skipped} skipped")
     if found.branched:
         words.append("another branch" if found.fork is None else f"another branch, from {found.fork}")
-    click.echo("  ".join(words))
+    say("  ".join(words))
 
 
 def _counted(kinds: tuple[str, ...]) -> list[str]:
     if not kinds:
         return ["held already"]
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    return [kind if count == 1 else f"{count} {kind}s" for kind, count in counts.items()]
+    return [kind_name(kind) if count == 1 else counted(count, kind_name(kind)) for kind, count in counts.items()]
 
 
 def _json(found: Followed, out: Path | None) -> dict[str, Any]:

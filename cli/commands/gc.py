@@ -10,6 +10,7 @@ from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size, some
 from ckptstore.cli.ranges import counted
+from ckptstore.cli.wrapping import say
 from ckptstore.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -80,23 +81,23 @@ def _json(store: str, done: Collected, dry_run: bool) -> dict[str, Any]:
 
 def _print(done: Collected, dry_run: bool) -> None:
     what = "would delete" if dry_run else "deleted"
-    click.echo(f"{what} {counted(len(done.segments), 'segment')}: {size(done.nbytes)}")
+    say(f"{what} {counted(len(done.segments), 'segment')}: {size(done.nbytes)}")
     if done.spare_nbytes:
-        click.echo(f"kept as spare files, which new checkpoints overwrite: {size(done.spare_nbytes)}")
+        say(f"kept as spare files, which new checkpoints overwrite: {size(done.spare_nbytes)}")
     if done.dead_pins:
-        click.echo(f"{what} the pins of {counted(len(done.dead_pins), 'dead reader')}: {some(done.dead_pins)}")
+        say(f"{what} the pins of {counted(len(done.dead_pins), 'dead reader')}: {some(done.dead_pins)}")
     if done.pinned and not done.unreadable_pins:
-        click.echo(f"pinned by readers, kept: {counted(len(done.pinned), 'segment')}, {size(done.pinned_nbytes)}")
+        say(f"pinned by readers, kept: {counted(len(done.pinned), 'segment')}, {size(done.pinned_nbytes)}")
         for holder in done.holders:
-            click.echo(f"  {holder.key}: {_who(holder)}, {counted(len(holder.segments), 'segment')}")
+            say(f"  {holder.key}: {_who(holder)}, {counted(len(holder.segments), 'segment')}")
         note("if a reader is dead: --wait longer than --pin-ttl (600 s) finds that out and deletes its pin")
     if done.strangers:
-        click.echo(f"not the store's, kept: {some(done.strangers)}")
+        say(f"not the store's, kept: {some(done.strangers)}")
         note("what no store writes is never deleted; remove it yourself, or move it out of the store")
     if done.unreadable_pins:
         damaged = click.style("damaged", fg="red", bold=True)
-        click.echo(f"{damaged}  {some(done.unreadable_pins)}")
-        click.echo(f"nobody knows what a damaged pin claims: {size(done.pinned_nbytes)} kept")
+        say(f"{damaged}  {some(done.unreadable_pins)}")
+        say(f"nobody knows what a damaged pin claims: {size(done.pinned_nbytes)} kept")
         note("its reader renews it within 30 s; if there is none, --wait longer than --pin-ttl deletes it")
 
 

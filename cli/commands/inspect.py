@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,9 +11,10 @@ import click
 from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.costs import parsed, show_costs
-from ckptstore.cli.output import emit, moment, number, progress, ratio, shape, size, table
+from ckptstore.cli.output import breadth, emit, moment, number, progress, ratio, shape, size, table, writing
 from ckptstore.cli.plans import plan_line, plan_step, plan_table
 from ckptstore.cli.ranges import counted, ranges
+from ckptstore.cli.wrapping import columns, say_all
 from ckptstore.errors import CkptError
 
 if TYPE_CHECKING:
@@ -92,9 +93,13 @@ def command(
     plan = target.explain(found.info.ref, select or None)
     remote = _remote(target)
     if as_json:
-        emit(_json(found, plan, state) | {"remote": remote})
+        last = found.writer
+        emit(
+            _json(found, plan, state)
+            | {"remote": remote, "latest": found.latest, "writer": last.state, "host": last.host, "pid": last.pid}
+        )
     else:
-        click.echo("\n".join(_text(found, plan, remote, chain=chain, tensors=listed or bool(select))))
+        say_all(_text(found, plan, remote, chain=chain, tensors=listed or bool(select)))
 
 
 def _remote(store: Store) -> dict[str, Any] | None:
@@ -190,6 +195,8 @@ def _text(
     yield plan_line(plan)
     yield f"saved {moment(info.time)}   state {info.state}"
     yield f"medium: {found.medium}"
+    if found.latest and sys.stdout.isatty():
+        yield writing(found.writer)
     if remote is not None:
         yield _behind(remote)
     for name, value in info.metadata.items():
@@ -199,16 +206,31 @@ def _text(
         yield plan_table(plan)
     if tensors:
         yield ""
-        yield table(
-            ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"],
-            [[t.name, t.dtype, _shape(t), size(t.nbytes), _stored(t), t.codec] for t in found.tensors],
-        )
+        yield from _tensor_table(found.tensors)
     yield ""
     yield table(["DTYPE", "CODEC", ">TENSORS", ">SIZE", ">STORED"], _summary(found))
     more = [] if tensors else ["--tensors"]
     more += [] if chain or len(plan.steps) < 2 else [f"--chain ({counted(len(plan.steps), 'step')})"]
     if more and sys.stdout.isatty():
         yield click.style(f"more: {', '.join(more)}", dim=True)
+
+
+def _tensor_table(tensors: Sequence[TensorDescription]) -> Iterator[str]:
+    """The tensors; what is stored with another says with which, below the table where a terminal is too narrow."""
+    headings = ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"]
+    rows = [[t.name, t.dtype, _shape(t), size(t.nbytes), _stored(t), t.codec] for t in tensors]
+    room = columns()
+    if room is None or breadth(headings, rows) <= room:
+        yield table(headings, rows)
+        return
+    leaders = list(dict.fromkeys(t.stored_with for t in tensors if t.stored_with is not None))
+    marks = {leader: "shared" if len(leaders) == 1 else f"shared {number}" for number, leader in enumerate(leaders, 1)}
+    for row, tensor in zip(rows, tensors, strict=True):
+        if tensor.stored_with is not None:
+            row[4] = marks[tensor.stored_with]
+    yield table(headings, rows)
+    for leader, mark in marks.items():
+        yield f"{mark}: stored with {leader}"
 
 
 def _said(name: str, value: Any) -> str:

@@ -41,6 +41,6 @@ def command(
     if as_json:
         emit({"store": store, "rules": list(found)})
         return
-    click.echo("\n".join(found) or "every checkpoint")
+    click.echo("\n".join(found) or "no rules: every checkpoint is kept")
     if rules:
         note("what is superfluous by now goes with the next save, or by `ckpt prune`")

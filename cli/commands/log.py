@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptstore.cli.arguments import STORE, opened
+from ckptstore.cli.arguments import PLACE, STORE, like_a_ref, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, moment, note, number, paged, size, table
+from ckptstore.cli.output import emit, moment, note, number, paged, printable, size, table, writing
 from ckptstore.cli.ranges import counted, kind_name
+from ckptstore.cli.wrapping import columns, fitted
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo, TermInfo
@@ -34,9 +36,11 @@ _COLORS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_magenta")
         "ckpt log runs/gpt -n 20",
         "ckpt log runs/gpt --sort loss -n 5       # the best five; accuracy:max for the highest",
         "ckpt log runs/gpt --term 3 --json",
+        "ckpt log runs/a runs/b                   # two runs side by side, step by step",
     ],
 )
 @STORE
+@click.argument("other", type=PLACE, required=False, metavar="[STORE]")
 @click.option("-n", "--limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest, each in a line.")
 @click.option("--term", type=click.IntRange(min=1), metavar="TERM", help="Only the checkpoints of this term.")
 @click.option(
@@ -44,14 +48,36 @@ _COLORS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_magenta")
 )
 @click.option("--all", "unfolded", is_flag=True, help="Every step diff in a line of its own, on a terminal too.")
 @click.option("--no-pager", is_flag=True, help="Print it all, however long.")
+@click.option("--metric", metavar="NAME", help="Of two stores: the number of the metadata to compare. Default: loss.")
 def command(
-    store: str, limit: int | None, term: int | None, by: str | None, unfolded: bool, no_pager: bool, as_json: bool
+    store: str,
+    other: str | None,
+    limit: int | None,
+    term: int | None,
+    by: str | None,
+    unfolded: bool,
+    no_pager: bool,
+    metric: str | None,
+    as_json: bool,
 ) -> None:
     """List checkpoints, newest first, with forks as a graph.
 
     A branch begins where a writer went back and continued from an earlier checkpoint. On a terminal, step diffs that
     follow one another are one line, and a list that is longer than the screen goes through PAGER.
+
+    Two stores: side by side, step by step, each along the line of its newest checkpoint.
     """
+    if other is not None:
+        if like_a_ref(other):
+            error = click.UsageError(f"{other} is no store, with which to compare {store}")
+            error.add_note(f"`ckpt inspect {shlex.quote(store)} {other}` shows that checkpoint")
+            raise error
+        if term is not None or by is not None:
+            raise click.UsageError("--term and --sort are for one store; two are compared step by step")
+        _beside((store, other), limit, metric or "loss", as_json, everything=unfolded, pager=not no_pager)
+        return
+    if metric is not None:
+        raise click.UsageError("--metric is for two stores; of one --sort takes a number of the metadata")
     target = opened(store)
     found = target.lineage(limit, term, by)
     shown = found.checkpoints
@@ -66,6 +92,9 @@ def command(
                 "checkpoints": [_checkpoint(info, found) for info in shown],
                 "terms": [_term(info) for info in found.terms if term in (None, info.term)],
                 "damage": list(found.damage),
+                "writer": found.writer.state,
+                "host": found.writer.host,
+                "pid": found.writer.pid,
             }
         )
     elif not found.total or (not shown and term is not None):
@@ -75,7 +104,26 @@ def command(
         fold = terminal and not unfolded and limit is None and by is None
         layout = _Layout(found, shutil.get_terminal_size().columns if terminal else None, fold=fold)
         body = [] if not shown else layout.graph() if by is None else layout.listing()
-        paged([_head(found), *body, *_closing(found, term)], pager=not no_pager)
+        said = [_head(found), *([_writing(found)] if terminal else []), *body, *_closing(found, term)]
+        paged(said, pager=not no_pager)
+
+
+def _beside(
+    stores: tuple[str, str], limit: int | None, metric: str, as_json: bool, *, everything: bool, pager: bool
+) -> None:
+    from ckptstore.cli.beside import document, text
+    from ckptstore.reports.side_by_side import side_by_side
+
+    found = side_by_side(opened(stores[0]).journal, opened(stores[1]).journal, metric)
+    for store, run in zip(stores, found.runs, strict=True):
+        for damage in run.damage:
+            note(f"{store}: {damage}")
+    if as_json:
+        emit(document(found, stores, limit))
+    else:
+        room = columns()
+        told = text(found, stores, limit, everything=everything)
+        paged([one if "\n" in one else fitted(one, room) for one in told], pager=pager)
 
 
 def _checkpoint(info: CheckpointInfo, found: Lineage) -> dict[str, Any]:
@@ -110,7 +158,11 @@ def _head(found: Lineage) -> str:
         facts.append(f"steps {first:,} to {last:,}" if first < last else f"step {first:,}")
     if found.latest is not None:
         facts.append(f"latest {found.latest}")
-    return click.style(", ".join(facts), bold=True)
+    return click.style(fitted(", ".join(facts), columns()), bold=True)
+
+
+def _writing(found: Lineage) -> str:
+    return fitted(writing(found.writer), columns())
 
 
 class _Layout:
@@ -147,7 +199,7 @@ class _Layout:
         drawn = any(lanes is not None for lanes, _ in rows)
         headings = [*([""] if drawn else []), "CHECKPOINT", "KIND", ">STORED", "TIME", ""]
         cells = [[*([lanes or ""] if drawn else []), *self._cells(group)] for lanes, group in rows]
-        lines = table(headings, [[*row, ""] for row in cells]).splitlines()
+        lines = table(headings, [[*row, ""] for row in cells], fit=False).splitlines()
         margin = max(map(len, map(click.unstyle, lines))) + 2
         lines[0] += " " * (margin - len(click.unstyle(lines[0]))) + click.style("METADATA" * self._said, bold=True)
         found = [lines[0].rstrip()]
@@ -185,11 +237,19 @@ class _Layout:
             line += _styled(names) + "  "
             room = None if room is None else room - len(" ".join(names)) - 2
         if room is not None and len(said) > room:
-            said = said[: room - 3].rstrip() + "..." if room > len("loss 0.1...") else ""
+            said = _cut(said, room)
         yield (line + said).rstrip()
         if below:
             ends = self._found.parents.get(group[-1].ref) is None
             yield f"{(lanes or '').replace('*', ' ' if ends else '|')}  {_styled(names)}"
+
+
+def _cut(said: str, room: int) -> str:
+    """As many whole words of metadata as there is room for; half a number would be another one."""
+    words = said.split(", ")
+    while words and len(", ".join(words)) + len(", ...") > room:
+        words.pop()
+    return ", ".join([*words, "..."]) if words else ""
 
 
 def _styled(names: Sequence[str]) -> str:
@@ -236,4 +296,6 @@ def _closing(found: Lineage, term: int | None) -> Iterator[str]:
     newest = found.terms[0]
     if found.checkpoints and newest.checkpoints == 0 and term is None:
         since = f"from {newest.parent}" if newest.parent else "from nothing"
-        yield f"term {newest.term} was opened {moment(newest.time)} {since}; nothing saved in it yet"
+        purpose = found.writer.purpose
+        what = "; nothing saved in it yet" if purpose is None else f" by a take-over, to {printable(purpose)}"
+        yield f"term {newest.term} was opened {moment(newest.time)} {since}{what}"

@@ -7,23 +7,37 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptstore.cli.arguments import PLACE
 from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.hints import hint_for
 from ckptstore.cli.output import age, emit, note, size, table, who
+from ckptstore.cli.wrapping import columns
 
 if TYPE_CHECKING:
     from ckptstore import RunInfo
 
+_WIDE = 100
+"""Columns of a terminal from which on growth is shown."""
+_GROWTH = 4
 
-@make_command("ls", examples=["ckpt ls runs", "ckpt ls .", "ckpt ls /data/checkpoints --json"])
-@click.argument("folder", metavar="DIR", type=click.Path())
+
+@make_command("ls", examples=["ckpt ls", "ckpt ls runs", "ckpt ls /data/checkpoints --json"], alone=True)
+@click.argument("folder", metavar="[DIR]", type=PLACE, default=".")
 def command(folder: str, as_json: bool) -> None:
     """List the runs below a folder: how far, how large, how old.
 
-    No link is followed. A folder that cannot be read is named, and so is a store that is damaged.
+    DIR is the working folder if left out. No link is followed. A folder that cannot be read is named, and so is a store
+    that is damaged.
     """
     import ckptstore
 
-    found = ckptstore.find_runs(folder)
+    try:
+        found = ckptstore.find_runs(folder)
+    except ckptstore.NotFoundError as error:  # a folder, not a store: exit code 2, as for every file that is not there
+        missing = ckptstore.UsageError(str(error))
+        if (hint := hint_for(error)) is not None:
+            missing.add_note(hint)
+        raise missing from None
     for path, why in found.unreadable:
         note(f"{path}: {why}")
     if as_json:
@@ -31,7 +45,11 @@ def command(folder: str, as_json: bool) -> None:
         emit({"folder": folder, "runs": [_json(run) for run in found.runs], "unreadable": unreadable})
     elif found.runs:
         headings = ["RUN", ">NEWEST", ">CHECKPOINTS", ">STORED", ">IN 1,000 STEPS", ">LAST", "WRITER"]
-        click.echo(table(headings, [_row(run) for run in found.runs]))
+        rows = [_row(run) for run in found.runs]
+        if (room := columns()) is not None and room < _WIDE:
+            for row in (headings, *rows):
+                del row[_GROWTH]
+        click.echo(table(headings, rows))
         for run in found.runs:
             if run.error is not None:
                 note(f"{run.path}: {run.error}")

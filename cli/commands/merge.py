@@ -11,6 +11,7 @@ from ckptstore.cli.arguments import RANGE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, table
 from ckptstore.cli.ranges import checkpoints, counted, ranges
+from ckptstore.cli.wrapping import say
 from ckptstore.errors import RequestError
 
 if TYPE_CHECKING:
@@ -123,17 +124,17 @@ def _print(done: Merged, timeout: float) -> None:
     would = "would be " if done.answer != "accepted" else ""
     last = done.merged[-1] if done.merged else done.last
     if done.merged:
-        click.echo(f"{would}merged into one segment: {checkpoints(done.merged)}")
-    click.echo(f"{last}: {_METHODS[done.method]}")
+        say(f"{would}merged into one segment: {checkpoints(done.merged)}")
+    say(f"{last}: {_METHODS[done.method]}")
     if done.retired:
-        click.echo(f"{would}retired: {checkpoints(done.retired)}")
+        say(f"{would}retired: {checkpoints(done.retired)}")
     for ref, why in done.held.items():
-        click.echo(f"stays: {ref}, {why}")
+        say(f"stays: {ref}, {why}")
     if done.fulls:
-        click.echo(f"fulls, which stay: {ranges(done.fulls)}")
+        say(f"fulls, which stay: {ranges(done.fulls)}")
     click.echo(
         table(
-            ["", ">STORED", f">TO RESTORE {last}", ">SEGMENTS", ">LAYERS", ">TIME"],
+            ["", ">STORED", f">TO RESTORE {last}", ">SEGMENTS", ">LINKS", ">TIME"],
             [
                 ["before", size(done.dropped_nbytes), *_row(done.before)],
                 ["after", size(done.written_nbytes), *_row(done.after)],

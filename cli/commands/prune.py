@@ -11,6 +11,7 @@ from ckptstore.cli.arguments import RULE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size, table
 from ckptstore.cli.ranges import checkpoints, counted, ranges
+from ckptstore.cli.wrapping import say
 
 if TYPE_CHECKING:
     from ckptstore import Collected, Pruned
@@ -91,12 +92,11 @@ def _json(store: str, done: Pruned, collected: Collected | None, dry_run: bool) 
 def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
     rows = [[reason, f"{len(refs):,}", ranges(refs)] for reason, refs in done.kept.items()]
     click.echo(table(["KEPT BY", ">COUNT", "CHECKPOINTS"], rows))
-    would = "would " if dry_run else ""
-    click.echo(f"{would}keep {done.checkpoints:,}" if dry_run else f"kept {done.checkpoints:,}", nl=False)
-    verb = "retire" if dry_run else "retired"
-    click.echo(f", {would}{verb} {len(done.retired):,}{': ' + ranges(done.retired) if done.retired else ''}")
+    gone = f": {ranges(done.retired)}" if done.retired else ""
+    verbs = ("would keep", "would retire") if dry_run else ("kept", "retired")
+    say(f"{verbs[0]} {done.checkpoints:,}, {verbs[1]} {len(done.retired):,}{gone}")
     if done.held:
-        click.echo(
+        say(
             f"retired and stored still, because others build on it: {checkpoints(done.held)} "
             f"({size(done.held_nbytes)} of their own)"
         )
@@ -107,11 +107,11 @@ def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
             unneeded = counted(len(done.dropped), "segment", "is", "are")
             note(f"{unneeded} needed no more: `ckpt gc` {what} {size(freed)}")
     elif dry_run:
-        click.echo(
+        say(
             f"would delete {counted(len(done.dropped) + len(collected.segments), 'segment')}: "
             f"{size(freed + collected.nbytes)}"
         )
     else:
-        click.echo(f"deleted {counted(len(collected.segments), 'segment')}: {size(collected.nbytes)}")
+        say(f"deleted {counted(len(collected.segments), 'segment')}: {size(collected.nbytes)}")
         if collected.pinned:
             note(f"{size(collected.pinned_nbytes)} stay until their readers are done: `ckpt gc` then")

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptstore.cli.arguments import STORE
+from ckptstore.cli.arguments import PLACE, STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size
 from ckptstore.cli.ranges import checkpoints, counted, ranges
+from ckptstore.cli.wrapping import say
 from ckptstore.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _BASE = re.compile(rf"^{_BUILDS}([0-9]+@[0-9]+)\Z")
     ],
 )
 @STORE
-@click.argument("target", metavar="DST")
+@click.argument("target", type=PLACE, metavar="DST")
 @click.option("--run", metavar="UUID", help="Whose store it is, where there are several; its beginning does.")
 def command(store: str, target: str, run: str | None, as_json: bool) -> int:
     """Make a store of what is intact of a damaged one.
@@ -75,21 +76,19 @@ def _json(store: str, target: str, done: Repaired) -> dict[str, Any]:
 
 def _print(done: Repaired) -> None:
     for one in done.damage[:_MOST]:
-        click.echo(f"{click.style('damaged', fg='red', bold=True)}  {one.key}: {one.what}")
+        say(f"{click.style('damaged', fg='red', bold=True)}  {one.key}: {one.what}", hanging=9)
     if len(done.damage) > _MOST:
         click.echo(f"... and {len(done.damage) - _MOST:,} more (--json lists all)")
     _print_lost("lost", done.lost)
     for name, ref in done.tags.items():
-        click.echo(f"{click.style('lost', fg='red', bold=True)}     tag {name}, which named {ref}")
+        say(f"{click.style('lost', fg='red', bold=True)}     tag {name}, which named {ref}", hanging=9)
     kept = checkpoints(done.kept) if done.kept else "no checkpoint"
-    click.echo(f"{click.style('kept', fg='green', bold=True)}     {kept}")
+    say(f"{click.style('kept', fg='green', bold=True)}     {kept}", hanging=9)
     if done.found:
-        click.echo(f"found    {checkpoints(done.found)}: the log says nothing of them, their segments do")
+        say(f"found    {checkpoints(done.found)}: the log says nothing of them, their segments do", hanging=9)
     if done.rewritten:
-        click.echo(f"rewritten, because their segment is damaged elsewhere: {ranges(done.rewritten)}")
-    click.echo(
-        f"{counted(done.segments, 'segment')}, {size(done.nbytes)} written; latest is {done.latest or 'nothing'}"
-    )
+        say(f"rewritten, because their segment is damaged elsewhere: {ranges(done.rewritten)}")
+    say(f"{counted(done.segments, 'segment')}, {size(done.nbytes)} written; latest is {done.latest or 'nothing'}")
     if done.log != "whole":
         note("tags, metadata and retirements that stood in lost parts of the log are lost with them")
     if done.unproven:
@@ -111,4 +110,4 @@ def _print_lost(label: str, lost: Mapping[str, str]) -> None:
         together.setdefault(f"{_BUILDS}{root}" if far else why, []).append(ref)
     for why, refs in together.items():
         text = f"they build on {why.removeprefix(_BUILDS)}" if why.startswith(_BUILDS) and len(refs) > 1 else why
-        click.echo(f"{click.style(label, fg='red', bold=True)}     {ranges(refs)}: {text}")
+        say(f"{click.style(label, fg='red', bold=True)}     {ranges(refs)}: {text}", hanging=9)

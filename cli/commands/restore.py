@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import tempfile
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from ckptstore.cli.arguments import REF, SIZE, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import duration, emit, note, progress, size
+from ckptstore.cli.output import duration, emit, note, progress, roughly, size
 from ckptstore.cli.plans import plan_step, plan_table
 from ckptstore.cli.ranges import counted
+from ckptstore.cli.wrapping import say
 
 if TYPE_CHECKING:
     from ckptstore.exchange.exporting import ExportResult
@@ -26,11 +32,12 @@ if TYPE_CHECKING:
         "ckpt restore runs/gpt tag:best --select 'model.*' --out best.safetensors --force",
         "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
         "ckpt restore runs/gpt 1000 --explain",
+        "ckpt restore runs/gpt --out - | ssh node-7 'cat > model.safetensors'",
     ],
 )
 @STORE
 @click.argument("ref", type=REF, default="latest", metavar="[REF]")
-@click.option("--out", type=click.Path(), metavar="PATH", help="The file to write.")
+@click.option("--out", type=click.Path(), metavar="PATH", help="The file to write; - is stdout.")
 @click.option(
     "--format",
     "file_format",
@@ -65,8 +72,15 @@ def command(
         return
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
+    piped = out == "-"
+    if piped:
+        _check_piped(as_json, max_shard_size)
     began = time.perf_counter()
-    with progress("restoring") as advance:
+    with ExitStack() as stack:
+        if piped:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-restore-"))
+            out = str(Path(folder, f"state.{file_format or 'safetensors'}"))
+        advance = stack.enter_context(progress("restoring"))
         result = opened(store).export(
             ref,
             out,
@@ -77,10 +91,21 @@ def command(
             max_shard_bytes=max_shard_size,
             progress=advance,
         )
-    _told(result, time.perf_counter() - began, as_json)
+        if piped:
+            with open(out, "rb") as file:
+                shutil.copyfileobj(file, click.get_binary_stream("stdout"))
+    _told(result, time.perf_counter() - began, as_json, piped)
 
 
-def _told(result: ExportResult, seconds: float, as_json: bool) -> None:
+def _check_piped(as_json: bool, max_shard_size: int | None) -> None:
+    if as_json or max_shard_size is not None:
+        raise click.UsageError("--out - is one file on stdout: it goes with neither --json nor --max-shard-size")
+    if sys.stdout.isatty():
+        raise click.UsageError("--out - writes the file to stdout, which is a terminal here: use a pipe, or > FILE")
+
+
+def _told(result: ExportResult, seconds: float, as_json: bool, piped: bool) -> None:
+
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
         note(f"{len(result.converted)} values are of another type in a .pt file (numpy, frozenset): {some}")
@@ -107,10 +132,12 @@ def _told(result: ExportResult, seconds: float, as_json: bool) -> None:
         )
         return
     where = str(result.paths[0]) if result.index is None else f"{len(result.paths)} files and {result.index}"
-    click.echo(
-        f"wrote {where}: checkpoint {result.ref}, {counted(result.tensors, 'tensor')}, {size(result.nbytes)} ", nl=False
+    where = "to stdout" if piped else where
+    speed = size(int(result.nbytes / max(seconds, 1e-9)))
+    (note if piped else say)(
+        f"wrote {where}: checkpoint {result.ref}, {counted(result.tensors, 'tensor')}, {size(result.nbytes)} "
+        f"in {duration(seconds)} ({speed}/s)"
     )
-    click.echo(f"in {duration(seconds)} ({size(int(result.nbytes / max(seconds, 1e-9)))}/s)")
 
 
 def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool) -> None:
@@ -128,7 +155,7 @@ def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool) -> No
             }
         )
         return
-    click.echo(plan_table(found))
     rates = f"reading {size(int(found.rates.read))}/s, decoding {size(int(found.rates.decode))}/s, measured now"
-    click.echo(f"restoring {found.ref} reads {size(found.bytes_read)} for {size(found.nbytes)}: ", nl=False)
-    click.echo(f"about {duration(found.seconds)} ({rates})")
+    costs = f"reads {size(found.bytes_read)} for {size(found.nbytes)}: {roughly(found.seconds)}"
+    say(f"restoring {found.ref} {costs} ({rates})")
+    click.echo(plan_table(found))

@@ -8,6 +8,7 @@ from ckptstore.cli.arguments import REF, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, size
 from ckptstore.cli.ranges import checkpoints, counted, ranges
+from ckptstore.cli.wrapping import say
 
 
 @make_command(
@@ -41,9 +42,9 @@ def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, t
             }
         )
         return
-    click.echo(f"{'would retire' if dry_run else 'retired'} {checkpoints(done.retired)}")
+    say(f"{'would retire' if dry_run else 'retired'} {checkpoints(done.retired)}")
     if done.kept:
-        click.echo(f"stored still, because others build on it or share its segment: {ranges(done.kept)}")
+        say(f"stored still, because others build on it or share its segment: {ranges(done.kept)}")
     if done.dropped:
         then = "would free" if dry_run else "frees"
         unneeded = counted(len(done.dropped), "segment", "is", "are")

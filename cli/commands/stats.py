@@ -10,7 +10,8 @@ import click
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, size, table
-from ckptstore.cli.ranges import kind_name
+from ckptstore.cli.ranges import counted, kind_name
+from ckptstore.cli.wrapping import say
 
 if TYPE_CHECKING:
     from ckptstore import StoreStats
@@ -79,27 +80,38 @@ def _json(store: str, found: StoreStats) -> dict[str, Any]:
     }
 
 
+_CLASSES = {
+    "weight": "weights",
+    "first_moment": "first moments",
+    "second_moment": "second moments",
+    "gradient": "gradients",
+    "other": "others",
+}
+
+
 def _print(found: StoreStats) -> None:
     latest = f", the newest {found.latest}" if found.latest else ""
-    count = len(found.checkpoints)
-    click.echo(f"{count:,} checkpoint{'' if count == 1 else 's'}{latest}: {size(found.nbytes)}")
+    say(f"{counted(len(found.checkpoints), 'checkpoint')}{latest}: {size(found.nbytes)}")
     if found.growth is not None:
-        click.echo(f"grows by {size(round(found.growth))} in 1,000 steps")
+        say(f"grows by {size(round(found.growth))} in 1,000 steps")
     shares = [[kind_name(kind), f"{share.checkpoints:,}", size(share.nbytes)] for kind, share in found.kinds.items()]
     click.echo("\n" + table(["KIND", ">CHECKPOINTS", ">STORED"], shares))
+    if "held" in found.kinds:
+        say("held: retired, and stored because others build on them")
     terms = {term: share for term, share in found.terms.items() if share.nbytes or share.checkpoints}
     if len(terms) > 1:
         shares = [[str(term), f"{share.checkpoints:,}", size(share.nbytes)] for term, share in terms.items()]
         click.echo("\n" + table([">TERM", ">CHECKPOINTS", ">STORED"], shares))
     if found.classes:
         rows = [
-            [kind.replace("_", " "), f"{one.tensors:,}", size(one.nbytes), size(one.stored)]
+            [_CLASSES.get(kind, kind), f"{one.tensors:,}", size(one.nbytes), size(one.stored)]
             for kind, one in found.classes.items()
         ]
-        click.echo(f"\nof {found.latest}, and what it builds on:")
-        click.echo(table(["CLASS", ">TENSORS", ">LOGICAL", ">STORED"], rows))
+        click.echo(f"\ntensors of {found.latest}, stored in all that it is restored from:")
+        click.echo(table(["CLASS", ">TENSORS", ">SIZE", ">STORED"], rows))
     rules = f"rules: {', '.join(found.rules)}" if found.rules else "no rules: every checkpoint is kept"
     if found.prunable_nbytes is not None:
         rules += f"; `ckpt prune` would leave {size(found.prunable_nbytes)} to gc"
-    click.echo(f"\n{rules}")
-    click.echo(f"`ckpt gc` would free {size(found.garbage_nbytes)}")
+    click.echo("")
+    say(rules)
+    say(f"`ckpt gc` would free {size(found.garbage_nbytes)}")

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptstore.cli.arguments import STORE, opened
+from ckptstore.cli.arguments import PLACE, STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, emit_line, note, progress, size
 from ckptstore.cli.quantities import RATE
-from ckptstore.cli.ranges import ranges
+from ckptstore.cli.ranges import counted, ranges
+from ckptstore.cli.wrapping import say
 from ckptstore.errors import CorruptionError, FencedError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ ELSEWHERE = FencedError.exit_code
     ],
 )
 @STORE
-@click.argument("remote", metavar="[REMOTE]", required=False)
+@click.argument("remote", type=PLACE, metavar="[REMOTE]", required=False)
 @click.option("--follow", is_flag=True, help="Go on, as the store grows, until interrupted.")
 @click.option(
     "--every",
@@ -63,14 +64,15 @@ def _tell(store: str, remote: str | None, done: Synced, print_json: Callable[[di
     if print_json is not None:
         print_json(_json(store, remote, done))
     else:
-        click.echo(f"drained {done.checkpoints:,} checkpoints: {done.segments:,} segments, {size(done.nbytes)}")
+        what = f"{counted(done.segments, 'segment')}, {size(done.nbytes)}"
+        say(f"drained {counted(done.checkpoints, 'checkpoint')}: {what}")
         if done.over:
-            click.echo(f"the run was continued elsewhere: {done.over}")
+            say(f"the run was continued elsewhere: {done.over}")
         if done.branch:
-            click.echo(f"not in the remote, kept here as a branch: {ranges(done.branch)}")
+            say(f"not in the remote, kept here as a branch: {ranges(done.branch)}")
             note("they can be read and exported here; a writer continues from what the remote has")
         if done.damage:
-            click.echo(f"left out, damaged here: {ranges(done.damaged)}")
+            say(f"left out, damaged here: {ranges(done.damaged)}")
             note(f"{done.damage}; `ckpt verify {store}` says what else is")
     if done.damaged:
         return CorruptionError.exit_code

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ckptstore.cli.arguments import PLACE, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.arguments import opened
 from ckptstore.cli.commands.tune_interval import command as interval
 from ckptstore.cli.output import duration, emit, note, number, size, table
 from ckptstore.cli.quantities import AMOUNT, RATE, TIME, Typed
 from ckptstore.cli.ranges import counted
+from ckptstore.cli.wrapping import say_all
 
 if TYPE_CHECKING:
     from ckptstore.tuning import Configuration, Job, Model
@@ -53,7 +54,7 @@ _OPTIONS: Final = {
         "ckpt tune wasted-time --paper",
     ],
 )
-@click.option("--from", "store", metavar="STORE", help="Measure what is not given in this store.")
+@click.option("--from", "store", type=PLACE, metavar="STORE", help="Measure what is not given in this store.")
 @click.option("--paper", is_flag=True, help="Take what is not given from LowDiff's Table I, and compare with it.")
 @click.option("--full-bytes", type=AMOUNT, help="S: a full, as stored.")
 @click.option("--bandwidth", type=RATE, help="W: write bandwidth: 1GB/s, 10Gbit/s.")
@@ -95,7 +96,6 @@ def _wasted_time(
 
         measured = measure(opened(store))
     job, sources = _job(given, measured, paper, recovery)
-    _remarks(job, sources)
     if plot is not None:
         from ckptstore.tuning.plotting import heat_map
 
@@ -112,7 +112,8 @@ def _wasted_time(
         emit(document)
     else:
         typed = {name: one.text for name, one in given.items() if isinstance(one, Typed)}
-        click.echo("\n".join(_text(document, typed)))
+        say_all(_text(document, typed))
+    _remarks(job, sources)
 
 
 command.add_command(interval)

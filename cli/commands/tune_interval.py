@@ -13,7 +13,7 @@ from ckptstore.cli.arguments import REF, SIZE, STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, table
 from ckptstore.cli.quantities import TIME
-from ckptstore.cli.ranges import counted
+from ckptstore.cli.wrapping import say_all
 
 if TYPE_CHECKING:
     from ckptstore.store import Store
@@ -94,7 +94,6 @@ def command(
     document |= {"probe_bytes": saved, "like": like, "store": store}
     document["sources"] = {"state_bytes": "given" if like is None else like, "iteration": pace_from}
     document["plot"] = None if plot is None else str(plot)
-    _remarks(document)
     if plot is not None:
         from ckptstore.tuning.interval_plot import draw
 
@@ -102,7 +101,8 @@ def command(
     if asked["as_json"]:
         emit({name: document[name] for name in _MEMBERS})
     else:
-        click.echo("\n".join(_text(document)))
+        say_all(_text(document))
+    _remarks(document)
 
 
 _MEMBERS: Final = (
@@ -195,7 +195,7 @@ def _remarks(found: Mapping[str, Any]) -> None:
 def _text(found: Mapping[str, Any]) -> Iterator[str]:
     interval, recovery, chosen = found["interval"], found["recovery"], found["chosen"]
     yield click.style(
-        f"save every {counted(interval['iterations'], 'iteration')} ({_short(interval['seconds'])}), "
+        f"save every {_iterations(interval['iterations'])} ({_short(interval['seconds'])}), "
         f"{chosen['in_flight']} in flight, {_threads(chosen['threads'])}",
         bold=True,
     )
@@ -214,23 +214,30 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
         f"{size(found['state_bytes'])} of state, iterations of {_short(found['iteration'])}, slowdown at most "
         f"{found['limits']['slowdown']:g}; measured in {duration(found['seconds'])}:"
     )
-    heads = ["", ">N", ">THREADS", ">STAGING", ">T_w", ">T_w/N", ">PER SECOND", ">CALL", ">HOST MEMORY", ">EVERY"]
+    heads = ["", ">N", ">THREADS", ">STAGING", ">T_w", ">T_w/N", ">GB/s", ">CALL", ">MEMORY", ">EVERY"]
     yield table(heads, map(_row, sorted(found["settings"], key=lambda one: [*one.values()][:3])))
     yield ""
     yield "to copy:"
     yield f"  writer = {found['line']}"
     yield "  ..."
-    yield f"  if step % {interval['iterations']} == 0:"
-    yield "      writer.save_async(state, step)"
+    if interval["iterations"] == 1:
+        yield "  writer.save_async(state, step)"
+    else:
+        yield f"  if step % {interval['iterations']} == 0:"
+        yield "      writer.save_async(state, step)"
 
 
 def _row(one: Mapping[str, Any]) -> list[str]:
     return [
         "*" if one["chosen"] else "",
         *(f"{one['in_flight']}", f"{one['threads']}", size(one["staging_bytes"])),
-        *(_short(one["write"]), _short(one["per_save"]), f"{one['bandwidth'] / 1e9:.3g} GB", _short(one["loss"])),
+        *(_short(one["write"]), _short(one["per_save"]), f"{one['bandwidth'] / 1e9:.3g}", _short(one["loss"])),
         *(size(one["host_bytes"]), f"{one['interval']:,}"),
     ]
+
+
+def _iterations(number: int) -> str:
+    return "iteration" if number == 1 else f"{number:,} iterations"
 
 
 def _threads(number: int) -> str:

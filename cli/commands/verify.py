@@ -11,6 +11,7 @@ from ckptstore.cli.arguments import REF, STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size, some
 from ckptstore.cli.ranges import checkpoints, counted, ranges
+from ckptstore.cli.wrapping import say
 from ckptstore.errors import CorruptionError, StorageError
 
 if TYPE_CHECKING:
@@ -84,20 +85,20 @@ def _print(report: VerificationReport, store: str) -> None:
     what = f"{counted(total, 'checkpoint')}{decoded}" if report.ref is None else f"checkpoint {report.ref}"
     if report.ref is not None and report.deep:
         what += ", decoded"
-    click.echo(f"checked {size(report.nbytes)} in {counted(report.objects, 'object')}, {what}")
+    say(f"checked {size(report.nbytes)} in {counted(report.objects, 'object')}, {what}")
     for damage in report.damage:
         needed = f"  (needed by {ranges(damage.checkpoints)})" if damage.checkpoints else ""
-        click.echo(f"{click.style('damaged', fg='red', bold=True)}  {damage.key}: {damage.what}{needed}")
+        say(f"{click.style('damaged', fg='red', bold=True)}  {damage.key}: {damage.what}{needed}", hanging=9)
     for unread in report.unread:
-        click.echo(f"{click.style('unread', fg='yellow', bold=True)}   {unread.key}: {unread.what}")
+        say(f"{click.style('unread', fg='yellow', bold=True)}   {unread.key}: {unread.what}", hanging=9)
     if report.lost:
-        click.echo(f"{click.style('lost', fg='red', bold=True)}     {checkpoints(report.lost)}")
+        say(f"{click.style('lost', fg='red', bold=True)}     {checkpoints(report.lost)}", hanging=9)
     if report.unknown:
-        click.echo(f"{click.style('unknown', fg='yellow', bold=True)}  {checkpoints(report.unknown)}")
+        say(f"{click.style('unknown', fg='yellow', bold=True)}  {checkpoints(report.unknown)}", hanging=9)
     if not report.ok:
-        click.echo(f"intact   {checkpoints(report.restorable) if report.restorable else 'no checkpoint'}")
+        say(f"intact   {checkpoints(report.restorable) if report.restorable else 'no checkpoint'}", hanging=9)
         if report.latest is not None:
-            click.echo(f"newest checkpoint that can be restored: {report.latest.ref}")
+            say(f"newest checkpoint that can be restored: {report.latest.ref}")
             if report.ref is None:
                 place = shlex.quote(store)
                 command = f"ckpt restore {place} {report.latest.ref} --out FILE"
@@ -105,10 +106,8 @@ def _print(report: VerificationReport, store: str) -> None:
     if report.orphans:
         hidden = any(damage.key.startswith("log/") for damage in report.damage)
         why = "or to one that a damaged log slot hides: keep them" if hidden else "left by interrupted saves; harmless"
-        click.echo(f"{counted(len(report.orphans), 'segment', 'belongs', 'belong')} to no checkpoint ({why})")
+        say(f"{counted(len(report.orphans), 'segment', 'belongs', 'belong')} to no checkpoint ({why})")
     if report.strangers:
-        click.echo(
-            f"{counted(len(report.strangers), 'file', 'is', 'are')} not part of the store: {some(report.strangers)}"
-        )
+        say(f"{counted(len(report.strangers), 'file', 'is', 'are')} not part of the store: {some(report.strangers)}")
     if report.ok:
         click.echo(click.style("intact", fg="green", bold=True))

@@ -69,3 +69,9 @@ def test_ctrl_c_leaves_nothing_behind(nan: Path, tmp_path: Path) -> None:
     assert out.startswith("good     6@1")
     assert "Traceback" not in err
     assert {path.name for path in tmp_path.iterdir()} == {"once", "there"}
+
+
+def test_an_expression_that_ends_the_process_is_a_mistake(ckpt: Run, run: Path) -> None:
+    outcome = ckpt("bisect", run, "--expr", "__import__('sys').exit(0)")
+    assert outcome.code == 2
+    assert "ends the process" in outcome.err

@@ -52,7 +52,8 @@ def test_left_out(ckpt: Run, there: Path, arguments: tuple[str, ...], monkeypatc
     assert found.code == 0, found.err
     monkeypatch.delenv("CKPT_STORE")
     command, *rest = (word for word in arguments if word != "-")
-    assert ckpt(command, there, *rest).out.splitlines()[:1] == found.out.splitlines()[:1]
+    first, again = (one.out.splitlines()[0].partition(":")[0] for one in (found, ckpt(command, there, *rest)))
+    assert first == again  # what follows a colon may be measured
     assert ckpt(*arguments).code in (2, 3)
 
 

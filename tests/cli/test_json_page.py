@@ -17,6 +17,7 @@ ROWS = {
     for name, members in re.findall(r"^\| \[`ckpt ([^`]+)`\]\([^)]*\) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
 }
 SECTIONS = {
+    "log STORE STORE": ("log", 1),
     "tune wasted-time": ("tune", 0),
     "inspect --tensor NAME": ("inspect", 1),
     "restore --explain": ("restore", 1),
@@ -36,6 +37,7 @@ def test_the_page_says_what_the_reference_says(name: str) -> None:
 LINES = {
     "ls": "..",
     "log": "{}",
+    "log STORE STORE": "{0} {0}",
     "inspect": "{} 1@1",
     "inspect --tensor NAME": "{} 1@1 --tensor extra",
     "watch": "{} --once",

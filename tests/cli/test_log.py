@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +230,19 @@ def test_terms_and_tags_are_coloured(stepped: Path, monkeypatch: pytest.MonkeyPa
     lines = on_a_terminal("log", stepped, lines=60, NO_COLOR=None).splitlines()
     assert re.search("\x1b\\[3[0-9]m16@2\x1b", next(line for line in lines[1:] if "16@2" in line))
     assert any("\x1b[33m" in line and "tag:best" in line for line in lines)
+
+
+def test_a_terminal_says_who_writes(run: Path) -> None:
+    store = ckptstore.open(run)
+    with store.writer(poll_seconds=None):
+        said = on_a_terminal("log", run, columns=120).splitlines()[1]
+        assert said.startswith(f"writer: process {os.getpid()} is running; last sign of it ")
+        assert said in on_a_terminal("inspect", run, columns=120) or "last sign of it" in said
+    store.tag("best", 4, take_over=True)
+    lines = on_a_terminal("log", run, columns=120).splitlines()
+    assert lines[1].startswith("no writer: taken over ")
+    assert lines[1].endswith(" ago to tag")
+    assert lines[-1].endswith(" from 5@3 by a take-over, to tag")
+    script = "import sys, ckptstore\nwith ckptstore.open(sys.argv[1]).writer() as w: w.save({'x': 1}, 9)"
+    subprocess.run([sys.executable, "-c", script, str(run)], check=True)
+    assert " is gone (it has ended, or was killed); last sign of it " in on_a_terminal("log", run, columns=120)

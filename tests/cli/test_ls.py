@@ -31,7 +31,7 @@ def test_the_current_folder_and_nothing_in_it(ckpt: Run, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     outcome = ckpt("ls", ".")
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "note: no store in . or below\n")
-    assert ckpt("ls", "nothing").code == 3
+    assert ckpt("ls", "nothing").code == 2
 
 
 def test_what_cannot_be_read_is_named(ckpt: Run, run: Path) -> None:

@@ -190,7 +190,7 @@ def test_interruption(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         (["lgo"], "there is no command 'lgo'; did you mean 'log'?"),
         (["frobnicate"], "there is no command 'frobnicate'"),
         (["log", "x", "--bogus"], "No such option"),
-        (["log", "x", "y"], "unexpected extra argument"),
+        (["log", "x", "y", "z"], "unexpected extra argument"),
         (["restore", "x"], "Missing option '--out'"),
         (["import", "x"], "Missing argument 'FILE...'"),
         (["import", "x", "y", "--step", "soon"], "'soon' is neither a step nor 'auto'"),
@@ -309,3 +309,16 @@ def test_commands_that_people_try(ckpt: Run, name: str) -> None:
     assert outcome.err.startswith(f"error: there is no command '{name}'\nhint: `ckpt ")
     meant = outcome.err.split("`ckpt ")[1].split("`")[0]
     assert meant in main.COMMANDS or meant.split()[0] in main.COMMANDS
+
+
+def test_a_flipped_byte_of_format_is_damage(ckpt: Run, run: Path) -> None:
+    """Not another format: docs/cli.md promises 4 for bytes that differ from what was written."""
+    content = (run / "FORMAT").read_bytes()
+    for place in range(0, len(content), 9):
+        (run / "FORMAT").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        outcome = ckpt("log", run)
+        assert outcome.code == 4, (place, outcome.err)
+        assert "this file is damaged" in outcome.err
+    for content in (b"", b"cut short"):
+        (run / "FORMAT").write_bytes(content)
+        assert ckpt("log", run).code == (5 if content else 4)

@@ -24,7 +24,7 @@ def chain(tmp_path: Path) -> Path:
 
 
 def test_rules_are_set_shown_and_taken_away(ckpt: Run, chain: Path) -> None:
-    assert ckpt("keep", chain).out == "every checkpoint\n"
+    assert ckpt("keep", chain).out == "no rules: every checkpoint is kept\n"
     done = ckpt("keep", chain, *RULES, "--take-over")
     assert done.out.splitlines() == list(RULES)
     assert "ckpt prune" in done.err
@@ -32,7 +32,7 @@ def test_rules_are_set_shown_and_taken_away(ckpt: Run, chain: Path) -> None:
     assert_documented(found, documented("ckpt keep")[0])
     assert found["rules"] == list(RULES)
     assert ckptstore.open(chain).rules() == RULES
-    assert ckpt("keep", chain, "--everything", "--take-over").out == "every checkpoint\n"
+    assert ckpt("keep", chain, "--everything", "--take-over").out == "no rules: every checkpoint is kept\n"
     assert ckptstore.open(chain).rules() == ()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -137,8 +139,8 @@ def test_explain_shows_the_plan_and_writes_nothing(ckpt: Run, tmp_path: Path) ->
     fill(store, trajectory(3), 1)
     shown = ckpt("restore", store, "--explain")
     assert shown.code == 0
-    assert [line.split()[0] for line in shown.out.splitlines()[1:4]] == ["1@1", "2@1", "3@1"]
-    assert "restoring 3@1 reads" in shown.out
+    assert [line.split()[0] for line in shown.out.splitlines()[2:5]] == ["1@1", "2@1", "3@1"]
+    assert shown.out.startswith("restoring 3@1 reads ")
     found = json.loads(ckpt("restore", store, "--explain", "--json").out)
     assert [step["base"] for step in found["steps"]] == [None, "1@1", "2@1"]
     assert found["bytes_read"] == sum(step["bytes_read"] for step in found["steps"])
@@ -165,3 +167,18 @@ def test_tied_places_are_in_the_document(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("restore", store.url, "--out", tmp_path / "tied.pt", "--json").json["tied"] == []
     (one,) = ckpt("diff", store.url, "1", "1", "--select", "head", "--all", "--json").json["tensors"]
     assert (one["name"], one["status"]) == ("head", "same")
+
+
+def test_a_pipe_gets_the_file(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckptstore", "restore", str(run), "5", "--out", "-"]
+    done = subprocess.run(command, capture_output=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ckptstore.open(run).export(5, tmp_path / "file.safetensors")
+    assert done.stdout == (tmp_path / "file.safetensors").read_bytes()
+    assert b"wrote to stdout: checkpoint 5@3" in done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path != run] == ["file.safetensors"]
+
+
+def test_what_no_pipe_takes(ckpt: Run, run: Path) -> None:
+    assert ckpt("restore", run, "--out", "-", "--json").code == 2
+    assert ckpt("restore", run, "--out", "-", "--max-shard-size", "1MB").code == 2

@@ -100,3 +100,17 @@ def test_mistakes(ckpt: Run, run: Path) -> None:
         outcome = ckpt("tag", run, *arguments, "--take-over")
         assert (outcome.code, why in outcome.err) == (code, True), arguments
     assert len(ckptstore.open(run).terms()) == 3, "nobody was fenced for it"
+
+
+@pytest.mark.parametrize("name", ["29@1", "29", "1..5", "a..b", "latest"])
+def test_no_tag_reads_like_another_ref(ckpt: Run, run: Path, name: str) -> None:
+    outcome = ckpt("tag", run, name, "5", "--take-over")
+    assert outcome.code == 2
+    assert "is no tag name" in outcome.err
+    store = ckptstore.open(run)
+    with store.writer(poll_seconds=None) as writer:
+        with pytest.raises(ckptstore.UsageError, match="is no tag name"):
+            writer.tag(name, 5)
+        with pytest.raises(ckptstore.UsageError, match="is no tag name"):
+            writer.save({"x": 1}, 6, tags=name)
+    assert set(store.tags()) == {"best"}

@@ -1,4 +1,4 @@
-"""Stores to copy and to break: a fork, deltas, batches of gradient diffs, tags, metadata, retired bases."""
+"""Stores to copy and to break: a fork, deltas, batches of step diffs, tags, metadata, retired bases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merging gradient diffs: batches joined, steps retired, chains of steps coded as one delta, all bit for bit."""
+"""Merging step diffs: batches joined, steps retired, chains of steps coded as one delta, all bit for bit."""
 
 from __future__ import annotations
 

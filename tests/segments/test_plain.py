@@ -445,7 +445,7 @@ def test_memory_of_snapshots_is_reused(store: ckptstore.Store, media: Media, mon
 
 
 def test_a_full_that_stays_in_memory_as_base(store: ckptstore.Store) -> None:
-    """Deltas and gradient diffs build on the memory that was written; it is not changed by that."""
+    """Deltas and step diffs build on the memory that was written; it is not changed by that."""
     state = STATES["large"]()
     with store.writer(deltas=1, poll_seconds=None) as writer:
         writer.save_async(state, 1)

@@ -115,3 +115,27 @@ def test_progress_is_a_line_on_stderr(
     assert capsys.readouterr().err.count("(100%)\n") >= 3
     store.verify(progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_what_changes_a_store_says_what_it_did(store: ckptstore.Store) -> None:
+    lineage = store.lineage(3)
+    assert repr(lineage) == "<Lineage: 3 of 13 checkpoints, 1 terms, latest 13@1>"
+    assert "(3 in all)" in shown(lineage) or "13@1" in shown(lineage)
+    compacted = store.compact(dry_run=True)
+    assert repr(compacted).startswith("<CompactReport: ")
+    assert "13 checkpoints would be kept" in shown(compacted)
+    store.retire(1, take_over=True)
+    collected = store.gc()
+    assert repr(collected).startswith("<Collected: 1 segments, ")
+    assert "nbytes" in shown(collected)
+    assert "checkpoints" in shown(ckptstore.Lag(checkpoints=2))
+
+
+def test_a_save_is_waited_for_as_long_as_a_time_is(store: ckptstore.Store) -> None:
+    with store.writer(poll_seconds=None) as writer:
+        pending = writer.save_async({"weight": np.ones(3)}, 14)
+        for nonsense in (float("nan"), "soon"):
+            with pytest.raises(ckptstore.UsageError, match="timeout"):
+                pending.result(timeout=nonsense)  # type: ignore[arg-type]
+        assert pending.result(timeout=60).step == 14
+        assert pending.result(timeout=-1).step == 14

@@ -49,7 +49,7 @@ def memory(writer: ckptstore.Writer) -> Arenas:
 
 
 def fed_memory(writer: ckptstore.Writer) -> Arenas:
-    """What deltas and gradient diffs are copied to unit by unit: `Writer._fed`. As `memory`."""
+    """What deltas and step diffs are copied to unit by unit: `Writer._fed`. As `memory`."""
     assert writer._fed is not None
     return writer._fed.feeding.memory
 

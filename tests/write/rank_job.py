@@ -159,7 +159,7 @@ def diverged(folder: Path) -> None:
 
 
 def stepwise(folder: Path, name: str, net: nn.Module) -> None:
-    """Train, and save every step as a gradient diff; keep what each load has to give."""
+    """Train, and save every step as a step diff; keep what each load has to give."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     diffs = ckptstore.DiffOptions(full_every=6, batch=2)
     with ckptstore.open(folder / name).writer(group=dist.group.WORLD, ranks=OPTIONS, diffs=diffs) as writer:

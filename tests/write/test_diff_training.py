@@ -1,4 +1,4 @@
-"""Real training in gradient diffs: any step comes back with all of its state, and goes on as it did."""
+"""Real training in step diffs: any step comes back with all of its state, and goes on as it did."""
 
 from __future__ import annotations
 

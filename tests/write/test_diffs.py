@@ -1,4 +1,4 @@
-"""Gradient diffs through the store: every step of every batch comes back bit for bit, whatever it holds."""
+"""Step diffs through the store: every step of every batch comes back bit for bit, whatever it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient diffs where something goes wrong beside them: memory, threads, signals, order, other optimizers."""
+"""Step diffs where something goes wrong beside them: memory, threads, signals, order, other optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memory=` with deltas and gradient diffs: the same bytes are stored, through little memory, whatever goes wrong."""
+"""`memory=` with deltas and step diffs: the same bytes are stored, through little memory, whatever goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient diffs of many ranks: threads as ranks, numpy tensors. Processes and torch are in `test_rank_processes`."""
+"""Step diffs of many ranks: threads as ranks, numpy tensors. Processes and torch are in `test_rank_processes`."""
 
 from __future__ import annotations
 

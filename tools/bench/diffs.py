@@ -1,4 +1,4 @@
-"""Gradient diffs through the store: every stored byte, and the processor time of a save and of a restore.
+"""Step diffs through the store: every stored byte, and the processor time of a save and of a restore.
 
     make bench-diffs                                     # all phases, three rounds
     python -m tools.bench.diffs --only late --rounds 1

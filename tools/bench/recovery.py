@@ -2,7 +2,7 @@
 
     make bench-recovery
 
-The project's language model (50 MB of fp32 state) is run on from a cached state, each step saved as a gradient diff in
+The project's language model (50 MB of fp32 state) is run on from a cached state, each step saved as a step diff in
 batches of 20, in one store for every distance between fulls. Recovered are the step furthest from its full and the one
 half-way, which is what a failure costs on average. Beside replay stands what a store of fulls alone can do: load the
 full and take the steps again, at the seconds that training needs here. Last, the longest chain's diffs are merged.

@@ -46,7 +46,7 @@ LABELS: Final = {
     "layer-host": "ckptstore layer-wise, host",
     "layer-device": "ckptstore layer-wise, device",
     "layer-direct": "ckptstore layer-wise, direct",
-    "gradient-diffs": "ckptstore gradient diffs",
+    "gradient-diffs": "ckptstore step diffs",
 }
 
 

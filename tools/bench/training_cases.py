@@ -34,7 +34,7 @@ class Case:
     """One line of a table.
 
     Attributes:
-        kind: ``loop``: what a strategy costs; ``kill``: what it loses; ``table``: gradient diffs by (1/f, b).
+        kind: ``loop``: what a strategy costs; ``kill``: what it loses; ``table``: step diffs by (1/f, b).
         strategy: its name.
         interval: iterations from one save to the next; of a ``table`` checkpoints from one full to the next.
         batch: of a ``table``: diffs in one write. 0 elsewhere.

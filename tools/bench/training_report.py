@@ -179,7 +179,7 @@ def grid(tables: Tables) -> tuple[list[int], list[int], list[list[float | None]]
 def _wasted_title(tables: Tables) -> str:
     known = [share for case in tables.of("table") if case.batch and (share := tables.wasted(case)) is not None]
     least = f"; the least is {min(known):.2%} of the time trained" if known else ""
-    return f"Wasted time over (1/f, b), gradient diffs, MTBF {tables.mtbf:g} s, as multiples of the least{least}"
+    return f"Wasted time over (1/f, b), step diffs, MTBF {tables.mtbf:g} s, as multiples of the least{least}"
 
 
 def _wasted(tables: Tables) -> Table:

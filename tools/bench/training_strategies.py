@@ -57,7 +57,7 @@ class Options:
     Attributes:
         interval: iterations from one save to the next.
         full_every: checkpoints from one full to the next, where there are differences.
-        batch: gradient diffs in one write; None: as many as `interval`.
+        batch: step diffs in one write; None: as many as `interval`.
     """
 
     interval: int = 1
@@ -406,7 +406,7 @@ class Store(Strategy):
 class GradientDiffs(Store):
     """Every step is a checkpoint, stored as its gradient; as many as the interval has steps are written at once."""
 
-    label = "ckptstore gradient diffs"
+    label = "ckptstore step diffs"
     every_step = True
 
     def settings(self) -> dict[str, Any]:

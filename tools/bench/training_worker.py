@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--full-every", type=int, default=100)
-    parser.add_argument("--batch", type=int, help="gradient diffs in one write; default: the interval")
+    parser.add_argument("--batch", type=int, help="step diffs in one write; default: the interval")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-pin", action="store_true")
     asked = parser.parse_args()

@@ -2,7 +2,7 @@
 
     python -m tools.crash.powercut --cuts 200 --controls 40
 
-A process of its own saves fulls, deltas and gradient diffs, merges, collects, tags, folds, trims, resumes and forks
+A process of its own saves fulls, deltas and step diffs, merges, collects, tags, folds, trims, resumes and forks
 without end on a file system in a loop device; it reports each acknowledgement through a pipe. At random instants its
 disk is cloned (`tools.crash.powercut_rig`); the clone is mounted, and everything that was acknowledged before the
 cloning began has to be there, bit for bit, whatever else is visible has to be whole, and the next writer has to go on.
@@ -131,7 +131,7 @@ def work(backend: LocalBackend, acknowledge: int, seed: int) -> None:
 
 
 def _term(store: Store, parent: str, kind: str, chance: random.Random, tell: Callable[[str], None]) -> list[str]:
-    """One term of fulls, deltas or gradient diffs -> the REFs it wrote."""
+    """One term of fulls, deltas or step diffs -> the REFs it wrote."""
     deltas = CHAIN if kind == "deltas" else None
     diffs = None
     if kind == "diffs":

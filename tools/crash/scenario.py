@@ -122,7 +122,7 @@ def _term(store: Store, acknowledge: Callable[[str], None], *, parent: str, save
 
 
 def _stepping_term(store: Store, acknowledge: Callable[[str], None]) -> None:
-    """One term of gradient diffs, two to a segment; the last of them is written when the term is closed."""
+    """One term of step diffs, two to a segment; the last of them is written when the term is closed."""
     options = DiffOptions(batch=2, seconds=None, flush_on_sigterm=False)
     pending = []
     with store.writer(diffs=options, threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:

@@ -19,7 +19,7 @@ class DemoConfig:
     kills: int = 6
     kills_in_commit: int = 3
     full_every: int = 50
-    """Gradient diffs from one full checkpoint to the next: so many steps a restore may have to replay."""
+    """Step diffs from one full checkpoint to the next: so many steps a restore may have to replay."""
     samples: int = 12
     """Earlier steps that are restored and compared at the end."""
     mode: Mode = "both"

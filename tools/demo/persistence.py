@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StoreKeeper:
-    """Checkpoints every step into a store as gradient diffs, and knows where a killed run continues.
+    """Checkpoints every step into a store as step diffs, and knows where a killed run continues.
 
     In mode ``save`` a checkpoint is durable when `keep` returns. In mode ``save_async`` it becomes durable while the
     next step computes; at most one is on its way, and its error, if any, surfaces at the next `keep` or at the end.

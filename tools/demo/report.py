@@ -141,7 +141,7 @@ def _print_totals(console: Console, outcome: Outcome) -> None:
     if "gradient" in checks.stored and "full" in checks.stored:
         diff, full = checks.stored["gradient"], checks.stored["full"]
         lines.append(
-            f"bytes per step: {diff / 1e6:.2f} MB as a gradient diff, {full / 1e6:.2f} MB as a full: "
+            f"bytes per step: {diff / 1e6:.2f} MB as a step diff, {full / 1e6:.2f} MB as a full: "
             f"{diff / full:.0%} of it"
         )
     if checks.restored:

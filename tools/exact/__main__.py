@@ -1,4 +1,4 @@
-"""``python -m tools.exact``: 1,000 steps as gradient diffs, 50 restored, 50 resumed; exits with 1 on one wrong bit."""
+"""``python -m tools.exact``: 1,000 steps as step diffs, 50 restored, 50 resumed; exits with 1 on one wrong bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A golden store: later versions have to restore every step of it, bit for bit.
 
 It has a little of everything that writers write: two terms of which one forks, fulls (as they
-are and compressed), deltas, gradient diffs of every kind, a lossy one, a merge, a retired checkpoint, tags, a fold.
+are and compressed), deltas, step diffs of every kind, a lossy one, a merge, a retired checkpoint, tags, a fold.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptstore.formats.markup import HtmlTable, table
 from ckptstore.maintenance.compact.moves import Kind, Unmet
 
 __all__ = ["CompactMove", "CompactReport", "Result"]
@@ -13,7 +14,7 @@ Result = Literal["planned", "done", "refused", "waiting", "left"]
 
 
 @dataclass(frozen=True, slots=True)
-class CompactMove:
+class CompactMove(HtmlTable):
     """What became of one move.
 
     Attributes:
@@ -49,7 +50,7 @@ class CompactMove:
 
 
 @dataclass(frozen=True, slots=True)
-class CompactReport:
+class CompactReport(HtmlTable):
     """What a compaction did, or with ``dry_run`` would do.
 
     Attributes:
@@ -72,6 +73,30 @@ class CompactReport:
     unmet: tuple[Unmet, ...]
     collectable_nbytes: int
     dry_run: bool = False
+
+    def __repr__(self) -> str:
+        return f"<CompactReport: {self._said()}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                move.kind,
+                ", ".join(f"{ref} on {base}" if base else ref for ref, base in move.stored.items()),
+                move.why,
+                f"{move.bytes_before:,}",
+                f"{move.bytes_after:,}",
+                f"{move.result}: {move.reason}" if move.reason else move.result,
+            )
+            for move in self.moves
+        ]
+        return table(self._said(), ("move", "checkpoints", "why", "bytes before", "after", "result"), rows)
+
+    def _said(self) -> str:
+        would = "would be " if self.dry_run else ""
+        return (
+            f"{len(self.moves):,} moves, {len(self.kept):,} checkpoints {would}kept, "
+            f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
+        )
 
     @property
     def complete(self) -> bool:

@@ -20,6 +20,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import FormatFile, Node, ref_of
 from ckptstore.formats.texts import KNOWN_FEATURES
 from ckptstore.host.checks import MOST_THREADS, whole
@@ -40,7 +41,7 @@ _FORMS: Final = ("stored", "full")
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(HtmlTable):
     """What `copy` did.
 
     Attributes:

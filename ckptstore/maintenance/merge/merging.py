@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ckptstore.errors import FencedError, ReadOnlyError
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import ref_of
 from ckptstore.host.checks import seconds
 from ckptstore.host.progress import Progress
@@ -36,7 +37,7 @@ Answer = Literal["accepted", "refused", "void", "waiting", "planned"]
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class Merged(HtmlTable):
     """What a merge did, or with ``dry_run`` would do.
 
     Attributes:

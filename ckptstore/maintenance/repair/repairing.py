@@ -17,6 +17,7 @@ from typing import Literal
 from ckptstore.backends.base import Backend
 from ckptstore.errors import StoreNotFoundError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Encoding, Node, SegmentEntry, ref_of
 from ckptstore.formats.retention import needed
 from ckptstore.host.checks import MOST_THREADS, whole
@@ -43,7 +44,7 @@ LogState = Literal["whole", "damaged", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
-class Repaired:
+class Repaired(HtmlTable):
     """What `repair` found, and what it made.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Gradient diffs that wait for their batch, and its end: what rank 0 decides and the others hear of, step by step.
+"""Step diffs that wait for their batch, and its end: what rank 0 decides and the others hear of, step by step.
 
 1. Each step is ordered by rank 0 (`ordering`), coded by every rank, and waits in its memory.
 2. Rank 0 ends a batch: with the order of its last step, or, between two steps (somebody waits, or time is up), by a

@@ -1,4 +1,4 @@
-"""Gradient diffs of ranks: each codes its share of a step against its share of the step before, in its own memory.
+"""Step diffs of ranks: each codes its share of a step against its share of the step before, in its own memory.
 
 Rank 0 decides which steps are diffs and when a batch is written; the others are told (`ordering`, `batches`). What an
 optimizer moved is coded by its arithmetic where a rank has a parameter and its moments alike, which `division` sees to.
@@ -28,7 +28,7 @@ __all__ = ["RankDiffs"]
 
 
 class RankDiffs:
-    """What a rank keeps for gradient diffs. The thread that writes calls it, and the one that settles while that waits.
+    """What a rank keeps for step diffs. The thread that writes calls it, and the one that settles while that waits.
 
     Attributes:
         options: of this rank's writer; rank 0's decide.

@@ -15,12 +15,12 @@ class Order:
     """How a step is stored, on all ranks alike.
 
     Attributes:
-        base: what it is a delta against; None: a full, or a gradient diff.
+        base: what it is a delta against; None: a full, or a step diff.
         gap: checkpoints between the two.
         keep: it may be a base of later deltas.
         forget: checkpoints that are no bases of deltas any more once it is written.
-        after: it is a gradient diff, against this step; None: it is none.
-        last: it is a gradient diff, and with it its batch is written.
+        after: it is a step diff, against this step; None: it is none.
+        last: it is a step diff, and with it its batch is written.
     """
 
     base: CheckpointId | None = None

@@ -38,7 +38,7 @@ class RankSave:
         updates: what optimizers did to the share. `gradients`: what owns the memory of theirs.
         flaw: why this rank cannot store it; the others are told.
         order: how it is stored; None: rank 0 has not said so.
-        coded: the gradient diff; None: it is none, or there is a flaw.
+        coded: the step diff; None: it is none, or there is a flaw.
         begun: segments that were begun for it. `dropped`: those that its commit drops.
         began: when it began to be written, on the monotonic clock. `time`: when it was given, seconds since 1970.
         retained: the snapshot stays in memory.

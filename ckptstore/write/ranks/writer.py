@@ -49,6 +49,10 @@ class RankWriter:
         rank, size: which rank this is, and of how many.
     """
 
+    def __repr__(self) -> str:
+        since = "from nothing" if self.parent is None else f"from {self.parent.ref}"
+        return f"<RankWriter of {self.url!r}: rank {self.rank} of {self.size}, term {self.term}, {since}>"
+
     def __init__(self, means: Means, tenure: Tenure, go_back: GoBack) -> None:
         """Use `opening.open_rank_writer`."""
         options = means.options

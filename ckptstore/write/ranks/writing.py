@@ -45,7 +45,7 @@ class Writing:
         """
         Args:
             ordering: where checkpoints build on others; None: all are plain fulls.
-            batches: where steps are stored as gradient diffs.
+            batches: where steps are stored as step diffs.
         """
         self._means = means
         self._tenure = tenure
@@ -83,7 +83,7 @@ class Writing:
 
     def _add(self, one: RankSave) -> None:
         if self._batches is None:
-            raise FailedRankError("rank 0 stores gradient diffs, and this rank's writer was opened without diffs=")
+            raise FailedRankError("rank 0 stores step diffs, and this rank's writer was opened without diffs=")
         self._batches.add(one)
 
     def _store(self, one: RankSave, begun: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""A writer's gradient diffs: the state of the last step in memory, what waits for its batch, when a full is due.
+"""A writer's step diffs: the state of the last step in memory, what waits for its batch, when a full is due.
 
 The committer's thread alone uses it.
 """
@@ -149,7 +149,7 @@ class Written:
 
 
 class BecomesFullError(Exception):
-    """A step cannot be stored as a gradient diff, and is in memory as a whole.
+    """A step cannot be stored as a step diff, and is in memory as a whole.
 
     Attributes:
         snapshot: the state.
@@ -161,7 +161,7 @@ class BecomesFullError(Exception):
 
 
 class Diffs:
-    """The gradient diffs of one term."""
+    """The step diffs of one term."""
 
     def __init__(self, options: DiffOptions, draft: SegmentDoc, workers: Workers) -> None:
         """Begin without a step in memory: the first checkpoint is a full.

@@ -1,4 +1,4 @@
-"""What an optimizer's step did, as the writer of gradient diffs has to know it."""
+"""What an optimizer's step did, as the writer of step diffs has to know it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Explaining:
     """The updates of a writer's steps, looked up; what is not explained is said once.
 
     Attributes:
-        wanted: steps are stored as gradient diffs.
+        wanted: steps are stored as step diffs.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -102,7 +102,7 @@ class Explaining:
             return
         self._remarked = True
         warn(
-            "updates= is ignored, and every step is stored whole or as a delta: gradient diffs need a writer with "
+            "updates= is ignored, and every step is stored whole or as a delta: step diffs need a writer with "
             "diffs=DiffOptions(...)",
             UnexplainedStepWarning,
         )
