@@ -67,9 +67,13 @@ class Drained:
 
     def fenced(self, pair: Pair) -> FencedError:
         """What a writer of the store is told when the run was continued elsewhere."""
-        left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''} ({len(self.branch)} checkpoints)"
-        kept = f"{left} not in the remote: kept in {pair.local.url} as a branch" if self.branch else "nothing is lost"
+        kept = self.kept(pair) if self.branch else "nothing is lost"
         return FencedError(f"{pair.remote.url}: the run was continued elsewhere: {self.over}; {kept}")
+
+    def kept(self, pair: Pair) -> str:
+        """What the remote never gets, in words."""
+        left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''} ({len(self.branch)} checkpoints)"
+        return f"{left} not in the remote: kept in {pair.local.url} as a branch"
 
 
 class Drain:

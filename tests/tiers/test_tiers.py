@@ -138,7 +138,7 @@ def test_terms_of_one_number_on_two_machines_are_not_mixed(folders: Place) -> No
     assert done.branch == ("3@2", "4@2", "5@2")
     assert done.over is not None
     assert done.over.startswith("term 2")
-    with pytest.warns(BranchWarning, match=r"3@2.*kept in"), pytest.raises(UsageError, match="Move the folder"):
+    with pytest.raises(UsageError, match=r"Move the folder.*3@2.*kept in"):  # and no warning that a term continues
         old.writer()
     assert [one.term for one in folders.theirs().terms()] == [1, 2]  # and nobody was fenced
     for step in (3, 4, 5):
