@@ -120,11 +120,10 @@ def _shown(console: Console, found: Comparison, rows: Sequence[dict[str, Any]]) 
                 table.add_row(row["client"], f"{row['rate']:.2f}", f"{low:.2f}-{high:.2f}", ratio, *numbers)
         console.print(table)
     for mode, samples in found.loops.items():
-        kept, of_cpu, stall, upload = (
-            median([one[word] for one in samples]) for word in ("kept", "kept_of_cpu", "stall", "upload")
-        )
+        words = ("kept", "ran", "stall", "upload")
+        kept, ran, stall, upload = (median([one[word] for one in samples]) for word in words)
         console.print(
-            f"Python loop beside an upload, {mode}: {kept:.0%} of its speed ({of_cpu:.0%} by its CPU time), "
+            f"Python loop beside an upload, {mode}: {kept:.0%} of its speed (the GIL took {1 - ran:.1%}), "
             f"after {stall:.2f} s in save_async, for {upload:.2f} s",
             highlight=False,
         )

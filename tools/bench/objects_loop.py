@@ -19,6 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ckptstore
@@ -46,15 +47,24 @@ def pinned(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def _queued() -> float:
+    """Seconds for which this thread could have run, and the machine was busy with others."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 def _turns(until: Callable[[], bool]) -> tuple[float, float]:
-    """Turns of the loop in a second of the clock, and of this thread's CPU time."""
+    """Turns of the loop in a second, and the share of the time in which it ran when there was a core for it.
+
+    What is missing in that share it waited for the GIL, however busy the machine is with other processes.
+    """
     turns = total = 0
-    began, cpu = time.perf_counter(), time.thread_time()
+    began, cpu, queued = time.perf_counter(), time.thread_time(), _queued()
     while not until():
         for number in range(20_000):
             total += number & 7
         turns += 1
-    return turns / (time.perf_counter() - began), turns / (time.thread_time() - cpu)
+    seconds, ran, queued = time.perf_counter() - began, time.thread_time() - cpu, _queued() - queued
+    return turns / seconds, min(1.0, ran / max(1e-9, seconds - queued))
 
 
 def _alone(seconds: float) -> float:
@@ -63,7 +73,8 @@ def _alone(seconds: float) -> float:
 
 
 def speeds(mode: str, port: int, size: int, *, pin: bool, bandwidth: str | None = None) -> dict[str, float]:
-    """One upload beside the loop -> ``kept`` (share of the loop's speed), ``stall`` and ``upload`` (seconds).
+    """One upload beside the loop -> ``kept`` (share of the loop's speed), ``ran`` (share of the time for which it had
+    the GIL, of that for which it had a core), ``stall`` and ``upload`` (seconds).
 
     Args:
         mode: ``thread``: a writer in this process; ``agent``: in one of its own.
@@ -89,7 +100,7 @@ def speeds(mode: str, port: int, size: int, *, pin: bool, bandwidth: str | None 
     began = time.perf_counter()
     pending = writer.save_async(state, 2)
     stalled = time.perf_counter()
-    during, by_cpu = _turns(pending.done)
+    during, ran = _turns(pending.done)
     ended = time.perf_counter()
     pending.result()
     after = _alone(1.0)
@@ -97,7 +108,7 @@ def speeds(mode: str, port: int, size: int, *, pin: bool, bandwidth: str | None 
     alone = (before + after) / 2
     return {
         "kept": during / alone,
-        "kept_of_cpu": by_cpu / alone,
+        "ran": ran,
         "stall": stalled - began,
         "upload": ended - stalled,
     }
