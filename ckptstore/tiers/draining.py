@@ -8,7 +8,7 @@ OPEN, what is left is a branch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
@@ -95,6 +95,11 @@ class Drain:
         self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
         self._advance = held_to(pair.bandwidth, advance)
         check_apart(pair.local.backend, pair.remote.backend)
+
+    @property
+    def damaged(self) -> Set[str]:
+        """Segments that are damaged here, and left out."""
+        return self._damaged.keys()
 
     def once(self, patience: Callable[[], bool] = lambda: True) -> Drained:
         """Bring there all that is there now. If another process is at it, wait for that.
