@@ -1,7 +1,7 @@
 """SIGKILL of writers and drains of a store with two tiers, lost disks, and machines that take over from each other.
 
     python -m tools.tier_kills --kills 200
-    python -m tools.tier_kills --kills 60 --remote s3
+    python -m tools.tier_kills --kills 60 --remote s3        # ministack; s3-memory: a server that is faster
 
 Each life is a process on one of two machines (folders) that continues the run and saves every step, with a drain to one
 remote; or a ``sync`` of a machine whose writer is dead. It is killed at a random moment, or at one of the crash points
@@ -9,6 +9,8 @@ that it passes. Then the machine's disk may be deleted, or the other machine goe
 
 - a life continues with a state that is, bit for bit, what training gives at its step;
 - it is not behind what the remote has acknowledged; nor, on the machine that wrote last, behind what that has;
+- a machine whose disk is deleted gets a checkpoint from the remote alone, bit for bit, and no further behind its last
+  acknowledged one than the lag that was reported before;
 - in the end the remote has every checkpoint that it acknowledged, its history is whole, and every checkpoint that a
   machine acknowledged, and whose disk was not deleted, can be loaded there.
 """
@@ -30,14 +32,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 import ckptstore
 from ckptstore.host.crash_points import TIER_POINTS, arm
 from tools.crash.scenario import Violation
+from tools.objects.fast_server import serving_fast
 from tools.objects.server import serving
+
+Work: TypeAlias = Callable[[str, str, dict[str, Any], Callable[[str], None]], None]
+"""What a process does: folder, remote, its options, and how it says something."""
 
 __all__ = ["POINTS", "Campaign", "campaign", "state_at"]
 
@@ -90,6 +96,21 @@ def _sync(folder: str, remote: str, options: dict[str, Any], say: Callable[[str]
     say(f"synced {done.checkpoints}")
 
 
+def _lag(folder: str, remote: str, options: dict[str, Any], say: Callable[[str], None]) -> None:
+    lag = ckptstore.open(folder, remote=remote, remote_options=options).lag()
+    assert lag is not None
+    say(f"lag {lag.steps} {lag.checkpoints}")
+
+
+def _restore(folder: str, remote: str, options: dict[str, Any], say: Callable[[str], None]) -> None:
+    """On a machine that has nothing: what the remote gives."""
+    store = ckptstore.open(folder, remote=remote, remote_options=options)
+    newest = store.latest_step()
+    if newest is not None and not _same(store.load(framework="numpy")):
+        say(f"died step {newest} is restored with other bits")
+    say(f"restored {newest or 0}")
+
+
 @dataclass(slots=True)
 class Campaign:
     """Lives of one run on two machines.
@@ -100,6 +121,8 @@ class Campaign:
         seen: how often each kind of event happened.
         local: refs that each machine acknowledged and has not lost with its disk.
         drained: refs that the remote acknowledged.
+        kills: lives that were killed.
+        behind: of each lost disk, how many steps the remote was behind what that machine had acknowledged.
     """
 
     root: Path
@@ -108,6 +131,8 @@ class Campaign:
     seen: Counter[str] = field(default_factory=Counter)
     local: dict[str, set[str]] = field(default_factory=lambda: {"a": set(), "b": set()})
     drained: set[str] = field(default_factory=set)
+    behind: list[int] = field(default_factory=list)
+    kills: int = 0
     _last: str = ""
     _told: Counter[str] = field(default_factory=Counter)
 
@@ -144,15 +169,46 @@ class Campaign:
                     os.kill(child, signal.SIGKILL)
                 _, status = os.waitpid(child, 0)
         killed = os.WIFSIGNALED(status)
+        self.kills += killed
         self.seen[
             ("sync " if syncs else "writer ") + (f"at {point}" if point else "at random") if killed else "ended"
         ] += 1
         if first[:1] == ["up"] or not syncs:
             self._last = machine
         if killed and chance.random() < 0.15 and folder.exists():
-            shutil.rmtree(folder)
-            self.local[machine].clear()
-            self.seen["disk lost"] += 1
+            self._lose(machine)
+
+    def _lose(self, machine: str) -> None:
+        """Delete a machine's disk, and restore it from the remote alone. Raises `Violation`."""
+        folder = self.root / machine
+        newest = max((int(ref.partition("@")[0]) for ref in self._reachable(machine)), default=0)
+        last = self._last == machine
+        reported = self._asked(_lag, machine, "lag") if (folder / "FORMAT").exists() else None
+        shutil.rmtree(folder)
+        self.local[machine].clear()
+        self.seen["disk lost"] += 1
+        (found,) = self._asked(_restore, machine, "restored") or (0,)
+        if last and reported is not None:
+            self.behind.append(max(0, newest - found))
+            if found < newest - reported[0]:
+                raise Violation(f"step {newest} was acknowledged, the lag was {reported[0]}, and {found} came back")
+
+    def _asked(self, work: Work, machine: str, word: str) -> tuple[int, ...] | None:
+        """The numbers that a process says, which nobody kills; None: it says none."""
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            folder = str(self.root / machine)
+            self._child(lambda say: work(folder, self.remote, self.options, say), writing, "", 0)
+        os.close(writing)
+        with os.fdopen(reading) as lines:
+            said = [line.split() for line in lines]
+        os.waitpid(child, 0)
+        for words in said:
+            if words[:1] != [word]:
+                raise Violation(f"{machine}: {' '.join(words)}")
+        return tuple(int(one) for one in said[0][1:]) if said else None
 
     def _child(self, work: Callable[[Callable[[str], None]], None], writing: int, point: str, count: int) -> None:
         code = 1
@@ -186,6 +242,7 @@ class Campaign:
         match words:
             case ["local", ref]:
                 self.local[machine].add(ref)
+                self.seen["acknowledged locally"] += 1
             case ["remote", ref]:
                 self.drained.add(ref)
             case ["synced", count]:
@@ -230,7 +287,7 @@ def campaign(root: Path, remote: str, options: dict[str, Any], kills: int, seed:
     chance = random.Random(seed)
     _warm_up()
     one = Campaign(root, remote, options)
-    for _ in range(kills):
+    while one.kills < kills:  # some lives pass the point at which they are to be killed less often than that
         one.life(chance)
     one.close()
     return one
@@ -240,19 +297,24 @@ def main() -> int:
     """What ``python -m`` runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--remote", choices=("local", "s3"), default="local")
+    parser.add_argument("--remote", choices=("local", "s3", "s3-memory"), default="local")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tier-kills-") as folder, contextlib.ExitStack() as stack:
         remote, words = f"{folder}/remote", {}
-        if options.remote == "s3":
+        if options.remote != "local":
             (Path(folder) / "server").mkdir()
-            server = stack.enter_context(serving(Path(folder) / "server"))
+            fast = options.remote == "s3-memory"
+            server = stack.enter_context(serving_fast() if fast else serving(Path(folder) / "server"))
             remote, words = server.url(), server.options
         done = campaign(Path(folder), remote, words, options.kills, options.seed)
         for what, count in sorted(done.seen.items()):
             print(f"{count:5}  {what}")
         print(f"{len(done.drained)} checkpoints were acknowledged by the remote, none is lost")
+        if done.behind:
+            behind = ", ".join(map(str, sorted(done.behind)))
+            print(f"{done.kills} kills; of {len(done.behind)} newest disks that were lost the remote was behind by")
+            print(f"{behind} steps, as was reported before")
     return 0
 
 

@@ -22,10 +22,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptstore.backends.costs import Costs
 from ckptstore.errors import ForeignObjectError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from ckptstore.host.buffers import Bytes  # numpy: listing a store does not need it
 
 OBJECT_LIMIT: Final = 256 << 20
 """Bytes that `Backend.get` reads where the caller sets no limit of its own."""
@@ -81,6 +84,14 @@ class SegmentSink(ABC):
         or `abort` it must not be touched: what is stored then damages the segment, or ends the process.
 
         Raises `StorageError`: no space, or sealed or given up.
+        """
+        return None
+
+    def block(self, length: int) -> Bytes | None:  # noqa: ARG002 - most media have none
+        """Page-aligned memory that `write` takes over instead of copying it, or None if the medium has none.
+
+        For a medium that keeps what is written in memory until the segment is whole. Whoever got it fills it, writes it
+        or part of it, and forgets it.
         """
         return None
 
@@ -152,6 +163,8 @@ class Backend(ABC):
             folder). Where it is False, who commits has to look first whether the store is still the same.
         segment_bytes: bytes of tensors that one segment may have; more are divided. A medium that holds a segment in
             memory until it is sealed wants less than others.
+        sends_late: a segment goes to the medium when it is sealed, not as it is written: worth filling the next one
+            meanwhile, in memory for two.
         costs: requests and bytes so far, where a medium charges for them; None: it does not.
     """
 
@@ -160,6 +173,7 @@ class Backend(ABC):
     cheap_looks: bool = False
     anchored: bool = False
     segment_bytes: int = SEGMENT_BYTES
+    sends_late: bool = False
 
     @property
     def costs(self) -> Costs | None:

@@ -27,7 +27,7 @@ from ckptstore.backends.base import (
     checked_key,
     too_long,
 )
-from ckptstore.backends.gathered import GatheredSink
+from ckptstore.backends.gathered import Blocks, GatheredSink
 from ckptstore.errors import (
     CkptError,
     CorruptSegmentError,
@@ -142,7 +142,7 @@ class FsspecBackend(Backend):
         """See `Backend.replace`."""
         self._written(key, lambda path: self._fs.pipe_file(path, bytes(data)), make=True)
 
-    def put(self, key: str, parts: Sequence[bytes]) -> None:
+    def put(self, key: str, parts: Sequence[memoryview]) -> None:
         """A segment, of its parts. Raises `KeyExistsError`, `StorageError`."""
 
         def call(path: str) -> None:
@@ -151,7 +151,7 @@ class FsspecBackend(Backend):
                 raise KeyExistsError(errno.EEXIST, "the segment exists already", self._name(key))
             with self._fs.open(path, "wb") as file:
                 for part in parts:
-                    file.write(part)
+                    file.write(bytes(part))  # not everybody takes a view
 
         self._written(key, call, make=True)
 
@@ -291,11 +291,11 @@ class FsspecBackend(Backend):
 
 class _FsspecSink(GatheredSink):
     def __init__(self, backend: FsspecBackend, key: str) -> None:
-        super().__init__(f"{backend.url}: {key}")
+        super().__init__(f"{backend.url}: {key}", Blocks(0))
         self._backend = backend
         self._key = key
 
-    def put(self, parts: Sequence[bytes], size: int) -> None:
+    def put(self, parts: Sequence[memoryview], size: int) -> None:
         self.perhaps = True
         try:
             self._backend.put(self._key, parts)

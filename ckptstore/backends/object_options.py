@@ -6,6 +6,7 @@ Nothing here may show a credential: places have no `repr` of what they hold, and
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -61,6 +62,7 @@ class ObjectPlace:
         profile: a profile of the vendor's files, which boto3 reads; None: none.
         from_files: whether boto3 has to look for the credentials.
         bandwidth: bytes in a second at most; None: as fast as it goes.
+        patience: seconds after which nothing more is sent again; None: the tries decide alone.
     """
 
     url: str
@@ -74,6 +76,7 @@ class ObjectPlace:
     profile: str | None = field(default=None, repr=False)
     from_files: bool = False
     bandwidth: float | None = None
+    patience: float | None = None
 
 
 def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
@@ -101,7 +104,10 @@ def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
         )
     given = dict(options or {})
     config: dict[str, Any] = {}
-    client, tries = _connection(given)
+    patience = _take(given, "timeout", (int, float))
+    if patience is not None and not patience > 0:
+        raise UsageError("storage_options: timeout: a number of seconds above 0 is needed")
+    client, tries = _connection(given, patience)
     endpoint = _take(given, "endpoint_url", str)
     anonymous = bool(_take(given, "anon", bool))
     if anonymous:
@@ -109,7 +115,7 @@ def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
     limit = _take(given, "bandwidth", (int, float, str))
     found = ObjectPlace(url, scheme, bucket, prefix, endpoint, config, client, tries)
     place = {"s3": _s3, "gs": _gs, "az": _az}[scheme](found, given, config)
-    return place if limit is None else replace(place, bandwidth=bytes_per_second(limit))
+    return replace(place, bandwidth=None if limit is None else bytes_per_second(limit), patience=patience)
 
 
 def _take(given: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
@@ -135,7 +141,7 @@ def _none_left(given: Mapping[str, Any], scheme: str, known: str, where: str = "
         raise UsageError(f"storage_options: {scheme}:// has no option {names}; it has {known}")
 
 
-def _connection(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _connection(given: dict[str, Any], patience: float | None) -> tuple[dict[str, Any], int]:
     """botocore's words for time-outs and tries (`config_kwargs`) -> options of the client, and tries."""
     words = dict(_take(given, "config_kwargs", Mapping) or {})
     client: dict[str, Any] = {}
@@ -148,7 +154,7 @@ def _connection(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
     if any(value is not None and not value > 0 for value in (connect, read, tries)):
         raise UsageError("storage_options: config_kwargs: time-outs and tries are above 0")
     client["connect_timeout"] = f"{int((connect or 5) * 1000)}ms"
-    client["timeout"] = f"{int((read or 60) * 1000)}ms"
+    client["timeout"] = f"{max(1, int(min(read or 60, patience or math.inf) * 1000))}ms"
     return client, _TRIES if tries is None else tries
 
 
@@ -178,7 +184,8 @@ def _s3(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> Ob
     profile = _take(given, "profile", str)
     checksum = _take(given, "checksum", bool)
     known = (
-        "key, secret, token, profile, anon, endpoint_url, client_kwargs.region_name, config_kwargs, checksum, bandwidth"
+        "key, secret, token, profile, anon, endpoint_url, client_kwargs.region_name, config_kwargs, checksum, "
+        "bandwidth, timeout"
     )
     _none_left(more, "s3", known, "client_kwargs.")
     _none_left(given, "s3", known)
@@ -241,7 +248,7 @@ def _in_environment() -> bool:
 def _gs(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> ObjectPlace:
     if (token := _take(given, "token", str)) is not None:
         config["service_account"] = token
-    _none_left(given, "gs", "token (a service account's file), anon, endpoint_url, config_kwargs, bandwidth")
+    _none_left(given, "gs", "token (a service account's file), anon, endpoint_url, config_kwargs, bandwidth, timeout")
     return _other(place, config, "base_url")
 
 
@@ -252,7 +259,7 @@ def _az(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> Ob
             config[word] = value
     if (token := _take(given, "sas_token", str)) is not None:
         config["sas_key"] = token
-    _none_left(given, "az", f"{', '.join(words)}, sas_token, anon, endpoint_url, config_kwargs, bandwidth")
+    _none_left(given, "az", f"{', '.join(words)}, sas_token, anon, endpoint_url, config_kwargs, bandwidth, timeout")
     return _other(place, config, "endpoint")
 
 

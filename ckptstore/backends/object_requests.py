@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import obstore
 from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -55,6 +60,8 @@ class Requests:
         self.bandwidth = None if place.bandwidth is None else Bandwidth(place.bandwidth)
         self._url = place.url
         self._endpoint = place.endpoint
+        self._patience = place.patience
+        self._now = threading.local()
         self._once = _store(place, 0)
         self._again = _store(place, max(0, place.tries - 1))
         self._process = os.getpid()
@@ -67,6 +74,17 @@ class Requests:
     def pause(self, done: int) -> None:
         """Wait before a request is sent again, after `done` tries: longer each time, and never in step with others."""
         nap(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.uniform(0.5, 1.0))
+
+    @contextmanager
+    def patient(self) -> Iterator[Callable[[], bool]]:
+        """What is asked for inside is one operation -> says whether there is time to send something of it again."""
+        before: float | None = getattr(self._now, "end", None)
+        self._now.end = before or time.monotonic() + (self._patience or math.inf)
+        end = self._now.end
+        try:
+            yield lambda: time.monotonic() < end
+        finally:
+            self._now.end = before
 
     # -- reading
 
@@ -116,7 +134,7 @@ class Requests:
             self.costs.receive(len(data))
             if len(data) != len(out):  # a short body with an honest length is no error to anybody else
                 raise _ShortError
-            out[:] = data
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))  # without the GIL
 
         if not len(out):
             return
@@ -161,14 +179,14 @@ class Requests:
 
     # -- writing
 
-    def create(self, key: str, data: bytes | Sequence[bytes]) -> None:
+    def create(self, key: str, data: bytes | Sequence[memoryview]) -> None:
         """One PUT with ``If-None-Match: *``; a second only where the one before certainly did nothing.
 
         Raises:
             KeyExistsError: the server said 412 or 409. After 409 the key may still be absent.
             StorageError: anything else; unknown, but for `unsent`.
         """
-        parts = [data] if isinstance(data, bytes) else list(data)
+        parts: list[bytes | memoryview] = [data] if isinstance(data, bytes) else list(data)
         size = sum(map(len, parts))
 
         def call() -> None:
@@ -188,7 +206,7 @@ class Requests:
 
         self._run("put", key, call, writing=True)
 
-    def upload(self, key: str, parts: Sequence[bytes], size: int) -> None:
+    def upload(self, key: str, parts: Sequence[memoryview], size: int) -> None:
         """A multipart upload, once; each of its parts may be sent several times. Raises `CkptError`: unknown."""
 
         def call() -> None:
@@ -199,7 +217,7 @@ class Requests:
 
         self._run("part", key, call, writing=True, doubtful=False)
 
-    def _paced(self, parts: Sequence[bytes]) -> Iterator[memoryview]:
+    def _paced(self, parts: Sequence[memoryview]) -> Iterator[memoryview]:
         """The bytes of an upload, piece by piece as they may go."""
         for part in parts:
             for start in range(0, len(part), PIECE):
@@ -238,16 +256,17 @@ class Requests:
                 "in the child, after spawn or forkserver"
             )
         failure, done = _SHORT, 0
-        for done in range(self.tries):
-            if done:
-                self.pause(done - 1)
-                self.costs.count(kind, 0, repeated=True)
-            result = _tried(call)
-            if not isinstance(result, Failure):
-                return result
-            failure = result
-            if not failure.passing or not (doubtful or failure.undone):
-                break
+        with self.patient() as in_time:
+            for done in range(self.tries):
+                if done:
+                    self.pause(done - 1)
+                    self.costs.count(kind, 0, repeated=True)
+                result = _tried(call)
+                if not isinstance(result, Failure):
+                    return result
+                failure = result
+                if not failure.passing or not (doubtful or failure.undone) or not in_time():
+                    break
         if failure.status == 416:
             raise StorageError(errno.ERANGE, "the object is shorter", self.name(key))
         where = f" at {self._endpoint}" if self._endpoint and not failure.status else ""
@@ -283,7 +302,7 @@ def _store(place: ObjectPlace, retries: int) -> Any:
     more: dict[str, Any] = {
         "prefix": place.prefix or None,
         "client_options": dict(place.client),
-        "retry_config": {"max_retries": retries, "retry_timeout": timedelta(minutes=3)},
+        "retry_config": {"max_retries": retries, "retry_timeout": timedelta(seconds=min(180, place.patience or 180))},
     }
     failure: Failure | None = None
     try:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from ckptstore.backends.base import SegmentSource
-from ckptstore.backends.gathered import GatheredSink
+from ckptstore.backends.gathered import Blocks, GatheredSink
 from ckptstore.backends.object_requests import Requests
 from ckptstore.errors import CkptError, CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
 from ckptstore.host.threads import run_all
@@ -37,18 +37,25 @@ class ObjectSink(GatheredSink):
         requests: of its bucket.
         key: its name, which holds a UUID.
         pool: threads that read back, where an answer was lost.
+        memory: of its backend.
     """
 
-    def __init__(self, requests: Requests, key: str, pool: Callable[[], ThreadPoolExecutor]) -> None:
-        super().__init__(requests.name(key))
+    def __init__(self, requests: Requests, key: str, pool: Callable[[], ThreadPoolExecutor], memory: Blocks) -> None:
+        super().__init__(requests.name(key), memory)
         self._requests = requests
         self._key = key
         self._pool = pool
 
-    def put(self, parts: Sequence[bytes], size: int) -> None:
+    def put(self, parts: Sequence[memoryview], size: int) -> None:
         """See `GatheredSink.put`. Whatever is not clear is looked up: length and bytes."""
+        with self._requests.patient() as in_time:
+            self._put(parts, size, in_time)
+
+    def _put(self, parts: Sequence[memoryview], size: int, in_time: Callable[[], bool]) -> None:
         doubt: CkptError | None = None
         for done in range(self._requests.tries):
+            if done and not in_time():
+                break
             if done:
                 self._requests.pause(done - 1)
                 self._requests.costs.count("create" if size <= SINGLE else "part", 0, repeated=True)
@@ -75,13 +82,13 @@ class ObjectSink(GatheredSink):
             raise doubt
         raise StorageError(errno.EIO, f"cannot write: {doubt}", self.name)
 
-    def _send(self, parts: Sequence[bytes], size: int) -> None:
+    def _send(self, parts: Sequence[memoryview], size: int) -> None:
         if size <= SINGLE:
             self._requests.create(self._key, parts)
         else:
             self._requests.upload(self._key, parts, size)
 
-    def _is_there(self, parts: Sequence[bytes], size: int) -> bool:
+    def _is_there(self, parts: Sequence[memoryview], size: int) -> bool:
         """Whether the bucket has exactly these bytes, and not others. Raises `KeyNotFoundError`, `StorageError`."""
         if self._requests.size(self._key) != size:
             return False
@@ -91,7 +98,7 @@ class ObjectSink(GatheredSink):
             return False
         return True
 
-    def _compare(self, parts: Sequence[bytes]) -> None:
+    def _compare(self, parts: Sequence[memoryview]) -> None:
         def job(start: int, part: memoryview) -> None:
             found = memoryview(bytearray(len(part)))
             self._requests.get_range(self._key, start, found)

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from ckptstore.backends.base import (
     checked_key,
 )
 from ckptstore.backends.costs import Costs
+from ckptstore.backends.gathered import Blocks
 from ckptstore.backends.object_options import Concealed, place_of
 from ckptstore.backends.object_requests import Requests
 from ckptstore.backends.object_segments import SEGMENT_BYTES, ObjectSink, ObjectSource
@@ -67,6 +68,7 @@ class ObjectBackend(Backend):
     """
 
     segment_bytes = SEGMENT_BYTES
+    sends_late = True
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url = url
@@ -75,6 +77,7 @@ class ObjectBackend(Backend):
         self._requests = Requests(self._place)
         self._threads: ThreadPoolExecutor | None = None
         self._starting = threading.Lock()
+        self._memory = Blocks(SEGMENT_BYTES)
 
     @property
     def costs(self) -> Costs:
@@ -102,8 +105,14 @@ class ObjectBackend(Backend):
 
     def create(self, key: str, data: bytes) -> None:
         """See `Backend.create`."""
+        with self._requests.patient() as in_time:
+            self._created(key, data, in_time)
+
+    def _created(self, key: str, data: bytes, in_time: Callable[[], bool]) -> None:
         doubt: StorageError | None = None
         for done in range(self._requests.tries):
+            if done and not in_time():
+                break
             if done:
                 self._requests.pause(done - 1)
                 self.costs.count("create", 0, repeated=True)
@@ -157,7 +166,7 @@ class ObjectBackend(Backend):
 
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002 - memory needs no reservation
         """See `Backend.open_sink`. That the key is taken in the bucket is found out by `SegmentSink.seal`."""
-        return ObjectSink(self._requests, checked_key(key), self._pool)
+        return ObjectSink(self._requests, checked_key(key), self._pool, self._memory)
 
     def open_source(self, key: str) -> SegmentSource:
         """See `Backend.open_source`."""

@@ -10,14 +10,15 @@ import json
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ckptstore.errors import FormatError, TensorNotFoundError, UsageError
+from ckptstore.errors import CkptError, FormatError, TensorNotFoundError, UsageError
 from ckptstore.exchange.atomic_files import OutputFile, Outputs, outputs, refuse_missing_folder, refuse_store
-from ckptstore.exchange.safetensors_files import DTYPES_MEMBER
-from ckptstore.exchange.torch_archive import TensorReference, TorchObject, write_archive
+from ckptstore.exchange.safetensors_files import DTYPES_MEMBER, read_safetensors
+from ckptstore.exchange.torch_archive import TensorReference, TorchObject, is_archive, write_archive
 from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER, STATE_MEMBER
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.layout import TensorSpec, order
@@ -33,7 +34,7 @@ from ckptstore.restore.streams import streams
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["Below", "ExportResult", "export", "export_held"]
+__all__ = ["Below", "ExportResult", "export", "export_held", "is_export"]
 
 _HEADER_ALIGN: Final = 128
 
@@ -142,6 +143,17 @@ def export_held(
     refuse_missing_folder(out)
     pickled = out.suffix.lower() in (".pt", ".pth", ".bin", ".ckpt")
     return _written(found, out, format or ("pt" if pickled else "safetensors"), select, overwrite=True)
+
+
+def is_export(path: Path) -> bool:
+    """Whether a file says of itself that it was exported from a store."""
+    try:
+        if is_archive(path):
+            return True
+        with ExitStack() as stack:
+            return CHECKPOINT_MEMBER in read_safetensors(path, stack)[1]
+    except (CkptError, OSError):
+        return False
 
 
 def _written(

@@ -12,6 +12,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -19,11 +20,13 @@ import numpy as np
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.dtypes import DTYPES
 
-__all__ = ["TensorReference", "TorchObject", "write_archive"]
+__all__ = ["TensorReference", "TorchObject", "is_archive", "write_archive"]
 
 _ALIGN: Final = 64  # as torch.save, so that torch.load(mmap=True) gives aligned tensors
 _ZIP64_FROM: Final = 1 << 30
 _ZIP64_EXTRA: Final = 20
+_MARK: Final = "ckptstore"
+"""A record that torch does not look at: who wrote the file."""
 _LOCAL_HEADER: Final = 30  # bytes of a zip record's local header without name and extra field
 
 # Logical dtype -> (storage class, name of the torch dtype). torch writes the legacy class where there is one.
@@ -261,7 +264,17 @@ def write_archive(out: Appendable, state: Any, chunks: Callable[[str], Iterable[
         for number, tensor in enumerate(pickler.records):
             _record(archive, f"data/{number}", tensor.nbytes, chunks(tensor.name))
         _record(archive, "version", 2, [memoryview(b"3\n")])
+        _record(archive, _MARK, 2, [memoryview(b"1\n")])
     return pickler.converted
+
+
+def is_archive(path: Path) -> bool:
+    """Whether `write_archive` made a file. Raises `OSError`."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return f"archive/{_MARK}" in archive.namelist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return False
 
 
 def _record(archive: zipfile.ZipFile, name: str, nbytes: int, parts: Iterable[memoryview]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from ckptstore.errors import CheckpointNotFoundError, CorruptSegmentError, UsageError
 from ckptstore.exchange.exporting import export_held
 from ckptstore.following import lines
-from ckptstore.following.holders import Holder, from_file
+from ckptstore.following.holders import Holder, from_file, refuse_foreign
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host.buffers import Bytes
@@ -196,6 +196,8 @@ class Follower:
     def _begin(self, journal: Journal, view: View) -> None:
         """Take up where another follower ended; what `into` or the file still has need not be read."""
         after, out = self._after, self._options.out
+        if out is not None:
+            refuse_foreign(Path(out))
         if out is not None and (found := from_file(Path(out), journal, self._options.select, view)) is not None:
             self._held, self._seen = [found], found.id.node
         if after is None:

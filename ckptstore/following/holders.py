@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, UsageError
+from ckptstore.exchange.exporting import is_export
 from ckptstore.exchange.safetensors_files import read_safetensors
 from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER
 from ckptstore.frameworks import bridge
@@ -18,7 +19,7 @@ from ckptstore.restore.held import HeldState
 from ckptstore.restore.holding import adopt
 from ckptstore.restore.opened import opened
 
-__all__ = ["Holder", "from_file"]
+__all__ = ["Holder", "from_file", "refuse_foreign"]
 
 
 class _Readable(Protocol):
@@ -50,6 +51,18 @@ def _adopted(
             return adopt(found, select, lambda name, offset, out: tensors[name].read(offset, out))
     except CkptError:
         return None  # it is read anew then, which says what is wrong
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise `UsageError` where there is a file that no follower and no export made: it would be replaced.
+
+    An empty one (of ``mktemp``) is nobody's loss.
+    """
+    if path.is_file() and path.stat().st_size and not is_export(path):
+        raise UsageError(
+            f"{path} exists, and was not exported from a store: name another file, or remove this one, for a follower "
+            "replaces it with each checkpoint"
+        )
 
 
 def from_file(

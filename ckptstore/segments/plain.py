@@ -32,7 +32,7 @@ from ckptstore.host.pages import BLOCK
 from ckptstore.segments.arriving import Arrivals, ArrivingState
 from ckptstore.segments.packed import drafts
 from ckptstore.segments.regions import LaidOutState
-from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.session import Sealing, SegmentSession
 from ckptstore.segments.stream import BlockWrites
 from ckptstore.segments.units import Fill, Unit, Units, filler, units
 
@@ -120,10 +120,11 @@ def write_plain(
     planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, ArrivingState) else None
     divided = planned or split(specs, session.backend.segment_bytes if limit is None else limit)
     session.backend.check_space(sum(spec.nbytes for spec in specs) + len(divided) * BLOCK)  # no header is shorter
-    for doc, members, passing in zip(documents(len(divided)), divided, _passages(flat, divided), strict=True):
-        entry, tensors = _write_plain(session, doc, members, passing)
-        written.append(entry)
-        entries += tensors.values()
+    with session.sealing(len(divided)) as seal:
+        for doc, members, passing in zip(documents(len(divided)), divided, _passages(flat, divided), strict=True):
+            entry, tensors = _write_plain(session, doc, members, passing, seal)
+            written.append(entry)
+            entries += tensors.values()
     return tuple(written), entries
 
 
@@ -140,7 +141,7 @@ def _passages(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Seque
 
 
 def _write_plain(
-    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: _Passing
+    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: _Passing, seal: Sealing
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     layout = plan_plain(specs, doc, digests=True)
     tensors: dict[str, TensorEntry] = {}
@@ -152,7 +153,7 @@ def _write_plain(
             writes.check()
         return encode_plain(layout, replace(doc, tensors={doc.steps[0]: tensors})), layout.size
 
-    return session.write_segment(doc, layout.size, data), tensors
+    return session.write_segment(doc, layout.size, data, seal=seal), tensors
 
 
 class _Passage(ABC):
@@ -344,19 +345,26 @@ class _Copying(_Passage):
         start, end = unit.pages
         first = unit.first
         self.writes.check()  # before there is more to do in vain
-        staging = self.session.staging
-        block = staging.take()
+        block, give = self._block(end - first)
         try:
             sums = self.sums_of(unit, block[unit.begin - first : unit.end - first], self._filler)
             self._bytes.copy(unit.end, block[unit.end - first : end - first])
         except BaseException:
-            staging.give(block)
+            give()
             raise
         if start < end:
-            self.writes.send(start, block[start - first : end - first], lambda: staging.give(block))
+            self.writes.send(start, block[start - first : end - first], give)
         else:
-            staging.give(block)
+            give()
         return sums
+
+    def _block(self, length: int) -> tuple[Bytes, Callable[[], None]]:
+        """Memory for a unit, and what gives it back: the sink's own, if it has any, which is not copied once more."""
+        own = self.writes.block(length)
+        if own is not None:
+            return own, lambda: None
+        block = self.session.staging.take()
+        return block, lambda: self.session.staging.give(block)
 
     def _filler(self, spec: TensorSpec) -> Fill:
         return filler(self._sources[spec.name])

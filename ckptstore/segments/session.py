@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,7 +20,14 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers
 
-__all__ = ["SegmentSession"]
+__all__ = ["Sealing", "SegmentSession"]
+
+Sealing: TypeAlias = Callable[[Callable[[], None]], None]
+"""Does what makes a segment durable, now or soon."""
+
+
+def _now(seal: Callable[[], None]) -> None:
+    seal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class SegmentSession:
         size: int,
         data: Callable[[SegmentSink], tuple[bytes, int]],
         sink: SegmentSink | None = None,
+        seal: Sealing = _now,
     ) -> SegmentEntry:
         """Write one segment and make it durable (COMMIT step 1): its data, then its header, then the seal.
 
@@ -55,6 +66,7 @@ class SegmentSession:
             data: writes everything but the header -> the header, and the length of the file. When it returns or
                 raises, no thread writes any more.
             sink: the segment, if it is open already (`direct`).
+            seal: see `sealing`; without it the segment is durable when this returns.
 
         Raises:
             StorageError: the medium failed; what was written is removed as far as possible.
@@ -70,10 +82,45 @@ class SegmentSession:
             memory = aligned(len(header))
             memory[:] = np.frombuffer(header, np.uint8)
             sink.write(0, memory.data)
-            crash_point("save.before-seal")
-            sink.seal(size)
-            crash_point("save.sealed")
+            seal(partial(_sealed, sink, size))
         except BaseException:
             sink.abort()
             raise
         return SegmentEntry(draft.segment, draft.term, size, len(header), hashing.header_hash(header))
+
+    @contextmanager
+    def sealing(self, segments: int) -> Iterator[Sealing]:
+        """How several segments are made durable, which all of them are when the ``with`` ends.
+
+        Where sealing is what takes time (`Backend.sends_late`), one is sealed by a writing thread while the next is
+        filled. Raises what that raised; when anything is raised, none is being sealed any more.
+        """
+        if segments < 2 or not self.backend.sends_late:
+            yield _now
+            return
+        last: list[Future[None]] = []
+
+        def wait() -> None:
+            while last:
+                last.pop().result()
+
+        def apart(seal: Callable[[], None]) -> None:
+            wait()
+            last.append(self.blocks.submit(seal))
+
+        try:
+            yield apart
+            wait()
+        finally:
+            for one in last:
+                one.exception()
+
+
+def _sealed(sink: SegmentSink, size: int) -> None:
+    try:
+        crash_point("save.before-seal")
+        sink.seal(size)
+        crash_point("save.sealed")
+    except BaseException:
+        sink.abort()
+        raise

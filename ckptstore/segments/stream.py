@@ -52,6 +52,10 @@ class BlockWrites:
     ) -> None:
         self.wait()
 
+    def block(self, length: int) -> Bytes | None:
+        """Memory of the sink's own, which is sent without a copy; None: it has none (`SegmentSink.block`)."""
+        return self._sink.block(length)
+
     def send(self, offset: int, data: Bytes, written: Callable[[], None] = lambda: None) -> None:
         """Have `data` written at `offset`; waits while there are as many blocks under way as may be.
 

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import UsageError
+from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.records import FormatFile
+from ckptstore.log.checkpoints import look_up
 from ckptstore.log.journal import Journal
 from ckptstore.tiers.pair import Pair, Remote
 
@@ -81,6 +82,17 @@ class Handle:
             self._reached = Pair.of(self.journal, self._remote)
         return self._reached
 
+    def _remote_that_has(self, ref: str | int | None) -> str | None:
+        """The URL of the remote, if a REF names a checkpoint there; None: it does not, or nobody can tell."""
+        try:
+            pair = self._pair()
+            if pair is None or ref is None:
+                return None
+            look_up(pair.remote, ref)
+        except CkptError:
+            return None
+        return pair.remote.url
+
     def _pair_with(
         self,
         remote: str | os.PathLike[str] | None,
@@ -90,7 +102,8 @@ class Handle:
         told = self._remote
         if remote is not None or remote_options is not None or bandwidth is not None:
             given = Remote.given(remote, remote_options, bandwidth)
-            told = Remote(given.url or told.url, given.options or told.options, given.bandwidth or told.bandwidth)
+            rate = given.bandwidth or told.bandwidth
+            told = Remote(given.url or told.url, given.options or told.options, rate, told.lag_bytes)
         pair = Pair.of(self.journal, told)
         if pair is None:
             raise UsageError(f"{self.url}: the store has no remote: name one")

@@ -29,6 +29,7 @@ def open(
     remote: str | os.PathLike[str] | Literal[False] | None = None,
     remote_options: Mapping[str, Any] | None = None,
     bandwidth: float | None = None,
+    lag_bytes: int | None = None,
 ) -> Store:
     """Open the store at a path or URL.
 
@@ -47,6 +48,8 @@ def open(
             leave it aside, and let a writer open a term here alone.
         remote_options: `storage_options` of the remote; kept nowhere but in memory.
         bandwidth: bytes a second that go to the remote at most.
+        lag_bytes: a writer's save waits while the remote lacks more bytes than that: what is on this machine alone is
+            bounded by it, and what is on its way. `StorageError` where the remote has failed for a minute by then.
 
     Raises:
         StoreNotFoundError: `create` is False and there is no store.
@@ -61,7 +64,7 @@ def open(
         >>> store.load("latest")
         {'weight': 1.5}
     """
-    second = Remote.given(remote, remote_options, bandwidth)
+    second = Remote.given(remote, remote_options, bandwidth, lag_bytes)
     store = Store(open_backend(url, create is not False, storage_options, filesystem), second)
     if second.url and create is not False:
         restore_if_empty(store)

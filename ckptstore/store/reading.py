@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ckptstore.errors import CkptError, CorruptionError, NotFoundError, UsageError
 from ckptstore.host.progress import told
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from ckptstore.formats.records import SegmentEntry
     from ckptstore.formats.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
+    from ckptstore.log.journal import Journal
 
 __all__ = ["Reading"]
 
 Framework = Literal["torch", "numpy"]
+_T = TypeVar("_T")
 
 
 class Reading(Handle):
@@ -74,8 +76,12 @@ class Reading(Handle):
         from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
 
         options = LoadOptions(framework, into, select, device, mmap, verify, threads, told(progress), rank)
+        return self._from_either(ref, lambda journal, one: load(journal, one, options))
+
+    def _from_either(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
+        """What `work` makes of the store; of its remote, if that has what is missing or damaged here."""
         try:
-            return load(self.journal, ref, options)
+            return work(self.journal, ref)
         except (NotFoundError, CorruptionError) as error:
             try:
                 pair = self._pair()
@@ -86,7 +92,7 @@ class Reading(Handle):
                 raise
         from ckptstore.tiers.filling import reading
 
-        return reading(pair, ref, lambda journal, one: load(journal, one, options))
+        return reading(pair, ref, work)
 
     def follow(
         self,
@@ -164,7 +170,7 @@ class Reading(Handle):
         """
         from ckptstore.restore.load import read_tensor
 
-        return read_tensor(self.journal, ref, name, verify, box)
+        return self._from_either(ref, lambda journal, one: read_tensor(journal, one, name, verify, box))
 
     def chunks(self, ref: str | int, name: str, *, verify: bool = True) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """One tensor's logical bytes, chunk by chunk: (offset, uint8 array valid until the next one).
@@ -180,19 +186,19 @@ class Reading(Handle):
         """The segments that restoring `ref` reads, base first, each with its verified description."""
         from ckptstore.restore.load import describe
 
-        return describe(self.journal, ref)
+        return self._from_either(ref, describe)
 
     def tensors(self, ref: str | int = "latest") -> dict[str, TensorEntry]:
         """name -> entry of every tensor of the checkpoint, in access order."""
         from ckptstore.restore.load import tensors
 
-        return tensors(self.journal, ref)
+        return self._from_either(ref, tensors)
 
     def tree(self, ref: str | int = "latest") -> Any:
         """The typed JSON tree of the checkpoint's state; of many ranks that saved it together (SPEC 3.3), all of it."""
         from ckptstore.restore.load import tree
 
-        return tree(self.journal, ref)
+        return self._from_either(ref, tree)
 
     def export(
         self,
@@ -240,7 +246,11 @@ class Reading(Handle):
             raise UsageError(f"{out} is the name of a folder: name the file to write")
         chosen = _format_of(out) if format is None else format
         which = select if strip is None else Below(strip, select)
-        return export(self.journal, ref, os.fspath(out), chosen, which, overwrite, max_shard_bytes, told(progress))
+        where = os.fspath(out)
+        return self._from_either(
+            ref,
+            lambda journal, one: export(journal, one, where, chosen, which, overwrite, max_shard_bytes, told(progress)),
+        )
 
 
 _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")

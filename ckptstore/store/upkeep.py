@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
 from ckptstore.backends import open_backend
-from ckptstore.errors import UsageError
+from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.host.progress import told
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.store.handle import Handle
@@ -51,7 +51,13 @@ class Upkeep(Handle):
         """
         from ckptstore.maintenance.verify.verification import verify
 
-        return verify(self.journal, ref, deep=deep, progress=told(progress), threads=threads)
+        try:
+            return verify(self.journal, ref, deep=deep, progress=told(progress), threads=threads)
+        except CheckpointNotFoundError as error:
+            remote = self._remote_that_has(ref)
+            if remote is None:
+                raise
+            raise CheckpointNotFoundError(f"{error}; {remote} has it: verify that store") from error
 
     def gc(
         self,

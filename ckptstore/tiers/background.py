@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import threading
 import time
 import warnings
 from typing import Final
 
-from ckptstore.errors import CorruptSegmentError, FencedError, WriterClosedError
+from ckptstore.errors import CorruptSegmentError, FencedError, StorageError, WriterClosedError
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host import background
-from ckptstore.log.reading import read
+from ckptstore.log.reading import View, read
 from ckptstore.tiers.choosing import lag_between
 from ckptstore.tiers.draining import Drain, Drained
 from ckptstore.write.second_tier import Lag
@@ -21,6 +22,9 @@ __all__ = ["Draining"]
 
 _LOOK: Final = 1.0
 """Seconds after which the log is looked at even if nobody said that something was committed."""
+_NAP: Final = 0.2
+PATIENCE: Final = 60.0
+"""Seconds for which a remote may fail before a save that waits for it is refused."""
 _FIRST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 30.0
 """Seconds before a pass that failed is tried again: twice as many each time."""
@@ -40,6 +44,8 @@ class Draining:
         self._failure: Exception | None = None
         self._left: Drained = Drained()
         self._thread: threading.Thread | None = None
+        self._failing: float | None = None  # since when
+        self._seen: View | None = None
 
     def start(self) -> None:
         """Begin. Raises `RuntimeError` where no thread is to be had."""
@@ -49,6 +55,28 @@ class Draining:
         """See `SecondTier.check`."""
         if self._fenced is not None:
             raise self._fenced
+
+    def admit(self) -> None:
+        """See `SecondTier.admit`."""
+        most = self._drain.pair.lag_bytes
+        while most is not None:
+            self.check()
+            there = self._drain.remote
+            assert there is not None  # opening drains
+            self._seen = read(self._drain.pair.local, self._seen)
+            lag = lag_between(self._seen.catalog, there.catalog, damaged=self._drain.damaged)
+            if lag.nbytes <= most:
+                return
+            failing = self._failing
+            if failing is not None and time.monotonic() - failing > PATIENCE:
+                raise StorageError(
+                    errno.EDQUOT,
+                    f"not saved: {lag.nbytes} bytes are on this machine alone, {most} may be (lag_bytes), and the "
+                    f"remote has been failing for {time.monotonic() - failing:.0f} s: {self._failure}",
+                    self._drain.pair.local.url,
+                )
+            with self._changed:
+                self._changed.wait(_NAP)
 
     def committed(self) -> None:
         """See `SecondTier.committed`."""
@@ -112,11 +140,12 @@ class Draining:
                 done = self._drain.once(lambda: not self._closing)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is said, fails no save, and is tried again
                 self._failure, self._wanted = error, True
+                self._failing = self._failing or time.monotonic()
                 pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * pause)) * random.uniform(0.7, 1.0)
                 if self._closing:
                     return
             else:
-                self._failure, self._left = None, done
+                self._failure, self._failing, self._left = None, None, done
                 # A pass looks through the catalog: it takes no more than half of a core, however fast commits come.
                 pause = time.monotonic() - began
                 if done.over is not None:

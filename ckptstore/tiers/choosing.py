@@ -74,9 +74,9 @@ def _leads_there(edge: Encoding, here: Catalog, there: Catalog, live: set[int]) 
     return max(here.segments[segment].term for segment in edge.segments) in live
 
 
-def lag_between(here: Catalog, there: Catalog, error: str | None = None) -> Lag:
-    """How far the remote is behind the store."""
-    part, branch = drainable(here, there)
+def lag_between(here: Catalog, there: Catalog, error: str | None = None, damaged: Set[str] = frozenset()) -> Lag:
+    """How far the remote is behind the store, whose segments that are `damaged` it never gets."""
+    part, branch = drainable(here, there, damaged)
     left = [node for node in part.checkpoints if there.find(node) is None]
     newest = max(left, default=None)
     have = max((node[1] for node in there.checkpoints if newest and node[0] == newest[0]), default=None)

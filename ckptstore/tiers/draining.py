@@ -8,7 +8,7 @@ OPEN, what is left is a branch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
@@ -67,9 +67,13 @@ class Drained:
 
     def fenced(self, pair: Pair) -> FencedError:
         """What a writer of the store is told when the run was continued elsewhere."""
-        left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''} ({len(self.branch)} checkpoints)"
-        kept = f"{left} not in the remote: kept in {pair.local.url} as a branch" if self.branch else "nothing is lost"
+        kept = self.kept(pair) if self.branch else "nothing is lost"
         return FencedError(f"{pair.remote.url}: the run was continued elsewhere: {self.over}; {kept}")
+
+    def kept(self, pair: Pair) -> str:
+        """What the remote never gets, in words."""
+        left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''} ({len(self.branch)} checkpoints)"
+        return f"{left} not in the remote: kept in {pair.local.url} as a branch"
 
 
 class Drain:
@@ -91,6 +95,11 @@ class Drain:
         self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
         self._advance = held_to(pair.bandwidth, advance)
         check_apart(pair.local.backend, pair.remote.backend)
+
+    @property
+    def damaged(self) -> Set[str]:
+        """Segments that are damaged here, and left out."""
+        return self._damaged.keys()
 
     def once(self, patience: Callable[[], bool] = lambda: True) -> Drained:
         """Bring there all that is there now. If another process is at it, wait for that.

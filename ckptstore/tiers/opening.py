@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckptstore.errors import UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.caller_warnings import BranchWarning, FallbackWarning, warn
@@ -62,16 +63,20 @@ def _open_in_both(
     with alone(pair.local.backend):
         # Prevents: a term that continues from behind what this machine has acknowledged, though nobody came between.
         done = drain.once_alone()
-        if done.branch:
-            warn(f"{done.fenced(pair)}; this term continues from what the remote has", BranchWarning)
-        if done.damaged:
-            warn(f"{done.damage}; this term continues from what the remote has", FallbackWarning)
         crash_point("tiers.drained")
         before = drain.remote
         assert before is not None  # a pass reads it
         # What cannot follow fences nobody. (What is opened meanwhile is caught up with below.)
         parent = chosen(before.catalog)
-        catch_up(pair, before.catalog, None if parent is None else parent.node)
+        try:
+            catch_up(pair, before.catalog, None if parent is None else parent.node)
+        except UsageError as error:
+            raise UsageError(f"{error}. {done.kept(pair)}" if done.branch else str(error)) from error
+        # Only now: who cannot follow is told that, and not that a term continues.
+        if done.branch:
+            warn(f"{done.fenced(pair)}; this term continues from what the remote has", BranchWarning)
+        if done.damaged:
+            warn(f"{done.damage}; this term continues from what the remote has", FallbackWarning)
         theirs = open_term(pair.remote, chosen, about)
         crash_point("tiers.remote-opened")
         there = theirs.view().catalog

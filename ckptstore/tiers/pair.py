@@ -40,11 +40,13 @@ class Remote:
             none, whatever that is.
         options: how it is reached; may hold credentials, and is never shown or stored.
         bandwidth: bytes a second that go there at most; None: as many as do.
+        lag_bytes: bytes that it may lack before a save waits; None: any number.
     """
 
     url: str | Literal[False] | None = None
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     bandwidth: int | None = None
+    lag_bytes: int | None = None
 
     @classmethod
     def given(
@@ -52,19 +54,24 @@ class Remote:
         url: str | os.PathLike[str] | Literal[False] | None,
         options: Mapping[str, Any] | None,
         bandwidth: float | None,
+        lag_bytes: int | None = None,
     ) -> Remote:
         """As given to `open`. A path is made absolute: the store remembers it.
 
         Raises:
-            UsageError: no URL, or one that holds a user's name or password; `bandwidth` is no number of bytes.
+            UsageError: no URL, or one that holds a user's name or password; `bandwidth` or `lag_bytes` is no number of
+                bytes.
         """
         number = isinstance(bandwidth, int | float) and not isinstance(bandwidth, bool)
         if bandwidth is not None and not (number and 1 <= bandwidth < 1e15):
             raise UsageError(f"bandwidth: {bandwidth!r}; it takes bytes per second, 1 or more")
+        whole = isinstance(lag_bytes, int) and not isinstance(lag_bytes, bool)
+        if lag_bytes is not None and not (whole and lag_bytes >= 0):
+            raise UsageError(f"lag_bytes: {lag_bytes!r}; it takes bytes, 0 or more")
         if not (url is None or url is False or isinstance(url, str | os.PathLike)):
             raise UsageError(f"remote: {url!r}; it takes a path or URL, False, or None")
         text = url if url is None or url is False else _checked(os.fsdecode(url))
-        return cls(text, dict(options or {}), None if bandwidth is None else int(bandwidth))
+        return cls(text, dict(options or {}), None if bandwidth is None else int(bandwidth), lag_bytes)
 
 
 def _checked(url: str) -> str:
@@ -115,6 +122,7 @@ class Pair:
     local: Journal
     remote: Journal
     bandwidth: int | None = None
+    lag_bytes: int | None = None
 
     @classmethod
     def of(cls, local: Journal, remote: Remote) -> Pair | None:
@@ -133,7 +141,7 @@ class Pair:
             if remote.url is None:  # the remote itself, opened by its own URL
                 return None
             raise UsageError(f"{url}: a store is not its own remote")
-        return cls(local, Journal(theirs), remote.bandwidth)
+        return cls(local, Journal(theirs), remote.bandwidth, remote.lag_bytes)
 
     def check_there(self) -> None:
         """Raise `StorageError` where the remote holds no store, though terms of this run were opened in it.

@@ -36,6 +36,9 @@ class SecondTier(Protocol):
     def check(self) -> None:
         """Raise `FencedError` if the run was continued elsewhere: nothing more may be committed here."""
 
+    def admit(self) -> None:
+        """Wait while too much is on this tier alone. Raises `StorageError` where that does not get less; as `check`."""
+
     def committed(self) -> None:
         """Something was committed, and is to be brought there. Waits for nothing."""
 

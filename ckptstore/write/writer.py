@@ -693,6 +693,8 @@ class Writer:
         if self._begun is not None:
             self._begun.settle()
         self._failures.raise_unseen()
+        if self._tier is not None:
+            self._tier.admit()
         committer = self._committer
         committer.saves.check(step)
         flat = state if isinstance(state, FlatState) else bridge.flattened(state)

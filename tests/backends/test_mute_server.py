@@ -157,3 +157,18 @@ def test_what_is_given_up_writes_to_nobodys_memory(s3: Server, proxy: FaultProxy
         signal.signal(signal.SIGALRM, before)
     assert out == bytes(1000)
     assert carriers.carried(lambda: 7) == 7
+
+
+def test_a_save_gives_up_in_time(s3: Server, proxy: FaultProxy, url: str) -> None:
+    """Without the option each of many requests waits for 20 s, and is sent again."""
+    options = options_for(proxy.port) | {"timeout": 1.0}
+    writer = ckptstore.open(url, storage_options=options).writer(poll_seconds=None)
+    proxy.rules([Rule("stall", name, seconds=SILENCE) for name in ("create", "head", "get", "range")])
+    began = time.monotonic()
+    with pytest.raises(ckptstore.StorageError, match="no answer in time"):
+        writer.save({"w": np.ones(9)}, 2)
+    assert time.monotonic() - began < SOON
+    proxy.rules([])
+    writer.save({"w": np.ones(9)}, 3)
+    writer.close()
+    assert [info.step for info in ckptstore.open(url, storage_options=s3.options).checkpoints()] == [1, 3]

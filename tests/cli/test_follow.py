@@ -48,6 +48,33 @@ def test_a_file_and_a_command(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert "nothing new" in again.err
 
 
+@pytest.mark.parametrize("name", ["policy.safetensors", "policy.bin"])
+def test_only_what_was_exported_is_replaced(ckpt: Run, run: Path, tmp_path: Path, name: str) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    out = tmp_path / name
+    tensors = {"w": torch.ones(3)}
+    for write in (
+        lambda: out.write_bytes(b"a year of work"),
+        lambda: save_file(tensors, out),
+        lambda: torch.save(tensors, out),
+    ):
+        write()
+        before = out.read_bytes()
+        found = ckpt("follow", run, "--out", out, "--once")
+        assert found.code == 2
+        assert "was not exported from a store" in found.err
+        assert out.read_bytes() == before
+    out.write_bytes(b"")  # mktemp's
+    assert ckpt("follow", run, "--out", out, "--after", "2@1", "--each", "--once").code == 0
+    assert len(out.read_bytes()) > 1000
+    again = ckpt("follow", run, "--out", out, "--once", "--after", "4@2")
+    assert again.code == 0
+    if name.endswith(".bin"):
+        assert set(torch.load(out, weights_only=True)) == set(ckptstore.open(run).load("5@3"))
+
+
 def test_mistakes(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert ckpt("follow", run, "--every", "0").code == 2
     assert ckpt("follow", tmp_path / "nothing").code == 3

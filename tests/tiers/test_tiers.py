@@ -20,6 +20,7 @@ from ckptstore import (
     StorageError,
     UsageError,
 )
+from ckptstore.tiers import background
 from tests.tiers.conftest import Outage, Place
 from tools.objects.server import Server
 
@@ -138,7 +139,7 @@ def test_terms_of_one_number_on_two_machines_are_not_mixed(folders: Place) -> No
     assert done.branch == ("3@2", "4@2", "5@2")
     assert done.over is not None
     assert done.over.startswith("term 2")
-    with pytest.warns(BranchWarning, match=r"3@2.*kept in"), pytest.raises(UsageError, match="Move the folder"):
+    with pytest.raises(UsageError, match=r"Move the folder.*3@2.*kept in"):  # and no warning that a term continues
         old.writer()
     assert [one.term for one in folders.theirs().terms()] == [1, 2]  # and nobody was fenced
     for step in (3, 4, 5):
@@ -405,3 +406,62 @@ def test_what_is_no_remote_and_no_bandwidth_is_refused(tmp_path: Path, options: 
     with pytest.raises(UsageError, match=next(iter(options))):
         ckptstore.open(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_only_the_remote_has_is_exported_and_read_from_there(folders: Place, tmp_path: Path) -> None:
+    fill(folders.open(), 1, 4)
+    shutil.rmtree(folders.here)
+    store = folders.open()
+    assert steps(store) == ["4@1"]
+    store.export(2, tmp_path / "two.safetensors")
+    again = ckptstore.open(tmp_path / "again")
+    again.import_files([tmp_path / "two.safetensors"], 2)
+    check(again.load(2, framework="numpy"), 2)
+    assert store.read_tensor(2, "weight").tobytes() == state(2)["weight"].tobytes()
+    assert store.tensors(2).keys() == store.tensors(4).keys()
+    assert store.describe("1@1")
+    with pytest.raises(CheckpointNotFoundError, match=r"2.*; .* has it: verify that store") as told:
+        store.verify(2)
+    assert str(folders.remote) in str(told.value)
+    for call in (lambda: store.verify(9), lambda: store.export(9, tmp_path / "nine.safetensors")):
+        with pytest.raises(CheckpointNotFoundError) as nothing:
+            call()
+        assert "has it" not in str(nothing.value)
+    assert not (tmp_path / "nine.safetensors").exists()
+
+
+def test_a_save_waits_while_too_much_is_on_this_machine_alone(folders: Place) -> None:
+    each = state(1)["weight"].nbytes
+    with folders.open(bandwidth=4 * each, lag_bytes=2 * each).writer(poll_seconds=None) as writer:
+        most = 0
+        for step in range(1, 9):
+            writer.save(state(step), step)
+            most = max(most, writer.lag().nbytes)
+    assert 2 * each < most < 5 * each  # what may be, and the save that was let in; headers
+    assert steps(folders.theirs()) == [f"{step}@1" for step in range(1, 9)]
+
+
+def test_a_save_is_refused_where_the_remote_fails_and_goes_on_when_it_is_back(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PATIENCE", 0.5)
+    store = outage.place.open(lag_bytes=0)
+    with store.writer(poll_seconds=None) as writer:
+        writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
+        outage.begin()
+        writer.save(state(2), 2)
+        with pytest.raises(StorageError, match=r"on this machine alone, 0 may be .*the remote has been failing"):
+            writer.save(state(3), 3)
+        outage.end()
+        end = time.monotonic() + LONG
+        while writer.lag().error is not None:  # it is tried again after a pause
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        writer.save(state(4), 4)
+    assert steps(store) == ["1@1", "2@1", "4@1"]
+
+
+def test_what_lag_bytes_takes(folders: Place) -> None:
+    for wrong in (-1, 1.5, True, "1GB"):
+        with pytest.raises(UsageError, match="lag_bytes"):
+            folders.open(lag_bytes=wrong)

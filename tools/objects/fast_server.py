@@ -1,0 +1,197 @@
+"""A small and fast S3 server in memory, for measurements in which the server is not what is measured.
+
+    python -m tools.objects.fast_server --port 9000
+    export AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_ACCESS_KEY_ID=any AWS_SECRET_ACCESS_KEY=any AWS_REGION=us-east-1
+    CKPTSTORE_TEST_S3_URL=s3://tests pytest tests/backends/test_objects.py
+
+A thread for each connection; a body is received by one system call into the memory where it stays, and sent by one
+from there, without the GIL. Signatures and checksums are not looked at, and nothing outlives the process: for a store
+that is to be kept use a real one. ``GET /__spent`` says what CPU time it took.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+from urllib.parse import parse_qsl, unquote
+
+import click
+
+from tools.objects.fast_bucket import Answer, Asked, Body, Buckets
+from tools.objects.server import Server, options_for
+
+__all__ = ["FastServer", "main", "serving_fast", "spent"]
+
+_HEAD: Final = 64 << 10
+"""Bytes that a request's head may have."""
+_BUCKET: Final = "tests"
+_SPENT: Final = "/__spent"
+_REASONS: Final = {200: "OK", 204: "No Content", 206: "Partial Content", 404: "Not Found", 412: "Precondition Failed"}
+
+
+class _GoneError(Exception):
+    """The client has ended the connection."""
+
+
+class _Connection:
+    """One client's requests, one after the other."""
+
+    def __init__(self, link: socket.socket, buckets: Buckets) -> None:
+        self._link = link
+        self._buckets = buckets
+        self._ahead = bytearray()  # what came behind what was asked for
+
+    def serve(self) -> None:
+        """Until the client goes."""
+        link = self._link
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            while True:
+                self._one()
+        except (_GoneError, OSError):
+            pass
+        finally:
+            link.close()
+
+    def _one(self) -> None:
+        method, target, headers = self._head()
+        path, _, query = target.partition("?")
+        bucket, _, key = unquote(path).lstrip("/").partition("/")
+        if headers.get("expect", "").lower() == "100-continue":
+            self._link.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = self._body(headers)
+        if path == _SPENT:
+            told = json.dumps({"cpu": time.process_time()}).encode()
+            self._say(method, Answer(200, (), (memoryview(told),)))
+            return
+        words = dict(parse_qsl(query, keep_blank_values=True))
+        self._say(method, self._buckets.answer(Asked(method, bucket, key, words, headers, body)))
+
+    def _head(self) -> tuple[str, str, dict[str, str]]:
+        while (end := self._ahead.find(b"\r\n\r\n")) < 0:
+            data = self._link.recv(_HEAD)
+            if not data or len(self._ahead) > _HEAD:
+                raise _GoneError
+            self._ahead += data
+        lines = self._ahead[:end].decode("latin-1").split("\r\n")
+        del self._ahead[: end + 4]
+        method, target, _ = lines[0].split(" ", 2)
+        cut = (line.partition(":") for line in lines[1:])
+        return method, target, {name.lower(): value.strip() for name, _, value in cut}
+
+    def _body(self, headers: Mapping[str, str]) -> Body:
+        if "chunked" in headers.get("transfer-encoding", ""):
+            raise _GoneError  # none of the clients that are compared does that
+        body = Body(int(headers.get("content-length") or 0))
+        had = min(len(self._ahead), len(body.view))
+        body.view[:had] = self._ahead[:had]
+        del self._ahead[:had]
+        while had < len(body.view):
+            count = self._link.recv_into(body.view[had:], 0, socket.MSG_WAITALL)
+            if not count:
+                raise _GoneError
+            had += count
+        if "aws-chunked" in headers.get("content-encoding", ""):
+            return _unchunked(body)
+        return body
+
+    def _say(self, method: str, answer: Answer) -> None:
+        length = sum(map(len, answer.parts)) if answer.length is None else answer.length
+        lines = [f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, 'Refused')}"]
+        lines += [f"{name}: {value}" for name, value in (*answer.headers, ("Content-Length", str(length)))]
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        if method == "HEAD" or not length:
+            self._link.sendall(head)
+            return
+        if length <= _HEAD:
+            self._link.sendall(b"".join((head, *answer.parts)))
+            return
+        self._link.sendall(head)
+        for part in answer.parts:
+            self._link.sendall(part)
+
+
+def _unchunked(body: Body) -> Body:
+    """The bytes of a body in AWS' own framing: ``length in hex;chunk-signature=...``, bytes, and so on."""
+    raw, at, found = bytes(body.view), 0, bytearray()
+    while True:
+        end = raw.index(b"\r\n", at)
+        length = int(raw[at:end].partition(b";")[0], 16)
+        if not length:
+            break
+        found += raw[end + 2 : end + 2 + length]
+        at = end + 4 + length
+    plain = Body(len(found))
+    plain.view[:] = found
+    return plain
+
+
+class FastServer:
+    """Listens on loopback.
+
+    Attributes:
+        port: where.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._buckets = Buckets()
+        self._link = socket.create_server(("127.0.0.1", port), backlog=256)
+        self.port = int(self._link.getsockname()[1])
+
+    def create(self, bucket: str) -> None:
+        """Make a bucket."""
+        self._buckets.answer(Asked("PUT", bucket, "", {}, {}, Body(0)))
+
+    def serve(self) -> None:
+        """For ever."""
+        while True:
+            link, _ = self._link.accept()
+            connection = _Connection(link, self._buckets)
+            threading.Thread(target=connection.serve, daemon=True).start()
+
+
+@contextmanager
+def serving_fast() -> Iterator[Server]:
+    """The server in a process of its own, with a bucket, until the ``with`` ends."""
+    command = [sys.executable, "-m", "tools.objects.fast_server", "--bucket", _BUCKET]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline().rpartition(":")[2])
+            yield Server(f"s3://{_BUCKET}", options_for(port), port)
+        finally:
+            process.kill()
+
+
+def spent(port: int) -> float:
+    """Seconds of CPU time that the server at a port took so far."""
+    from http.client import HTTPConnection
+
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", _SPENT)
+    seconds = float(json.loads(connection.getresponse().read())["cpu"])
+    connection.close()
+    return seconds
+
+
+@click.command()
+@click.option("--port", type=int, default=0, help="Where to listen on loopback; 0: anywhere.")
+@click.option("--bucket", default=_BUCKET, help="A bucket that exists from the start.")
+def main(port: int, bucket: str) -> None:
+    """Serve until the process is ended; the first line says where."""
+    server = FastServer(port)
+    server.create(bucket)
+    click.echo(f"http://127.0.0.1:{server.port}")
+    sys.stdout.flush()
+    server.serve()
+
+
+if __name__ == "__main__":
+    main()
