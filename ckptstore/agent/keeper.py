@@ -59,6 +59,7 @@ class Made:
         filled: what is said of it.
         buffer, flat: where it is.
         updates: what the optimizers did in this step.
+        due: it is to be written at the end, if it was not before.
     """
 
     step: int
@@ -66,6 +67,7 @@ class Made:
     buffer: Buffer
     flat: LaidOutState
     updates: Sequence[Update]
+    due: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +250,15 @@ class Keeper:
         with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
             self.writer.wait()
 
-    def persist_quietly(self) -> None:
-        """As `persist`, with nobody there who could be told."""
+    def persist_quietly(self, *, due: bool = False) -> None:
+        """As `persist`, with nobody there who could be told.
+
+        Args:
+            due: only what was to be written.
+        """
+        newest = self.newest
+        if newest is None or newest.made is None or (due and not newest.made.due):
+            return
         with contextlib.suppress(CkptError):
             self.persist(lambda _: None)
 

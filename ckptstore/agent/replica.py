@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptstore.agent.forms import Layout, number, read, texts, whole_number
+from ckptstore.agent.forms import Layout, number, read, read_labels, whole_number
 from ckptstore.agent.keeper import Filled, Keeper, Made, laid_out
 from ckptstore.agent.pool import Buffer
 from ckptstore.agent.recipes import Proof, Recipe, read_recipe
@@ -102,9 +102,8 @@ class Replica:
             if wrong:
                 keeper.pool.give_back(buffer)
                 return [recipe.layout.tensors[recipe.made[one]].name for one in wrong[:_MOST_NAMES]]
-            metadata, tags = body.get("metadata"), tuple(texts(body.get("tags", [])))
-            filled = Filled(buffer.number, recipe.layout, body["tree"], metadata, tags)
-            return Made(step, filled, buffer, laid_out(filled, buffer), self._updates(calls, stage))
+            filled = Filled(buffer.number, recipe.layout, body["tree"], *read_labels(body))
+            return Made(step, filled, buffer, laid_out(filled, buffer), self._updates(calls, stage), bool(body["due"]))
         except BaseException:
             keeper.pool.give_back(buffer)
             raise

@@ -41,7 +41,8 @@ class Step:
         threads: how many the optimizers' kernels used.
         flat: the state, for its tree.
         labels: what is said of it.
-        persist: write it, too; else it is in memory alone.
+        due: it is to be written, now or when the writer is closed.
+        persist: write it now; else it is in memory alone.
         began: since when training has waited (``time.monotonic()``).
     """
 
@@ -51,6 +52,7 @@ class Step:
     threads: int
     flat: FlatState
     labels: Labels
+    due: bool
     persist: bool
     began: float
 
@@ -104,7 +106,7 @@ class Replicated:
         """A whole state was handed over: the agent goes on from that. What it still says of before does not count."""
         with self._changed:
             self._epoch += 1
-            self.lost = None
+            self.lost = "it was given up" if self._closed else None
 
     def differing(self) -> list[str]:
         """Names of the tensors that were found to differ since the last time."""
@@ -139,7 +141,8 @@ class Replicated:
         if told.persist:
             pending, failed = self._promise(told.flat, told.step, told.began)
         body = {"step": told.step, "after": told.after, "calls": told.calls, "threads": told.threads}
-        body |= {"tree": told.flat.tree, "persist": told.persist, "area": area.number, "replica": self._number}
+        body |= {"tree": told.flat.tree, "due": told.due, "persist": told.persist}
+        body |= {"area": area.number, "replica": self._number}
         self._ask("advance", body | _said(told.labels), failed, area)
         return pending
 
@@ -178,7 +181,13 @@ class Replicated:
                 lost = isinstance(error, AgentLostError)
                 failed(error if lost else CancelledError(f"the agent could not take the step again: {error}"))
 
-        self._link.ask(do, **body).add_done_callback(answered)
+        try:
+            asked = self._link.ask(do, **body)
+        except BaseException as error:
+            if failed is not None:
+                failed(error)
+            raise
+        asked.add_done_callback(answered)
 
     def close(self) -> None:
         """Give the areas back: what the agent is still to look at, when it has answered."""

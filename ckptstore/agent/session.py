@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from ckptstore.agent.forms import Layout, error_form, info_form, read, read_layout, texts, warning_form, whole_number
+from ckptstore.agent.forms import (
+    Layout,
+    error_form,
+    info_form,
+    read,
+    read_labels,
+    read_layout,
+    texts,
+    warning_form,
+    whole_number,
+)
 from ckptstore.agent.frames import Channel, End, Message
 from ckptstore.agent.keeper import Filled, Keeper
 from ckptstore.agent.pool import Buffer
@@ -210,8 +220,7 @@ class Session:
             whole_number(body["buffer"]),
             self._known(body),
             body["tree"],
-            body.get("metadata"),
-            tuple(texts(body.get("tags", []))),
+            *read_labels(body),
             body.get("updates"),
             None if body.get("gradients") is None else whole_number(body["gradients"]),
         )
@@ -256,7 +265,7 @@ class Session:
         self._in_turn(number, work)
 
     def _persist(self, number: int, body: dict[str, Any]) -> None:
-        labels = body.get("metadata"), tuple(texts(body.get("tags", [])))
+        labels = read_labels(body)
         step = whole_number(body["step"])
 
         def work() -> dict[str, Any]:
@@ -342,5 +351,9 @@ class Session:
         self._in_turn(number, work)
 
     def _close(self, number: int, _: dict[str, Any]) -> None:
-        self._in_turn(number, self._keeper.close)
+        def work() -> None:
+            self._keeper.persist_quietly(due=True)  # a step that the medium was too slow for
+            self._keeper.close()
+
+        self._in_turn(number, work)
         self._over = Over.CLOSED

@@ -22,7 +22,7 @@ from ckptstore.agent.lending import Lent
 from ckptstore.agent.recipes import Proof, Recipe
 from ckptstore.agent.replicating import Replicated
 from ckptstore.agent.replicating import Step as Told
-from ckptstore.errors import AgentLostError, UsageError
+from ckptstore.errors import AgentError, AgentLostError, UsageError
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
@@ -106,7 +106,13 @@ class ReplicaSaving(Saving):
         persist = forced or (due and under_way < self._limit)
         self._last = (step, metrics, tags)
         self._owed = due
-        pending = self._offered(step, _Said.of(metrics, tags), persist=persist)
+        said = _Said.of(metrics, tags)
+        try:
+            pending = self._offered(step, said, due=due, persist=persist)
+        except AgentLostError as error:  # with an earlier save
+            self._remark_lost(error)
+            self._at = None
+            pending = self._offered(step, said, due=due, persist=persist)
         if pending is not None:
             self._owed = False
             self._under_way.append(pending)
@@ -148,7 +154,7 @@ class ReplicaSaving(Saving):
 
     # -- one step
 
-    def _offered(self, step: int, said: _Said, *, persist: bool) -> PendingSave | None:
+    def _offered(self, step: int, said: _Said, *, due: bool, persist: bool) -> PendingSave | None:
         began = time.monotonic()
         self._taken.collected()
         self._note_wrong()
@@ -163,7 +169,7 @@ class ReplicaSaving(Saving):
             assert replicated is not None
             area = consumed.area or replicated.area(wait=True)
             if area is not None and replicated.lost is None:
-                return self._advanced(replicated, area, step, flat, (consumed, said.labels, persist, began))
+                return self._advanced(replicated, area, step, flat, (consumed, said.labels, (due, persist), began))
             consumed.area = area
         if consumed.area is not None and replicated is not None:
             replicated.leave(consumed.area)
@@ -181,20 +187,20 @@ class ReplicaSaving(Saving):
         area: Lent,
         step: int,
         flat: FlatState,
-        what: tuple[Step, Labels, bool, float],
+        what: tuple[Step, Labels, tuple[bool, bool], float],
     ) -> PendingSave | None:
         """Send what the agent cannot make, and what proves that it makes the rest right."""
-        consumed, labels, persist, began = what
+        consumed, labels, (due, persist), began = what
         assert self._form is not None
         assert self._at is not None
+        threads = torch.get_num_threads()
+        told = Told(step, self._at, consumed.calls, threads, flat, labels, due, persist, began)
         try:
             self._form.fill(area, flat, self._pool)
+            pending = replicated.advance(area, told)
         except BaseException:
             replicated.leave(area)
             raise
-        threads = torch.get_num_threads()
-        told = Told(step, self._at, consumed.calls, threads, flat, labels, persist, began)
-        pending = replicated.advance(area, told)
         self._at = step
         self._held = None if persist else flat
         return pending
@@ -207,17 +213,28 @@ class ReplicaSaving(Saving):
         refused = {name for name, times in self._wrong.items() if times >= _OFTEN}
         usable = replicated is not None and replicated.alive
         if not usable or form is None or form.refused != refused or not form.fits(flat, self._plan):
-            self._consumed.detach()
-            if replicated is not None:
-                replicated.close()
-            form = self._form = _Form(Replicable.of(flat, self._captured, refused), refused)
-            self._replicated = replicated = self._agent.replicate(form.replicable.recipe)
-            self._consumed.attach(replicated, form.replicable)
-            _LOG.debug("replica: %s", form)
-        assert replicated is not None
-        replicated.again()
-        self._at = step
+            replicated = self._begun(flat, refused)
+        if replicated is not None:
+            replicated.again()
+            self._at = step
         return pending
+
+    def _begun(self, flat: FlatState, refused: set[str]) -> Replicated | None:
+        """Tell the agent how the next states are made. None: it cannot; they are handed over whole."""
+        self._consumed.detach()
+        before, self._replicated, self._form = self._replicated, None, None
+        if before is not None:
+            before.close()
+        form = _Form(Replicable.of(flat, self._captured, refused), refused)
+        try:
+            self._replicated = self._agent.replicate(form.replicable.recipe)
+        except (AgentError, MemoryError) as error:
+            self._remark(f"no replica can be kept, and every state is handed over whole: {error}")
+            return None
+        self._form = form
+        self._consumed.attach(self._replicated, form.replicable)
+        _LOG.debug("replica: %s", form)
+        return self._replicated
 
     def _flat(self, step: int) -> FlatState:
         """The state, taken apart: by plan where one holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ class Script:
         if beside:
             with torch.no_grad():
                 self.first[0].weight.clamp_(-0.1, 0.1)
-        return None if self.checkpointer is None else self.checkpointer.step(metrics={"loss": 1.0})
+        return None if self.checkpointer is None else self.checkpointer.step(metrics={"loss": loss})
 
     def digest(self) -> str:
         parts = [self.model.state_dict(), *(one.state_dict() for one in self.optimizers), self.scheduler.state_dict()]
@@ -123,6 +124,7 @@ def test_the_agent_makes_every_step_but_the_first(tmp_path: Path, wholes: list[i
     store = ckptstore.open(tmp_path / "run")
     assert [info.step for info in store.checkpoints()][-1] == 7
     assert {1, 2, 3, 4, 7} <= {info.step for info in store.checkpoints()}
+    assert math.isinf(store.checkpoint(4).metadata["metrics"]["loss"])
     again = Script(tmp_path / "run")
     with again.checkpointer:
         assert again.checkpointer.resume(4) == 4
@@ -291,3 +293,29 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert not optimizer._optimizer_step_pre_hooks
         assert not optimizer._optimizer_step_post_hooks
     assert not list((tmp_path / "runtime").iterdir())
+
+
+EXITS = """
+import sys
+import torch
+from ckptstore.training import Checkpointer
+torch.manual_seed(0)
+model = torch.nn.Linear(128, 256)
+optimizer = torch.optim.SGD(model.parameters(), 1e-2, 0.9)
+options = {"strategy": "replica", "agent": True, "max_in_flight": 1}
+checkpointer = Checkpointer(sys.argv[1], model=model, optimizer=optimizer, **options)
+for step in range(5):
+    model(torch.randn(16, 128)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.step()
+print(model.weight.sum().item().hex())
+"""
+
+
+def test_at_an_ordinary_exit_the_newest_step_is_written(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", EXITS, str(tmp_path / "run")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT, timeout=180)
+    store = ckptstore.open(tmp_path / "run")
+    assert store.latest_step() == 5
+    assert store.load()["model"]["weight"].sum().item().hex() == done.stdout.strip()
