@@ -13,7 +13,7 @@ from typing import Any, Final
 from ckptstore.errors import UsageError
 from ckptstore.formats import jsontext
 
-__all__ = ["LIMIT", "MAX_DEPTH", "MEMBER", "checked", "read"]
+__all__ = ["LIMIT", "MAX_DEPTH", "MEMBER", "checked", "form", "read"]
 
 MEMBER: Final = "metadata"
 """Its name among the members of a checkpoint's entry."""
@@ -78,6 +78,15 @@ def _written(value: Any, place: str, depth: int) -> Any:
 def read(metadata: Any) -> dict[str, Any]:
     """The mapping that was given, from what was written. What this version does not know stays as it is."""
     return {name: _read(value) for name, value in metadata.items()} if isinstance(metadata, dict) else {}
+
+
+def form(value: Any) -> Any:
+    """What `read` has given, as it was written; nothing is refused."""
+    if isinstance(value, list):
+        return [form(member) for member in value]
+    if isinstance(value, Mapping):
+        return {name: form(member) for name, member in value.items()}
+    return {_FLOAT: str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
     python -m tools.shim_kills --kills 100
     python -m tools.shim_kills --kills 100 --agent
+    python -m tools.shim_kills --kills 100 --agent --strategy replica
 
 For each strategy, and for one process and two ranks of DDP. A run goes on in a new process (or group) after each kill.
 Then:
@@ -13,7 +14,7 @@ Then:
 
 With ``--agent`` an agent saves, for one process, and the trainer, the agent or both are killed. When the trainer alone
 is, the next life goes on from the agent's memory: at most the step in flight is lost. When the agent alone is, training
-goes on in the same life.
+goes on in the same life. With ``replica``, which needs an agent, that memory is what the agent has made of gradients.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ import numpy as np
 __all__ = ["STEPS", "Violation", "main", "sweep"]
 
 STEPS: Final = 24
+_STRATEGIES: Final = ("full", "delta", "gradient")
 _PATIENCE: Final = 120.0
 _RANK_TIMEOUT: Final = 20.0
 
@@ -137,11 +139,12 @@ def train(
             ema.update_parameters(bare)
             tell(f"loss {step} {loss.item().hex()}")
             pending = checkpointer.step(metrics={"loss": loss})
-            assert pending is not None
+            assert pending is not None or strategy == "replica"  # the agent has it in memory
             tell(f"given {step + 1}")
             if by_agent:
                 tell(f"agent {checkpointer.agent_pid}")
-            pending.when_done(lambda durable, step=step: tell(f"durable {step + 1}") if durable else None)
+            if pending is not None:
+                pending.when_done(lambda durable, step=step: tell(f"durable {step + 1}") if durable else None)
         checkpointer.wait()
         parts = [bare.state_dict(), optimizer.state_dict(), scheduler.state_dict(), ema.state_dict()]
         parts += [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()]
@@ -299,7 +302,7 @@ def sweep(
     folder = Path(tempfile.mkdtemp(prefix="shim-kills-"))
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(folder / "runtime")
     try:
-        reference, _ = live(folder / "reference", strategy, ranks, None)
+        reference, _ = live(folder / "reference", "full" if strategy == "replica" else strategy, ranks, None)
         if reference.errors or len(reference.digests) != ranks:
             raise Violation(f"the uninterrupted run failed: {reference.errors}")
         done, runs = 0, 0
@@ -357,17 +360,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, or 1 with what was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="of each strategy")
-    parser.add_argument("--strategy", choices=("full", "delta", "gradient"), action="append")
+    parser.add_argument("--strategy", choices=(*_STRATEGIES, "replica"), action="append")
     parser.add_argument("--ranks", type=int, choices=(1, 2), action="append")
     parser.add_argument("--agent", action="store_true", help="an agent saves, and is killed, too (one process)")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args(arguments)
+    if "replica" in (options.strategy or ()) and not options.agent:
+        parser.error("replica: an agent keeps the replica: --agent")
     warnings.simplefilter("ignore")
     import torch  # here, and not once for each life  # noqa: F401
 
     print(f"seed {options.seed}")
     for ranks in (1,) if options.agent else options.ranks or (1, 2):
-        for strategy in options.strategy or ("full", "delta", "gradient"):
+        for strategy in options.strategy or (*_STRATEGIES, *(["replica"] if options.agent else [])):
             try:
                 sweep(options.kills, strategy, ranks, options.seed, print, by_agent=options.agent)
             except Violation as error:

@@ -16,6 +16,8 @@ from ckptstore.agent.changes import Packed, updates_form
 from ckptstore.agent.forms import Layout, read_error, read_info, read_warning
 from ckptstore.agent.inherited import Inherited
 from ckptstore.agent.lending import Lending, Lent
+from ckptstore.agent.recipes import Recipe
+from ckptstore.agent.replicating import AREAS, Failed, Replicated
 from ckptstore.agent.starting import Started
 from ckptstore.errors import (
     AgentError,
@@ -259,6 +261,37 @@ class AgentWriter:
         self._saves.watch(step, done)
         seen = partial(self._saves.seen, step)
         return PendingSave(step, done, seen, partial(self._hurry, step), partial(self._cancel, step))
+
+    def prepare_replica(self) -> None:
+        """Say that `replicate` will come: the agent loads what it needs for that. Returns at once."""
+        self._connected().link.ask("warm")
+
+    def replicate(self, recipe: Recipe, areas: int = AREAS) -> Replicated:
+        """Have the agent keep a replica of the state that was saved last: from now on it takes the steps itself.
+
+        Args:
+            recipe: whose steps, and what is sent beside them.
+            areas: steps that may wait for the agent.
+
+        Raises:
+            AgentError: it cannot, or had died.
+            MemoryError: there is no memory.
+        """
+        agent = self._connected()
+        return Replicated.begun(agent.link, self._lending, recipe, areas, self._promised)
+
+    def _promised(self, flat: FlatState, step: int, began: float) -> tuple[PendingSave, Failed]:
+        """A step that the agent is to write of its own memory -> its save, and who is told if that becomes nothing."""
+        self._check_open()
+        self._failures.raise_unseen()
+        self._saves.check(step)
+        self._saves.take(step)
+        measured = self._meter.begin(flat, step, began)
+        done: Future[CheckpointInfo] = Future()
+        self._futures[step] = done
+        pending = self._pending_save(step, done, measured)
+        measured.returned()
+        return pending, partial(self._failed, step)
 
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`: the agent makes and touches its buffers. Returns at once."""

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from ckptstore import errors
 from ckptstore.errors import AgentError, CkptError, UsageError
 from ckptstore.formats import dtypes
+from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.codecs import Policy
 from ckptstore.formats.sources import Origin, place_of
 from ckptstore.formats.state import TensorSource
@@ -35,6 +36,7 @@ __all__ = [
     "read",
     "read_error",
     "read_info",
+    "read_labels",
     "read_layout",
     "read_options",
     "read_warning",
@@ -228,14 +230,17 @@ def _policy(form: Mapping[str, Any]) -> Policy:
 
 def info_form(info: CheckpointInfo | None) -> dict[str, Any] | None:
     """A checkpoint as JSON."""
-    return None if info is None else dataclasses.asdict(info)
+    if info is None:
+        return None
+    return dataclasses.asdict(info) | {"metadata": metadata_format.form(info.metadata)}
 
 
 def read_info(form: Any) -> CheckpointInfo | None:
     """A checkpoint back."""
     if form is None:
         return None
-    return CheckpointInfo(**form | {name: tuple(form[name]) for name in ("segments", "tags")})
+    told = {name: tuple(form[name]) for name in ("segments", "tags")}
+    return CheckpointInfo(**form | told | {"metadata": metadata_format.read(form["metadata"])})
 
 
 def error_form(error: BaseException) -> dict[str, Any]:
@@ -276,6 +281,12 @@ def read_warning(form: Any) -> tuple[type[Warning], str]:
     found = getattr(caller_warnings, str(kind), None)
     known = isinstance(found, type) and issubclass(found, Warning)
     return (found if known else UserWarning), str(text)  # type: ignore[return-value]
+
+
+def read_labels(body: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """Metadata and tags of a message. Raises `AgentError`."""
+    metadata = body.get("metadata")
+    return None if metadata is None else metadata_format.read(metadata), tuple(texts(body.get("tags", [])))
 
 
 def texts(values: Any) -> Sequence[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from ckptstore.write.snapshot import HostTensor, Snapshot
 from ckptstore.write.steps.updates import Update
 from ckptstore.write.writer import Writer
 
-__all__ = ["Filled", "Keeper", "Kept"]
+__all__ = ["Filled", "Keeper", "Kept", "Made", "laid_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +51,49 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """A state that the agent has made (`replica`).
+
+    Attributes:
+        step: its step.
+        filled: what is said of it.
+        buffer, flat: where it is.
+        updates: what the optimizers did in this step.
+        due: it is to be written at the end, if it was not before.
+    """
+
+    step: int
+    filled: Filled
+    buffer: Buffer
+    flat: LaidOutState
+    updates: Sequence[Update]
+    due: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """The newest state.
 
     Attributes:
         step: its step.
         layout, buffer, flat: where it is.
-        pending: its save.
+        pending: its save; None: it is in memory alone.
         free: lets go of the memory.
+        made: what made it; None: the trainer has handed it over.
     """
 
     step: int
     layout: Layout
     buffer: Buffer
     flat: LaidOutState
-    pending: PendingSave
+    pending: PendingSave | None
     free: Callable[[], None]
+    made: Made | None = None
 
     @property
     def durable(self) -> CheckpointInfo | None:
         """The checkpoint that it became; None: none, or none yet."""
-        if not self.pending.done() or self.pending.exception() is not None:
+        if self.pending is None or not self.pending.done() or self.pending.exception() is not None:
             return None
         return self.pending.result()
 
@@ -83,7 +105,8 @@ class Keeper:
         pool: its buffers.
         writer: its writer.
         run: the store's.
-        newest: the newest state that a trainer has filled and said so; None: none yet.
+        newest: the newest state that a trainer has filled and said so, or that was made and proven; None: none yet.
+        workers: threads that copy and hash.
     """
 
     def __init__(self, store: Store, writer: Writer, max_in_flight: int) -> None:
@@ -94,7 +117,8 @@ class Keeper:
         self._store = store
         self._pending: dict[int, PendingSave] = {}
         self._latest = writer.parent
-        self._workers = started_pool(default_threads(), "ckptstore-agent")
+        self.workers = started_pool(default_threads(), "ckptstore-agent")
+        self._written = -1  # the newest step that the writer was given
         self._lock = threading.Lock()
 
     # -- saving
@@ -116,7 +140,7 @@ class Keeper:
             if one is not None:
                 self.pool.take_back(one)
         try:
-            flat = _laid_out(filled, buffer)
+            flat = laid_out(filled, buffer)
             memory = np.empty(0, np.uint8) if beside is None else beside.shared.memory
             updates: list[Update] = []
             if filled.updates is not None:
@@ -134,7 +158,12 @@ class Keeper:
                 free()
             raise
         self._keep(Kept(step, filled.layout, buffer, flat, pending, keep))
+        self._watch(pending, told)
+
+    def _watch(self, pending: PendingSave, told: Callable[[PendingSave], None]) -> None:
+        step = pending.step
         self._pending[step] = pending
+        self._written = step
 
         def done(_: bool) -> None:
             self._pending.pop(step, None)
@@ -143,6 +172,45 @@ class Keeper:
             told(pending)
 
         pending.when_done(done)
+
+    def keep(self, made: Made) -> None:
+        """A state that was made is the newest from now on, in memory alone (`persist`)."""
+        free = self.pool.hold(made.buffer)
+        self.pool.take_back(made.buffer)
+        self._keep(Kept(made.step, made.filled.layout, made.buffer, made.flat, None, free, made))
+
+    def persist(
+        self, told: Callable[[PendingSave], None], labels: tuple[Mapping[str, Any] | None, Sequence[str]] | None = None
+    ) -> None:
+        """Have the newest state written, if it was made here and is in memory alone.
+
+        Args:
+            told: as for `save`.
+            labels: metadata and tags; None: those that came with the step.
+
+        Raises:
+            what `Writer.adopt` raises.
+        """
+        newest = self.newest
+        if newest is None or newest.made is None:
+            return
+        earlier = newest.pending
+        if earlier is not None and not (earlier.done() and earlier.exception() is not None):
+            earlier.when_done(lambda _: told(earlier))
+            return
+        made = newest.made
+        metadata, tags = (made.filled.metadata, made.filled.tags) if labels is None else labels
+        free = self.pool.hold(newest.buffer)
+        updates = made.updates if self._written == made.step - 1 else ()
+        try:
+            snapshot = Snapshot(newest.flat, lambda: None, free)
+            pending = self.writer.adopt(snapshot, made.step, metadata=metadata, tags=tags, updates=updates)
+        except BaseException:
+            free()
+            raise
+        with self._lock:
+            self.newest = replace(newest, pending=pending)
+        self._watch(pending, told)
 
     def _keep(self, newest: Kept | None) -> None:
         with self._lock:
@@ -178,8 +246,21 @@ class Keeper:
     def settle(self) -> None:
         """The trainer is gone: what it was filling is nothing, and what waits is written. Raises nothing."""
         self.pool.recall()
+        self.persist_quietly()
         with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
             self.writer.wait()
+
+    def persist_quietly(self, *, due: bool = False) -> None:
+        """As `persist`, with nobody there who could be told.
+
+        Args:
+            due: only what was to be written.
+        """
+        newest = self.newest
+        if newest is None or newest.made is None or (due and not newest.made.due):
+            return
+        with contextlib.suppress(CkptError):
+            self.persist(lambda _: None)
 
     def stale(self) -> str:
         """Why a successor should not go on from here; empty: it should."""
@@ -196,7 +277,7 @@ class Keeper:
         info = kept.durable
         if info is not None and not info.lossy and info.step == kept.step:
             return info.state
-        return hash_of(kept.flat, self._workers)
+        return hash_of(kept.flat, self.workers)
 
     def close(self) -> None:
         """Write what waits, and end. Raises what `Writer.close` raises."""
@@ -204,11 +285,11 @@ class Keeper:
             self.writer.close()
         finally:
             self._keep(None)
-            self._workers.shutdown()
+            self.workers.shutdown()
             self.pool.close()
 
 
-def _laid_out(filled: Filled, buffer: Buffer) -> LaidOutState:
+def laid_out(filled: Filled, buffer: Buffer) -> LaidOutState:
     """The state in a buffer. Raises `AgentError` if tree, layout and buffer do not fit together."""
     plan = filled.layout.plan
     if plan.size > buffer.nbytes:

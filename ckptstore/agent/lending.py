@@ -101,6 +101,10 @@ class Lending:
             self._maps.clear()
             self._layout = self._known = None
 
+    def number_of(self, link: Link, layout: Layout) -> int:
+        """By which the agent knows a layout. Raises as `lend`."""
+        return self._told(link, layout).number
+
     def prepare(self, link: Link, layout: Layout, count: int) -> None:
         """Have so many buffers made and touched; returns when that is asked for."""
         known = self._told(link, layout)

@@ -87,6 +87,19 @@ class Pool:
                 raise AgentError("too many buffers are lent: give back or save what was lent")
             return self._taken(nbytes)
 
+    def take(self, nbytes: int) -> Buffer:
+        """A buffer for a state that is made here: as if it were lent, until it is taken or given back.
+
+        Raises:
+            MemoryError: there is not so much.
+        """
+        with self._lock:
+            return self._taken(nbytes)
+
+    def has(self, number: int) -> bool:
+        """Whether a buffer of that number is here still."""
+        return number in self._buffers
+
     def _serve(self) -> None:
         while True:
             with self._lock:

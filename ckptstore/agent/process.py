@@ -174,6 +174,7 @@ def _serve(start: _Start, place: Place, channel: Channel, keeper: Keeper, told: 
                 break
             session = Session(keeper, successor, about)
         if over is not Over.CLOSED:
+            keeper.persist_quietly()
             with contextlib.suppress(CkptError):  # whose save failed was told so, if he is there
                 keeper.close()
         session.finish()

@@ -6,15 +6,27 @@ that is not free yet, a flush, a rollback) is answered later, so that others are
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from ckptstore.agent.forms import Layout, error_form, info_form, read, read_layout, texts, warning_form, whole_number
+from ckptstore.agent.forms import (
+    Layout,
+    error_form,
+    info_form,
+    read,
+    read_labels,
+    read_layout,
+    texts,
+    warning_form,
+    whole_number,
+)
 from ckptstore.agent.frames import Channel, End, Message
 from ckptstore.agent.keeper import Filled, Keeper
 from ckptstore.agent.pool import Buffer
+from ckptstore.agent.replica import Replica, read_replica, warmed
 from ckptstore.errors import AgentError, CkptError
 from ckptstore.host.threads import started_pool
 from ckptstore.write.ledger import PendingSave
@@ -49,6 +61,7 @@ class Session:
         self._mapped: set[int] = set()  # buffers whose descriptor the trainer has
         self._later: ThreadPoolExecutor = started_pool(1, "ckptstore-agent-later")
         self._over: Over | None = None
+        self._replicas: dict[int, Replica] = {}  # the newest one alone
         self._does: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "hello": self._hello,
             "layout": self._layout,
@@ -57,6 +70,10 @@ class Session:
             "beside": self._beside,
             "release": self._release,
             "save": self._save,
+            "warm": self._warm,
+            "replica": self._replicate,
+            "advance": self._advance,
+            "persist": self._persist,
             "hurry": self._hurry,
             "cancel": self._cancel,
             "newest": self._newest,
@@ -203,13 +220,69 @@ class Session:
             whole_number(body["buffer"]),
             self._known(body),
             body["tree"],
-            body.get("metadata"),
-            tuple(texts(body.get("tags", []))),
+            *read_labels(body),
             body.get("updates"),
             None if body.get("gradients") is None else whole_number(body["gradients"]),
         )
+        if self._replicas:  # after the steps that the agent is still to take
+            self._in_turn(number, lambda: self._keeper.save(filled, step, self._tell))
+            return
         self._keeper.save(filled, step, self._tell)
         self._reply(number)
+
+    def _warm(self, number: int, _: dict[str, Any]) -> None:
+        self._later.submit(self._quietly, warmed)
+        self._reply(number)
+
+    def _replicate(self, number: int, body: dict[str, Any]) -> None:
+        replica = read_replica(body, self._known(body), self._keeper)
+        self._replicas = {number: replica}
+        self._later.submit(self._quietly, replica.prepare)
+        self._reply(number, replica=number)
+
+    def _quietly(self, work: Callable[[], None]) -> None:
+        """What is done beforehand: who needs it says what is wrong."""
+        with contextlib.suppress(Exception):
+            work()
+
+    def _advance(self, number: int, body: dict[str, Any]) -> None:
+        replica = self._replicas.get(body["replica"])
+        if replica is None:
+            raise AgentError(f"replica {body['replica']!r:.20} is not known (any more)")
+
+        def work() -> dict[str, Any]:
+            try:
+                made = read("advance", body, replica.advance)
+            except RuntimeError as error:  # torch's own, of whatever an optimizer cannot do with what it was given
+                raise AgentError(f"the step cannot be taken again: {error}") from error
+            if isinstance(made, list):
+                return {"differs": made}
+            self._keeper.keep(made)
+            if body["persist"]:
+                self._persisted(made.step, None)
+            return {}
+
+        self._in_turn(number, work)
+
+    def _persist(self, number: int, body: dict[str, Any]) -> None:
+        labels = read_labels(body)
+        step = whole_number(body["step"])
+
+        def work() -> dict[str, Any]:
+            newest = self._keeper.newest
+            if newest is None or newest.step != step:
+                raise AgentError(f"step {step} is not the newest")
+            self._persisted(step, labels)
+            return {}
+
+        self._in_turn(number, work)
+
+    def _persisted(self, step: int, labels: tuple[Any, Sequence[str]] | None) -> None:
+        """Have the newest state written; what stops that is told as of any save."""
+        try:
+            self._keeper.persist(self._tell, labels)
+        except (CkptError, MemoryError) as error:
+            self._channel.post({"event": "failed", "step": step, "error": error_form(error)})
 
     def _tell(self, pending: PendingSave) -> None:
         error = pending.exception()
@@ -278,5 +351,9 @@ class Session:
         self._in_turn(number, work)
 
     def _close(self, number: int, _: dict[str, Any]) -> None:
-        self._in_turn(number, self._keeper.close)
+        def work() -> None:
+            self._keeper.persist_quietly(due=True)  # a step that the medium was too slow for
+            self._keeper.close()
+
+        self._in_turn(number, work)
         self._over = Over.CLOSED

@@ -23,6 +23,7 @@ __all__ = [
     "flattened",
     "process_group",
     "shards",
+    "stepping",
     "tensors",
     "torch_here",
     "torch_in_use",
@@ -42,6 +43,14 @@ def tensors() -> ModuleType:
         raise MissingDependencyError(
             "this needs torch, which is not installed: pip install 'ckptstore[torch]', or load with framework='numpy'"
         ) from error
+    return module
+
+
+def stepping() -> ModuleType:
+    """`ckptstore.frameworks.torch_stepping`. Raises `MissingDependencyError` when torch is not installed."""
+    tensors()  # says how to get torch
+    from ckptstore.frameworks import torch_stepping as module  # see above
+
     return module
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ckptstore.formats import streaming
 from ckptstore.host.threads import default_threads
 
-__all__ = ["Gathering"]
+__all__ = ["Gathering", "shared_out"]
 
 _MOST: Final = 1024
 """Pieces that one call takes (``IOV_MAX``)."""

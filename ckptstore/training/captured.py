@@ -85,6 +85,11 @@ class Captured:
             )
 
     @property
+    def scaled(self) -> bool:
+        """Whether a scaler changes gradients after backward, in a way that their version does not tell."""
+        return self._scaler is not None
+
+    @property
     def per_rank(self) -> tuple[str, ...]:
         """Names of tensors of which ranks may have their own: generators, positions, and modules' buffers.
 

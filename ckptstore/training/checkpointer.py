@@ -34,6 +34,8 @@ from ckptstore.training.captured import Captured
 from ckptstore.training.deadline import Deadline
 from ckptstore.training.environment import compared, described
 from ckptstore.training.explained import Explained
+from ckptstore.training.replicas import check_replicable
+from ckptstore.training.replicated import ReplicaSaving
 from ckptstore.training.retention import Retention
 from ckptstore.training.saving import Saving, opened_by_agent
 from ckptstore.training.settings import CheckpointerOptions, Settings, UnsavedStepWarning
@@ -77,8 +79,8 @@ class Checkpointer:
             optimizer: what moves it; or several. Its steps are noticed by hooks.
             scheduler: its schedule, or several.
             loader: what gives the batches. If it has no ``state_dict``, iterate over `loader` of this.
-            strategy: ``full``, ``delta``, ``gradient``, or ``auto``, which chooses and says why (logging, level INFO,
-                ``ckptstore.training``).
+            strategy: ``full``, ``delta``, ``gradient``, ``replica`` (with ``agent=True``), or ``auto``, which chooses
+                one of the first three and says why (logging, level INFO, ``ckptstore.training``).
             options: see `CheckpointerOptions`.
 
         Raises:
@@ -89,6 +91,8 @@ class Checkpointer:
         self._captured = Captured(
             model, optimizer, scheduler, loader, options.get("scaler"), options.get("extra"), self._settings.compressor
         )
+        if self._settings.strategy == "replica":
+            check_replicable(self._captured)
         self.loader = self._captured.loader
         self._scaler = options.get("scaler")
         self._scale = self._scale_now()
@@ -207,7 +211,8 @@ class Checkpointer:
             save: whether to save this step; None: what `save_every` says.
 
         Returns:
-            the checkpoint on its way; None if this step is not saved.
+            the checkpoint on its way; None if this step is not saved (with ``replica``: if the agent has it in memory
+            alone, because it is not due or the medium has not taken those before yet).
 
         Raises:
             UsageError: the store holds checkpoints and `resume` was not called; an optimizer's state was loaded by
@@ -232,11 +237,11 @@ class Checkpointer:
         due = due or (urgent and self._group is None)
         self._remark_idle(moved)
         self._unsaved = (metrics or {}) if moved and not due else None
-        if self._stopped or not due or not moved:
+        if self._stopped or not moved or not (due or self._follows):
             return None
         try:
-            pending = self._save(metrics, tags)
-            if urgent:
+            pending = self._save(metrics, tags, due=due, forced=due and (urgent or save is True or bool(tags)))
+            if urgent and pending is not None:
                 pending = self._saved(pending)
                 self._deadline.reached = ends
                 self._notices.asked = False
@@ -323,7 +328,9 @@ class Checkpointer:
             raise UsageError("deadline_seconds: ranks that save together would have to agree on it, and do not yet")
         if self._strategy is None:
             self._strategy = self._choose()
-        told = strategies.writer_options(self._strategy, settings.full_every, settings.batch, settings.deltas)
+        told = strategies.writer_options(
+            self._strategy, settings.full_every, settings.batch, settings.deltas, settings.save_every
+        )
         told |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads}
         told |= {"on_metrics": self._explained.told, "keep": settings.keep.store_rules}
         if self._group is not None:
@@ -339,7 +346,8 @@ class Checkpointer:
         self._taken.install(predict=self._strategy == "gradient")
         if self._rank == 0 and (settings.keep.best is not None or self.store.rules()):
             self._retention = Retention(self.store, writer, settings.keep)
-        self._saving = Saving(
+        kind = ReplicaSaving if self._strategy == "replica" else Saving
+        self._saving = kind(
             self.store, writer, self._captured, self._taken, self._strategy, settings, self._ranks, self._retention
         )
         return writer
@@ -369,17 +377,26 @@ class Checkpointer:
         self._unsaved = None
         self._scale = self._scale_now()
         self._taken.collected()
+        if self._saving is not None:
+            self._saving.restored()
         self._taken.loaded = False
         compared(state.get("environment"), described(self._captured.optimizers, self._ranks), ref)
 
     # -- saving
 
-    def _save(self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
+    @property
+    def _follows(self) -> bool:
+        return self._saving is not None and self._saving.follows
+
+    def _save(
+        self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool = True, forced: bool = True
+    ) -> PendingSave | None:
         assert self._saving is not None  # a writer is open
         self._saving.settle()
-        pending = self._saving.save(self._done, metrics, tags)
+        pending = self._saving.offer(self._done, metrics, tags, due=due, forced=forced)
         self._draw(metrics or {})
-        if (remark := self._explained.remark()) is not None:
+        remark = self._explained.remark()
+        if remark is not None and not self._follows:  # where steps are passed over, diffs span several
             warn(remark, UnexplainedStepWarning)
         return pending
 

@@ -110,6 +110,11 @@ class StatePlan:
             return None
         return light
 
+    @property
+    def standing(self) -> Mapping[str, TorchSource]:
+        """Those of the tensors that are the same objects, where they were, as long as the plan holds."""
+        return self._standing
+
     def copies(self, memory: Bytes) -> tuple[Gathering, list[tuple[TorchSource, Bytes]]]:
         """The copies of what stands: those of whole tensors, and of strided ones, to be read one by one."""
         base = memory.__array_interface__["data"][0]

@@ -8,6 +8,7 @@ agent, whose term begins with a full; and who waits for the last step has it giv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, cast
 
 from ckptstore import agent
@@ -27,7 +28,15 @@ __all__ = ["Saving", "opened_by_agent"]
 
 
 class Saving:
-    """Saves on their way to one writer. The script's thread calls it."""
+    """Saves on their way to one writer. The script's thread calls it.
+
+    Attributes:
+        follows: steps that are not to be saved are to be offered, too.
+        given_again: what the last step's save may have failed of, and is tried once more.
+    """
+
+    follows = False
+    given_again: tuple[type[BaseException], ...] = (AgentLostError,)
 
     def __init__(
         self,
@@ -59,6 +68,23 @@ class Saving:
         if isinstance(writer, Adopts) and not (self._coded and settings.compressor is not None):
             kept = int(strategy != "full")
             self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
+
+    def offer(
+        self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
+    ) -> PendingSave | None:
+        """A step is done -> its save, if it is saved.
+
+        Args:
+            due: it is to be saved.
+            forced: even if training has to wait.
+
+        Raises:
+            as `save`.
+        """
+        return self.save(step, metrics, tags) if due or forced else None
+
+    def restored(self) -> None:
+        """The script's state is another one from here on, as after a rollback."""
 
     def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
         """Give the writer the state as it is now. Raises what `Writer.save_async` does."""
@@ -94,7 +120,7 @@ class Saving:
         errors = [error for one in ended if (error := one.exception()) is not None]
         for lost in [one for one in errors if isinstance(one, AgentLostError)][:1]:
             self._remark_lost(lost)
-        errors = [one for one in errors if not isinstance(one, AgentLostError)]
+        errors = [one for one in errors if not isinstance(one, AgentLostError | CancelledError)]
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and another save: {other}")
@@ -107,7 +133,7 @@ class Saving:
         except AgentLostError as error:
             self._remark_lost(error)
         last = self._under_way[-1] if self._under_way else None
-        lost = last is not None and isinstance(last.exception(), AgentLostError)
+        lost = last is not None and isinstance(last.exception(), self.given_again)
         self.settle()
         if lost:
             self._again()

@@ -128,6 +128,13 @@ class Settings:
             raise UsageError("linger_seconds: a number of seconds is needed")
         if self.tensorboard is not None and not callable(getattr(self.tensorboard, "add_scalar", None)):
             raise UsageError(f"tensorboard: {type(self.tensorboard).__name__} has no add_scalar(name, value, step)")
+        if self.strategy == "replica" and not self.agent:
+            raise UsageError("strategy='replica': an agent keeps the replica, so it needs agent=True")
+        if self.strategy == "replica" and self.compressor is not None:
+            raise UsageError(
+                "strategy='replica' with compressor=: sparse gradients are small enough to be stored: take "
+                "strategy='gradient'"
+            )
         if self.strategy == "gradient" and self.save_every > 1:
             raise UsageError(
                 f"save_every={self.save_every} with strategy='gradient': a step diff is one optimizer step; save "

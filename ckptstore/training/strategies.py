@@ -29,9 +29,9 @@ __all__ = [
     "writer_options",
 ]
 
-Strategy = Literal["full", "delta", "gradient"]
+Strategy = Literal["full", "delta", "gradient", "replica"]
 
-STRATEGIES: Final = ("auto", "full", "delta", "gradient")
+STRATEGIES: Final = ("auto", "full", "delta", "gradient", "replica")
 
 _TINY: Final = 1 << 20
 _QUICK: Final = 0.02
@@ -145,14 +145,16 @@ def measured_rate(backend: Backend) -> float | None:
     return written / max(seconds, 1e-6)
 
 
-def writer_options(strategy: Strategy, full_every: int, batch: int, deltas: DeltaOptions | None) -> dict[str, Any]:
+def writer_options(
+    strategy: Strategy, full_every: int, batch: int, deltas: DeltaOptions | None, save_every: int = 1
+) -> dict[str, Any]:
     """What `Store.writer` is to be told. Raises `UsageError`."""
     if strategy != "gradient" and batch != 1:
         raise UsageError(f"batch={batch}: only step diffs are written in batches, and the strategy is {strategy!r}")
     if strategy == "full":
         return {}
     coded = DeltaOptions() if deltas is None else deltas
-    if strategy == "delta":
+    if strategy == "delta" or (strategy == "replica" and save_every > 1):  # several steps are no step
         return {"deltas": coded}
     # SIGTERM is the Checkpointer's: it saves the step under way first.
     diffs = DiffOptions(full_every=full_every, batch=batch, flush_on_sigterm=False)

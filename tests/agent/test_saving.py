@@ -63,10 +63,10 @@ def test_the_state_may_change_as_soon_as_save_async_returns(tmp_path: Path) -> N
 def test_what_is_said_of_a_checkpoint_arrives(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         told: list[bool] = []
-        pending = writer.save_async(begun(), 5, metadata={"loss": 0.5}, tags=["best", "first"])
+        pending = writer.save_async(begun(), 5, metadata={"loss": [0.5, float("inf")]}, tags=["best", "first"])
         pending.when_done(told.append)
         info = pending.result()
-        assert (info.metadata, info.tags, told) == ({"loss": 0.5}, ("best", "first"), [True])
+        assert (info.metadata, info.tags, told) == ({"loss": [0.5, float("inf")]}, ("best", "first"), [True])
         assert writer.tag("named", 5).tags == ("best", "first", "named")
         writer.untag("first")
         writer.poll()

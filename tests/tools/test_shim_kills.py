@@ -48,8 +48,9 @@ def test_two_ranks(strategy: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_process_and_its_agent() -> None:
-    assert "3 kills" in kills("--kills", "3", "--seed", "3", "--agent", "--strategy", "gradient")
+@pytest.mark.parametrize("strategy", ["gradient", "replica"])
+def test_one_process_and_its_agent(strategy: str) -> None:
+    assert "3 kills" in kills("--kills", "3", "--seed", "3", "--agent", "--strategy", strategy)
 
 
 @long_only

@@ -12,9 +12,11 @@ from ckptstore.training import Checkpointer, LayerwiseSnapshots, planned, stagin
 
 __all__ = [
     "MOST_IN_VAIN",
+    "copied_during_backward",
     "copying",
     "fill_the_device",
     "hook_state_dict",
+    "hooks_of",
     "interrupt_early_copy",
     "members_of",
     "not_persistent",
@@ -107,3 +109,13 @@ def fill_the_device(patch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError
 
     patch.setattr(staging, "_on_device", full)
+
+
+def copied_during_backward(checkpointer: Any) -> int:
+    """How many gradients have left for the agent before the optimizer's step (strategy ``replica``)."""
+    return len(checkpointer._saving._consumed._step.early)
+
+
+def hooks_of(parameter: Any) -> int:
+    """How many hooks wait for its gradient."""
+    return len(parameter._post_accumulate_grad_hooks or ())

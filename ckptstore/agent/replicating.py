@@ -1,0 +1,204 @@
+"""The trainer's side of a replica: areas that it fills with gradients, steps that the agent is told of, and its word.
+
+An answer comes when the agent has taken the step, so the trainer knows a little later whether its arithmetic was right.
+Where it was not, or anything else went wrong, `Replicated.lost` says so from then on, and a whole state is due.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypeAlias
+
+from ckptstore.agent.frames import Message
+from ckptstore.agent.lending import Lending, Lent
+from ckptstore.agent.link import Link
+from ckptstore.agent.recipes import Recipe
+from ckptstore.errors import AgentError, AgentLostError
+from ckptstore.formats import metadata as metadata_format
+from ckptstore.formats.state import FlatState
+from ckptstore.write.ledger import Labels, PendingSave
+
+__all__ = ["AREAS", "Failed", "Promise", "Replicated", "Step"]
+
+AREAS: Final = 3
+"""One that is filled, and two for an agent that is behind."""
+
+Failed: TypeAlias = Callable[[BaseException], None]
+Promise: TypeAlias = Callable[[FlatState, int, float], tuple[PendingSave, Failed]]
+"""Of a state, its step, and since when training has waited: the save, and who is told that it becomes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the agent is told of a step, beside what is in its area.
+
+    Attributes:
+        step, after: its number, and that of the state it builds on.
+        calls: optimizer, settings of its groups, rows that were moved (None: all), scaling; of each optimizer's step.
+        threads: how many the optimizers' kernels used.
+        flat: the state, for its tree.
+        labels: what is said of it.
+        due: it is to be written, now or when the writer is closed.
+        persist: write it now; else it is in memory alone.
+        began: since when training has waited (``time.monotonic()``).
+    """
+
+    step: int
+    after: int
+    calls: Sequence[Any]
+    threads: int
+    flat: FlatState
+    labels: Labels
+    due: bool
+    persist: bool
+    began: float
+
+
+class Replicated:
+    """A replica, as the trainer sees it. The script's thread uses it; answers come by another.
+
+    Attributes:
+        recipe: by which it is made.
+        lost: why the next state has to be handed over whole; None: the agent follows.
+    """
+
+    def __init__(self, link: Link, number: int, recipe: Recipe, areas: Sequence[Lent], promise: Promise) -> None:
+        """Use `begun`."""
+        self.recipe = recipe
+        self.lost: str | None = None
+        self._link = link
+        self._number = number
+        self._free = list(areas)
+        self._promise = promise
+        self._differing: list[str] = []
+        self._epoch = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    @classmethod
+    def begun(cls, link: Link, lending: Lending, recipe: Recipe, areas: int, promise: Promise) -> Self:
+        """Tell the agent.
+
+        Raises:
+            AgentError, MemoryError: it cannot.
+        """
+        known = lending.number_of(link, recipe.layout)
+        lent: list[Lent] = []
+        try:
+            lent.extend(lending.lend_beside(link, recipe.nbytes) for _ in range(areas))
+            numbers = [one.number for one in lent]
+            answer = link.call("replica", layout=known, recipe=recipe.form(), areas=numbers)
+            return cls(link, answer["replica"], recipe, lent, promise)
+        except BaseException:
+            for one in lent:
+                one.give_back()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether the agent is there still."""
+        return self._link.lost is None
+
+    def again(self) -> None:
+        """A whole state was handed over: the agent goes on from that. What it still says of before does not count."""
+        with self._changed:
+            self._epoch += 1
+            self.lost = "it was given up" if self._closed else None
+
+    def differing(self) -> list[str]:
+        """Names of the tensors that were found to differ since the last time."""
+        with self._changed:
+            found, self._differing = self._differing, []
+        return found
+
+    def area(self, *, wait: bool) -> Lent | None:
+        """An area to be filled. None: none is free, or (with `wait`) none ever will be."""
+        with self._changed:
+            while wait and not self._free and self.lost is None:
+                self._changed.wait()
+            return self._free.pop() if self._free else None
+
+    def leave(self, area: Lent) -> None:
+        """It is not needed after all."""
+        with self._changed:
+            if not self._closed:
+                self._free.append(area)
+                self._changed.notify_all()
+                return
+        area.give_back()
+
+    def advance(self, area: Lent, told: Step) -> PendingSave | None:
+        """Say that an area is filled: the agent takes the step -> its save; None: it is in memory alone.
+
+        Raises:
+            as `Writer.save_async`, of a step that is to be written.
+        """
+        pending: PendingSave | None = None
+        failed: Failed | None = None
+        if told.persist:
+            pending, failed = self._promise(told.flat, told.step, told.began)
+        body = {"step": told.step, "after": told.after, "calls": told.calls, "threads": told.threads}
+        body |= {"tree": told.flat.tree, "due": told.due, "persist": told.persist}
+        body |= {"area": area.number, "replica": self._number}
+        self._ask("advance", body | _said(told.labels), failed, area)
+        return pending
+
+    def persist(self, flat: FlatState, step: int, labels: Labels, began: float) -> PendingSave:
+        """Have the newest state written, which was in memory alone.
+
+        Raises:
+            as `Writer.save_async`.
+        """
+        pending, failed = self._promise(flat, step, began)
+        self._ask("persist", {"step": step} | _said(labels), failed, None)
+        return pending
+
+    def _ask(self, do: str, body: Mapping[str, Any], failed: Failed | None, area: Lent | None) -> None:
+        epoch = self._epoch
+
+        def answered(answer: Future[Message]) -> None:
+            error = answer.exception()
+            names: list[str] = []
+            if error is None:
+                message = answer.result()
+                message.close()
+                names = [str(name) for name in message.body.get("differs", ())]
+                if names:
+                    error = AgentError(f"{names[0]} is not what training has")
+            with self._changed:
+                self._differing += names
+                if error is not None and epoch == self._epoch and self.lost is None:
+                    self.lost = str(error)
+                if area is not None and not self._closed:
+                    self._free.append(area)
+                self._changed.notify_all()
+            if area is not None and self._closed:
+                area.give_back()
+            if error is not None and failed is not None:
+                lost = isinstance(error, AgentLostError)
+                failed(error if lost else CancelledError(f"the agent could not take the step again: {error}"))
+
+        try:
+            asked = self._link.ask(do, **body)
+        except BaseException as error:
+            if failed is not None:
+                failed(error)
+            raise
+        asked.add_done_callback(answered)
+
+    def close(self) -> None:
+        """Give the areas back: what the agent is still to look at, when it has answered."""
+        with self._changed:
+            self._closed = True
+            self.lost = self.lost or "it was given up"
+            free, self._free = self._free, []
+            self._changed.notify_all()
+        for area in free:
+            area.give_back()
+
+
+def _said(labels: Labels) -> dict[str, Any]:
+    return {"metadata": labels.extra.get(metadata_format.MEMBER), "tags": list(labels.tags)}

@@ -1,0 +1,344 @@
+"""Saves by a replica: a step leaves the trainer as its gradients, and the agent takes the optimizers' steps again.
+
+The first state of a form is handed over whole. After that a step costs a copy of the gradients, of what no optimizer
+moves (buffers, generators, averages), and a digest of what the agent makes. The digest is taken in every step: only a
+state that is proven may be written, or handed to a successor, and the next is made of it. Whatever goes wrong, the next
+state is handed over whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+
+from ckptstore.agent.lending import Lent
+from ckptstore.agent.recipes import Proof, Recipe
+from ckptstore.agent.replicating import Replicated
+from ckptstore.agent.replicating import Step as Told
+from ckptstore.errors import AgentError, AgentLostError, UsageError
+from ckptstore.formats.state import FlatState
+from ckptstore.frameworks import bridge
+from ckptstore.frameworks.torch_tensors import TorchSource
+from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
+from ckptstore.host.gathering import Gathering
+from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.store import Store
+from ckptstore.training.captured import Captured
+from ckptstore.training.consumed import Consumed, Step
+from ckptstore.training.plan import StatePlan
+from ckptstore.training.replicas import Replicable
+from ckptstore.training.retention import Retention
+from ckptstore.training.saving import Saving
+from ckptstore.training.settings import Settings
+from ckptstore.training.strategies import Strategy
+from ckptstore.training.taken import TakenSteps
+from ckptstore.training.writing import StateWriter
+from ckptstore.write.ledger import Labels, PendingSave
+
+__all__ = ["ReplicaSaving", "Replicates"]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
+_OFTEN: Final = 2
+"""Steps after which a tensor that the agent makes wrongly is sent."""
+_PLANS: Final = 4
+"""Plans in a row that did not hold for a step: the state is taken apart in every step from then on."""
+
+
+@runtime_checkable
+class Replicates(Protocol):
+    """A writer whose agent can take steps again."""
+
+    def prepare_replica(self) -> None:
+        """See `AgentWriter.prepare_replica`."""
+
+    def replicate(self, recipe: Recipe) -> Replicated:
+        """See `AgentWriter.replicate`."""
+
+
+class ReplicaSaving(Saving):
+    """As `Saving`, of states that an agent makes."""
+
+    follows = True
+    given_again = (AgentLostError, CancelledError)
+
+    def __init__(
+        self,
+        store: Store,
+        writer: StateWriter,
+        captured: Captured,
+        taken: TakenSteps,
+        strategy: Strategy,
+        settings: Settings,
+        ranks: int,
+        retention: Retention | None,
+    ) -> None:
+        """See `Saving`."""
+        super().__init__(store, writer, captured, taken, strategy, settings, ranks, retention)
+        if not isinstance(writer, Replicates):
+            raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
+        self._agent: Replicates = writer
+        writer.prepare_replica()
+        self._limit = settings.max_in_flight
+        self._pool = started_pool(default_threads(), "ckptstore-replica")
+        self._consumed = Consumed(captured.optimizers, self._pool, early=not captured.scaled)
+        self._replicated: Replicated | None = None
+        self._form: _Form | None = None
+        self._plan: StatePlan | None = None
+        self._plans_left = _PLANS
+        self._at: int | None = None  # the newest step that the agent has, or will have
+        self._held: FlatState | None = None  # that, as it was taken apart, while it is in memory alone
+        self._owed = False  # it was to be written
+        self._wrong: Counter[str] = Counter()
+        self._remarked = False
+
+    def offer(
+        self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
+    ) -> PendingSave | None:
+        """See `Saving.offer`. None also of a step that the medium is too slow for: the agent has it in memory alone."""
+        under_way = sum(not one.done() for one in self._under_way)
+        persist = forced or (due and under_way < self._limit)
+        self._last = (step, metrics, tags)
+        self._owed = due
+        said = _Said.of(metrics, tags)
+        try:
+            pending = self._offered(step, said, due=due, persist=persist)
+        except AgentLostError as error:  # with an earlier save
+            self._remark_lost(error)
+            self._at = None
+            pending = self._offered(step, said, due=due, persist=persist)
+        if pending is not None:
+            self._owed = False
+            self._under_way.append(pending)
+            if self._retention is not None:
+                pending.when_done(self._retention.durable)
+        return pending
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
+        """See `Saving.save`."""
+        pending = self.offer(step, metrics, tags, due=True, forced=True)
+        assert pending is not None  # it was forced
+        return pending
+
+    def restored(self) -> None:
+        """See `Saving.restored`."""
+        self._at = self._held = None
+        self._owed = False
+        self._consumed.dropped()
+
+    def wait(self) -> None:
+        """See `Saving.wait`: the newest step is written now, if it was to be and the medium was too slow for it."""
+        if self._owed and self._last is not None and not self._taken.any:
+            self.save(*self._last)
+        super().wait()
+
+    def durable(self, pending: PendingSave) -> PendingSave:
+        """See `Saving.durable`."""
+        try:
+            return super().durable(pending)
+        except CancelledError:  # the agent could not make it
+            self.wait()
+            return self._under_way[-1] if self._under_way else pending
+
+    def close(self) -> None:
+        """See `Saving.close`."""
+        self._consumed.detach()
+        super().close()
+        self._pool.shutdown()
+
+    # -- one step
+
+    def _offered(self, step: int, said: _Said, *, due: bool, persist: bool) -> PendingSave | None:
+        began = time.monotonic()
+        self._taken.collected()
+        self._note_wrong()
+        replicated = self._replicated
+        follows = replicated is not None and replicated.alive and replicated.lost is None and self._at is not None
+        if follows and step == self._at:
+            assert replicated is not None
+            return self._persisted(replicated, step, said.labels, began) if persist else None
+        flat = self._flat(step)
+        consumed = self._consumed.taken()
+        if follows and self._form is not None and consumed.why is None and self._form.fits(flat, self._plan):
+            assert replicated is not None
+            area = consumed.area or replicated.area(wait=True)
+            if area is not None and replicated.lost is None:
+                return self._advanced(replicated, area, step, flat, (consumed, said.labels, (due, persist), began))
+            consumed.area = area
+        if consumed.area is not None and replicated is not None:
+            replicated.leave(consumed.area)
+        if consumed.why is not None and follows:
+            self._remark(f"{consumed.why}: such a step is handed over as a whole state, as without strategy='replica'")
+        return self._whole(step, flat, said)
+
+    def _persisted(self, replicated: Replicated, step: int, labels: Labels, began: float) -> PendingSave | None:
+        held, self._held = self._held, None
+        return None if held is None else replicated.persist(held, step, labels, began)
+
+    def _advanced(
+        self,
+        replicated: Replicated,
+        area: Lent,
+        step: int,
+        flat: FlatState,
+        what: tuple[Step, Labels, tuple[bool, bool], float],
+    ) -> PendingSave | None:
+        """Send what the agent cannot make, and what proves that it makes the rest right."""
+        consumed, labels, (due, persist), began = what
+        assert self._form is not None
+        assert self._at is not None
+        threads = torch.get_num_threads()
+        told = Told(step, self._at, consumed.calls, threads, flat, labels, due, persist, began)
+        try:
+            self._form.fill(area, flat, self._pool)
+            pending = replicated.advance(area, told)
+        except BaseException:
+            replicated.leave(area)
+            raise
+        self._at = step
+        self._held = None if persist else flat
+        return pending
+
+    def _whole(self, step: int, flat: FlatState, said: _Said) -> PendingSave:
+        """Hand a whole state over, of which the agent makes the next ones."""
+        self._at = self._held = None
+        pending = self._writer.save_async(flat, step, metadata=said.metadata, tags=said.tags)
+        form, replicated = self._form, self._replicated
+        refused = {name for name, times in self._wrong.items() if times >= _OFTEN}
+        usable = replicated is not None and replicated.alive
+        if not usable or form is None or form.refused != refused or not form.fits(flat, self._plan):
+            replicated = self._begun(flat, refused)
+        if replicated is not None:
+            replicated.again()
+            self._at = step
+        return pending
+
+    def _begun(self, flat: FlatState, refused: set[str]) -> Replicated | None:
+        """Tell the agent how the next states are made. None: it cannot; they are handed over whole."""
+        self._consumed.detach()
+        before, self._replicated, self._form = self._replicated, None, None
+        if before is not None:
+            before.close()
+        form = _Form(Replicable.of(flat, self._captured, refused), refused)
+        try:
+            self._replicated = self._agent.replicate(form.replicable.recipe)
+        except (AgentError, MemoryError) as error:
+            self._remark(f"no replica can be kept, and every state is handed over whole: {error}")
+            return None
+        self._form = form
+        self._consumed.attach(self._replicated, form.replicable)
+        _LOG.debug("replica: %s", form)
+        return self._replicated
+
+    def _flat(self, step: int) -> FlatState:
+        """The state, taken apart: by plan where one holds."""
+        if self._plan is not None:
+            light = self._plan.taken(step, self._ranks)
+            if light is not None:
+                self._plans_left = _PLANS
+                return FlatState(light.tree, {**self._plan.tensors, **light.tensors})
+            self._plan = None
+        state = self._captured.state(step, self._ranks)
+        flat = bridge.flattened(state)
+        if self._plans_left:
+            self._plans_left -= 1
+            self._plan = StatePlan.made(self._captured, state, flat, step, self._ranks)
+        return flat
+
+    def _note_wrong(self) -> None:
+        names = [] if self._replicated is None else self._replicated.differing()
+        self._wrong.update(names)
+        if names:
+            self._consumed.late()
+            self._remark(
+                f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
+                "than the optimizer's arithmetic says (weights that are changed beside the optimizer: clamped, "
+                "averaged, swapped; gradients that a hook changes): a whole state is handed over, and where it happens "
+                "again that tensor is sent in every step"
+            )
+
+    def _remark(self, text: str) -> None:
+        if not self._remarked:
+            self._remarked = True
+            warn(text, UnexplainedStepWarning)
+
+
+class _Form:
+    """A form of the state: what is sent of it, and what is proven.
+
+    Attributes:
+        replicable: what the agent knows of it.
+        refused: names of tensors that it is not trusted with.
+    """
+
+    def __init__(self, replicable: Replicable, refused: set[str]) -> None:
+        self.replicable = replicable
+        self.refused = refused
+        self._recipe = replicable.recipe
+        images = [replicable.sources[number].view() for number in self._recipe.made]
+        self._proof = Proof(images)
+        self._plan: StatePlan | None = None
+        self._copies: dict[int, tuple[Gathering, list[int]]] = {}
+        self._names = [one.name for one in self._recipe.layout.tensors]
+
+    def __repr__(self) -> str:
+        forms, made = self._recipe.layout.tensors, self._recipe.made
+        nbytes = sum(forms[number].nbytes for number in made)
+        return f"{len(made)} of {len(forms)} tensors are made by the agent, {nbytes / 1e6:.1f} MB"
+
+    def fits(self, flat: FlatState, plan: StatePlan | None) -> bool:
+        """Whether a state has this form. Of one that was taken by the plan of the last time that is known."""
+        if plan is not None and plan is self._plan:
+            return True
+        if not self.replicable.fits(flat):
+            return False
+        self._plan = plan
+        self._copies.clear()
+        return True
+
+    def fill(self, area: Lent, flat: FlatState, pool: Any) -> None:
+        """Copy what is sent to an area, and the digests of what is not."""
+        copies, others = self._standing(area)
+        copies.run(pool)
+        for number in others:
+            start, source = self._recipe.places[number], flat.tensors[self._names[number]]
+            source.read(0, area.memory[start : start + source.nbytes])
+        self._proof.into(self._recipe.digests_in(area.memory), pool)
+
+    def _standing(self, area: Lent) -> tuple[Gathering, list[int]]:
+        """The copies of tensors that are the same in every step, and the positions of all others that are sent."""
+        found = self._copies.get(area.number)
+        if found is not None:
+            return found
+        base = area.memory.__array_interface__["data"][0]
+        whole: list[tuple[int, int, int]] = []
+        others: list[int] = []
+        standing = {} if self._plan is None else self._plan.standing
+        for number, start in self._recipe.places.items():
+            source = standing.get(self._names[number])
+            if isinstance(source, TorchSource) and source.view() is not None:
+                whole.append((base + start, source.tensor.data_ptr(), source.nbytes))
+            else:
+                others.append(number)
+        found = self._copies[area.number] = Gathering(whole), others
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What is said of a checkpoint, as it is given and as it is written."""
+
+    metadata: Mapping[str, Any] | None
+    tags: str | Sequence[str]
+    labels: Labels
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> _Said:
+        metadata = {"metrics": dict(metrics)} if metrics else None
+        return cls(metadata, tags, Labels.of(metadata, tags))

@@ -1,0 +1,321 @@
+"""Strategy ``replica``: the agent takes the optimizers' steps again, digests prove it; whatever fails costs a full."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.agent import AgentRestartWarning, AgentWriter  # noqa: E402
+from ckptstore.agent.recipes import Proof  # noqa: E402
+from ckptstore.errors import UsageError  # noqa: E402
+from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
+from ckptstore.host.threads import workers  # noqa: E402
+from ckptstore.training import Checkpointer  # noqa: E402
+from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
+from tests.training.test_checkpointer_agent import killed  # noqa: E402
+from tools import shim_kills  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+class Script:
+    """Three optimizers, of which one is fused and scaled, one clips, accumulation, buffers, a frozen layer."""
+
+    def __init__(self, store: Path | None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.first = torch.nn.Sequential(torch.nn.Linear(64, 257), torch.nn.BatchNorm1d(257), torch.nn.ReLU())
+        self.second = torch.nn.Sequential(torch.nn.Linear(257, 128), torch.nn.Dropout(0.1), torch.nn.Linear(128, 128))
+        self.third = torch.nn.Linear(128, 64)
+        self.second[2].requires_grad_(False)
+        self.model = torch.nn.Sequential(self.first, self.second, self.third)
+        self.optimizers = [
+            torch.optim.AdamW(self.first.parameters(), lr=1e-2),
+            torch.optim.SGD([one for one in self.second.parameters() if one.requires_grad], 1e-2, 0.9, nesterov=True),
+            torch.optim.Adam(self.third.parameters(), lr=1e-2, amsgrad=True, weight_decay=1e-2, fused=True),
+        ]
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2, 0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        self.checkpointer: Any = None
+        if store is not None:
+            self.checkpointer = Checkpointer(
+                store,
+                model=self.model,
+                optimizer=self.optimizers,
+                scheduler=self.scheduler,
+                scaler=self.scaler,
+                strategy="replica",
+                agent=True,
+                linger_seconds=60,
+                **options,
+            )
+
+    def train(self, step: int, *, beside: bool = False) -> Any:
+        for part in range(2):
+            loss = self.model(torch.randn(16, 64)).square().mean()
+            if step == 3 and part:
+                loss = loss * float("inf")  # the scaler skips this step
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizers[0])
+        torch.nn.utils.clip_grad_norm_(self.first.parameters(), 0.1)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        if beside:
+            with torch.no_grad():
+                self.first[0].weight.clamp_(-0.1, 0.1)
+        return None if self.checkpointer is None else self.checkpointer.step(metrics={"loss": loss})
+
+    def digest(self) -> str:
+        parts = [self.model.state_dict(), *(one.state_dict() for one in self.optimizers), self.scheduler.state_dict()]
+        return shim_kills.digest([*parts, self.scaler.state_dict(), torch.get_rng_state()])
+
+
+def uninterrupted(steps: int, *, beside: bool = False) -> str:
+    script = Script(None)
+    for step in range(steps):
+        script.train(step, beside=beside)
+    return script.digest()
+
+
+@pytest.fixture
+def wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of which a whole state was handed over."""
+    found: list[int] = []
+    save = AgentWriter.save_async
+
+    def spy(self: AgentWriter, state: Any, step: int, **named: Any) -> Any:
+        found.append(step)
+        return save(self, state, step, **named)
+
+    monkeypatch.setattr(AgentWriter, "save_async", spy)
+    return found
+
+
+def test_the_agent_makes_every_step_but_the_first(tmp_path: Path, wholes: list[int]) -> None:
+    script = Script(tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        with script.checkpointer:
+            for step in range(script.checkpointer.resume(), 7):
+                script.train(step)
+                if step != 4:
+                    script.checkpointer.wait()
+            assert wholes == [1], "a whole state was handed over"
+    assert script.digest() == uninterrupted(7)
+    store = ckptstore.open(tmp_path / "run")
+    assert [info.step for info in store.checkpoints()][-1] == 7
+    assert {1, 2, 3, 4, 7} <= {info.step for info in store.checkpoints()}
+    assert math.isinf(store.checkpoint(4).metadata["metrics"]["loss"])
+    again = Script(tmp_path / "run")
+    with again.checkpointer:
+        assert again.checkpointer.resume(4) == 4
+        again.checkpointer.close()
+    script = Script(None)
+    for step in range(4):
+        script.train(step)
+    assert again.digest() == script.digest()
+
+
+TRAINER = """
+import os, signal, sys
+from tests.training.test_checkpointer_replica import Script
+script = Script(sys.argv[1])
+print("from", script.checkpointer.resume(), flush=True)
+for step in range(6):
+    script.train(step)
+print("agent", script.checkpointer.agent_pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("victims", ["trainer", "both"])
+def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victims: str, wholes: list[int]) -> None:
+    arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT, timeout=180)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    told = dict(line.split() for line in done.stdout.splitlines())
+    if victims == "both":
+        killed(int(told["agent"]))
+    script = Script(tmp_path / "run")
+    with script.checkpointer:
+        start = script.checkpointer.resume()
+        if victims == "trainer":
+            assert start >= 5, "more than the step in flight is lost"  # a message may be on its way when step() returns
+            assert script.checkpointer.agent_pid == int(told["agent"])
+        for step in range(start, 8):
+            script.train(step)
+    assert wholes == [start + 1]
+    assert script.digest() == uninterrupted(8)
+    assert ckptstore.open(tmp_path / "run").latest_step() == 8
+
+
+def test_what_the_arithmetic_does_not_say_is_handed_over_whole_then_sent(tmp_path: Path, wholes: list[int]) -> None:
+    script = Script(tmp_path / "run")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with script.checkpointer:
+            script.checkpointer.resume()
+            for step in range(9):
+                script.train(step, beside=True)
+                script.checkpointer.wait()
+                newest = ckptstore.open(tmp_path / "run").load()
+                assert shim_kills.digest(newest["model"]) == shim_kills.digest(script.model.state_dict())
+    remarks = [str(one.message) for one in caught if "replica:" in str(one.message)]
+    assert len(remarks) == 1
+    assert "model.0.0.weight became something else" in remarks[0]
+    assert max(wholes) < 7, "a tensor that was wrong twice is not sent"
+    assert script.digest() == uninterrupted(9, beside=True)
+
+
+def test_steps_that_are_not_due_are_in_memory_and_an_agent_that_dies_is_replaced(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run", save_every=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with script.checkpointer:
+            script.checkpointer.resume()
+            given = [script.train(step) for step in range(5)]
+            assert [one is not None for one in given] == [True, False, True, False, False]  # the first is whole
+            assert given[2].result().step == 3
+            killed(script.checkpointer.agent_pid)
+            for step in range(5, 8):
+                script.train(step)
+    assert AgentRestartWarning in {one.category for one in caught}
+    assert script.digest() == uninterrupted(8)
+    store = ckptstore.open(tmp_path / "run")
+    assert store.latest_step() == 8
+    assert shim_kills.digest(store.load()["model"]) == shim_kills.digest(script.model.state_dict())
+
+
+def test_going_back_begins_with_a_whole_state(tmp_path: Path, wholes: list[int]) -> None:
+    script = Script(tmp_path / "run")
+    with script.checkpointer:
+        script.checkpointer.resume()
+        for step in range(3):
+            script.train(step)
+            script.checkpointer.wait()
+        assert script.checkpointer.rollback(2) == 2
+        for step in range(2, 5):
+            script.train(step)
+        script.checkpointer.wait()
+    assert wholes == [1, 3]
+    assert script.digest() == uninterrupted(5)
+    assert ckptstore.open(tmp_path / "run").checkpoints()[-1].ref == "5@2"
+
+
+class Lookahead(torch.optim.SGD):
+    """Another arithmetic under a known class."""
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "agent=True"),
+        ({"agent": True, "batch": 4}, "written in batches"),
+        ({"agent": True, "optimizer": None}, "no optimizer"),
+        ({"agent": True, "optimizer": lambda own: Lookahead(own, 0.1)}, "arithmetic of .*Lookahead is not known"),
+        ({"agent": True, "optimizer": torch.optim.RMSprop}, "strategy='gradient' or 'delta'"),
+        ({"agent": True, "optimizer": lambda own: torch.optim.AdamW(own, lr=torch.tensor(0.1))}, "lr is a Tensor"),
+    ],
+)
+def test_what_cannot_be_replicated_is_refused_with_the_remedy(
+    tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    made = {"optimizer": lambda own: torch.optim.SGD(own, 0.1)} | options
+    optimizer = None if made["optimizer"] is None else made["optimizer"](model.parameters())
+    with pytest.raises(UsageError, match=reason):
+        Checkpointer(tmp_path, model=model, strategy="replica", **made | {"optimizer": optimizer}).resume()
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_bit_is_found_in_the_tensor_that_has_it() -> None:
+    images = [np.zeros(nbytes, np.uint8) for nbytes in (0, 5, 9 << 20, 1)]
+    proof = Proof(images)
+    wanted = np.zeros(len(proof), np.uint64)
+    with workers(2, "test") as some:
+        proof.into(wanted, some.pool)
+        assert proof.differs(wanted, some.pool) == []
+        images[2][(5 << 20) + 3] ^= 1
+        images[3][0] ^= 128
+        assert proof.differs(wanted, some.pool) == [2, 3]
+
+
+def test_gradients_leave_during_backward_until_that_is_in_vain(tmp_path: Path, wholes: list[int]) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(128, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    options: dict[str, Any] = {"strategy": "replica", "agent": True, "linger_seconds": 60}
+    early = []
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, **options) as checkpointer:
+        for step in range(9):
+            for _ in range(2):
+                model(torch.randn(16, 128)).square().mean().backward()
+            early.append(copied_during_backward(checkpointer) if step else 0)
+            if step > 3:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+            checkpointer.wait()
+    assert early == [0, 1, 1, 1, 1, 1, 1, 0, 0], "the bias is small, and three steps were clipped"
+    assert not hooks_of(model.weight)
+    assert wholes == [1]
+    found = ckptstore.open(tmp_path / "run").load()
+    assert shim_kills.digest([found["model"]]) == shim_kills.digest([model.state_dict()])
+    assert shim_kills.digest([found["optimizer"]]) == shim_kills.digest([optimizer.state_dict()])
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    with script.checkpointer:
+        script.train(0)
+        assert script.optimizers[0]._optimizer_step_pre_hooks
+    for optimizer in script.optimizers:
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+    assert not list((tmp_path / "runtime").iterdir())
+
+
+EXITS = """
+import sys
+import torch
+from ckptstore.training import Checkpointer
+torch.manual_seed(0)
+model = torch.nn.Linear(128, 256)
+optimizer = torch.optim.SGD(model.parameters(), 1e-2, 0.9)
+options = {"strategy": "replica", "agent": True, "max_in_flight": 1}
+checkpointer = Checkpointer(sys.argv[1], model=model, optimizer=optimizer, **options)
+for step in range(5):
+    model(torch.randn(16, 128)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.step()
+print(model.weight.sum().item().hex())
+"""
+
+
+def test_at_an_ordinary_exit_the_newest_step_is_written(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", EXITS, str(tmp_path / "run")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT, timeout=180)
+    store = ckptstore.open(tmp_path / "run")
+    assert store.latest_step() == 5
+    assert store.load()["model"]["weight"].sum().item().hex() == done.stdout.strip()
