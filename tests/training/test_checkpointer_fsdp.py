@@ -40,7 +40,7 @@ def run(folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) ->
         for rank in range(size)
     ]
     try:
-        said = [rank.communicate(timeout=150)[0] for rank in ranks]
+        said = [rank.communicate(timeout=280)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
