@@ -296,7 +296,7 @@ def signalled(folder: Path) -> None:
         heard.clear()
 
 
-def terminated(folder: Path) -> None:
+def terminated(folder: Path, victim: int = 1) -> None:
     """SIGTERM ends one rank for good, once the step is durable; the others are told to stop after the same."""
     script = Script(alike=True)
     store = ckptstore.open(folder / "terminated")
@@ -306,7 +306,7 @@ def terminated(folder: Path) -> None:
         checkpointer.resume()
         for step in range(2000):
             script.one(step)
-            if step == 3 and dist.get_rank() == 1:
+            if step == 3 and dist.get_rank() == victim:
                 os.kill(os.getpid(), signal.SIGTERM)
             checkpointer.step()
             if checkpointer.should_stop:
@@ -316,8 +316,14 @@ def terminated(folder: Path) -> None:
     os._exit(0)  # the group has lost a rank: nothing of it is to be waited for
 
 
+def first_terminated(folder: Path) -> None:
+    """Likewise the rank that commits, and that has the process group's store."""
+    terminated(folder, victim=0)
+
+
 SCENARIOS: dict[str, Callable[[Path], None]] = {
-    one.__name__: one for one in (resumed, precise, back, as_one, refused, other_ranks, signalled, terminated)
+    one.__name__: one
+    for one in (resumed, precise, back, as_one, refused, other_ranks, signalled, terminated, first_terminated)
 }
 
 

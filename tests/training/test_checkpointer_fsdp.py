@@ -97,6 +97,10 @@ def test_ranks_save_and_stop_at_the_same_step(job: Path, name: str) -> None:
     assert [info.step for info in ckptstore.open(job / f"signalled-{name}").checkpoints()] == steps[:1]
 
 
-def test_sigterm_ends_one_rank_and_the_others_stop(tmp_path: Path) -> None:
-    run(tmp_path, 2, "terminated", expected=(0, -signal.SIGTERM))
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("terminated", (0, -signal.SIGTERM)), pytest.param("first_terminated", (-signal.SIGTERM, 0), marks=long_only)],
+)
+def test_sigterm_ends_one_rank_and_the_others_stop(tmp_path: Path, name: str, expected: tuple[int, ...]) -> None:
+    run(tmp_path, 2, name, expected=expected)
     assert len(ckptstore.open(tmp_path / "terminated").checkpoints()) == 1

@@ -14,6 +14,7 @@ threads post. A rank that leaves says so (``left``); then nothing is agreed any 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection
 from typing import Final
@@ -56,6 +57,7 @@ class Accord:
         self._round = 0
         self._over = False
         self._late = False
+        self._parted = False
         seconds = max(_LOOK_SECONDS, group.size / _LOOKS_A_SECOND)
         self._looks = Periodic(seconds, self._look, "accord")
 
@@ -91,6 +93,7 @@ class Accord:
 
         Without waiting (0 seconds) the others are told.
         """
+        self._parted = True
         keys = [f"{self._base}/farewell/{step}/{rank}" for rank in range(self._group.size)]
         try:
             self._box.set(keys[self._group.rank], b"1")
@@ -99,13 +102,13 @@ class Accord:
             return False
 
     def leave(self) -> None:
-        """Take part no more. The others are told."""
+        """Take part no more. The others are told, unless all have said farewell."""
         self._looks.stop()
         self._give_up()
-        try:
-            self._box.set(f"{self._base}/left/{self._group.rank}", b"1")
-        except MailboxError:
+        if self._parted:
             return
+        with contextlib.suppress(MailboxError):
+            self._box.set(f"{self._base}/left/{self._group.rank}", b"1")
 
     # -- the thread
 
