@@ -136,7 +136,7 @@ class Checkpointer:
 
     @property
     def should_stop(self) -> bool:
-        """The deadline is near, or SIGTERM came, and the last step is durable: end the loop."""
+        """The deadline is near, or SIGTERM came, and the last step is durable: end the loop. Alike on all ranks."""
         return self._urgency.stopping
 
     def resume(self, ref: str | int | None = "latest") -> int:

@@ -23,7 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptstore
@@ -71,16 +72,16 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 class Script:
-    """A training script. `cut`: it is sharded; `alike`: all ranks have the same data, and nothing is drawn."""
+    """A training script. `cut`: it is sharded, `how`; `alike`: all ranks have the same data, and nothing is drawn."""
 
-    def __init__(self, cut: bool = True, alike: bool = False, policy: MixedPrecisionPolicy | None = None) -> None:
+    def __init__(self, cut: bool = True, alike: bool = False, **how: Any) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.manual_seed(0)
-        self.model = Net(0.0 if alike else 0.1, buffers=policy is None)
+        self.model = Net(0.0 if alike else 0.1, buffers="mp_policy" not in how)
         self.alike = alike
         if cut:
             for one in (self.model.hidden, self.model):
-                fully_shard(one, **({} if policy is None else {"mp_policy": policy}))
+                fully_shard(one, **how)
         moved = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(moved, lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
@@ -148,15 +149,29 @@ def resumed(folder: Path) -> None:
 
 def precise(folder: Path) -> None:
     """Mixed precision: parameters are gathered in bf16, shards and moments are fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    script = Script(policy=policy)
-    losses = script.run(folder / "precise-whole", 4, strategy="gradient")
+    again(folder / "precise", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def replicated(folder: Path) -> None:
+    """HSDP: shards over one dimension of the mesh, replicas over the other."""
+    again(folder / "replicated", mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def offloaded(folder: Path) -> None:
+    """Parameters that lie in host memory between steps."""
+    again(folder / "offloaded", offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def again(folder: Path, **how: Any) -> None:
+    """Train, and train in two parts; `how` the model is cut."""
+    script = Script(**how)
+    losses = script.run(folder / "whole", 4, strategy="gradient")
     found = []
     for until in (2, 4):
-        again = Script(policy=policy)
-        found += again.run(folder / "precise-parts", until, strategy="gradient")
+        part = Script(**how)
+        found += part.run(folder / "parts", until, strategy="gradient")
     assert found == losses
-    same(again.everything(), script.everything())
+    same(part.everything(), script.everything())
 
 
 def back(folder: Path) -> None:
@@ -224,6 +239,22 @@ def as_one(folder: Path) -> None:
     ):
         assert checkpointer.resume() == 5
     same(whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()}), states[True])
+
+
+def chosen(folder: Path) -> None:
+    """``auto``, and a metric that is a DTensor, as `clip_grad_norm_` returns it."""
+    script = Script()
+    with Checkpointer(folder / "chosen", model=script.model, optimizer=script.optimizer) as checkpointer:
+        checkpointer.resume()
+        for step in range(2):
+            script.one(step)
+            script.model.hidden.weight.grad = torch.ones_like(script.model.hidden.weight)
+            norm = nn.utils.clip_grad_norm_(script.model.parameters(), 1.0)
+            assert isinstance(norm, DTensor)
+            checkpointer.step(metrics={"norm": norm})
+        assert checkpointer.strategy == "full"
+    found = ckptstore.open(folder / "chosen").checkpoints()[-1].metadata["metrics"]["norm"]
+    assert found == norm.full_tensor().item()
 
 
 def refused(folder: Path) -> None:
@@ -323,7 +354,20 @@ def first_terminated(folder: Path) -> None:
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     one.__name__: one
-    for one in (resumed, precise, back, as_one, refused, other_ranks, signalled, terminated, first_terminated)
+    for one in (
+        resumed,
+        precise,
+        replicated,
+        offloaded,
+        back,
+        as_one,
+        chosen,
+        refused,
+        other_ranks,
+        signalled,
+        terminated,
+        first_terminated,
+    )
 }
 
 

@@ -50,7 +50,8 @@ def run(folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) ->
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
-    run(folder, 2, "resumed", "precise", "back", "as_one", "refused", "signalled")
+    names = ("resumed", "precise", "replicated", "offloaded", "back", "as_one", "chosen", "refused", "signalled")
+    run(folder, 2, *names)
     for size in (0, 1, 4):
         shutil.copytree(folder / "parts-gradient", folder / f"parts-gradient-{size}")
     return folder
