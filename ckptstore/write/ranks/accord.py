@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from ckptstore.errors import CkptError, MailboxError, MissingRankError
+from ckptstore.host import exiting
 from ckptstore.host.background import Periodic
 from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
 from ckptstore.write.ranks.parts import pack, unpack
@@ -103,18 +104,23 @@ class Accord:
 
     def leave(self) -> None:
         """Take part no more. The others are told, unless all have said farewell."""
+        self._part()
+        self._looks.join(_LOOK_SECONDS)
+
+    def _part(self) -> None:
         self._looks.stop()
         self._give_up()
         if self._parted:
             return
+        self._parted = True
         with contextlib.suppress(MailboxError):
             self._box.set(f"{self._base}/left/{self._group.rank}", b"1")
 
     # -- the thread
 
     def _look(self) -> None:
-        if self._over:
-            self._looks.stop()
+        if self._over or exiting.under_way():  # a script that ends without closing has left, too
+            self._part()
             return
         try:
             if self._promise():
