@@ -3,8 +3,10 @@
     python -m tools.shim_kills --kills 100
     python -m tools.shim_kills --kills 100 --agent
     python -m tools.shim_kills --kills 100 --agent --strategy replica
+    python -m tools.shim_kills --kills 100 --fsdp
 
-For each strategy, and for one process and two ranks of DDP. A run goes on in a new process (or group) after each kill.
+For each strategy, and for one process and two ranks of DDP (with ``--fsdp``: of FSDP2). A run goes on in a new process
+(or group) after each kill.
 Then:
 
 - every loss that was ever computed for a step is the one that the uninterrupted run had there;
@@ -34,7 +36,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -76,12 +78,31 @@ class Life:
     given: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is run.
+
+    Attributes:
+        strategy: how it saves.
+        ranks: how many processes: one, or of DDP, or of FSDP2.
+        by_agent: an agent saves.
+        sharded: FSDP2, in shards that are not of one size.
+    """
+
+    strategy: str
+    ranks: int = 1
+    by_agent: bool = False
+    sharded: bool = False
+
+    def __str__(self) -> str:
+        how = " of FSDP2" if self.sharded else ""
+        return f"{self.strategy}, {self.ranks} rank{'s' if self.ranks > 1 else ''}{how}"
+
+
 # -- the script
 
 
-def train(
-    store: Path, strategy: str, rank: int, ranks: int, port: int, tell: Callable[[str], None], *, by_agent: bool = False
-) -> None:
+def train(store: Path, job: Job, rank: int, port: int, tell: Callable[[str], None]) -> None:
     """The script of issue 13, with every part that it may have."""
     import torch
 
@@ -91,23 +112,28 @@ def train(
     random.seed(rank)
     np.random.seed(rank)
     torch.manual_seed(0)
+    hidden = 97 if job.sharded else 96
     model: Any = torch.nn.Sequential(
-        torch.nn.Linear(48, 96), torch.nn.BatchNorm1d(96), torch.nn.Dropout(0.1), torch.nn.Linear(96, 48)
+        torch.nn.Linear(48, hidden), torch.nn.BatchNorm1d(hidden), torch.nn.Dropout(0.1), torch.nn.Linear(hidden, 48)
     )
     bare = model
-    if ranks > 1:
+    ema = torch.optim.swa_utils.AveragedModel(bare, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    if job.ranks > 1:
         torch.distributed.init_process_group(
             "gloo",
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
-            world_size=ranks,
+            world_size=job.ranks,
             timeout=timedelta(seconds=_RANK_TIMEOUT),
         )
         torch.manual_seed(rank)
-        model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=True)
+        if job.sharded:
+            for one in (bare[3], bare, ema.module):
+                torch.distributed.fsdp.fully_shard(one)
+        else:
+            model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=True)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
-    ema = torch.optim.swa_utils.AveragedModel(bare, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     data = torch.utils.data.TensorDataset(torch.randn(80, 48, generator=torch.Generator().manual_seed(rank)))
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     with Checkpointer(
@@ -116,16 +142,16 @@ def train(
         optimizer=optimizer,
         scheduler=scheduler,
         loader=loader,
-        strategy=strategy,
+        strategy=job.strategy,
         extra={"ema": ema},
         full_every=8,
         rank_timeout=_RANK_TIMEOUT,
-        agent=by_agent,
+        agent=job.by_agent,
         linger_seconds=60.0,
     ) as checkpointer:
         start = checkpointer.resume()
         tell(f"resumed {start}")
-        if by_agent:
+        if job.by_agent:
             tell(f"agent {checkpointer.agent_pid}")
         batches = endless(checkpointer.loader)
         for step in range(start, STEPS):
@@ -141,7 +167,7 @@ def train(
             pending = checkpointer.step(metrics={"loss": loss})
             assert pending is not None or strategy == "replica"  # the agent has it in memory
             tell(f"given {step + 1}")
-            if by_agent:
+            if job.by_agent:
                 tell(f"agent {checkpointer.agent_pid}")
             if pending is not None:
                 pending.when_done(lambda durable, step=step: tell(f"durable {step + 1}") if durable else None)
@@ -149,7 +175,7 @@ def train(
         parts = [bare.state_dict(), optimizer.state_dict(), scheduler.state_dict(), ema.state_dict()]
         parts += [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()]
         tell(f"end {digest(parts)}")
-    if ranks > 1:
+    if job.ranks > 1:
         torch.distributed.destroy_process_group()
 
 
@@ -171,7 +197,8 @@ def digest(value: Any) -> str:
             for member in one:
                 add(member)
         elif hasattr(one, "detach"):
-            found.update(repr((one.dtype, tuple(one.shape))).encode() + one.detach().cpu().numpy().tobytes())
+            part = one.to_local() if hasattr(one, "to_local") else one
+            found.update(repr((part.dtype, tuple(part.shape))).encode() + part.detach().cpu().numpy().tobytes())
         else:
             found.update(f"{type(one).__name__} {one!r};".encode())
 
@@ -203,9 +230,7 @@ def forked(work: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
 _AGENT: Final = 1  # as a victim: one process has no rank 1
 
 
-def live(
-    store: Path, strategy: str, ranks: int, doom: tuple[int, float, int] | None, *, by_agent: bool = False
-) -> tuple[Life, bool]:
+def live(store: Path, job: Job, doom: tuple[int, float, int] | None) -> tuple[Life, bool]:
     """One life -> what it told, and whether it was killed.
 
     Args:
@@ -215,9 +240,9 @@ def live(
     port = free_port()
 
     def work(rank: int) -> Callable[[Callable[[str], None]], None]:
-        return lambda tell: train(store, strategy, rank, ranks, port, tell, by_agent=by_agent)
+        return lambda tell: train(store, job, rank, port, tell)
 
-    processes = [forked(work(rank)) for rank in range(ranks)]
+    processes = [forked(work(rank)) for rank in range(job.ranks)]
     life, killed = Life(), False
     pipes = {pipe: (rank, "") for rank, (_, pipe) in enumerate(processes)}
     began, strike = time.monotonic(), None
@@ -225,14 +250,14 @@ def live(
         while pipes:
             now = time.monotonic()
             if now - began > _PATIENCE:
-                raise Violation(f"{strategy}, {ranks} ranks: a life takes more than {_PATIENCE:g} s")
+                raise Violation(f"{job}: a life takes more than {_PATIENCE:g} s")
             if doom is not None and strike is None and len([one for one in life.losses if one[1] == 0]) >= doom[0]:
                 strike = now + doom[1]
             if doom is not None and strike is not None and not killed and now >= strike:
                 killed = True
-                if not by_agent or doom[2] != _AGENT:
+                if not job.by_agent or doom[2] != _AGENT:
                     strike_down(processes, doom[2])
-                if by_agent and doom[2] != 0 and life.agent > 1:
+                if job.by_agent and doom[2] != 0 and life.agent > 1:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(life.agent, signal.SIGKILL)
             ready, _, _ = select.select(list(pipes), [], [], 0.002 if strike is not None and not killed else 0.05)
@@ -294,62 +319,49 @@ def free_port() -> int:
 # -- the sweep
 
 
-def sweep(
-    kills: int, strategy: str, ranks: int, seed: int, say: Callable[[str], object], *, by_agent: bool = False
-) -> int:
+def sweep(kills: int, job: Job, seed: int, say: Callable[[str], object]) -> int:
     """Kill a run `kills` times -> how many runs that took. Raises `Violation`."""
-    draw = random.Random(f"{seed} {strategy} {ranks}")
+    draw = random.Random(f"{seed} {job.strategy} {job.ranks}")
     folder = Path(tempfile.mkdtemp(prefix="shim-kills-"))
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(folder / "runtime")
     try:
-        reference, _ = live(folder / "reference", "full" if strategy == "replica" else strategy, ranks, None)
-        if reference.errors or len(reference.digests) != ranks:
+        whole = replace(job, strategy="full", by_agent=False) if job.strategy == "replica" else job
+        reference, _ = live(folder / "reference", whole, None)
+        if reference.errors or len(reference.digests) != job.ranks:
             raise Violation(f"the uninterrupted run failed: {reference.errors}")
         done, runs = 0, 0
         resumed: list[int] = []
         while done < kills:
             runs += 1
-            done += one_run(folder / f"run-{runs}", strategy, ranks, kills - done, reference, draw, resumed, by_agent)
+            done += one_run(folder / f"run-{runs}", job, kills - done, reference, draw, resumed)
             shutil.rmtree(folder / f"run-{runs}")
-            again = sum(step > 0 for step in resumed)
-            say(f"{strategy}, {ranks} rank{'s' if ranks > 1 else ''}: {done} kills in {runs} runs, {again} resumed")
+            say(f"{job}: {done} kills in {runs} runs, {sum(step > 0 for step in resumed)} resumed")
         if not any(resumed):
-            raise Violation(
-                f"{strategy}, {ranks} ranks: every kill came before the first durable step: nothing is shown"
-            )
+            raise Violation(f"{job}: every kill came before the first durable step: nothing is shown")
         return runs
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def one_run(
-    store: Path,
-    strategy: str,
-    ranks: int,
-    kills: int,
-    reference: Life,
-    draw: random.Random,
-    resumed: list[int],
-    by_agent: bool,
-) -> int:
+def one_run(store: Path, job: Job, kills: int, reference: Life, draw: random.Random, resumed: list[int]) -> int:
     """A run from nothing to its end, killed at most so often -> how often; `resumed` gets where each life began."""
     done, acknowledged, given = 0, 0, 0
     while True:
-        victim = draw.choice([-1, 0, _AGENT] if by_agent else [-1, *range(ranks)])
+        victim = draw.choice([-1, 0, _AGENT] if job.by_agent else [-1, *range(job.ranks)])
         doom = (draw.randrange(STEPS // 2), draw.random() * draw.choice([0.01, 0.1]), victim) if done < kills else None
-        life, killed = live(store, strategy, ranks, doom, by_agent=by_agent)
+        life, killed = live(store, job, doom)
         resumed.append(life.resumed or 0)
-        about = f"{strategy}, {ranks} ranks, after {done} kills"
+        about = f"{job}, after {done} kills"
         if life.resumed is not None and life.resumed < acknowledged:
             raise Violation(f"{about}: step {acknowledged} was acknowledged, and the run resumed at {life.resumed}")
         if life.resumed is not None and life.resumed < given - 1:  # the message may have been on its way
             raise Violation(f"{about}: step {given} was given to the agent, and the run resumed at {life.resumed}")
-        given = life.given if by_agent and doom is not None and victim == 0 else 0
+        given = life.given if job.by_agent and doom is not None and victim == 0 else 0
         for key, loss in life.losses.items():
             if loss != reference.losses[key]:
                 raise Violation(f"{about}: the loss of step {key[0]} on rank {key[1]} is another")
         acknowledged = max(acknowledged, life.acknowledged)
-        if not killed or len(life.digests) == ranks:
+        if not killed or len(life.digests) == job.ranks:
             if life.errors or life.digests != reference.digests:
                 raise Violation(f"{about}: the last state differs ({life.digests}); {life.errors}")
             return done + killed
@@ -363,21 +375,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strategy", choices=(*_STRATEGIES, "replica"), action="append")
     parser.add_argument("--ranks", type=int, choices=(1, 2), action="append")
     parser.add_argument("--agent", action="store_true", help="an agent saves, and is killed, too (one process)")
+    parser.add_argument("--fsdp", action="store_true", help="the ranks have shards of the model (two processes)")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args(arguments)
     if "replica" in (options.strategy or ()) and not options.agent:
         parser.error("replica: an agent keeps the replica: --agent")
+    if options.agent and options.fsdp:
+        parser.error("--agent is for one process, --fsdp for two")
     warnings.simplefilter("ignore")
-    import torch  # here, and not once for each life  # noqa: F401
+    import torch.distributed.fsdp  # here, and not once for each life  # noqa: F401
 
     print(f"seed {options.seed}")
-    for ranks in (1,) if options.agent else options.ranks or (1, 2):
+    for ranks in (1,) if options.agent else (2,) if options.fsdp else options.ranks or (1, 2):
         for strategy in options.strategy or (*_STRATEGIES, *(["replica"] if options.agent else [])):
+            began = time.monotonic()
             try:
-                sweep(options.kills, strategy, ranks, options.seed, print, by_agent=options.agent)
+                sweep(options.kills, Job(strategy, ranks, options.agent, options.fsdp), options.seed, print)
             except Violation as error:
                 print(f"BROKEN: {error}")
                 return 1
+            print(f"{time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 

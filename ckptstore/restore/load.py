@@ -32,7 +32,7 @@ from ckptstore.restore.opened import Opened, opened
 from ckptstore.restore.restorable import Restorable
 from ckptstore.restore.selection import Selection, chosen_box, one_of, select_from
 from ckptstore.restore.streams import stream
-from ckptstore.restore.targets import Targets, TargetSink, find_targets
+from ckptstore.restore.targets import MadeTargets, Targets, TargetSink, find_targets, made_targets
 from ckptstore.segments.reading import SegmentReader, copy_tensors, load_tensors, map_tensors
 
 __all__ = ["LoadOptions", "chunks", "describe", "load", "read_tensor", "rebuilt", "restoring", "tensors", "tree"]
@@ -95,8 +95,8 @@ class _Wanted:
     parts: dict[str, list[Part]]
 
     @classmethod
-    def of(cls, found: Restorable, picked: Selection, targets: Targets | None) -> _Wanted:
-        entries = {name: found.tensors[name] for name in picked.tensors}
+    def of(cls, found: Restorable, names: Iterable[str], targets: Targets | None) -> _Wanted:
+        entries = {name: found.tensors[name] for name in names}
 
         def is_whole(name: str) -> bool:
             return not found.sharded(name) and (targets is None or targets.box(name).shape == entries[name].shape)
@@ -124,14 +124,28 @@ def rebuilt(found: Restorable, options: LoadOptions) -> Any:
     picked = select_from(tree, options.select, found.ref)
     if found.lossy:
         warn(f"{found.ref} is lossy: not the bits that training had", LossyWarning)
-    targets = None
-    if options.into is not None:
-        entries = {name: found.tensors[name] for name in picked.tensors}
-        targets = find_targets(entries, picked, options.into, options.select)
-    wanted = _Wanted.of(found, picked, targets)
+    targets = None if options.into is None else _targets(found, picked, options)
+    placed = [] if targets is None else [name for name in picked.tensors if name in targets]
+    rest = [name for name in picked.tensors if targets is None or name not in targets]
+    resolvers: dict[str, Callable[[str, Origin], Any]] = {}
     with workers(options.threads or default_threads(), "read") as readers:
-        resolve = _fresh(wanted, readers, options) if targets is None else _into(wanted, targets, readers, options)
+        if targets is None or rest:
+            resolvers |= dict.fromkeys(rest, _fresh(_Wanted.of(found, rest, None), readers, options))
+        if targets is not None:
+            resolvers |= dict.fromkeys(placed, _into(_Wanted.of(found, placed, targets), targets, readers, options))
+
+    def resolve(name: str, origin: Origin) -> Any:
+        return resolvers[name](name, origin)
+
     return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
+
+
+def _targets(found: Restorable, picked: Selection, options: LoadOptions) -> Targets:
+    """The tensors that are overwritten. Raises `UsageError` if one does not fit."""
+    entries = {name: found.tensors[name] for name in picked.tensors}
+    if not isinstance(options.into, MadeTargets):
+        return find_targets(entries, picked, options.into, options.select)
+    return made_targets(entries, options.into.find(unflatten(picked.tree(), lambda name, _: entries[name])))
 
 
 def restoring(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +21,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.selection import Selection
 
-__all__ = ["TargetSink", "Targets", "find_targets", "sharing"]
+__all__ = ["MadeTargets", "TargetSink", "Targets", "find_targets", "made_targets", "sharing"]
 
 _MOST_WORK: Final = 1_000_000
 """Of `numpy.shares_memory`; views of one buffer take a few steps."""
@@ -35,6 +35,10 @@ class Targets:
         self._found = found
         # What cannot be written by byte range is rewritten whole for each: one thread at a time, or one undoes another.
         self._whole = threading.Lock()
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a tensor is among them."""
+        return name in self._found
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Overwrite a tensor's bytes from `offset` on. Called from several threads, for ranges that do not overlap."""
@@ -95,6 +99,20 @@ class TargetSink:
         self._targets.put(self._name, index, elements)
 
 
+@dataclass(frozen=True, slots=True)
+class MadeTargets:
+    """As ``into=``: torch tensors for some of a checkpoint's, which are found when it is known what it holds.
+
+    The others come in memory of their own.
+
+    Attributes:
+        find: called with the checkpoint's state, a `TensorEntry` for each tensor -> by the names of those, torch
+            tensors of that dtype and shape, of which DTensors have this rank's part.
+    """
+
+    find: Callable[[Any], Mapping[str, Any]]
+
+
 def find_targets(
     wanted: Mapping[str, TensorEntry], picked: Selection, into: Any, select: str | Sequence[str] | None
 ) -> Targets:
@@ -116,6 +134,13 @@ def find_targets(
         targets = _selected(flat, picked, names, select)
     _check_targets({names[name]: tensor for name, tensor in wanted.items()}, targets)
     return Targets({name: targets[names[name]] for name in wanted})
+
+
+def made_targets(entries: Mapping[str, TensorEntry], made: Mapping[str, Any]) -> Targets:
+    """What `MadeTargets.find` gave, of the tensors `entries`. Raises `UsageError` as `find_targets`."""
+    sources = {name: bridge.shards().recognise(tensor) for name, tensor in made.items()}
+    _check_targets({name: entries[name] for name in sources}, sources)
+    return Targets(sources)
 
 
 def _selected(

@@ -11,6 +11,7 @@ those of the model itself: without what `torch.compile` and DistributedDataParal
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from ckptstore.errors import FormatError, UsageError
 from ckptstore.training import rng
 from ckptstore.training.batches import CountedBatches, is_stateful
 from ckptstore.training.environment import described
+from ckptstore.training.sharded import Rooms, sharding
 from ckptstore.training.standing import WatchedModule, WatchedOptimizer, is_plain_module, is_plain_optimizer
 
 __all__ = ["Captured", "inner_model", "inner_optimizer"]
@@ -37,6 +39,7 @@ class Captured:
         models: bare, in the order given.
         optimizers: torch's own, of wrappers what they wrap.
         loader: what the script is to iterate over; see `CountedBatches`.
+        sharding: how parameters are cut that are DTensors (FSDP2): each rank has its shards of them. Empty: none is.
     """
 
     def __init__(
@@ -77,7 +80,13 @@ class Captured:
         self._standing_extra: list[str] = []  # the modules among them, since `watched`
         self.models: list[torch.nn.Module] = _flat(self._model)
         self.optimizers: list[torch.optim.Optimizer] = _flat(self._optimizer)
+        self.sharding = sharding(one for model in self.models for one in model.parameters())
         if compressor is not None:
+            if self.sharding:
+                raise UsageError(
+                    "compressor: it takes the largest entries of whole gradients, and a rank has shards of DTensors "
+                    "(FSDP2): leave it out"
+                )
             compressor.named(
                 (f"model{place}.{name}", parameter)
                 for place, module in _placed(self._model)
@@ -123,8 +132,12 @@ class Captured:
             left_out = self._standing_extra if standing else ()
             found["extra"] = {name: None if name in left_out else get() for name, (get, _) in self._extra.items()}
         found["random"] = rng.gathered()
-        found["environment"] = described(self.optimizers, ranks)
+        found["environment"] = self.environment(ranks)
         return found
+
+    def environment(self, ranks: int) -> dict[str, str]:
+        """What of the script decides its bits, on so many ranks."""
+        return described(self.optimizers, ranks, self.sharding)
 
     def watched(self) -> tuple[list[WatchedModule], list[WatchedOptimizer]] | None:
         """What `with_standing` puts into a state, watched; None: something of it cannot be."""
@@ -152,6 +165,27 @@ class Captured:
             for group, complete in zip(mine["param_groups"], its["param_groups"], strict=True):
                 group["params"] = complete["params"]
 
+    def rooms(self, outline: Any) -> dict[str, torch.Tensor]:
+        """DTensors that a checkpoint's tensors are to be read into, by their names in it; see `sharded.Rooms`.
+
+        Args:
+            outline: its state, with a `TensorEntry` in place of each tensor.
+
+        Raises:
+            FormatError: it is no state of a `Checkpointer`.
+        """
+        _check_format(outline)
+        rooms = Rooms()
+        rooms.of(outline.get("model"), _states(self._model))
+        if self._optimizer is not None:
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # others than these: `restore` says so
+                for one, optimizer in zip(
+                    _each_tree(outline["optimizer"], self._optimizer), self.optimizers, strict=True
+                ):
+                    rooms.of_optimizer(one, optimizer)
+        rooms.of(outline.get("extra"), {name: get() for name, (get, _) in self._extra.items()})
+        return rooms.found
+
     def restore(self, state: Any) -> int:
         """Give every object its part of a state back -> the step it is the state of.
 
@@ -161,11 +195,7 @@ class Captured:
             FormatError: it is no state of a `Checkpointer`, or lacks a part (the message names it).
             and what the objects' own ``load_state_dict`` raise.
         """
-        if not isinstance(state, dict) or state.get("format") != _FORMAT or "random" not in state:
-            raise FormatError(
-                "the checkpoint was not made by a Checkpointer: load it with Store.load, and give its parts to the "
-                "objects that they belong to"
-            )
+        _check_format(state)
         parts = [("model", self._model is not None), ("optimizer", self._optimizer is not None)]
         parts += [("scheduler", self._scheduler is not None), ("scaler", self._scaler is not None)]
         parts += [("compressor", self._compressor is not None)]
@@ -197,7 +227,7 @@ def inner_model(name: str, model: Any) -> torch.nn.Module:
     """The module itself, of what compiles, distributes or averages nothing but passes calls on.
 
     Raises:
-        UsageError: it is no module, or one whose parameters are DTensors.
+        UsageError: it is no module.
     """
     while True:
         if hasattr(model, "_orig_mod"):
@@ -205,11 +235,6 @@ def inner_model(name: str, model: Any) -> torch.nn.Module:
         elif isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             model = model.module
         elif isinstance(model, torch.nn.Module):
-            if any(hasattr(one, "placements") for one in model.parameters()):
-                raise UsageError(
-                    f"{name}: its parameters are DTensors (FSDP2), which a Checkpointer does not restore yet: save "
-                    "them with store.writer(group=...), and restore them with store.load(into=...)"
-                )
             return model
         else:
             raise UsageError(f"{name}: {type(model).__name__}; a torch.nn.Module is wanted")
@@ -264,6 +289,15 @@ def _states(given: Any, state_of: Callable[[Any], Any] = _state_of) -> Any:
     if isinstance(given, dict):
         return {key: state_of(one) for key, one in given.items()}
     return [state_of(one) for one in given] if isinstance(given, list) else state_of(given)
+
+
+def _check_format(state: Any) -> None:
+    """Raise `FormatError` for what is no state of a `Checkpointer`."""
+    if not isinstance(state, dict) or state.get("format") != _FORMAT or "random" not in state:
+        raise FormatError(
+            "the checkpoint was not made by a Checkpointer: load it with Store.load, and give its parts to the "
+            "objects that they belong to"
+        )
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

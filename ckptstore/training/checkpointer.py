@@ -20,28 +20,26 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, Unpack, cast
 
-import torch
-
 from ckptstore import store as stores
-from ckptstore.errors import UsageError, WriterClosedError, WriterError
-from ckptstore.frameworks import bridge
+from ckptstore.errors import MissingRankError, UsageError, WriterClosedError, WriterError
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
-from ckptstore.host.notices import Notices
 from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.restore.targets import MadeTargets
 from ckptstore.store import Store
 from ckptstore.training import strategies
 from ckptstore.training.captured import Captured
-from ckptstore.training.deadline import Deadline
-from ckptstore.training.environment import compared, described
+from ckptstore.training.environment import compared
 from ckptstore.training.explained import Explained
 from ckptstore.training.replicas import check_replicable
 from ckptstore.training.replicated import ReplicaSaving
 from ckptstore.training.retention import Retention
-from ckptstore.training.saving import Saving, opened_by_agent
+from ckptstore.training.saving import Saving, opened_by_agent, ranks_of
 from ckptstore.training.settings import CheckpointerOptions, Settings, UnsavedStepWarning
 from ckptstore.training.taken import TakenSteps
+from ckptstore.training.urgency import Urgency
 from ckptstore.training.writing import GoesBack, Inherits, StateWriter
 from ckptstore.write.ledger import PendingSave
+from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
 
 __all__ = ["Checkpointer"]
@@ -99,15 +97,13 @@ class Checkpointer:
         self.store = store if isinstance(store, Store) else stores.open(store)
         self._owns_store = not isinstance(store, Store)
         self._taken = TakenSteps(self._captured.optimizers, self._settings.compressor)
-        self._notices = Notices(self._flush, self._settings.grace_seconds)
-        self._deadline = Deadline(self._settings.deadline_seconds)
-        self._explained = Explained(self._settings.on_metrics, self._deadline.saved, self._settings.tensorboard)
+        self._urgency = Urgency(self._settings, self._flush)
+        self._explained = Explained(self._settings.on_metrics, self._urgency.deadline.saved, self._settings.tensorboard)
         self._writer: StateWriter | None = None
         self._saving: Saving | None = None
         self._retention: Retention | None = None
         self._strategy: strategies.Strategy | None = None
-        self._group: Any = None
-        self._rank, self._ranks = 0, 1
+        self._group: Group | None = None
         self._done = 0
         self._unsaved: Mapping[str, Any] | None = None  # the metrics of the last step, if it was not saved
         self._idle = 0
@@ -115,7 +111,7 @@ class Checkpointer:
         self._closed = False
         self._taken.install(predict=False)
         if self._settings.signals:
-            self._notices.install()
+            self._urgency.install()
 
     def __repr__(self) -> str:
         term = "not open yet" if self.term is None else f"term {self.term}, step {self._done}"
@@ -144,8 +140,8 @@ class Checkpointer:
 
     @property
     def should_stop(self) -> bool:
-        """The deadline is near, or SIGTERM came, and the last step is durable: end the loop."""
-        return self._deadline.reached or self._notices.ending
+        """The deadline is near, or SIGTERM came, and the last step is durable: end the loop. Alike on all ranks."""
+        return self._urgency.stopping
 
     def resume(self, ref: str | int | None = "latest") -> int:
         """Begin: restore everything in place -> the step to go on from; 0 if there is nothing yet.
@@ -171,6 +167,7 @@ class Checkpointer:
             self._give_back(writer.load(), f"step {writer.step}")
         elif writer.parent is not None:
             self._restore(writer.parent)
+        self._agree()
         return self._done
 
     def rollback(self, ref: str | int | CheckpointInfo) -> int:
@@ -193,6 +190,7 @@ class Checkpointer:
             parent = self._open(name).parent
         assert parent is not None
         self._restore(parent)
+        self._agree()
         return self._done
 
     def step(
@@ -231,26 +229,34 @@ class Checkpointer:
         self._done += 1
         skipped = self._skipped()
         moved = self._taken.any or skipped or not self._captured.optimizers
-        ends = self._deadline.near()
-        urgent = ends or self._notices.ending or self._notices.asked
-        due = self._done % self._settings.save_every == 0 if save is None else save
-        due = due or (urgent and self._group is None)
+        urgent = self._is_urgent(moved)
+        due = urgent or (self._done % self._settings.save_every == 0 if save is None else save)
         self._remark_idle(moved)
         self._unsaved = (metrics or {}) if moved and not due else None
         if self._stopped or not moved or not (due or self._follows):
+            if urgent and self._stopped:
+                self._urgency.settled(self._done)
             return None
         try:
             pending = self._save(metrics, tags, due=due, forced=due and (urgent or save is True or bool(tags)))
             if urgent and pending is not None:
                 pending = self._saved(pending)
-                self._deadline.reached = ends
-                self._notices.asked = False
+                self._urgency.settled(self._done)
         except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
+            if urgent and self._group is not None:
+                self._urgency.settled(self._done)  # the other ranks end, too
             self._failed(error)
             return None
-        if self._notices.ending:
-            self._notices.acted()
+        self._urgency.pass_on()
         return pending
+
+    def _is_urgent(self, moved: bool) -> bool:
+        """Whether the step that is done is to be saved and durable now, whatever `save_every` says."""
+        try:
+            return self._urgency.after(self._done, moved)
+        except MissingRankError as error:
+            self._failed(error)
+            return False
 
     def wait(self) -> None:
         """Return when every step given so far is durable.
@@ -288,9 +294,10 @@ class Checkpointer:
             with contextlib.ExitStack() as last:
                 if self._owns_store:
                     last.callback(self.store.close)
-                last.callback(self._notices.remove)
+                last.callback(self._urgency.remove)
                 last.callback(self._taken.remove)
                 last.callback(self._end_writer)
+                self._urgency.leave()
                 if self._writer is not None and not self._stopped:
                     self._finish(save)
         except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
@@ -320,12 +327,11 @@ class Checkpointer:
             )
         # With an agent: one that keeps a step which is in no store yet is not to be gone on from unasked.
         self._open(None if self._settings.agent else "latest")
+        self._agree()
 
     def _open(self, ref: str | None) -> StateWriter:
         settings = self._settings
-        self._group, self._rank, self._ranks = ranks_of(settings.group)
-        if self._group is not None and settings.deadline_seconds is not None:
-            raise UsageError("deadline_seconds: ranks that save together would have to agree on it, and do not yet")
+        self._group = ranks_of(settings.group, self._captured.sharding)
         if self._strategy is None:
             self._strategy = self._choose()
         told = strategies.writer_options(
@@ -344,7 +350,7 @@ class Checkpointer:
             writer = self.store.writer(ref, **told)
         self._writer = writer
         self._taken.install(predict=self._strategy == "gradient")
-        if self._rank == 0 and (settings.keep.best is not None or self.store.rules()):
+        if (self._group is None or self._group.rank == 0) and (settings.keep.best is not None or self.store.rules()):
             self._retention = Retention(self.store, writer, settings.keep)
         kind = ReplicaSaving if self._strategy == "replica" else Saving
         self._saving = kind(
@@ -370,7 +376,19 @@ class Checkpointer:
         return strategy
 
     def _restore(self, parent: CheckpointInfo) -> None:
-        self._give_back(self.store.load(parent.ref, rank=None if self._group is None else self._rank), parent.ref)
+        rank = None if self._group is None else self._group.rank
+        into = MadeTargets(self._captured.rooms) if self._captured.sharding else None
+        self._give_back(self.store.load(parent.ref, rank=rank, into=into), parent.ref)
+
+    @property
+    def _ranks(self) -> int:
+        """How many save together."""
+        return 1 if self._group is None else self._group.size
+
+    def _agree(self) -> None:
+        """Begin to agree with the other ranks on what is urgent. To be called where the last step is known."""
+        if self._group is not None and self._writer is not None:
+            self._urgency.join(self._group, self.store.run, self._writer.term, self._done)
 
     def _give_back(self, state: Any, ref: str) -> None:
         self._done = self._captured.restore(state)
@@ -380,7 +398,7 @@ class Checkpointer:
         if self._saving is not None:
             self._saving.restored()
         self._taken.loaded = False
-        compared(state.get("environment"), described(self._captured.optimizers, self._ranks), ref)
+        compared(state.get("environment"), self._captured.environment(self._ranks), ref)
 
     # -- saving
 
@@ -469,16 +487,3 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise WriterClosedError(f"{self.store.url}: this Checkpointer is closed")
-
-
-def ranks_of(group: Any) -> tuple[Any, int, int]:
-    """The group that saves together, this process's rank in it, and their number; None, 0 and 1 for one process."""
-    distributed = torch.distributed
-    if isinstance(group, str) and group == "all":
-        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-            return None, 0, 1
-        group = distributed.group.WORLD
-    if group is None:
-        return None, 0, 1
-    rank, ranks, _ = bridge.process_group(group)
-    return group, rank, ranks

@@ -12,18 +12,13 @@ _MARGIN: Final = 1.0
 
 
 class Deadline:
-    """Counts down from when it is made.
-
-    Attributes:
-        reached: the last step that fits is durable.
-    """
+    """Counts down from when it is made."""
 
     def __init__(self, seconds: float | None) -> None:
         """
         Args:
             seconds: from now; None: there is no deadline.
         """
-        self.reached = False
         self._end = None if seconds is None else time.monotonic() + seconds
         self._before: float | None = None
         self._step = 0.0
@@ -33,10 +28,15 @@ class Deadline:
         """A save took so long until it was durable."""
         self._save = max(self._save, seconds)
 
-    def near(self) -> bool:
-        """A step is done -> whether the next one, and its save, might end too late (twice the longest is allowed)."""
+    def near(self, ahead: int = 0) -> bool:
+        """A step is done -> whether the next one, and its save, might end too late (twice the longest is allowed).
+
+        Args:
+            ahead: so many more steps may follow before the save.
+        """
         now = time.monotonic()
         if self._before is not None:
             self._step = max(self._step, now - self._before)
         self._before = now
-        return self._end is not None and now + 2 * (self._step + self._save) + _MARGIN >= self._end
+        longest = (1 + ahead) * self._step + self._save
+        return self._end is not None and now + 2 * longest + _MARGIN >= self._end

@@ -19,9 +19,15 @@ __all__ = ["compared", "described"]
 _FLAGS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def described(optimizers: Sequence[torch.optim.Optimizer], ranks: int) -> dict[str, str]:
-    """Name -> value of what changes bits and this script has chosen."""
+def described(optimizers: Sequence[torch.optim.Optimizer], ranks: int, sharding: str = "") -> dict[str, str]:
+    """Name -> value of what changes bits and this script has chosen.
+
+    Args:
+        sharding: how parameters are cut; empty: they are not.
+    """
     found = {"ranks": str(ranks)}
+    if sharding:
+        found["sharding"] = sharding
     for number, optimizer in enumerate(optimizers):
         found[f"optimizer {number}"] = implementation(optimizer)
     return found

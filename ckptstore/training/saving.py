@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, cast
 
+import torch
+
 from ckptstore import agent
 from ckptstore.errors import AgentLostError, UsageError
 from ckptstore.host.caller_warnings import warn
@@ -23,8 +25,10 @@ from ckptstore.training.strategies import Strategy
 from ckptstore.training.taken import Collected, TakenSteps
 from ckptstore.training.writing import StateWriter, TakesUpdates
 from ckptstore.write.ledger import PendingSave
+from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.opening import to_group
 
-__all__ = ["Saving", "opened_by_agent"]
+__all__ = ["Saving", "opened_by_agent", "ranks_of"]
 
 
 class Saving:
@@ -178,3 +182,24 @@ def opened_by_agent(store: Store, ref: str | None, group: Any, linger: float, to
             "author of its store's log; leave out agent=, or give every rank group=None and a store of its own"
         )
     return agent.writer(store, ref, linger_seconds=linger, **told)
+
+
+def ranks_of(group: Any, sharding: str = "") -> Group | None:
+    """The ranks that save together; None: this process alone.
+
+    Args:
+        sharding: how parameters are cut that are DTensors.
+
+    Raises:
+        UsageError: `group` is none, or this process is not in it; this process alone cannot save what is cut.
+    """
+    distributed = torch.distributed
+    if isinstance(group, str) and group == "all":
+        # Also of one rank, if parameters are DTensors: a writer of this process alone knows none.
+        fewest = 1 if sharding else 2
+        if not distributed.is_available() or not distributed.is_initialized():
+            return None
+        return to_group(distributed.group.WORLD) if distributed.get_world_size() >= fewest else None
+    if group is None and sharding:
+        raise UsageError("group=None: parameters are DTensors (FSDP2), of which each rank has a shard: all ranks save")
+    return None if group is None else to_group(group)

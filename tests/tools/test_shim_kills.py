@@ -48,6 +48,15 @@ def test_two_ranks(strategy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("full", marks=long_only), pytest.param("delta", marks=long_only), "gradient"]
+)
+def test_two_ranks_of_a_model_in_shards(strategy: str) -> None:
+    count = str(short_or(1, 2))
+    assert f"{count} kill" in kills("--kills", count, "--seed", "1", "--fsdp", "--strategy", strategy)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["gradient", "replica"])
 def test_one_process_and_its_agent(strategy: str) -> None:
     assert "3 kills" in kills("--kills", "3", "--seed", "3", "--agent", "--strategy", strategy)

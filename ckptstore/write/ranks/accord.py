@@ -1,0 +1,206 @@
+"""The step after which all ranks do what one of them was asked for: save it, or come to an end.
+
+Ranks are not in step, and a signal may reach one of them alone. So they agree, in rounds:
+
+1. A rank that was asked for something posts ``wish``.
+2. Every rank promises not to go beyond the step that it is in without an answer: it posts ``promise/<rank>``, the
+   step's number, and what it was asked for itself.
+3. Rank 0, when all have promised, posts ``answer``: the highest of the steps, and all that was asked for.
+
+Nobody is beyond that step, and everybody comes to it. A thread posts all of this, so that promises also come from ranks
+whose script waits in a collective. The script waits only at the end of the step that it has promised, and only for what
+threads post. A rank that leaves says so (``left``); then nothing is agreed any more, and each goes on for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection
+from typing import Final
+
+from ckptstore.errors import CkptError, MailboxError, MissingRankError
+from ckptstore.host import exiting
+from ckptstore.host.background import Periodic
+from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
+from ckptstore.write.ranks.parts import pack, unpack
+
+__all__ = ["Accord"]
+
+_LOOK_SECONDS: Final = 0.1
+_LOOKS_A_SECOND: Final = 1000
+"""Of all ranks together, at a mailbox that takes 60 us for each."""
+
+
+class Accord:
+    """One rank's side, from `start` to `leave`."""
+
+    def __init__(
+        self, group: Group, base: str, step: int, asked: Callable[[], Collection[str]], timeout: float
+    ) -> None:
+        """
+        Args:
+            base: what all keys begin with; the same on all ranks, and nobody else's.
+            step: the last step that is done.
+            asked: what this rank is asked for at present; a thread calls it.
+            timeout: seconds that ranks wait for one another.
+        """
+        self._group = group
+        self._base = base
+        self._asked = asked
+        self._timeout = timeout
+        self._box = group.mailbox.clone()
+        self._changed = threading.Condition()
+        self._step = step
+        self._promised: int | None = None
+        self._agreed: dict[int, frozenset[str]] = {}
+        self._answered: set[str] = set()  # and not done yet
+        self._round = 0
+        self._over = False
+        self._late = False
+        self._parted = False
+        seconds = max(_LOOK_SECONDS, group.size / _LOOKS_A_SECOND)
+        self._looks = Periodic(seconds, self._look, "accord")
+
+    def start(self) -> None:
+        """Begin to look for what others wish."""
+        self._looks.start()
+
+    def after(self, step: int) -> frozenset[str]:
+        """A step is done -> what all ranks do now. Waits if this rank has promised not to go on without an answer.
+
+        Raises:
+            MissingRankError: there was none in time. Nothing is agreed any more.
+        """
+        with self._changed:
+            self._step = step
+            free = self._changed.wait_for(lambda: self._promised is None or step < self._promised, 2 * self._timeout)
+            if not free or self._late:
+                self._end()
+                self._late = False
+                raise MissingRankError(
+                    f"step {step}: the ranks did not agree within {self._timeout:g} s on the step after which they "
+                    "save or end, as one of them was asked to; each goes on for itself"
+                )
+            return self._agreed.pop(step, frozenset())
+
+    def done(self) -> None:
+        """This rank has done what was agreed last, and may be asked for it again."""
+        with self._changed:
+            self._answered.clear()
+
+    def say_farewell(self, step: int, seconds: float) -> bool:
+        """What was agreed for a step is done, and was the last -> whether all ranks say so in so many seconds.
+
+        Without waiting (0 seconds) the others are told.
+        """
+        self._parted = True
+        keys = [f"{self._base}/farewell/{step}/{rank}" for rank in range(self._group.size)]
+        try:
+            self._box.set(keys[self._group.rank], b"1")
+            return Deadline(seconds).wait(lambda: self._box.has(keys))
+        except MailboxError:
+            return False
+
+    def leave(self) -> None:
+        """Take part no more. The others are told, unless all have said farewell."""
+        self._part()
+        self._looks.join(_LOOK_SECONDS)
+
+    def _part(self) -> None:
+        self._looks.stop()
+        self._give_up()
+        if self._parted:
+            return
+        self._parted = True
+        with contextlib.suppress(MailboxError):
+            self._box.set(f"{self._base}/left/{self._group.rank}", b"1")
+
+    # -- the thread
+
+    def _look(self) -> None:
+        if self._over or exiting.under_way():  # a script that ends without closing has left, too
+            self._part()
+            return
+        try:
+            if self._promise():
+                self._hear()
+        except CkptError:  # the mailbox is gone, and whoever saves hears of it
+            self._give_up()
+
+    def _promise(self) -> bool:
+        """Promise, if anybody wishes for a round -> whether this rank is in one."""
+        asked = set(self._asked()) - self._answered
+        wish = self._key("wish", self._round)
+        if not asked and not self._box.has([wish]):
+            return False
+        with self._changed:
+            self._promised = self._step + 1
+        key = f"{self._key('promise', self._round)}/{self._group.rank}"
+        post(self._box, key, pack([self._promised, sorted(asked)]))
+        self._box.set(wish, b"1")
+        return True
+
+    def _hear(self) -> None:
+        """Wait for the answer; rank 0 gives it."""
+        key, left = self._key("answer", self._round), f"{self._base}/left/0"
+        if self._group.rank == 0:
+            self._answer(key)
+        in_time = Deadline(self._timeout).wait(lambda: self._over or self._box.has([key]) or self._box.has([left]))
+        letter = None if self._over else fetch(self._box, key)
+        step, asked = (None, []) if letter is None else unpack(letter, key)
+        with self._changed:
+            if step is None:
+                self._late = self._late or not in_time
+                self._end()
+                return
+            self._promised = None
+            self._agreed[step] = self._agreed.get(step, frozenset()) | frozenset(asked)
+            self._answered |= set(asked)
+            self._round += 1
+            self._changed.notify_all()
+        if self._group.rank == 0:
+            self._clear(self._round - 2)
+
+    def _answer(self, key: str) -> None:
+        """Rank 0: when all have promised, say the highest step; if one has left, or is late, that there is none."""
+        ranks = range(self._group.size)
+        promises = [f"{self._key('promise', self._round)}/{rank}" for rank in ranks]
+        left = [f"{self._base}/left/{rank}" for rank in ranks]
+        gone = False
+
+        def there() -> bool:
+            nonlocal gone
+            missing = [rank for rank in ranks if not self._box.has([promises[rank]])]
+            gone = self._over or any(self._box.has([left[rank]]) for rank in missing)
+            return gone or not missing
+
+        in_time = Deadline(self._timeout).wait(there)
+        if gone or not in_time:
+            self._late = self._late or not in_time
+            post(self._box, key, pack([None, []]))
+            return
+        found = [unpack(letter, at) for at in promises if (letter := fetch(self._box, at)) is not None]
+        asked = sorted({one for _, wanted in found for one in wanted})
+        post(self._box, key, pack([max(step for step, _ in found), asked]))
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing is agreed any more; nobody waits."""
+        self._over = True
+        self._promised = None
+        self._changed.notify_all()
+
+    def _key(self, what: str, number: int) -> str:
+        return f"{self._base}/{number}/{what}"
+
+    def _clear(self, number: int) -> None:
+        """Rank 0: remove the letters of a round that all have left behind them, because they were in the one after."""
+        if number < 0:
+            return
+        promises = [f"{self._key('promise', number)}/{rank}" for rank in range(self._group.size)]
+        withdraw(self._box, [*promises, self._key("answer", number)])
+        self._box.delete(self._key("wish", number))

@@ -1,0 +1,389 @@
+"""Ranks whose model is cut (FSDP2), as processes: each runs the scenarios that it is told, in one process group.
+
+    python -m tests.training.fsdp_job PORT RANK SIZE FOLDER SCENARIO [SCENARIO ...]
+
+What a scenario expects it asserts itself; what is to be looked at afterwards in one process it leaves in FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import ckptstore
+from ckptstore import DeterminismWarning
+from ckptstore.errors import UsageError
+from ckptstore.training import Checkpointer, TopKHook
+
+STRATEGIES = ("full", "delta", "gradient")
+
+
+class Net(nn.Module):
+    """Rows that two and four ranks do not divide, fewer rows than ranks; tied, frozen, unused parameters; buffers."""
+
+    def __init__(self, dropout: float = 0.1, buffers: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 16)
+        self.hidden = nn.Linear(16, 37)
+        self.norm = nn.BatchNorm1d(37) if buffers else nn.LayerNorm(37)
+        self.frozen = nn.Linear(37, 37).requires_grad_(False)
+        self.unused = nn.Linear(3, 5)
+        self.back = nn.Linear(37, 16)
+        self.one = nn.Parameter(torch.ones(1, 16))  # of one row: the other ranks have none
+        self.head = nn.Linear(16, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.dropout = dropout
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.frozen(self.norm(self.hidden(self.embed(tokens))))
+        return self.head(self.back(nn.functional.dropout(x, self.dropout)) * self.one)
+
+
+def whole(value: Any) -> Any:
+    """The same state with whole tensors. Every rank has to call this."""
+    if isinstance(value, dict):
+        return {key: whole(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(whole(member) for member in value)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Whole tensors of both, and this rank's generators."""
+    found = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "torch": torch.get_rng_state()}
+    return dict(whole(found)) | {"numpy": np.random.get_state()[1].tolist(), "python": random.getstate()}
+
+
+class Script:
+    """A training script. `cut`: it is sharded, `how`; `alike`: all ranks have the same data, and nothing is drawn."""
+
+    def __init__(self, cut: bool = True, alike: bool = False, **how: Any) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(0)
+        self.model = Net(0.0 if alike else 0.1, buffers="mp_policy" not in how)
+        self.alike = alike
+        if cut:
+            for one in (self.model.hidden, self.model):
+                fully_shard(one, **how)
+        moved = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(moved, lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0 if alike else rank)
+
+    def one(self, step: int) -> float:
+        """A step whose gradients are gone when it is saved."""
+        tokens = torch.arange(8) * 5 % 13 if self.alike else torch.randint(0, 13, (8,))
+        shift = 0 if self.alike else random.randrange(13) + int(np.random.randint(13))
+        loss = nn.functional.cross_entropy(self.model((tokens + shift + step) % 13), tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def run(self, store: Path, until: int, **options: Any) -> list[float]:
+        """Train from where the store is -> the losses."""
+        losses = []
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        with Checkpointer(store, **parts, **({"rank_timeout": 60.0} | options)) as checkpointer:
+            for step in range(checkpointer.resume(), until):
+                losses.append(self.one(step))
+                checkpointer.step(metrics={"loss": losses[-1]})
+        return losses
+
+    def everything(self) -> dict[str, Any]:
+        return state_of(self.model, self.optimizer)
+
+
+def same(one: Any, other: Any, where: str = "state") -> None:
+    """Assert that they are the same bits."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            same(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for number, member in enumerate(one):
+            same(member, other[number], f"{where}[{number}]")
+    elif isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
+        images = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+        assert torch.equal(*images), where
+    else:
+        assert one == other, where
+
+
+def resumed(folder: Path) -> None:
+    """Every strategy: what is ended and begun again ends in the bits of a run that never was; going back likewise."""
+    for strategy in STRATEGIES:
+        script = Script()
+        losses = script.run(folder / f"whole-{strategy}", 6, strategy=strategy)
+        expected = script.everything()
+        found = []
+        for until in (2, 3, 6):
+            again = Script()
+            found += again.run(folder / f"parts-{strategy}", until, strategy=strategy)
+        assert found == losses, strategy
+        same(again.everything(), expected, strategy)
+    torch.save(expected, folder / f"resumed-{dist.get_rank()}.pt")
+
+
+def precise(folder: Path) -> None:
+    """Mixed precision: parameters are gathered in bf16, shards and moments are fp32."""
+    again(folder / "precise", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def replicated(folder: Path) -> None:
+    """HSDP: shards over one dimension of the mesh, replicas over the other."""
+    again(folder / "replicated", mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def offloaded(folder: Path) -> None:
+    """Parameters that lie in host memory between steps."""
+    again(folder / "offloaded", offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def again(folder: Path, **how: Any) -> None:
+    """Train, and train in two parts; `how` the model is cut."""
+    script = Script(**how)
+    losses = script.run(folder / "whole", 4, strategy="gradient")
+    found = []
+    for until in (2, 4):
+        part = Script(**how)
+        found += part.run(folder / "parts", until, strategy="gradient")
+    assert found == losses
+    same(part.everything(), script.everything())
+
+
+def back(folder: Path) -> None:
+    """Going back in one process, into moments that are there."""
+    script = Script()
+    parts = {"model": script.model, "optimizer": script.optimizer, "scheduler": script.scheduler}
+    with Checkpointer(folder / "back", **parts, strategy="gradient", rank_timeout=60.0) as checkpointer:
+        checkpointer.resume()
+        losses = []
+        for step in range(4):
+            losses.append(script.one(step))
+            checkpointer.step()
+        expected = script.everything()
+        moments = {id(one) for slots in script.optimizer.state.values() for one in slots.values()}
+        assert checkpointer.rollback(2) == 2
+        assert {id(one) for slots in script.optimizer.state.values() for one in slots.values()} & moments
+        for step in (2, 3):
+            assert script.one(step) == losses[step]
+            checkpointer.step()
+        same(script.everything(), expected)
+
+
+def sharded_net(cut: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One that is large enough for headers not to count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 801), nn.Tanh(), nn.Linear(801, 200))
+    if cut:
+        fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def as_one(folder: Path) -> None:
+    """A step of the sharded model takes as many bytes as one of the same model that is not, and is the same bits.
+
+    Then the one that was not cut is gone on from by one that is.
+    """
+    sizes, states = {}, {}
+    for cut in (True, False):
+        if not cut and dist.get_rank():
+            continue
+        model, optimizer = sharded_net(cut)
+        group: Any = {} if cut else {"group": None}
+        store = ckptstore.open(folder / f"as-one-{cut}")
+        with Checkpointer(store, model=model, optimizer=optimizer, strategy="gradient", **group) as checkpointer:
+            checkpointer.resume()
+            for step in range(5):
+                inputs = torch.randn(16, 200, generator=torch.Generator().manual_seed(step))
+                (model(inputs) - inputs).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+        states[cut] = whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        sizes[cut] = [info.stored for info in store.checkpoints()]
+        assert [info.kind for info in store.checkpoints()] == ["full", *["gradient"] * 4]
+    if dist.get_rank() == 0:
+        same(states[True], states[False])
+        assert max(sizes[False][1:]) < 0.4 * sizes[False][0]
+        for one, other in zip(sizes[True], sizes[False], strict=True):
+            assert one < 1.05 * other, sizes
+    dist.barrier()
+    model, optimizer = sharded_net(cut=True)
+    with (
+        pytest.warns(DeterminismWarning, match="sharding: unset"),
+        Checkpointer(folder / "as-one-False", model=model, optimizer=optimizer, strategy="delta") as checkpointer,
+    ):
+        assert checkpointer.resume() == 5
+    same(whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()}), states[True])
+
+
+def chosen(folder: Path) -> None:
+    """``auto``, and a metric that is a DTensor, as `clip_grad_norm_` returns it."""
+    script = Script()
+    with Checkpointer(folder / "chosen", model=script.model, optimizer=script.optimizer) as checkpointer:
+        checkpointer.resume()
+        for step in range(2):
+            script.one(step)
+            script.model.hidden.weight.grad = torch.ones_like(script.model.hidden.weight)
+            norm = nn.utils.clip_grad_norm_(script.model.parameters(), 1.0)
+            assert isinstance(norm, DTensor)
+            checkpointer.step(metrics={"norm": norm})
+        assert checkpointer.strategy == "full"
+    found = ckptstore.open(folder / "chosen").checkpoints()[-1].metadata["metrics"]["norm"]
+    assert found == norm.full_tensor().item()
+
+
+def refused(folder: Path) -> None:
+    """What cannot be with shards."""
+    script = Script()
+    with pytest.raises(UsageError, match="group=None"):
+        Checkpointer(folder / "refused", model=script.model, group=None).resume()
+    with pytest.raises(UsageError, match="compressor"):
+        Checkpointer(folder / "refused", model=script.model, compressor=TopKHook(density=0.1))
+
+
+def other_ranks(folder: Path) -> None:
+    """On from what two ranks saved, with another number of them: the same bits, and a word that it is another run."""
+    saved = torch.load(folder / "resumed-0.pt", weights_only=False)
+    script = Script()
+    parts = {"model": script.model, "optimizer": script.optimizer, "scheduler": script.scheduler}
+    copy = folder / f"parts-gradient-{dist.get_world_size()}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Checkpointer(copy, **parts, strategy="gradient", rank_timeout=60.0) as checkpointer:
+            assert checkpointer.resume() == 6
+            found = script.everything()
+            for part in ("model", "optimizer"):
+                mine, its = found[part], dict(saved[part])
+                for buffer, _ in () if dist.get_rank() % 2 == 0 else script.model.named_buffers():
+                    (
+                        mine.pop(buffer, None),
+                        its.pop(buffer, None),
+                    )  # each rank has its own, and what is saved is rank 0's
+                same(mine, its, part)
+            script.one(6)
+            checkpointer.step()
+    (said,) = [str(one.message) for one in caught if one.category is DeterminismWarning]
+    assert f"ranks: 2 -> {dist.get_world_size()}" in said
+    assert "sharding:" in said
+    assert ckptstore.open(copy).latest_step() == 7
+
+
+def signalled(folder: Path) -> None:
+    """One rank is asked for a step; then one is told to end; then time is up. All save it, and stop there."""
+    rank, heard = dist.get_rank(), []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: heard.append(number))
+    ends = [("usr1", None), ("term", None), ("deadline", 3.0)]
+    for name, deadline in ends:
+        script = Script(alike=True)
+        store = ckptstore.open(folder / f"signalled-{name}")
+        with Checkpointer(
+            store,
+            model=script.model,
+            optimizer=script.optimizer,
+            strategy="full",
+            save_every=10**6,
+            deadline_seconds=deadline,
+            rank_timeout=60.0,
+        ) as checkpointer:
+            checkpointer.resume()
+            for step in range(2000):
+                script.one(step)
+                if step == 3 and rank == 1 and deadline is None:
+                    os.kill(os.getpid(), signal.SIGUSR1 if name == "usr1" else signal.SIGTERM)
+                if checkpointer.step() is not None:
+                    break
+                time.sleep(0.005)
+            done = checkpointer.steps_done
+            assert store.latest_step() == done
+            assert checkpointer.should_stop == (name != "usr1")
+        (folder / f"signalled-{name}-{rank}").write_text(str(done))
+        assert (heard == []) == (rank != 1 or deadline is not None), name
+        heard.clear()
+
+
+def terminated(folder: Path, victim: int = 1) -> None:
+    """SIGTERM ends one rank for good, once the step is durable; the others are told to stop after the same."""
+    script = Script(alike=True)
+    store = ckptstore.open(folder / "terminated")
+    with Checkpointer(
+        store, model=script.model, optimizer=script.optimizer, strategy="full", save_every=10**6, rank_timeout=20.0
+    ) as checkpointer:
+        checkpointer.resume()
+        for step in range(2000):
+            script.one(step)
+            if step == 3 and dist.get_rank() == victim:
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpointer.step()
+            if checkpointer.should_stop:
+                break
+            time.sleep(0.005)
+        assert store.latest_step() == checkpointer.steps_done
+    os._exit(0)  # the group has lost a rank: nothing of it is to be waited for
+
+
+def first_terminated(folder: Path) -> None:
+    """Likewise the rank that commits, and that has the process group's store."""
+    terminated(folder, victim=0)
+
+
+SCENARIOS: dict[str, Callable[[Path], None]] = {
+    one.__name__: one
+    for one in (
+        resumed,
+        precise,
+        replicated,
+        offloaded,
+        back,
+        as_one,
+        chosen,
+        refused,
+        other_ranks,
+        signalled,
+        terminated,
+        first_terminated,
+    )
+}
+
+
+def main() -> None:
+    """One rank."""
+    port, rank, size, folder, *names = sys.argv[1:]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": size}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for name in names:
+        began = time.monotonic()
+        SCENARIOS[name](Path(folder))
+        dist.barrier()
+        print(f"{name}: {time.monotonic() - began:.1f} s")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
