@@ -165,7 +165,7 @@ def train(store: Path, job: Job, rank: int, port: int, tell: Callable[[str], Non
             ema.update_parameters(bare)
             tell(f"loss {step} {loss.item().hex()}")
             pending = checkpointer.step(metrics={"loss": loss})
-            assert pending is not None or strategy == "replica"  # the agent has it in memory
+            assert pending is not None or job.strategy == "replica"  # the agent has it in memory
             tell(f"given {step + 1}")
             if job.by_agent:
                 tell(f"agent {checkpointer.agent_pid}")

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from ckptstore.agent.changes import Packed, updates_form
 from ckptstore.agent.forms import Layout, read_error, read_info, read_warning
@@ -31,9 +32,10 @@ from ckptstore.errors import (
     WriterError,
 )
 from ckptstore.formats import metadata as metadata_format
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
+from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.reentrance import refuse_within
@@ -49,7 +51,10 @@ from ckptstore.write.options import WriterOptions
 from ckptstore.write.snapshot import copy_jobs
 from ckptstore.write.steps.updates import Found, Update, Updates, looked_up
 
-__all__ = ["AgentRestartWarning", "AgentWriter", "Begin"]
+__all__ = ["AgentRestartWarning", "AgentWriter", "Begin", "Fill"]
+
+Fill: TypeAlias = Callable[[Bytes, Sequence[int]], Sequence[Update]]
+"""Copies a state to memory, each tensor to where it begins there (in their order) -> what the optimizers did."""
 
 Begin = Callable[[int, Callable[[dict[str, Any]], None], Callable[[BaseException], None]], Started]
 """Starts another agent in place of one that died: the term that has to be the newest, what is told, what is lost."""
@@ -57,6 +62,15 @@ Begin = Callable[[int, Callable[[dict[str, Any]], None], Callable[[BaseException
 
 class AgentRestartWarning(UserWarning):
     """The agent had died; another one is started, and its first checkpoint is a full."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """How a state is copied by its owner: what copies it, its layout, since when training has waited."""
+
+    fill: Fill
+    layout: Layout
+    began: float | None
 
 
 class AgentWriter:
@@ -95,6 +109,7 @@ class AgentWriter:
         self._ended: Future[None] | None = None
         self._begun: Begun | None = None
         self._remarked = False
+        self._laid_out: tuple[Mapping[str, TensorSource], Layout] = ({}, Layout(()))
 
     def attach(self, agent: Started, inherited: Inherited | None = None) -> None:
         """Go on with an agent that has answered."""
@@ -186,17 +201,58 @@ class AgentWriter:
         refuse_within(self, _SAVING)
         return self._save(state, step, Labels.of(metadata, tags), updates)
 
-    def _save(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+    def save_filled(
+        self,
+        flat: FlatState,
+        step: int,
+        fill: Fill,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        began: float | None = None,
+    ) -> PendingSave:
+        """`save_async` of a state that its owner copies, to where its segments will have it: without another copy.
+
+        Args:
+            flat: the state; the same dict of tensors says that they are of the same names, types and shapes as before.
+            fill: copies it.
+            step, metadata, tags: as for `save_async`.
+            began: since when training has waited (``time.monotonic()``), for `on_metrics`.
+
+        Raises:
+            as `save_async`, and what `fill` raises.
+        """
+        refuse_within(self, _SAVING)
+        tensors, layout = self._laid_out
+        if tensors is not flat.tensors:
+            layout = Layout.of(flat.tensors)
+            self._laid_out = flat.tensors, layout
+        return self._save(flat, step, Labels.of(metadata, tags), None, _Filling(fill, layout, began))
+
+    def _save(
+        self,
+        state: Any,
+        step: int,
+        labels: Labels,
+        updates: Updates | None,
+        filling: _Filling | None = None,
+    ) -> PendingSave:
+        if filling is None:
+            self._laid_out = {}, Layout(())  # who has planned no more lets go of its tensors
         step = step_number(step)
-        began = time.monotonic()
+        began = time.monotonic() if filling is None or filling.began is None else filling.began
         agent, flat = self._admit(state, step)
         measured = self._meter.begin(flat, step, began)
         done: Future[CheckpointInfo] = Future()
         try:
-            lent = self._lend(agent, flat, step)
+            layout = Layout.of(flat.tensors) if filling is None else filling.layout
+            lent = self._lend(agent, layout, step)
             measured.waited = lent.waited
             try:
-                run_all(self._copiers, copy_jobs([(one, lent.place(name)) for name, one in flat.tensors.items()]))
+                if filling is not None:
+                    updates = filling.fill(lent.memory, lent.offsets) or None
+                else:
+                    run_all(self._copiers, copy_jobs([(one, lent.place(name)) for name, one in flat.tensors.items()]))
                 changes, beside = self._changes(lent, updates, flat)
                 try:
                     self._send(lent, flat.tree, (step, labels, done), changes)
@@ -215,15 +271,15 @@ class AgentWriter:
         finally:
             measured.returned()
 
-    def _lend(self, agent: Started, flat: FlatState, step: int) -> Lent:
+    def _lend(self, agent: Started, layout: Layout, step: int) -> Lent:
         try:
-            return self._lending.lend(agent.link, Layout.of(flat.tensors))
+            return self._lending.lend(agent.link, layout)
         except AgentLostError:
             # It died after it had been found alive: nothing is lost but this call's time.
             agent = self._connected()
             self._saves.check(step)
             self._saves.take(step)
-            return self._lending.lend(agent.link, Layout.of(flat.tensors))
+            return self._lending.lend(agent.link, layout)
 
     def _changes(self, lent: Lent, updates: Updates | None, flat: FlatState) -> tuple[dict[str, Any], Lent | None]:
         """What the optimizers did, as a message says it, and the buffer with copies of the gradients."""
@@ -308,7 +364,7 @@ class AgentWriter:
         agent, flat = self._admit(state, step)
         try:
             checked_layers(flat, layers)
-            lent = self._lend(agent, flat, step)
+            lent = self._lend(agent, Layout.of(flat.tensors), step)
         except BaseException as error:
             self._saves.release(step, error)
             raise
@@ -594,5 +650,7 @@ def _text_of(ref: str | int | CheckpointInfo) -> str:
     return ref if isinstance(ref, str) else str(step_number(ref))
 
 
-_SAVING: Final = frozenset(method.__code__ for method in (AgentWriter.save, AgentWriter.save_async, AgentWriter.begin))
+_SAVING: Final = frozenset(
+    method.__code__ for method in (AgentWriter.save, AgentWriter.save_async, AgentWriter.save_filled, AgentWriter.begin)
+)
 """Calls that wait for others while they hold something that those may need."""

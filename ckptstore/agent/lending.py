@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,6 +40,12 @@ class Lent:
         self.waited = 0.0
         self._known = known
         self._open = True
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Where each tensor begins, in their order; the same list as long as the agent knows the layout."""
+        assert self._known is not None  # of a state
+        return self._known.offsets
 
     def place(self, name: str) -> Bytes:
         """Where a tensor goes."""

@@ -28,6 +28,8 @@ _MOST: Final = 1024
 _LARGE: Final = 64 << 10
 """From here on a copy of its own is quicker: the system call looks at every page."""
 _JOB: Final = 4 << 20
+_JOBS: Final = 32
+"""Of less than so many times `_JOB` each job is smaller, for who is ready waits for the other's last one."""
 _ALONE: Final = 1 << 20
 """So much is copied before another thread has woken up."""
 _MUCH: Final = 16 << 20
@@ -54,6 +56,7 @@ class Gathering:
             copies: address to copy to, address to copy from, bytes. Those of no bytes are left out.
         """
         self.nbytes = sum(nbytes for _, _, nbytes in copies)
+        size = max(_ALONE, min(_JOB, self.nbytes // _JOBS))
         self._jobs: list[Callable[[], None]] = []
         small: list[tuple[int, int, int]] = []
         large: list[tuple[int, int, int]] = []
@@ -61,13 +64,13 @@ class Gathering:
             if 0 < nbytes < _LARGE:
                 small.append((to, at, nbytes))
             large += [
-                (to + start, at + start, min(_JOB, nbytes - start))
-                for start in range(0, nbytes if nbytes >= _LARGE else 0, _JOB)
+                (to + start, at + start, min(size, nbytes - start))
+                for start in range(0, nbytes if nbytes >= _LARGE else 0, size)
             ]
-        self._jobs += [_Moves(part) for part in _parted(large, len(large))]
-        self._jobs += [_Batch(part) for part in _parted(small, _MOST)]
+        self._jobs += [_Moves(part) for part in _parted(large, len(large), size)]
+        self._jobs += [_Batch(part) for part in _parted(small, _MOST, size)]
         past = _PAST if self.nbytes >= _MUCH else _NEVER
-        self._compiled = [_Compiled(part, past) for part in _parted(large + small, len(copies))]
+        self._compiled = [_Compiled(part, past) for part in _parted(large + small, len(copies), size)]
 
     def run(self, pool: ThreadPoolExecutor) -> None:
         """Copy everything, with the threads of `pool` if it is much."""
@@ -97,12 +100,12 @@ def shared_out(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]]) -> 
         one.result()
 
 
-def _parted(copies: Sequence[tuple[int, int, int]], most: int) -> list[list[tuple[int, int, int]]]:
-    """In parts of about `_JOB` bytes, and `most` copies."""
+def _parted(copies: Sequence[tuple[int, int, int]], most: int, job: int) -> list[list[tuple[int, int, int]]]:
+    """In parts of about `job` bytes, and `most` copies."""
     parts: list[list[tuple[int, int, int]]] = []
-    size = _JOB
+    size = job
     for copy in copies:
-        if size + copy[2] > _JOB or len(parts[-1]) == most:
+        if size + copy[2] > job or len(parts[-1]) == most:
             parts.append([])
             size = 0
         parts[-1].append(copy)

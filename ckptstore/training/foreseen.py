@@ -6,8 +6,8 @@ the copy of the state, in the writer's thread. As there, nothing is believed: wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, overload
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ckptstore.formats import optim
+from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.settings import MAX_COUNT
 from ckptstore.formats.sources import Bytes
 from ckptstore.formats.state import FlatState
@@ -36,21 +37,29 @@ class Noted:
         groups: settings and learning rate of each group; None: its arithmetic is not known.
         skipped: the step was not taken.
         moved: for each parameter, in the order of the groups, whether it had a gradient; None: the counts will say.
+        sparse: what was left of the gradients that were compressed.
     """
 
     groups: tuple[tuple[optim.Optimizer, float] | None, ...]
     skipped: bool
     moved: list[bool] | None
+    sparse: Mapping[torch.Tensor, SparseGradient] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, *, skipped: bool) -> Noted:
+    def of(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        *,
+        skipped: bool,
+        sparse: Mapping[torch.Tensor, SparseGradient] | None = None,
+    ) -> Noted:
         """To be called right after the step."""
         moved: list[bool] | None = None
         if isinstance(optimizer, torch.optim.SGD) and not skipped:  # it keeps no counts
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
             moved = list(map(is_not, map(attrgetter("grad"), parameters), repeat(None)))
             moved = moved if any(moved) else None  # gradients that were freed within the step say nothing
-        return cls(group_numbers(optimizer), skipped, moved)
+        return cls(group_numbers(optimizer), skipped, moved, sparse or {})
 
     @property
     def settings(self) -> tuple[optim.Optimizer | None, ...]:
@@ -62,6 +71,7 @@ class Noted:
 class _Row:
     """One parameter: the names of its slots, its group, its place among the optimizer's, where its count is."""
 
+    parameter: torch.Tensor
     slots: tuple[str, ...]
     group: int
     number: int
@@ -130,7 +140,8 @@ def _rows(optimizer: torch.optim.Optimizer, whole: FlatState, names: dict[Any, s
             name = names.get(TorchSource(parameter).identity)
             if name not in slots:
                 continue
-            rows.append(_Row(slots[name], group, number, _count_of(optimizer.state[parameter], names, plan)))
+            count = _count_of(optimizer.state[parameter], names, plan)
+            rows.append(_Row(parameter, slots[name], group, number, count))
     return rows
 
 
@@ -158,7 +169,7 @@ def _made(rows: Sequence[_Row], noted: Noted, counts: Sequence[float], moved: Se
         if step is None:
             known = LATER if not np.isfinite(count) else min(max(int(count), 1), MAX_COUNT)
             step = steps[row.group, count] = optim.Step(known, lr, skipped=noted.skipped)
-        yield Update(row.slots, settings, step)
+        yield Update(row.slots, settings, step, None if noted.skipped else noted.sparse.get(row.parameter))
 
 
 class _Late(Sequence[Update]):

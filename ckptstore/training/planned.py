@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
+from ckptstore.errors import AgentError
 from ckptstore.formats import streaming
+from ckptstore.formats.sources import Bytes
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
@@ -21,13 +23,13 @@ from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.host.touching import Touching
 from ckptstore.training.captured import Captured
 from ckptstore.training.foreseen import Foreseen
-from ckptstore.training.plan import Place, StatePlan
+from ckptstore.training.plan import Place, PlannedState, StatePlan
 from ckptstore.training.taken import Collected
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Explaining, Update
 
-__all__ = ["Adopts", "Labels", "PlannedSaves"]
+__all__ = ["Adopts", "Fills", "Labels", "PlannedSaves"]
 
 _IN_VAIN: Final = 3
 """Plans in a row of which none held for a step."""
@@ -56,6 +58,23 @@ class Adopts(Protocol):
         """See `Writer.adopt`."""
 
 
+@runtime_checkable
+class Fills(Protocol):
+    """A writer that has memory of its own, for others to copy to (an agent's)."""
+
+    def save_filled(
+        self,
+        flat: FlatState,
+        step: int,
+        fill: Callable[[Bytes, Sequence[int]], Sequence[Update]],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        began: float | None = None,
+    ) -> PendingSave:
+        """See `AgentWriter.save_filled`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Labels:
     """What is said of a checkpoint."""
@@ -67,7 +86,7 @@ class Labels:
 class PlannedSaves:
     """Takes a script's state by plan, and has a writer make it durable."""
 
-    def __init__(self, captured: Captured, writer: Adopts, limit: int, *, predict: bool, kept: int) -> None:
+    def __init__(self, captured: Captured, writer: Adopts | Fills, limit: int, *, predict: bool, kept: int) -> None:
         """
         Args:
             limit: saves that may be on their way.
@@ -85,6 +104,7 @@ class PlannedSaves:
         self._foreseen: Foreseen | None = None
         self._free: list[Place] = []
         self._made = 0
+        self._offsets: Sequence[int] = ()  # where a writer that lends its memory will have the tensors
         self._lock = threading.Lock()
         self._in_vain = 0
         self._pause = 0
@@ -104,6 +124,21 @@ class PlannedSaves:
         plan, light = self._taken(step, ranks)
         if plan is None or light is None:
             return None
+        if isinstance(self._writer, Adopts):
+            return self._adopted(self._writer, (plan, light), step, collected, labels, began)
+        return self._filled(self._writer, (plan, light), step, collected, labels, began)
+
+    def _adopted(
+        self,
+        writer: Adopts,
+        planned: tuple[StatePlan, FlatState],
+        step: int,
+        collected: Collected,
+        labels: Labels,
+        began: float,
+    ) -> PendingSave:
+        """By a writer of this process."""
+        plan, light = planned
         self._slots.acquire()
         waited = time.monotonic() - began
         try:
@@ -116,7 +151,7 @@ class PlannedSaves:
             state = place.filled(light, self._pool)
             snapshot = Snapshot(state, self._slots.release, lambda: self._give(place))
             updates = self._updates(plan, collected, place)
-            return self._writer.adopt(
+            return writer.adopt(
                 snapshot, step, metadata=labels.metadata, tags=labels.tags, updates=updates, began=began, waited=waited
             )
         except BaseException:
@@ -127,6 +162,26 @@ class PlannedSaves:
                 snapshot.land()
                 snapshot.free()
             raise
+
+    def _filled(
+        self,
+        writer: Fills,
+        planned: tuple[StatePlan, FlatState],
+        step: int,
+        collected: Collected,
+        labels: Labels,
+        began: float,
+    ) -> PendingSave:
+        """By one that lends its memory."""
+        plan, light = planned
+
+        def fill(memory: Bytes, offsets: Sequence[int]) -> Sequence[Update]:
+            place = self._lent(plan, memory, offsets)
+            place.filled(light, self._pool)
+            return self._updates(plan, collected, place)
+
+        state = PlannedState(light.tree, plan.tensors, (), plan.nbytes)
+        return writer.save_filled(state, step, fill, metadata=labels.metadata, tags=labels.tags, began=began)
 
     def _taken(self, step: int, ranks: int) -> tuple[StatePlan | None, FlatState | None]:
         if self._plan is not None:
@@ -175,19 +230,36 @@ class PlannedSaves:
                 self._pool.submit(self._make_ready, plan)
         return place
 
-    def _make_ready(self, plan: StatePlan) -> None:
+    def _lent(self, plan: StatePlan, memory: Bytes, offsets: Sequence[int]) -> Place:
+        """The place that memory is which is lent again and again."""
+        if offsets is not self._offsets:
+            if list(offsets) != [plan.offsets[name] for name in plan.tensors]:
+                raise AgentError(
+                    "the agent lays tensors out in another order than this process: they are of two releases"
+                )
+            self._offsets = offsets
+            self._free.clear()  # of another plan, or of another agent: nobody's memory any more
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._pool.submit(self._make_ready, plan, memory=False)
+        for place in self._free:
+            if place.memory is memory and place.plan is plan:
+                return place
+        self._free.append(Place(plan, memory))
+        return self._free[-1]
+
+    def _make_ready(self, plan: StatePlan, *, memory: bool = True) -> None:
         """Make what the next saves will need, while others work: the first write to memory costs more than the copy."""
         if len(plan.tensors) >= _MANY:
             streaming.prepare()
-        while True:
+        while memory:
             with self._lock:
                 if plan is not self._plan or self._made >= self._most:
                     return
                 self._made += 1
             try:
-                memory = aligned(plan.size)
-                Touching(memory).run()
-                self._give(Place(plan, memory))
+                room = aligned(plan.size)
+                Touching(room).run()
+                self._give(Place(plan, room))
             except MemoryError:
                 return  # who needs it will say so
 
@@ -200,6 +272,7 @@ class PlannedSaves:
         with self._lock:
             self._plan = self._foreseen = None
             self._free.clear()
+            self._offsets = ()
             self._made = 0
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ JSON than a layer does to be copied.
 
 from __future__ import annotations
 
+import array
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,7 @@ def gathered() -> dict[str, Any]:
     version, words, spare = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
-        "python": {"version": version, "words": np.array(words, np.uint32), "spare": spare},
+        "python": {"version": version, "words": np.array(array.array("I", words), np.uint32), "spare": spare},
         "numpy": {
             "name": name,
             "keys": np.array(keys),

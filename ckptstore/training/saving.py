@@ -18,7 +18,7 @@ from ckptstore.errors import AgentLostError, UsageError
 from ckptstore.host.caller_warnings import warn
 from ckptstore.store import Store
 from ckptstore.training.captured import Captured
-from ckptstore.training.planned import Adopts, Labels, PlannedSaves
+from ckptstore.training.planned import Adopts, Fills, Labels, PlannedSaves
 from ckptstore.training.retention import Retention
 from ckptstore.training.settings import Settings, UnsavedStepWarning
 from ckptstore.training.strategies import Strategy
@@ -68,8 +68,7 @@ class Saving:
         self._under_way: list[PendingSave] = []
         self._last: tuple[int, Mapping[str, Any] | None, str | Sequence[str]] | None = None
         self._planned: PlannedSaves | None = None
-        # Sparse gradients are found by looking at each parameter.
-        if isinstance(writer, Adopts) and not (self._coded and settings.compressor is not None):
+        if isinstance(writer, Adopts | Fills):
             kept = int(strategy != "full")
             self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
 

@@ -15,6 +15,9 @@ from typing import Any, Final
 
 import torch
 
+from ckptstore.training import imprints
+from ckptstore.training.imprints import Imprint, Watch
+
 __all__ = ["Tensors", "WatchedModule", "WatchedOptimizer", "is_plain_module", "is_plain_optimizer"]
 
 _MEMBERS: Final = ("_parameters", "_buffers", "_modules")
@@ -53,17 +56,17 @@ class _Members:
     """What stands in dicts, by name. The dicts are asked; nothing is built for each of them."""
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
-        self._dicts = list(dicts)
+        self.dicts = list(dicts)
         self._views = [one.values() for one in dicts]
-        self._lengths = list(map(len, self._dicts))
-        self._names = list(chain.from_iterable(self._dicts))
+        self._lengths = list(map(len, self.dicts))
+        self._names = list(chain.from_iterable(self.dicts))
         self.values = list(chain.from_iterable(self._views))
 
     def unchanged(self) -> bool:
         """Whether the same objects, by identity, have the same names in the same dicts."""
         return (
-            list(map(len, self._dicts)) == self._lengths
-            and list(chain.from_iterable(self._dicts)) == self._names
+            list(map(len, self.dicts)) == self._lengths
+            and list(chain.from_iterable(self.dicts)) == self._names
             and all(map(is_, chain.from_iterable(self._views), self.values))
         )
 
@@ -77,31 +80,52 @@ class WatchedModule:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._modules = list(module.modules())
+        self._attributes = list(map(vars, self._modules))
         self._types = list(map(type, self._modules))
+        self._kinds = list(dict.fromkeys(self._types))
         self._methods = self._methods_now()
         self._containers = self._containers_now()
-        self._members = _Members([vars(one)[name] for one in self._modules for name in _MEMBERS])
-        self._hooks = [vars(one)[name] for one in self._modules for name in _HOOKS]
-        self._left_out = [set(vars(one)[_SETS]) for one in self._modules]
+        self._members = _Members([each[name] for each in self._attributes for name in _MEMBERS])
+        self._hooks = [each[name] for each in self._attributes for name in _HOOKS]
+        self._left_out = [set(each[_SETS]) for each in self._attributes]
+        self._sets: list[set[str]] = []  # as the imprints know them: those with nothing in them, and the others
+        self._more_left_out: list[tuple[set[str], set[str]]] = []
         self.tensors = [one for one in self._members.values if isinstance(one, torch.Tensor)]
+        self._watch = Watch(self._imprints, self._asked)
 
     def unchanged(self) -> bool:
         """Whether the same tensors, by identity, stand in its state under the same names."""
         return (
-            list(map(type, self._modules)) == self._types
+            all(map(is_, map(vars, self._modules), self._attributes))
             and self._methods_now() == self._methods
-            and not any(map(contains, map(vars, self._modules), repeat(_METHODS[0])))
+            and self._watch.holds()
+            and all(now == before for now, before in self._more_left_out)
+        )
+
+    def _asked(self) -> bool:
+        return (
+            list(map(type, self._modules)) == self._types
+            and not any(map(contains, self._attributes, repeat(_METHODS[0])))
             and _same(self._containers_now(), self._containers)
             and not any(self._hooks)
-            and list(map(itemgetter(_SETS), map(vars, self._modules))) == self._left_out
+            and list(map(itemgetter(_SETS), self._attributes)) == self._left_out
             and self._members.unchanged()
         )
 
+    def _imprints(self) -> list[Imprint] | None:
+        """Of what `_asked` asks for."""
+        self._sets = list(map(itemgetter(_SETS), self._attributes))
+        self._more_left_out = [(one, set(one)) for one in self._sets if one]
+        nothing = [*self._hooks, *(one for one in self._sets if not one)]
+        standing = imprints.dicts([*self._attributes, *self._members.dicts], nothing)
+        types = imprints.kinds(self._modules)
+        return None if standing is None or types is None else [types, standing]
+
     def _methods_now(self) -> list[Any]:
-        return [getattr(kind, name) for kind in dict.fromkeys(self._types) for name in _METHODS]
+        return [getattr(kind, name) for kind in self._kinds for name in _METHODS]
 
     def _containers_now(self) -> list[Any]:
-        return list(chain.from_iterable(map(_containers_of, map(vars, self._modules))))
+        return list(chain.from_iterable(map(_containers_of, self._attributes)))
 
 
 _containers_of: Final = itemgetter(*_MEMBERS, *_HOOKS)
@@ -118,10 +142,12 @@ class WatchedOptimizer:
         self._optimizer = optimizer
         self._parameters = self._parameters_now()
         self._lengths = self._lengths_now()
+        self._state = optimizer.state
         self._keys = list(optimizer.state)
         self._slots = list(optimizer.state.values())
         self._members = _Members(self._slots)
         self.tensors = [one for one in self._members.values if one is not None]
+        self._watch = Watch(self._imprints, self._asked)
 
     def unchanged(self) -> bool:
         """Whether it keeps the same tensors, by identity, for the same parameters in the same groups."""
@@ -129,12 +155,23 @@ class WatchedOptimizer:
         return (
             not any(getattr(optimizer, name, None) for name in _OPTIMIZER_HOOKS)
             and "state_dict" not in vars(optimizer)
+            and optimizer.state is self._state
             and self._lengths_now() == self._lengths
             and _same(self._parameters_now(), self._parameters)
-            and _same(list(optimizer.state), self._keys)
-            and _same(list(optimizer.state.values()), self._slots)
+            and self._watch.holds()
+        )
+
+    def _asked(self) -> bool:
+        return (
+            _same(list(self._state), self._keys)
+            and _same(list(self._state.values()), self._slots)
             and self._members.unchanged()
         )
+
+    def _imprints(self) -> list[Imprint] | None:
+        """Of what `_asked` asks for."""
+        found = imprints.dicts([self._state, *self._slots])
+        return None if found is None else [found]
 
     def _parameters_now(self) -> list[Any]:
         return list(chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
@@ -155,9 +192,13 @@ class Tensors:
         self.tensors = list({id(one): one for one in tensors}.values())
         self.addresses = self._addresses_now()
         self._guards = _guards(self.tensors)
+        self._watch = Watch(lambda: imprints.tensors(self.tensors), self._asked)
 
     def unchanged(self) -> bool:
         """Whether all of them are as they were when this was made."""
+        return self._watch.holds()
+
+    def _asked(self) -> bool:
         return self._addresses_now() == self.addresses and self._guards()
 
     def _addresses_now(self) -> list[int]:

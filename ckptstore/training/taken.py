@@ -44,7 +44,8 @@ class TakenSteps:
 
     Attributes:
         loaded: an optimizer's ``load_state_dict`` was called since this was set to False.
-        brief: note numbers alone, for one who knows which tensors are meant (`foreseen`).
+        brief: note numbers alone, and what is left of compressed gradients, for one who knows which tensors are meant
+            (`foreseen`).
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], compressor: Compressor | None = None) -> None:
@@ -119,8 +120,8 @@ class TakenSteps:
         optimizer = self._optimizers[number]
         found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler, while a fused kernel looks at it itself
         skipped = found_inf is not None and bool(torch.as_tensor(found_inf).item())
-        if self.brief and not sparse:
-            self._steps[number] = Noted.of(optimizer, skipped=skipped)
+        if self.brief:
+            self._steps[number] = Noted.of(optimizer, skipped=skipped, sparse=sparse)
         else:
             self._steps[number] = OptimizerStep(optimizer, gradients=sparse or "none", skipped=skipped)
 
@@ -165,7 +166,7 @@ class Collected:
             if count == 0:
                 taken.append(OptimizerStep(optimizer, gradients="none", skipped=True))
             elif isinstance(step, Noted):
-                taken.append(OptimizerStep(optimizer, gradients="none", skipped=step.skipped))
+                taken.append(OptimizerStep(optimizer, gradients=step.sparse or "none", skipped=step.skipped))
             elif step is not None:
                 taken.append(step)
         return _joined(taken) if taken and self._predicted else None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from ckptstore.training import Checkpointer, LayerwiseSnapshots, planned, staging, standing
+from ckptstore.training import Checkpointer, LayerwiseSnapshots, imprints, planned, staging, standing
 
 __all__ = [
+    "DICTS_TELL",
     "MOST_IN_VAIN",
     "copied_during_backward",
     "copying",
@@ -21,17 +23,37 @@ __all__ = [
     "members_of",
     "not_persistent",
     "on_copies",
+    "other_members",
     "plan_nothing",
+    "see_less_of_tensors",
     "waits_for",
     "without_guards",
+    "without_imprints",
 ]
 
 MOST_IN_VAIN = planned._IN_VAIN
 """After how many plans that did not hold none is made any more: nothing public tells of plans."""
 
 
+DICTS_TELL = sys.version_info < (3, 13)
+"""Whether a dict has a number that each change makes another: PEP 509, which Python 3.13 has not any more."""
+
+
+def without_imprints(patch: pytest.MonkeyPatch) -> None:
+    """As where the bytes of objects do not tell of changes: `imprints._form`, `_dicts_tell`."""
+    patch.setattr(imprints, "_form", lambda: None)
+    patch.setattr(imprints, "_dicts_tell", lambda: False)
+
+
+def see_less_of_tensors(patch: pytest.MonkeyPatch) -> None:
+    """As where torch keeps sizes beyond the bytes that are looked at: `imprints._IMPL`."""
+    patch.setattr(imprints, "_IMPL", 40)
+    patch.setattr(imprints, "_form", imprints._form.__wrapped__)
+
+
 def without_guards(patch: pytest.MonkeyPatch) -> None:
     """As where torch's C code cannot say whether tensors are the same: `standing._guards`, `_described_guards`."""
+    without_imprints(patch)
     patch.setattr(standing, "_guards", standing._described_guards)
 
 
@@ -46,6 +68,11 @@ def members_of(module: torch.nn.Module) -> dict[str, Any]:
     """The modules in a module, to be renamed and put in another order: `torch.nn.Module._modules`."""
     members: dict[str, Any] = module._modules
     return members
+
+
+def other_members(module: torch.nn.Module) -> None:
+    """Another dict in the place of `torch.nn.Module._modules`, with the modules in another order."""
+    module.__dict__["_modules"] = dict(reversed(module._modules.items()))
 
 
 def not_persistent(module: torch.nn.Module, name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from ckptstore.formats import streaming  # noqa: E402
 from ckptstore.frameworks import bridge  # noqa: E402
 from ckptstore.host.gathering import Gathering  # noqa: E402
 from ckptstore.host.threads import started_pool  # noqa: E402
-from ckptstore.training import Checkpointer  # noqa: E402
+from ckptstore.training import Checkpointer, TopKHook, imprints  # noqa: E402
 from ckptstore.training.plan import StatePlan  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training import inside  # noqa: E402
@@ -51,11 +53,14 @@ class Run:
             extra=self.extra,
             **options,
         )
+        self.compressor = options.get("compressor")
         self.checkpointer.resume()
 
     def train(self) -> Any:
         """A step, saved and loaded again -> the state that was expected."""
         self.model(torch.randn(6, 8)).square().mean().backward()
+        if self.compressor is not None:
+            self.compressor.compress(self.model.parameters())
         self.optimizer.step()
         self.optimizer.zero_grad()
         expected = copy.deepcopy(self.state())
@@ -258,6 +263,98 @@ def test_what_changes_between_steps_is_in_the_next_checkpoint(
         run.train()
 
 
+def swapped_objects(run: Run) -> None:
+    torch.utils.swap_tensors(run.extra["ema"][2].weight, torch.nn.Parameter(torch.randn(16, 16)))
+
+
+def other_storage(run: Run) -> None:
+    run.extra["ema"][2].weight.data.set_(torch.randn(256).untyped_storage(), 0, (16, 16), (16, 1))
+
+
+def persistent_by_another_set(run: Run) -> None:
+    run.extra["ema"][1].__dict__["_non_persistent_buffers_set"] = {"running_var"}
+
+
+def other_members(run: Run) -> None:
+    inside.other_members(run.extra["ema"])
+
+
+def reset_optimizer_state(run: Run) -> None:
+    state = run.optimizer.state
+    kept = {one: {name: slot.clone() for name, slot in slots.items()} for one, slots in state.items()}
+    run.optimizer.state = type(state)(dict, kept)
+
+
+FEW = (
+    replaced_data, other_shape_of_the_same_memory, transposed, replaced_moment, renamed, other_class, own_state_dict,
+    not_persistent, no_state_any_more,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [swapped_objects, other_storage, persistent_by_another_set, other_members, reset_optimizer_state],
+    ids=lambda change: change.__name__,
+)
+def test_what_stands_elsewhere_is_in_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Run], None]
+) -> None:
+    test_what_changes_between_steps_is_in_the_next_checkpoint(tmp_path, monkeypatch, change)
+
+
+@pytest.mark.parametrize("change", FEW, ids=lambda change: change.__name__)
+def test_where_bytes_of_objects_say_nothing_the_same_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Run], None]
+) -> None:
+    inside.without_imprints(monkeypatch)
+    test_what_changes_between_steps_is_in_the_next_checkpoint(tmp_path, monkeypatch, change)
+
+
+def test_attributes_that_change_in_every_step_cost_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, "full")
+    with run.checkpointer:
+        for number in range(8):
+            run.model[0].seen = [number]
+            run.extra["ema"].train(number % 2 == 0)
+            run.train()
+        assert run.made == 1
+        replaced_data(run)
+        run.train()
+        assert run.made == 2
+
+
+def test_bytes_of_objects_are_believed_where_they_tell_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(5, dtype=torch.int64)]
+    assert imprints.tensors(tensors) is not None
+    assert imprints.tensors([torch.zeros([1] * 6)]) is None, "it keeps its sizes elsewhere"
+    assert (imprints.dicts([{}]) is not None) is inside.DICTS_TELL
+    assert imprints.dicts([OrderedDict(a=1)]) is None, "its order changes without a word"
+    assert imprints.dicts([], [{"not": "empty"}]) is None
+    inside.see_less_of_tensors(monkeypatch)
+    assert imprints.tensors(tensors) is None, "sizes are not looked at, and nobody noticed"
+
+
+@pytest.mark.parametrize("strategy", ["full", "gradient"])
+def test_saves_by_an_agent_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    run = Run(tmp_path, monkeypatch, strategy, agent=True, linger_seconds=5)
+    with run.checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            run.train()
+        assert run.made == 1, "the plan does not hold from one step to the next"
+        for change in (replaced_data, tied_with_what_moves, frozen):
+            change(run)
+            run.train()
+        assert run.made > 1
+        pid = run.checkpointer.agent_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(3):  # another agent has other memory
+            run.train()
+        assert run.checkpointer.agent_pid != pid
+
+
 @pytest.mark.parametrize("strategy", ["full", "delta"])
 def test_every_strategy_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     run = Run(tmp_path, monkeypatch, strategy)
@@ -307,6 +404,26 @@ def test_a_diff_of_a_planned_step_is_as_small_as_one_that_is_not(
         sizes.append([info.stored for info in ckptstore.open(tmp_path / str(number) / "store").checkpoints()])
     for with_plan, without in zip(*sizes, strict=True):
         assert with_plan <= without * 1.02 + 64
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_compressed_gradients_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    sizes = []
+    for number, with_plans in enumerate((True, False)):
+        hook = TopKHook(0.05, exact=False)
+        options: dict[str, Any] = {"agent": True, "linger_seconds": 5} if agent else {}
+        run = Run(tmp_path / str(number), monkeypatch, "gradient", full_every=100, compressor=hook, **options)
+        if not with_plans:
+            inside.plan_nothing(run.checkpointer)
+        with run.checkpointer:
+            for _ in range(6):
+                run.train()
+        assert run.made == int(with_plans)
+        sizes.append([info.stored for info in ckptstore.open(tmp_path / str(number) / "store").checkpoints()])
+    for with_plan, without in zip(*sizes, strict=True):
+        assert with_plan <= without * 1.02 + 64
+    assert max(sizes[0][1:]) < max(sizes[0]) / 2, "the step diffs are as large as the full"
 
 
 def test_a_save_that_is_refused_gives_its_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tools.bench.rounds import WorkerError
 
-_ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[2]
 _DIGESTS: Final = "digests.txt"
 
 STRATEGIES: Final = (
@@ -144,7 +144,8 @@ def run_round(plan: Plan, results: Results, turn: int, begun: Callable[[str], No
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """A worker's: torch computes with as many threads as the trainer has cores."""
     cores = len(os.sched_getaffinity(0))
     return {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // 2))}
 
@@ -152,12 +153,18 @@ def _environment() -> dict[str, str]:
 def finished(plan: Plan, task: str, case: Case, folder: Path) -> dict[str, Any]:
     """Run a worker to its end -> what it said. Raises `WorkerError`."""
     done = subprocess.run(
-        plan.command(task, case, folder), cwd=_ROOT, env=_environment(), capture_output=True, text=True, check=False
+        plan.command(task, case, folder), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
         raise WorkerError((done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1])
     return dict(json.loads(last))
+
+
+def noted_digests(folder: Path) -> dict[int, str]:
+    """What a worker that was killed had noted of its states, by step."""
+    lines = (folder / _DIGESTS).read_text().splitlines()
+    return {int(line.split()[0]): line.split()[1] for line in lines if line.count(" ") == 1}
 
 
 def killed(plan: Plan, case: Case, folder: Path, chance: random.Random) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def killed(plan: Plan, case: Case, folder: Path, chance: random.Random) -> dict[
     with tempfile.TemporaryFile("w+", dir=plan.scratch) as trouble:
         command = plan.command("kill", case, folder)
         with subprocess.Popen(
-            command, cwd=_ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=trouble, text=True
+            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=trouble, text=True
         ) as process:
             assert process.stdout is not None
             last: dict[str, Any] = {}
@@ -185,12 +192,12 @@ def killed(plan: Plan, case: Case, folder: Path, chance: random.Random) -> dict[
         if status != -signal.SIGKILL:
             trouble.seek(0)
             raise WorkerError((trouble.read().strip().splitlines() or [f"it ended with status {status}"])[-1])
-    noted = dict(line.split() for line in (folder / _DIGESTS).read_text().splitlines() if line.count(" ") == 1)
+    noted = noted_digests(folder)
     found = finished(plan, "restore", case, folder)
     step, trained = found["step"], last["step"]
     if step is None and case.strategy != "none":
         raise WorkerError(f"killed after step {trained}: nothing can be restored")
-    if step is not None and found["digest"] != noted.get(str(step)):
+    if step is not None and found["digest"] != noted.get(step):
         raise WorkerError(f"the restored state of step {step} differs from the one that was trained")
     lost = max(0, trained - (step or 0))
     numbers = {"trained": trained, "restored": step, "lost": lost, "restore_s": found["seconds"]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,6 +57,7 @@ class Trainer:
 
     Attributes:
         parameters: how many are trained.
+        compressor: a `TopKHook` that leaves the largest entries of each gradient; None: they stay as they are.
     """
 
     def __init__(self, shape: Shape, device: str = "cpu", seed: int = 1) -> None:
@@ -65,6 +67,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.step = 0
+        self.compressor: Any = None
         self._shape = shape
         self._text = torch.from_numpy(read_corpus(_TEXT).text.copy()).long()
 
@@ -77,6 +80,8 @@ class Trainer:
         rows = rows.to(self.device)
         loss = functional.cross_entropy(self.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
+        if self.compressor is not None:
+            self.compressor.compress(self.model.parameters())
 
     def update(self) -> None:
         """The optimizer's step. The gradient stays until the next `clear`."""
@@ -153,6 +158,21 @@ def divide_cores(pinned: bool) -> tuple[set[int], set[int]]:
     return set(cores[:half]), set(cores[half:])
 
 
+_savers: set[int] = set()
+"""The cores of everything that saves, once `pin` has said so."""
+
+
+@contextmanager
+def on_savers() -> Iterator[None]:
+    """This thread on the savers' cores, and with it every thread and process that it starts meanwhile."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _savers or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def pin(trainer: set[int], savers: set[int]) -> str:
     """Put this thread on the trainer's cores, and every thread that is started from now on on the savers'.
 
@@ -167,14 +187,12 @@ def pin(trainer: set[int], savers: set[int]) -> str:
     if trainer == savers:
         return f"not pinned: training and saving share {len(trainer)} cores"
     start = threading.Thread.start
+    global _savers
+    _savers = savers
 
     def started(thread: threading.Thread) -> None:
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, savers)
-        try:
+        with on_savers():
             start(thread)
-        finally:
-            os.sched_setaffinity(0, before)
 
     threading.Thread.start = started  # type: ignore[method-assign]
     os.sched_setaffinity(0, trainer)

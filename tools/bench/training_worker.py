@@ -1,7 +1,7 @@
 """One run of the training benchmark, in a process of its own: ``python -m tools.bench.training_worker TASK STRATEGY``.
 
 ``loop`` trains, saves, measures, restores and compares; ``kill`` trains until somebody kills it, and says each step;
-``restore`` says what can be restored. Each prints JSON; `training` starts them.
+``restore`` says what can be restored, ``recover`` goes on to a step. Each prints JSON; `training` starts them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any, Final
 import torch
 
 from tools.bench.measure import Measurement
+from tools.bench.training_checkpointers import CHECKPOINTERS
 from tools.bench.training_loop import Shape, Trainer, digest, divide_cores, pin
 from tools.bench.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options, Strategy
 
+ALL: Final = {**STRATEGIES, **CHECKPOINTERS}
 WARM_STEPS: Final = 3
 DIGESTS: Final = "digests.txt"
 
@@ -86,7 +88,7 @@ def begin(asked: argparse.Namespace, shape: Shape, measurement: Measurement | No
         measurement.__enter__()  # from here on memory is the strategy's
     ledger = Ledger()
     options = Options(asked.interval, asked.full_every, asked.batch)
-    strategy = STRATEGIES[asked.strategy](asked.dir, trainer, options, ledger)
+    strategy = ALL[asked.strategy](asked.dir, trainer, options, ledger)
     return Run(trainer, strategy, ledger, asked.interval)
 
 
@@ -132,7 +134,7 @@ def loop(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     }
     if durable:
         result |= {"durable_s": statistics.median(durable), "worst_durable_s": max(durable)}
-    if asked.strategy != "none":
+    if not asked.strategy.startswith("none"):
         result |= restored(asked, shape, step, trained)
     return result
 
@@ -152,23 +154,53 @@ def restore(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     other = Trainer(shape, asked.device, seed=2)
     other.take()  # so that there are moments to load into
     began = time.perf_counter()
-    step = STRATEGIES[asked.strategy].restore(asked.dir, other)
+    step = ALL[asked.strategy].restore(asked.dir, other)
     seconds = time.perf_counter() - began
     return {"step": step, "digest": None if step is None else digest(other.state()), "seconds": seconds}
+
+
+def recover(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """The newest state, and from there trained to step `asked.steps`: what a trainer that was killed has lost."""
+    other = Trainer(shape, asked.device, seed=2)
+    other.take()
+    began = time.perf_counter()
+    step = ALL[asked.strategy].restore(asked.dir, other)
+    restored = time.perf_counter()
+    while other.step < asked.steps:
+        other.take()
+    ended = time.perf_counter()
+    return {
+        "step": step,
+        "reached": other.step,
+        "digest": digest(other.state()),
+        "restore_s": restored - began,
+        "recompute_s": ended - restored,
+    }
 
 
 def kill(asked: argparse.Namespace, shape: Shape) -> None:
     """Train until killed. What is saved is noted before, so that it can be compared with what is restored."""
     run = begin(asked, shape)
+    pid = getattr(run.strategy, "agent_pid", None)
+    agent = {} if pid is None else {"agent": pid}
     with (asked.dir / DIGESTS).open("w") as notes:
 
         def told(step: int) -> None:
             notes.write(f"{step} {digest(run.trainer.state())}\n")
             notes.flush()
 
+        noted: set[int] = set()
+
+        def once(step: int) -> None:
+            if step not in noted:
+                noted.add(step)
+                told(step)
+
         while True:
-            run.take(told)
-            say({"step": run.trainer.step, "seconds": run.iterations[-1]})
+            run.take(once)
+            if asked.strategy in CHECKPOINTERS:
+                once(run.trainer.step)  # where lost steps are trained again, those that were not saved count, too
+            say({"step": run.trainer.step, "seconds": run.iterations[-1]} | agent)
 
 
 def say(document: dict[str, Any]) -> None:
@@ -178,8 +210,8 @@ def say(document: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=["loop", "kill", "restore"])
-    parser.add_argument("strategy", choices=list(STRATEGIES))
+    parser.add_argument("task", choices=["loop", "kill", "restore", "recover"])
+    parser.add_argument("strategy", choices=list(ALL))
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
@@ -198,7 +230,7 @@ def main() -> None:
     try:
         if asked.task == "kill":
             kill(asked, shape)
-        say((loop if asked.task == "loop" else restore)(asked, shape) | {"pinning": pinning})
+        say({"loop": loop, "restore": restore, "recover": recover}[asked.task](asked, shape) | {"pinning": pinning})
     except NotInThisBuildError as error:
         say({"absent": str(error)})
 

@@ -1,0 +1,75 @@
+"""The benchmark of saves after every step: what is restored is what was trained, and the quick form is complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+from tools.bench import every_step, training_worker  # noqa: E402
+from tools.bench.training_cases import Case, Results  # noqa: E402
+from tools.bench.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
+from tools.bench.training_loop import Shape, Trainer, digest  # noqa: E402
+from tools.bench.training_strategies import Ledger, NotInThisBuildError, Options  # noqa: E402
+
+_QUICK = ("--quick", "--json", "--only", "loop/none", "--only", "recover/dense-agent")
+SHAPE = Shape(width=32, layers=1, batch=1, context=8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTERS if not name.startswith(("none", "fulls"))])
+def test_what_a_checkpointer_restores_is_what_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    trainer, ledger = Trainer(SHAPE), Ledger()
+    trainer.take()
+    try:
+        strategy = CHECKPOINTERS[name](tmp_path, trainer, Options(1, full_every=4), ledger)
+    except NotInThisBuildError as error:
+        pytest.skip(str(error))
+    run = training_worker.Run(trainer, strategy, ledger, 1)
+    run.until(7)
+    strategy.close()
+    assert set(ledger.durable) == set(range(2, 8))
+    other = Trainer(SHAPE, seed=2)
+    other.take()
+    assert CHECKPOINTERS[name].restore(tmp_path, other) == 7
+    assert digest(other.state()) == digest(trainer.state())
+    for left in LEFT:
+        left.close()
+    LEFT.clear()
+
+
+def test_every_case_is_a_strategy() -> None:
+    assert set(every_step.LABELS) | set(every_step.RECOVERIES) <= set(training_worker.ALL)
+    assert [case.strategy for case in every_step.cases(["loop/topk"], 50)] == ["none-topk", "topk"]
+    assert {case.interval for case in every_step.cases(["recover/*"], 50)} == {1, 50}
+
+
+def test_overhead_is_that_of_the_same_round() -> None:
+    plain, dense, topk = (Case("loop", name, 1) for name in ("none", "dense-agent", "topk-agent"))
+    base = Case("loop", "none-topk", 1)
+    seconds = {plain: (1.0, 2.0), dense: (1.5, 2.2), base: (2.0, 2.0), topk: (2.1, 2.2)}
+    results = Results({case: [{"iteration_s": one} for one in each] for case, each in seconds.items()})
+    assert every_step.overheads(results, dense) == pytest.approx([0.5, 0.1])
+    assert every_step.overheads(results, topk) == pytest.approx([0.05, 0.1])
+
+
+@pytest.mark.slow
+def test_the_quick_form_measures_recovers_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
+    done = CliRunner().invoke(every_step.main, [*_QUICK, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    results = {
+        f"{one['kind']}/{one['strategy']}": one
+        for one in json.loads((tmp_path / "out" / "every_step.json").read_text())["results"]
+    }
+    assert set(results) == {"loop/none", "recover/dense-agent"}
+    assert results["loop/none"]["median"]["iteration_s"] > 0
+    assert results["recover/dense-agent"]["median"]["lost"] <= 1, "the agent had what its trainer had given it"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["every_step.json"]
