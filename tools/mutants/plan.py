@@ -81,7 +81,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/frameworks/torch_files.py": _some("weight_files", "pickled_arrays", "torch_archive"),
     "ckptstore/frameworks/*": _some("torch_*"),
     **{
-        f"ckptstore/training/{name}.py": _some("topk", "checkpointer", "planned_state", "torch_optimizers")
+        f"ckptstore/training/{name}.py": _some("refused_states", "checkpointer", "planned_state", "topk")
         for name in ("batches", "captured", "checkpointer", "saving")
     },
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
@@ -91,17 +91,17 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         "tests/cli/test_verify.py",
     ),
     "ckptstore/maintenance/compact/*": (
-        *_some("compacting", "compact_planning"),
+        *_some("lost_ends", "compacting", "compact_planning"),
         "tests/cli/test_compact.py",
         *_some("compact_kills"),
     ),
     "ckptstore/maintenance/copies/*": (
-        *_some("copying", "repairing"),
+        *_some("room_for_copies", "lost_ends", "copying", "repairing"),
         "tests/cli/test_copy_and_repair.py",
         *_some("tiers/test_tiers"),
     ),
     "ckptstore/maintenance/repair/*": (*_some("repairing", "rebuilding"), "tests/cli/test_copy_and_repair.py"),
-    "ckptstore/maintenance/pruning.py": (*_some("pruning"), "tests/cli/test_prune.py", *_some("prune_kills")),
+    "ckptstore/maintenance/pruning.py": (*_some("lost_ends"), "tests/cli/test_prune.py", *_some("prune_kills")),
     "ckptstore/maintenance/gc.py": ("tests/cli/test_gc.py", *_some("recycling"), *_LOG),
     **{
         f"ckptstore/maintenance/{name}.py": (*_some("tags_and_retirement"), "tests/cli/test_tag.py")
@@ -138,7 +138,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/restore/opened.py": _some("hostile_segments", "crafted_stores", "damage", "fallback"),
     "ckptstore/segments/plain.py": _some("space"),
     "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),
-    "ckptstore/tiers/*": _some("tiers/test_tiers", "sync"),
+    "ckptstore/tiers/*": _some("room_for_copies", "lost_ends", "tiers/test_tiers", "sync"),
     "ckptstore/store*": (*_some("store", "store_methods"), *_some("tiers/test_tiers", "sync")),
     "ckptstore/*": _STORE,
 }
