@@ -316,16 +316,23 @@ def _each_tree(tree: Any, given: Any) -> list[Any]:
 def _load(name: str, given: Any, state: Any, load: Callable[[Any, Any], Any]) -> None:
     if isinstance(given, dict):
         if not isinstance(state, dict) or set(state) != set(given):
-            raise FormatError(f"{name}: {sorted(given)} are to be restored, the checkpoint has {sorted(state)}")
+            raise FormatError(f"{name}: {sorted(given)} are to be restored, the checkpoint has {_said(state)}")
         for key, one in given.items():
             load(one, state[key])
     elif isinstance(given, list):
         if not isinstance(state, Sequence) or len(state) != len(given):
-            raise FormatError(f"{name}: {len(given)} are to be restored, the checkpoint has {len(state)}")
+            raise FormatError(f"{name}: {len(given)} are to be restored, the checkpoint has {_said(state)}")
         for one, its in zip(given, state, strict=True):
             load(one, its)
     else:
         load(given, state)
+
+
+def _said(state: Any) -> str:
+    """What a checkpoint has where several were looked for."""
+    if isinstance(state, dict):
+        return str(sorted(state))
+    return f"{len(state)} of them, by number" if isinstance(state, Sequence) else type(state).__name__
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -178,10 +178,9 @@ class Checkpointer:
         Raises:
             as `resume`.
         """
-        self._check_open()
         name = ref.ref if isinstance(ref, CheckpointInfo) else str(ref)
         if self._writer is None:
-            return self.resume(name)
+            return self.resume(name)  # or it is closed, which that says
         if isinstance(self._writer, GoesBack):
             parent: CheckpointInfo | None = self._writer.rollback(name)
         else:

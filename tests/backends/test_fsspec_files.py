@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,6 +54,17 @@ def test_a_run_in_a_file_system_that_the_user_made(tmp_path: Path) -> None:
     store.gc()
     assert store.verify().ok
     assert "fsspec (DirFileSystem)" in store.backend.medium()
+
+
+def test_a_segment_that_was_shortened_while_it_was_open(tmp_path: Path) -> None:
+    store = ckptstore.open("run", filesystem=DirFileSystem(path=str(tmp_path), fs=LocalFileSystem()))
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"weight": np.arange(3000)}, 1)
+    ((segment, _),) = store.describe(1)
+    with store.backend.open_source(segment.key) as source:
+        os.truncate(tmp_path / "run" / segment.key, source.size - 7)
+        with pytest.raises(ckptstore.CorruptSegmentError, match="although it had"):
+            source.read_into(0, memoryview(bytearray(source.size)))
 
 
 def test_what_does_not_create_exclusively_is_refused_with_the_reason() -> None:

@@ -65,6 +65,20 @@ def test_quick_measures_nothing_and_imports_nothing(tmp_path: Path) -> None:
     assert done.stdout == "[] False\n"
 
 
+@pytest.mark.parametrize("call", ["fdatasync", "fsync"])
+def test_the_time_of_a_sync_is_that_of_file_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    sync = getattr(os, call)
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.03)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, call, slow)
+    assert examine(str(tmp_path), quick=True).of("fsync").values["seconds"] >= 0.03
+
+
 def test_a_store_and_a_damaged_log(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     with store.writer(poll_seconds=None) as writer:

@@ -76,8 +76,8 @@ class TestRules:
     @pytest.mark.parametrize(
         "rule",
         ["", "last", "last:", "last:0", "last:-1", "last:1.5", "last:1 0", "last:٣", "every:0", "best:loss",
-         "best::5", "best:loss:0", "best:loss:5:up", "newer-than:7", "newer-than:d", "newer-than:-1d", "newest:3",
-         "last:99999999999999999999", "Last:3", "tagged:x", "best:" + "x" * 300 + ":1", 7, None],
+         "best::5", "best:loss:0", "best:loss:5:up", "worst:loss:5", "newer-than:7", "newer-than:d", "newer-than:-1d",
+         "newest:3", "last:99999999999999999999", "Last:3", "tagged:x", "best:" + "x" * 300 + ":1", 7, None],
         ids=lambda rule: str(rule)[:20] or "empty",
     )  # fmt: skip
     def test_what_is_none(self, rule: Any) -> None:
@@ -165,6 +165,15 @@ def test_a_metric_that_comes_late_ranks_from_then_on() -> None:
         gone.append(keeping.superfluous(catalog_of(*entries[:count])))
     assert gone == [[], [], [(1, 1), (1, 2)], [(1, 1), (1, 2)]]  # named again until they are retired
     assert keeping.reasons(entries[2]) == ["best:loss:1"]
+
+
+def test_branches_stay_while_the_line_goes_on() -> None:
+    first = [entry(1, step) for step in range(1, 7)]
+    catalog = catalog_of(*first, entry(2, 4), parents={2: first[2]})
+    keeping = Keeping(["last:1", "branches"], catalog)
+    keeping.add(entry(2, 5))
+    assert keeping.superfluous(catalog) == [(1, 1), (1, 2), (1, 3), (2, 4)]
+    assert [keeping.reasons(one) for one in first[2:]] == [[], *[["branches"]] * 3]
 
 
 def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import DiffOptions
+from ckptstore import CorruptSegmentError, DiffOptions
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.codecs import Derive, Sub, Xor
 from ckptstore.formats.shards import state_parts
@@ -319,3 +320,15 @@ def test_what_a_load_refuses_is_reported_without_decoding(deltas: Crafted, how: 
     assert any(
         reason in str(error) or "base has" in str(error) or "begins with" in str(error) for error in wrong.values()
     )
+
+
+@pytest.mark.parametrize(("how", "form"), [("another value", "full"), ("run", "stored"), ("term", "stored")])
+def test_what_is_not_what_the_log_says_is_not_copied(deltas: Crafted, tmp_path: Path, how: str, form: Any) -> None:
+    crafted = deltas.clone()
+    change, restate, reason, _ = WRONG[how]
+    change(crafted)
+    store = crafted.write(restate=restate)
+    with pytest.raises(CorruptSegmentError, match=reason):
+        store.copy(tmp_path / "copy", ["2@1"], form=form)
+    assert not (tmp_path / "copy/FORMAT").exists()
+    assert store.copy(tmp_path / "other", ["1@1"], form=form).checkpoints == ("1@1",)

@@ -15,8 +15,10 @@ from ckptstore import (
     BranchWarning,
     CheckpointNotFoundError,
     CorruptionError,
+    CorruptLogError,
     FallbackWarning,
     FencedError,
+    ReadOnlyError,
     StorageError,
     UsageError,
 )
@@ -399,6 +401,24 @@ def test_what_is_damaged_here_keeps_nothing_else_from_the_remote(folders: Place,
         assert writer.parent.ref == ("3@2" if chained else "6@2")
         writer.save(state(7), 7)
     assert steps(folders.theirs())[-1] == "7@3"
+
+
+def test_a_damaged_log_is_not_drained(folders: Place) -> None:
+    """What it does not show may say that something is retired, or that the run went on elsewhere."""
+    fill(ckptstore.open(folders.here), 1, 4)
+    slot = folders.here / "log" / f"{2:020d}"
+    slot.write_bytes(slot.read_bytes()[:-1])
+    with pytest.raises(CorruptLogError, match="nobody knows what is to be drained"):
+        ckptstore.open(folders.here).sync(folders.remote)
+    assert not Path(folders.remote, "FORMAT").exists()
+
+
+@pytest.mark.parametrize("name", ["ro-compat", "features-write", "unknown-members"])
+def test_what_a_newer_version_wrote_is_left_to_it(folders: Place, name: str) -> None:
+    shutil.copytree(Path(__file__).resolve().parents[1] / "golden" / "conformance" / name, folders.here)
+    with pytest.raises(ReadOnlyError, match="only a newer version knows"):
+        ckptstore.open(folders.here).sync(folders.remote)
+    assert not Path(folders.remote, "FORMAT").exists()
 
 
 @pytest.mark.parametrize("options", [{"remote": 5}, {"bandwidth": True}, {"bandwidth": 0}, {"bandwidth": "fast"}])

@@ -76,6 +76,24 @@ def test_broken_by_itself():
     assert False
 """
 
+ELSEWHERE = """import os
+import subprocess
+import sys
+
+from ckptstore.formats.sample import small
+
+
+def test_started():
+    code = "from ckptstore.formats.sample import decode; decode(b'42', 1)"
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 1
+
+
+def test_forked():
+    if (child := os.fork()) == 0:
+        os._exit(small(30))
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
@@ -201,6 +219,18 @@ def test_the_gate_can_fail(tree: Path, tmp_path: Path) -> None:
     assert (bench.copy.root / "formats/sample.py").read_bytes() == source
     killed = next(verdict for verdict in verdicts if verdict.site.kind == "durability")
     assert killed.by == "tests/formats/test_sample.py::test_durable"
+
+
+def test_checks_that_other_processes_come_to_are_tried(tree: Path, tmp_path: Path) -> None:
+    (tree / "tests/formats/test_sample.py").write_text(ELSEWHERE)
+    sites = find_sites(tree)
+    with Bench(tree, tmp_path / "copy") as bench:
+        known = baseline([bench], sites)
+        verdicts = try_all([bench], sites, known, lambda _verdict: None)
+    assert {verdict.site.source: verdict.by.rpartition("::")[2] for verdict in verdicts if verdict.by} == {
+        "len(data) > limit": "test_started",
+        "number < 10": "test_forked",
+    }
 
 
 def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:

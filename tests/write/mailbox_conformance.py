@@ -54,7 +54,19 @@ class MailboxConformance:
         one.delete("letter.1")
         with pytest.raises(FormatError, match="not whole"):
             fetch(other, "letter")
+        one.set("letter.1", b"b" * PIECE)  # another letter's
+        with pytest.raises(FormatError, match="not whole"):
+            fetch(other, "letter")
         withdraw(one, ["letter"])
+
+    def test_what_is_no_letter_is_refused_at_once(self, boxes: Boxes) -> None:
+        one, other = boxes
+        one.set("letter", b"short")
+        with pytest.raises(FormatError, match="not a letter"):
+            fetch(other, "letter")
+        one.set("letter", (1 << 62).to_bytes(8, "little") + bytes(8))  # nobody looks for so many pieces
+        with pytest.raises(FormatError, match="bytes"):
+            fetch(other, "letter")
 
     def test_what_is_too_long_to_send_is_refused(self, boxes: Boxes) -> None:
         class Long(bytes):

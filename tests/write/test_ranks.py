@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 import warnings
@@ -28,6 +29,7 @@ from ckptstore import (
     StorageError,
     UnsupportedStateError,
     UsageError,
+    WriterClosedError,
 )
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState
@@ -614,3 +616,59 @@ def test_steps_ascend_and_what_cannot_be_combined_is_refused(tmp_path: Path) -> 
         RankOptions(timeout=0)
     with pytest.raises(UsageError, match="diverged"):
         RankOptions(diverged="maybe")  # type: ignore[arg-type]
+
+
+def test_values_that_are_too_much_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", 1500)  # two ranks' texts are longer, one is not
+
+    def work(group: Group) -> None:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
+            with pytest.raises((RankError, UnsupportedStateError), match="as text"):
+                writer.save({"w": np.ones(3), "said": str(group.rank) * 1000}, 1)
+            writer.save({"w": np.ones(3), "said": str(group.rank)}, 2)
+
+    assert as_ranks(2, work) == [None] * 2
+    assert [info.step for info in ckptstore.open(tmp_path).checkpoints()] == [2]
+
+
+def everything(writer: Any) -> list[Any]:
+    """What only a writer that is open does."""
+    return [
+        lambda: writer.save(state(0), 2),
+        lambda: writer.save_async(state(0), 2),
+        writer.wait,
+        lambda: writer.tag("late", 1),
+        lambda: writer.untag("late"),
+        lambda: writer.rollback(1),
+    ]
+
+
+def test_a_writer_that_is_closed_takes_nothing(tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        writer = ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT)
+        writer.save(state(group.rank), 1)
+        writer.close()
+        for call in everything(writer):
+            with pytest.raises(WriterClosedError, match="is closed"):
+                call()
+
+    assert as_ranks(2, work) == [None] * 2
+    assert [info.ref for info in ckptstore.open(tmp_path).checkpoints()] == ["1@1"]
+
+
+def _misuse(writer: Any) -> None:
+    for call in everything(writer):
+        with pytest.raises(WriterClosedError, match="not its fork"):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_does_not_wait_for_threads_that_it_does_not_have(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path).writer(group=Group(0, 1, LocalMailbox()), ranks=PATIENT) as writer:
+        writer.save(state(0), 1)
+        child = multiprocessing.get_context("fork").Process(target=_misuse, args=(writer,), daemon=True)
+        child.start()
+        child.join(15)
+        if child.exitcode is None:
+            child.kill()
+        assert child.exitcode == 0

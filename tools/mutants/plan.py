@@ -12,17 +12,21 @@ from tools.mutants.sites import Site
 __all__ = ["tests_of"]
 
 _FORMATS: Final = "tests/formats/test_"
-_ENGINE: Final = "tests/[!c]*/test_"  # of every room but the command's, which has a `log`, too
+
+
+def _some(*names: str) -> tuple[str, ...]:
+    """Files of the engine's rooms (not of the command's, which has a `log`, too): ``log``, ``agent/test_saving``."""
+    return tuple(f"tests/{name}.py" if "/" in name else f"tests/[!c]*/test_{name}.py" for name in names)
+
+
 _REGRESSIONS: Final = (f"{_FORMATS}limits.py", f"{_FORMATS}regressions.py")
 _CRASHES: Final = tuple(
     f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "crash_pmem", "powercut", "crash_store")
 )
-_LOG: Final = tuple(
-    f"{_ENGINE}{name}.py" for name in ("log", "lost_slots", "replaced", "folding", "pins", "requests", "log_machine")
-)
-_STORE: Final = tuple(
-    f"{_ENGINE}{name}.py" for name in ("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
-)
+_PLAYED_BACK: Final = ("ckptstore/backends/", "ckptstore/log/", "ckptstore/maintenance/gc")
+"""What the crash tests run. Syncs of other modules are about files of their own (exports, a tried disk)."""
+_LOG: Final = _some("log", "lost_slots", "replaced", "folding", "pins", "requests", "log_machine")
+_STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/*compiled*.py": (
@@ -31,8 +35,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"{_FORMATS}optim_compiled.py",
     ),
     "formats/optim/*": (f"{_FORMATS}optim_hostile.py", f"{_FORMATS}optim.py", f"{_FORMATS}optim_arithmetic.py"),
-    "formats/steps.py": (f"{_ENGINE}diffs.py", f"{_ENGINE}diff_*.py"),
-    "formats/codecs/sums.py": (f"{_ENGINE}parallel_chain.py",),
+    "formats/steps.py": _some("diffs", "diff_*"),
+    "formats/codecs/sums.py": _some("parallel_chain"),
     "formats/codecs/*": (f"{_FORMATS}codecs_params.py", f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs*.py"),
     "formats/jsontext.py": (f"{_FORMATS}jsontext.py", f"{_FORMATS}state.py"),
     "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
@@ -52,49 +56,90 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/columns.py": (f"{_FORMATS}tables.py", f"{_FORMATS}catalog.py"),
     "formats/retention.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
-    "ckptstore/backends/*": (
-        *(f"{_ENGINE}{tests}.py" for tests in ("recycling", "space", "local_backend", "backends")),
-        *_CRASHES,
-    ),
-    "ckptstore/exchange/weight_files.py": (f"{_ENGINE}weight_files.py", f"{_ENGINE}importing.py"),
-    "ckptstore/exchange/safetensors_files.py": (f"{_ENGINE}weight_files.py",),
-    "ckptstore/exchange/checkpoint_folders.py": (f"{_ENGINE}checkpoint_folders.py",),
-    "ckptstore/exchange/exporting.py": (f"{_ENGINE}exporting.py",),
-    "ckptstore/exchange/atomic_files.py": (f"{_ENGINE}exporting.py",),
-    "ckptstore/host/sigterm.py": (f"{_ENGINE}diffs_review.py", f"{_ENGINE}diff_kills.py"),
-    "ckptstore/frameworks/torch_files.py": (f"{_ENGINE}weight_files.py", f"{_ENGINE}pickled_arrays.py"),
-    "ckptstore/frameworks/*": (f"{_ENGINE}torch_*.py",),
-    "ckptstore/training/*": (f"{_ENGINE}torch_*.py",),
-    "ckptstore/maintenance/merge/*": tuple(
-        f"{_ENGINE}{tests}.py" for tests in ("merging", "merging_diffs", "hostile_segments")
-    ),
+    **{
+        f"ckptstore/backends/{name}.py": _some("objects", "objects_store", "bandwidth", "mute_server", "object_faults")
+        for name in ("object_requests", "object_segments", "objects", "gathered", "bandwidth")
+    },
+    "ckptstore/backends/object_options.py": _some("object_options"),
+    "ckptstore/backends/fsspec_files.py": _some("fsspec_files"),
+    "ckptstore/backends/memory.py": _some("backends", "segments/test_plain", "hostile_segments"),
+    "ckptstore/backends/*pmem*.py": (*_some("pmem"), "tests/tools/test_crash_pmem.py", *_some("direct", "backends")),
+    "ckptstore/backends/folders.py": (*_some("local_backend", "replaced", "hostile_keys", "backends"), *_CRASHES),
+    "ckptstore/backends/directio.py": (*_some("local_backend", "backends", "recycling", "direct"), *_CRASHES),
+    "ckptstore/backends/*": (*_some("recycling", "space", "local_backend", "backends"), *_CRASHES),
+    "ckptstore/agent/inherited.py": _some("handover"),
+    **{f"ckptstore/agent/{name}.py": _some("protocol", "handover", "saving") for name in ("process", "session")},
+    "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
+    "ckptstore/doctor/*": _some("doctor"),
+    "ckptstore/exchange/weight_files.py": _some("weight_files", "importing"),
+    "ckptstore/exchange/safetensors_files.py": _some("weight_files"),
+    "ckptstore/exchange/checkpoint_folders.py": _some("checkpoint_folders"),
+    "ckptstore/exchange/exporting.py": _some("exporting"),
+    "ckptstore/exchange/atomic_files.py": _some("exporting", "outside_attack"),
+    "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
+    "ckptstore/frameworks/pickled_arrays.py": _some("weight_files", "torch_archive"),
+    "ckptstore/frameworks/torch_files.py": _some("weight_files", "pickled_arrays", "torch_archive"),
+    "ckptstore/frameworks/*": _some("torch_*"),
+    **{
+        f"ckptstore/training/{name}.py": _some("refused_states", "checkpointer", "planned_state", "topk")
+        for name in ("batches", "captured", "checkpointer", "saving")
+    },
+    "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
+    "ckptstore/maintenance/merge/*": _some("merging", "merging_diffs", "hostile_segments", "compacting", "rebuilding"),
     "ckptstore/maintenance/verify/*": (
-        *(f"{_ENGINE}{tests}.py" for tests in ("verification", "crafted_stores", "damage")),
+        *_some("verification", "crafted_stores", "damage", "verifying_one"),
         "tests/cli/test_verify.py",
     ),
-    "ckptstore/maintenance/gc.py": (f"{_ENGINE}recycling.py", *_LOG),
+    "ckptstore/maintenance/compact/*": (
+        *_some("lost_ends", "compacting", "compact_planning"),
+        "tests/cli/test_compact.py",
+        *_some("compact_kills"),
+    ),
+    "ckptstore/maintenance/copies/*": (
+        *_some("room_for_copies", "lost_ends", "copying", "repairing"),
+        "tests/cli/test_copy_and_repair.py",
+        *_some("tiers/test_tiers"),
+    ),
+    "ckptstore/maintenance/repair/*": (*_some("repairing", "rebuilding"), "tests/cli/test_copy_and_repair.py"),
+    "ckptstore/maintenance/pruning.py": (*_some("lost_ends"), "tests/cli/test_prune.py", *_some("prune_kills")),
+    "ckptstore/maintenance/gc.py": ("tests/cli/test_gc.py", *_some("recycling"), *_LOG),
     **{
-        f"ckptstore/maintenance/{name}.py": (f"{_ENGINE}tags_and_retirement.py", "tests/cli/test_tag.py")
+        f"ckptstore/maintenance/{name}.py": (*_some("tags_and_retirement"), "tests/cli/test_tag.py")
         for name in ("changing", "retiring", "tagging")
     },
     "ckptstore/log/*": _LOG,
+    "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
+    "ckptstore/write/ranks/*": _some("ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"),
+    "ckptstore/write/layered.py": _some("direct", "agent/test_saving"),
+    "ckptstore/write/fed.py": _some("write/test_memory", "concurrent"),
+    "ckptstore/write/fulls.py": _some("write/test_memory", "concurrent", "writer", "layered"),
+    "ckptstore/write/commits.py": _some("replaced", "writer"),
+    "ckptstore/write/options.py": _some("write/test_memory", "misuse", "writer"),
     **{
-        f"ckptstore/write/{name}.py": tuple(
-            f"{_ENGINE}{tests}.py" for tests in ("writer", "rollback", "folding_beside", "store", "diffs", "deltas*")
+        f"ckptstore/write/{name}.py": _some(
+            "writer", "rollback", "folding_beside", "reentrance", "diffs", "write/test_memory", "store", "deltas*"
         )
         for name in ("writer", "committer", "ledger", "opening")
     },
     **{
-        f"ckptstore/{name}.py": tuple(f"{_ENGINE}{tests}.py" for tests in ("diff_damage", "hostile_segments", "diffs"))
+        f"ckptstore/{name}.py": _some("diff_damage", "hostile_segments", "diffs", "crafted_stores")
         for name in ("restore/replay", "restore/link", "write/steps/*")
     },
-    "ckptstore/restore/assembly.py": tuple(
-        f"{_ENGINE}{tests}.py" for tests in ("crafted_stores", "diff_damage", "hostile_segments", "diffs")
-    ),
-    "ckptstore/restore/plan.py": (f"{_ENGINE}store.py", *_LOG),
-    "ckptstore/segments/reading.py": tuple(
-        f"{_ENGINE}{tests}.py" for tests in ("damage", "hostile_segments", "store", "diff*")
-    ),
+    "ckptstore/restore/assembly.py": _some("crafted_stores", "diff_damage", "hostile_segments", "diffs", "fallback"),
+    "ckptstore/restore/chain.py": _some("damage", "deltas*", "diff_damage", "parallel_chain", "shards"),
+    "ckptstore/restore/held.py": _some("following", "handover"),
+    "ckptstore/restore/parts.py": _some("shards", "shards_in_use"),
+    "ckptstore/restore/plan.py": (*_some("store"), *_LOG),
+    "ckptstore/restore/stored_base.py": _some("hostile_segments", "shards", "deltas*", "merging"),
+    **{
+        f"ckptstore/restore/{name}.py": _some("store", "torch_tensors", "tied_selection", "diffs")
+        for name in ("load", "targets")
+    },
+    "ckptstore/restore/opened.py": _some("hostile_segments", "crafted_stores", "damage", "fallback"),
+    "ckptstore/segments/plain.py": _some("space"),
+    "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),
+    "ckptstore/tiers/*": _some("room_for_copies", "lost_ends", "tiers/test_tiers", "sync"),
+    "ckptstore/store*": (*_some("store", "store_methods"), *_some("tiers/test_tiers", "sync")),
     "ckptstore/*": _STORE,
 }
 """Pattern of a module -> patterns of test files; the first that fits counts. Those that do not exist are left out."""
@@ -104,11 +149,9 @@ def tests_of(site: Site, root: Path) -> list[str]:
     """Test files that may notice that this check is missing, relative to `root`, in the order to run them."""
     rules = next((tests for pattern, tests in CONCERNED.items() if fnmatch.fnmatch(site.path, pattern)), ())
     stem = Path(site.path).stem
-    room = (
-        "formats" if site.path.startswith("formats/") else Path(site.path).parts[1]
-    )  # first: the command has a `log`, too
-    own = [f"tests/{place}/test_{stem}{more}.py" for place in (room, "*") for more in ("_hostile", "", "_*")]
-    crashes = _CRASHES if site.kind == "durability" else ()
+    room = "formats" if site.path.startswith("formats/") else Path(Path(site.path).parts[1]).stem
+    own = [f"tests/{room}/test_{stem}{more}.py" for more in ("_hostile", "", "_*")]
+    crashes = _CRASHES if site.kind == "durability" and site.path.startswith(_PLAYED_BACK) else ()
     found: dict[str, None] = {}
     regressions = _REGRESSIONS if site.path.startswith("formats/") or "weight_files" in site.path else ()
     for pattern in (*own, *crashes, *rules, *regressions):

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from tools.mutants.sites import Site
 
-__all__ = ["FALLBACK", "instrumented"]
-
-FALLBACK: Final = "import builtins\nbuiltins.__reach__ = lambda *numbers: False\n"
-"""``sitecustomize.py`` of the copy: processes that tests start know the name, too; nobody listens there."""
+__all__ = ["instrumented"]
 
 
 def instrumented(source: bytes, sites: Mapping[int, Site]) -> bytes:

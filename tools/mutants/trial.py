@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeVar
 
 from tools.mutants.copies import Copy
+from tools.mutants.elsewhere import STARTUP
 from tools.mutants.plan import tests_of
-from tools.mutants.reach import FALLBACK, instrumented
+from tools.mutants.reach import instrumented
 from tools.mutants.sites import Site
 
 __all__ = ["Baseline", "Bench", "Verdict", "baseline", "try_all"]
@@ -121,7 +122,7 @@ class Bench:
 
     def instrument(self, sites: Sequence[Site]) -> None:
         """Let every site tell when it is reached."""
-        self.copy.write("sitecustomize.py", FALLBACK.encode())
+        self.copy.write("sitecustomize.py", STARTUP.encode())
         for path in {site.path for site in sites if not site.compiled}:
             numbered = {number: site for number, site in enumerate(sites) if site.path == path}
             self.copy.write(path, instrumented((self.copy.root / path).read_bytes(), numbered))

@@ -20,9 +20,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tools.mutants import elsewhere
 
 # Everything heavy that tests import, except torch: loading behaves differently once a process has imported it.
 for _name in ("numpy", "ml_dtypes", "zstandard", "xxhash", "safetensors.numpy", "click", "rich.console", "fsspec"):
@@ -40,6 +44,7 @@ class _Watch:
     """Chooses the tests, and notes how they went and which sites they reached."""
 
     def __init__(self, tests: dict[str, float] | None, pulse: mmap.mmap) -> None:
+        self.process = os.getpid()
         self.tests = tests
         self.pulse = pulse
         self.current = ""
@@ -48,6 +53,8 @@ class _Watch:
         self.reached: dict[int, set[str]] = {}
 
     def reach(self, *numbers: int) -> bool:
+        if os.getpid() != self.process:  # a fork of the tests: its memory is not this one
+            return elsewhere.note(*numbers)
         for number in numbers:
             self.reached.setdefault(number, set()).add(self.current)
         return False
@@ -72,7 +79,9 @@ class _Watch:
         if report.failed:
             self.failures.append(report.nodeid)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, elsewhere_noted: Iterable[tuple[int, str]]) -> dict[str, Any]:
+        for number, test in elsewhere_noted:
+            self.reached.setdefault(number, set()).add(test)
         reached = {number: sorted(names) for number, names in self.reached.items()}
         return {"failures": self.failures, "tests": self.took, "reached": reached}
 
@@ -155,6 +164,9 @@ def _child(request: dict[str, Any], writing: int, pulse: mmap.mmap) -> None:
     code = _BROKEN
     try:
         os.setpgid(0, 0)
+        far = Path(elsewhere.VARIABLE).absolute()
+        far.unlink(missing_ok=True)
+        os.environ[elsewhere.VARIABLE] = str(far)
         watch = _Watch(request["tests"], pulse)
         builtins.__dict__["__reach__"] = watch.reach
         options = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -163,7 +175,7 @@ def _child(request: dict[str, Any], writing: int, pulse: mmap.mmap) -> None:
         options += ["-x"] if request["first"] else []
         result = pytest.main([*options, *request["files"]], plugins=[watch])
         with os.fdopen(writing, "w") as file:
-            json.dump(watch.as_json(), file)
+            json.dump(watch.as_json(elsewhere.noted(far)), file)
         if result in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             code = 0
         elif watch.failures or result == pytest.ExitCode.INTERNAL_ERROR:

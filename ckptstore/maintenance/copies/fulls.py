@@ -100,7 +100,6 @@ def _written(
 ) -> tuple[tuple[SegmentEntry, ...], Encoding]:
     encodings = plan(catalog, entry.id).encodings
     with opened_plan(journal.backend, catalog, entry, encodings) as found:
-        found.check_identity()
         edge = Encoding(entry.node, "full", None, (), encodings[-1].lossy, 0)
         draft = merged_draft([edge], catalog, journal.run, entry.term)
         made = write_full(session, _flat(found), draft)
