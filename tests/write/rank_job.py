@@ -230,10 +230,12 @@ def bounded_memory(folder: Path) -> None:
             updates.append(Update(slots, adam, numbers, NumpySource(gradient)))
         return updates
 
+    # The first is not looked at: what is made once in a process is no writer's.
     steps = 0
     for mode, coding in (("plain", {}), ("deltas", {"deltas": 1}), ("diffs", {"diffs": ckptstore.DiffOptions()})):
         told: dict[str, int] = {}
-        for kind, memory in (("bounded", 48 << 20), ("free", None)):
+        kinds = [("first", 48 << 20), ("free", None), ("bounded", 48 << 20)]
+        for kind, memory in kinds if mode == "plain" else [("bounded", 48 << 20)]:
             how: dict[str, Any] = {"memory": memory, "staging_bytes": 32 << 20, "ranks": OPTIONS, **coding}
             own = _figure("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")
