@@ -27,7 +27,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,7 @@ from ckptstore.formats import optim
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host import crash_points
+from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
 from tools.crash.scenario import Violation
@@ -168,6 +169,7 @@ class Doom:
         others: all others are killed so many seconds after the first death, as a scheduler does; None: they live on.
         deltas: what the writers are opened with.
         diffs: how many step diffs are written at once; None: none are made.
+        bounded: with as little memory as may be.
     """
 
     victims: tuple[int, ...]
@@ -178,12 +180,13 @@ class Doom:
     others: float | None = None
     deltas: int | None = None
     diffs: int | None = None
+    bounded: bool = False
 
     @property
     def writer(self) -> dict[str, Any]:
         """What the writers are opened with."""
         diffs = None if self.diffs is None else ckptstore.DiffOptions(full_every=4, batch=self.diffs, seconds=0.2)
-        return {"deltas": self.deltas, "diffs": diffs}
+        return {"deltas": self.deltas, "diffs": diffs, "memory": LEAST if self.bounded else None}
 
 
 def _forked(work: Callable[[int], None]) -> tuple[int, int]:
@@ -410,6 +413,12 @@ class Sweep:
 
 
 def _doom(chance: random.Random, number: int, size: int) -> Doom:
+    doom = _any_doom(chance, number, size)
+    # Every other group has a budget of memory; deltas and diffs at once cannot have one.
+    return replace(doom, bounded=number % 2 == 1 and (doom.deltas is None or doom.diffs is None))
+
+
+def _any_doom(chance: random.Random, number: int, size: int) -> Doom:
     hosted, others = chance.random() < 0.25, chance.choice([None, None, 0.0, 0.02, 0.2])
     deltas = chance.choice([None, 1, 2])
     diffs = chance.choice([None, 1, 3])

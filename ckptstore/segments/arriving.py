@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.arenas import Lease
 from ckptstore.host.buffers import Bytes
@@ -25,7 +26,7 @@ __all__ = ["Arrivals", "ArrivingState", "Described"]
 class Described:
     """What is known of a tensor whose bytes arrive elsewhere (a `TensorSource` that nobody can read)."""
 
-    __slots__ = ("dtype", "identity", "nbytes", "origin", "shape")
+    __slots__ = ("dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape")
 
     def __init__(self, source: TensorSource) -> None:
         self.dtype: str = source.dtype
@@ -33,6 +34,7 @@ class Described:
         self.nbytes: int = source.nbytes
         self.origin: Literal["torch", "numpy"] = source.origin
         self.identity: Hashable = id(self)
+        self.global_shape, self.offset = place_of(source)
 
     def view(self) -> NoReturn:
         """Its bytes were training's, which has changed them by now."""

@@ -147,12 +147,13 @@ class UnitPlan:
 
 @lru_cache(maxsize=4)  # a run saves the same tensors again and again, and whoever asks here keeps training waiting
 def plan_units(
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...], limit: int = SEGMENT_LIMIT - HEADER_LIMIT
+    tensors: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None], ...],
+    limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> UnitPlan:
     """Divide a state as `plain.write_full` will with the same `limit`.
 
     Args:
-        tensors: name, dtype and shape of each, in access order.
+        tensors: name, dtype and shape of each, in access order; then global shape and offset of a shard, or None twice.
         limit: bytes of tensors per segment.
 
     Raises:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import UsageError
+from ckptstore.host.arenas import LEAST
 
 __all__ = [
     "TOLERANCE",
@@ -24,12 +25,14 @@ __all__ = [
     "Timing",
     "best_setting",
     "equation_3",
+    "fits",
     "host_bytes",
     "least_interval",
     "least_seconds",
     "most_in_flight",
     "recovery_bound",
     "slowdown",
+    "writer_memory",
 ]
 
 TOLERANCE: Final = 0.05
@@ -180,18 +183,33 @@ def host_bytes(state_bytes: int, setting: Setting, memory: int | None = None) ->
     return (copies if memory is None else min(copies, memory)) + setting.staging_bytes
 
 
+def writer_memory(state_bytes: int, setting: Setting, limits: Limits) -> int | None:
+    """What the writer has to be given as ``memory`` for M; None: nothing, N copies and the staging are within M.
+
+    Raises:
+        UsageError: M is less than any writer can do with.
+    """
+    if limits.memory is None or setting.in_flight * state_bytes + setting.staging_bytes <= limits.memory:
+        return None
+    room = limits.memory - setting.staging_bytes
+    if room < LEAST:
+        needed = min(state_bytes, LEAST) + setting.staging_bytes
+        raise UsageError(f"memory: {limits.memory} bytes; one save of this state needs {needed}")
+    return room
+
+
 def most_in_flight(state_bytes: int, staging_bytes: int, limits: Limits) -> int:
     """The most saves in flight under M and S (N <= S/m - 1: what is being written, and one that is complete).
+
+    With an M below one copy it is one, which the loop waits for as it is written (`writer_memory`).
 
     Raises:
         UsageError: not even one fits.
     """
     most = 1 << 20
     if limits.memory is not None:
-        most = (limits.memory - staging_bytes) // state_bytes
-        if most < 1:
-            needed = state_bytes + staging_bytes
-            raise UsageError(f"memory: {limits.memory} bytes; one save of this state needs {needed}")
+        most = max(1, (limits.memory - staging_bytes) // state_bytes)
+        writer_memory(state_bytes, Setting(most, 1, staging_bytes), limits)
     if limits.space is not None:
         most = min(most, limits.space // state_bytes - 1)
         if most < 1:
@@ -210,11 +228,7 @@ def best_setting(timings: Sequence[Timing], iteration: float, limits: Limits, st
     Raises:
         UsageError: the limits allow none of them.
     """
-    allowed = [
-        one
-        for one in timings
-        if one.setting.in_flight <= most_in_flight(state_bytes, one.setting.staging_bytes, limits)
-    ]
+    allowed = [one for one in timings if fits(one.setting, limits, state_bytes)]
     if not allowed:
         raise UsageError("memory and space allow none of the settings that were measured")
     intervals = {one: least_interval(one, iteration, limits.slowdown) for one in allowed}
@@ -229,6 +243,14 @@ def best_setting(timings: Sequence[Timing], iteration: float, limits: Limits, st
         key=lambda one: (one.setting.threads, one.setting.staging_bytes, one.write),
     )
     return Choice(chosen, intervals[chosen], equation_3(chosen, iteration, limits.slowdown))
+
+
+def fits(setting: Setting, limits: Limits, state_bytes: int) -> bool:
+    """Whether M and S allow a setting."""
+    try:
+        return setting.in_flight <= most_in_flight(state_bytes, setting.staging_bytes, limits)
+    except UsageError:  # with so much staging; less may do
+        return False
 
 
 def _ceiling(value: float) -> int:

@@ -48,6 +48,7 @@ class Plan:
         staging: b, ascending; the first is used while N and p are sought.
         saves: measured saves of each setting.
         slowdown: q, by which settings are compared (`intervals.least_seconds`).
+        memory: what the writer of a setting gets as ``memory``; None: nothing.
     """
 
     in_flight: int
@@ -55,6 +56,7 @@ class Plan:
     staging: Sequence[int]
     saves: int
     slowdown: float = 1.05
+    memory: Callable[[Setting], int | None] = lambda _: None
 
     def saves_of(self, in_flight: int) -> int:
         """Saves that a setting makes, those that do not count included."""
@@ -228,7 +230,8 @@ def _timing(store: Store, state: State, setting: Setting, plan: Plan, advance: C
         places.release()
 
     options: dict[str, Any] = {"max_in_flight": setting.in_flight, "threads": setting.threads}
-    with store.writer(None, staging_bytes=setting.staging_bytes, poll_seconds=None, **options) as writer:
+    options |= {"staging_bytes": setting.staging_bytes, "memory": plan.memory(setting)}
+    with store.writer(None, poll_seconds=None, **options) as writer:
         for step in range(1, plan.saves_of(setting.in_flight) + 1):
             places.acquire()  # so that a call is timed without the wait for a place
             began = time.perf_counter()

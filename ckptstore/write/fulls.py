@@ -20,6 +20,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckptstore.formats import streaming
+from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
@@ -95,7 +96,9 @@ class Fulls:
         self._touch()
 
     def _plan(self, flat: FlatState) -> UnitPlan:
-        tensors = tuple((name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items())
+        tensors = tuple(
+            (name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
+        )
         return plan_units(tensors, self._segment_bytes)
 
     def _touch(self) -> None:

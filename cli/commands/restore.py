@@ -92,8 +92,8 @@ def command(
             progress=advance,
         )
         if piped:
-            with open(out, "rb") as file:
-                shutil.copyfileobj(file, click.get_binary_stream("stdout"))
+            with Path(out).open("rb") as file:
+                shutil.copyfileobj(file, sys.stdout.buffer)
     _told(result, time.perf_counter() - began, as_json, piped)
 
 

@@ -126,15 +126,36 @@ def _limits(asked: Mapping[str, Any], free: int) -> Limits:
 
 def _profiled(place: Any, state: Any, whole: int, limits: Limits, asked: Mapping[str, Any]) -> Profile:
     """Measure as many N as the limits allow, of a state that is given in part."""
-    from ckptstore.tuning.intervals import most_in_flight
+    from ckptstore.tuning.intervals import Setting, fits, most_in_flight, writer_memory
     from ckptstore.tuning.profiling import Plan, profile
 
     most = min(asked["in_flight"], most_in_flight(whole, _STAGING[0], limits))
+    staging = [one for one in _STAGING if fits(Setting(1, 1, one), limits, whole)]
+    saved = sum(array.nbytes for array in state.values())
+
+    def memory(setting: Setting) -> int | None:
+        """As much of what is saved here as of the state itself."""
+        room = writer_memory(whole, setting, limits) if fits(setting, limits, whole) else None
+        return None if room is None else room * saved // whole
+
+    _check_probe(whole, saved, memory(Setting(1, 1, staging[-1])))
     if most < asked["in_flight"]:
         note(f"memory or space allow {most} saves in flight of the {asked['in_flight']} that were to be tried")
-    plan = Plan(most, range(1, asked["threads"] + 1), _STAGING, asked["saves"], limits.slowdown)
+    plan = Plan(most, range(1, asked["threads"] + 1), staging, asked["saves"], limits.slowdown, memory)
     with progress("saving") as advance:
         return profile(place, state, plan, advance)
+
+
+def _check_probe(whole: int, saved: int, memory: int | None) -> None:
+    """What is saved has to be so much that its part of M is as much as a writer needs."""
+    from ckptstore.host.arenas import LEAST
+
+    if memory is not None and memory < LEAST:
+        least = -(-LEAST * saved // max(memory, 1))
+        raise click.UsageError(
+            f"--memory is less than a save of {size(whole)}, of which too little would be measured: give --probe "
+            f"{size(least)} or more"
+        )
 
 
 def _chosen(found: Profile, limits: Limits, iteration: float, whole: int) -> Choice:
@@ -144,12 +165,14 @@ def _chosen(found: Profile, limits: Limits, iteration: float, whole: int) -> Cho
 
 
 def _document(found: Profile, limits: Limits, iteration: float, whole: int) -> dict[str, Any]:
-    from ckptstore.tuning.intervals import recovery_bound, slowdown
+    from ckptstore.tuning.intervals import recovery_bound, slowdown, writer_memory
 
     choice = _chosen(found, limits, iteration, whole)
     timing, setting = choice.timing, choice.timing.setting
+    memory = writer_memory(whole, setting, limits)
     bound = recovery_bound(timing, choice.interval, iteration, found.load)
     staging = "" if setting.staging_bytes == _STAGING[0] else f", staging_bytes={setting.staging_bytes}"
+    bounded = "" if memory is None else f", memory={memory}"
     return {
         "state_bytes": whole,
         "iteration": iteration,
@@ -163,20 +186,22 @@ def _document(found: Profile, limits: Limits, iteration: float, whole: int) -> d
             "slowdown": slowdown(timing, choice.interval, iteration),
         },
         "recovery": asdict(bound) | {"total": bound.total},
-        "line": f"store.writer(max_in_flight={setting.in_flight}, threads={setting.threads}{staging})",
+        "line": f"store.writer(max_in_flight={setting.in_flight}, threads={setting.threads}{staging}{bounded})",
         "seconds": found.seconds,
     }
 
 
 def _setting(timing: Timing, chosen: bool, limits: Limits, iteration: float, whole: int) -> dict[str, Any]:
-    from ckptstore.tuning.intervals import host_bytes, least_interval
+    from ckptstore.tuning.intervals import host_bytes, least_interval, writer_memory
 
+    memory = writer_memory(whole, timing.setting, limits)
     return asdict(timing.setting) | {
         "write": timing.write,
         "per_save": timing.per_save,
         "loss": timing.loss,
         "bandwidth": whole / timing.per_save,
-        "host_bytes": host_bytes(whole, timing.setting),
+        "memory": memory,
+        "host_bytes": host_bytes(whole, timing.setting, memory),
         "interval": least_interval(timing, iteration, limits.slowdown),
         "chosen": chosen,
     }

@@ -142,3 +142,18 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, sent: signal.Sign
         finally:
             process.kill()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_below_one_copy_is_measured_with_and_printed(ckpt: Run, tmp_path: Path) -> None:
+    size = ["--size", "128MiB", "--iteration-time", "1s", "--threads", "1", "--in-flight", "2", "--saves", "2"]
+    memory = (48 << 20) + (64 << 20)
+    found = ckpt("tune", "interval", tmp_path / "run", *size, "--probe", "128MiB", "--memory", str(memory), "--json")
+    assert found.code == 0, found.err
+    settings = found.json["settings"]
+    assert {(one["in_flight"], one["staging_bytes"], one["memory"]) for one in settings} == {(1, 64 << 20, 48 << 20)}
+    assert settings[0]["host_bytes"] == memory
+    assert found.json["line"] == f"store.writer(max_in_flight=1, threads=1, memory={48 << 20})"
+    less = ckpt("tune", "interval", tmp_path / "run", *size, "--probe", "64MiB", "--memory", str(memory))
+    assert less.code == 2
+    assert "give --probe" in less.err
+    assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import UsageError
+from ckptstore.host.arenas import LEAST
 from ckptstore.tuning import Limits, Setting, Timing, best_setting, least_interval, recovery_bound, slowdown
-from ckptstore.tuning.intervals import TOLERANCE, equation_3, host_bytes, most_in_flight
+from ckptstore.tuning.intervals import TOLERANCE, equation_3, fits, host_bytes, most_in_flight, writer_memory
 
 SECONDS = st.floats(0.001, 100)
 PLACES = st.integers(1, 6)
@@ -176,9 +177,20 @@ def test_limits_that_nothing_could_keep(limits: dict[str, float], message: str) 
         Limits(**limits)  # type: ignore[arg-type]
 
 
+def test_memory_below_one_copy_allows_one_save_that_is_waited_for() -> None:
+    limits, one = Limits(1.05, memory=10**9), Setting(1, 1, 64 << 20)
+    assert most_in_flight(10**9, 64 << 20, limits) == 1
+    assert writer_memory(10**9, one, limits) == 10**9 - (64 << 20)
+    assert writer_memory(10**9 - (64 << 20), one, limits) is None  # a copy of the state, and no more
+    assert host_bytes(10**9, one, writer_memory(10**9, one, limits)) == 10**9
+    assert fits(one, limits, 10**9)
+    assert not fits(Setting(2, 1, 64 << 20), limits, 10**9)
+    assert not fits(Setting(1, 1, 10**9), limits, 10**9)  # staging takes what there is
+
+
 def test_what_cannot_fit_says_what_it_needs() -> None:
-    with pytest.raises(UsageError, match=f"one save of this state needs {10**9 + (64 << 20)}"):
-        most_in_flight(10**9, 64 << 20, Limits(1.05, memory=10**9))
+    with pytest.raises(UsageError, match=f"one save of this state needs {LEAST + (64 << 20)}"):
+        most_in_flight(10**9, 64 << 20, Limits(1.05, memory=LEAST + (64 << 20) - 1))
     with pytest.raises(UsageError, match="two checkpoints of this state need 2000000000"):
         most_in_flight(10**9, 64 << 20, Limits(1.05, space=10**9))
     with pytest.raises(UsageError, match="iteration: 0"):

@@ -17,6 +17,7 @@ from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.deltas import MemoryBase
 from ckptstore.write.feeding import Feed
+from ckptstore.write.ranks.writer import RankWriter
 
 __all__ = [
     "bases",
@@ -30,6 +31,7 @@ __all__ = [
     "interrupt_succession",
     "interrupt_waits_of_save",
     "memory",
+    "rank_memory",
     "snapshots_held",
 ]
 
@@ -52,6 +54,13 @@ def fed_memory(writer: ckptstore.Writer) -> Arenas:
     """What deltas and step diffs are copied to unit by unit: `Writer._fed`. As `memory`."""
     assert writer._fed is not None
     return writer._fed.feeding.memory
+
+
+def rank_memory(writer: RankWriter) -> Arenas:
+    """What a rank copies its share to under a budget: `RankWriter._means`. As `memory`."""
+    bounded = writer._means.bounded
+    assert bounded is not None
+    return bounded.memory
 
 
 def snapshots_held(writer: ckptstore.Writer) -> int:

@@ -7,6 +7,7 @@ What a scenario expects it asserts itself; what is to be loaded afterwards in on
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptstore
-from ckptstore import DivergedReplicasError, RankOptions, UnsupportedStateError
+from ckptstore import DivergedReplicasError, RankOptions, UnsupportedStateError, Update
+from ckptstore.formats import optim
+from ckptstore.formats.sources import NumpySource
 from ckptstore.training import OptimizerStep
 
 OPTIONS = RankOptions(timeout=60, per_rank="rng")
@@ -201,8 +204,59 @@ def fsdp_diffs(folder: Path) -> None:
             assert all(torch.equal(found[name], tensor) for name, tensor in saved["model"].items())
 
 
+def _figure(key: str) -> int:
+    """Bytes, as the system counts them for this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+
+def bounded_memory(folder: Path) -> None:
+    """What a rank takes beside its state of 96 MiB in shards: with a budget of half of that, and without one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    names = [f"p{number}" for number in range(4)]
+    local = {slot: {name: torch.full((2048, 1024), 1e-9) for name in names} for slot in ("w", "m", "v")}
+    gradients = {name: torch.randn(2048, 1024) * 1e-3 for name in names}
+    state = {
+        slot: {name: DTensor.from_local(part, mesh, [Shard(0)]) for name, part in own.items()}
+        for slot, own in local.items()
+    }
+
+    def moved(step: int) -> list[Update]:
+        adam, numbers, updates = optim.AdamW(), optim.Step(count=step, lr=1e-4), []
+        for name in names:
+            parts, gradient = [local[slot][name].numpy() for slot in ("w", "m", "v")], gradients[name].numpy()
+            optim.advance(adam.rule(numbers), parts, gradient)
+            slots = (f"w.{name}", f"m.{name}", f"v.{name}")
+            updates.append(Update(slots, adam, numbers, NumpySource(gradient)))
+        return updates
+
+    # The first is not looked at: what is made once in a process is no writer's.
+    steps = 0
+    for mode, coding in (("plain", {}), ("deltas", {"deltas": 1}), ("diffs", {"diffs": ckptstore.DiffOptions()})):
+        told: dict[str, int] = {}
+        kinds = [("first", 48 << 20), ("free", None), ("bounded", 48 << 20)]
+        for kind, memory in kinds if mode == "plain" else [("bounded", 48 << 20)]:
+            how: dict[str, Any] = {"memory": memory, "staging_bytes": 32 << 20, "ranks": OPTIONS, **coding}
+            own = _figure("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+            with ckptstore.open(folder / f"{kind}-{mode}").writer(group=dist.group.WORLD, **how) as writer:
+                for _ in range(3):
+                    steps += 1
+                    updates = moved(steps)
+                    writer.save_async(state, steps, updates=updates if mode == "diffs" else None)
+                    dist.all_reduce(torch.ones(10))  # training's own, beside what is copied and written
+            told[kind] = _figure("VmHWM") - own
+            if kind == "bounded":
+                whole = plain(state)
+                if dist.get_rank() == 0:
+                    torch.save(whole, folder / f"{kind}-{mode}.pt")
+                del whole
+        (folder / f"bounded-{mode}-{dist.get_rank()}.json").write_text(json.dumps(told))
+
+
 SCENARIOS: dict[str, Callable[[Path], None]] = {
-    one.__name__: one for one in (ddp, fsdp, hsdp, tensor_parallel, both, placements, diverged, ddp_diffs, fsdp_diffs)
+    one.__name__: one
+    for one in (ddp, fsdp, hsdp, tensor_parallel, both, placements, diverged, ddp_diffs, fsdp_diffs, bounded_memory)
 }
 
 

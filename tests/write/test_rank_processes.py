@@ -23,26 +23,26 @@ STEPWISE = ["ddp_diffs", "fsdp_diffs"]
 SAVED = ["ddp", "fsdp", "hsdp", "tensor_parallel", "both", "placements"]
 
 
-def run(folder: Path, names: list[str]) -> None:
+def run(folder: Path, names: list[str], size: int = SIZE) -> None:
     """Run a job to its end; what a rank complained of is raised."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.write.rank_job", str(port), str(rank), str(SIZE), str(folder), *names],
+            [sys.executable, "-m", "tests.write.rank_job", str(port), str(rank), str(size), str(folder), *names],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(SIZE)
+        for rank in range(size)
     ]
     try:
         said = [rank.communicate(timeout=150)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(said)
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
 
 
 @pytest.fixture(scope="module")

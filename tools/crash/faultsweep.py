@@ -21,9 +21,10 @@ from tools.crash import faults
 from tools.crash.disk import SyncFailed
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.lives import LIVES
 from tools.crash.media import MEDIA, backend_on
 from tools.crash.recording import RecordingPosix
-from tools.crash.scenario import Violation, check, live
+from tools.crash.scenario import Violation, check
 
 __all__ = ["KINDS", "Sweep", "inject", "sweep"]
 
@@ -69,7 +70,9 @@ class Sweep:
     restored: int
 
 
-def inject(*chosen: Fault, cuts: int = 0, seed: int = 0, medium: str = "folder") -> tuple[str | None, int, int]:
+def inject(
+    *chosen: Fault, cuts: int = 0, seed: int = 0, medium: str = "folder", life: str = "whole"
+) -> tuple[str | None, int, int]:
     """One life with faults, then a check by a healthy process, and of up to `cuts` states of a crash from the fault on.
 
     Returns:
@@ -87,7 +90,8 @@ def inject(*chosen: Fault, cuts: int = 0, seed: int = 0, medium: str = "folder")
 
     surfaced = None
     try:
-        live(backend_on(medium, "/store", FaultyPosix(disk, *chosen), disk), acknowledge)
+        faulty = FaultyPosix(disk, *chosen)
+        LIVES[life](lambda: backend_on(medium, "/store", faulty, disk), acknowledge)
     except CkptError as error:
         surfaced = type(error).__name__
     # What is seen without a power cut is judged first, on a copy, because the check writes.
@@ -104,19 +108,21 @@ def inject(*chosen: Fault, cuts: int = 0, seed: int = 0, medium: str = "folder")
     return surfaced, states, restored
 
 
-def places(kind: str, medium: str = "folder") -> int:
+def places(kind: str, medium: str = "folder", life: str = "whole") -> int:
     """How many places a healthy life has for a kind of fault."""
     disk = RecordingPosix()
     healthy = FaultyPosix(disk)
-    live(backend_on(medium, "/store", healthy, disk), lambda _: None)
+    LIVES[life](lambda: backend_on(medium, "/store", healthy, disk), lambda _: None)
     return sum(healthy.calls[name] for name in _COUNTED[KINDS[kind][0]])
 
 
-def sweep(every: int = 1, *, cuts: int = 0, seed: int = 0, start: int = 0, medium: str = "folder") -> Sweep:
+def sweep(
+    every: int = 1, *, cuts: int = 0, seed: int = 0, start: int = 0, medium: str = "folder", life: str = "whole"
+) -> Sweep:
     """Inject every kind of fault at every `every`-th place.
 
     Args:
-        medium: one of `MEDIA`.
+        medium: one of `MEDIA`. `life`: one of `lives.LIVES`.
 
     Raises:
         Violation: names the kind, the place and the seed.
@@ -126,9 +132,9 @@ def sweep(every: int = 1, *, cuts: int = 0, seed: int = 0, start: int = 0, mediu
     survived = states = restored = 0
     for kind, (_, make) in KINDS.items():
         cut_short = cuts if kind.startswith(("EIO on f", "disk", "nothing")) else 0
-        for nth in range(1 + start % every, places(kind, medium) + 1, every):
+        for nth in range(1 + start % every, places(kind, medium, life) + 1, every):
             try:
-                error, cut, found = inject(*make(nth), cuts=cut_short, medium=medium)
+                error, cut, found = inject(*make(nth), cuts=cut_short, medium=medium, life=life)
             except Exception as broken:
                 raise Violation(f"{kind} at place {nth} (seed {seed}): {broken}") from broken
             injected[kind] += 1
@@ -148,9 +154,10 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, default=20, help="crash states to check after each fault of the disk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--medium", choices=MEDIA, default="folder")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
     options = parser.parse_args()
     begin = time.monotonic()
-    done = sweep(options.every, cuts=options.cuts, seed=options.seed, medium=options.medium)
+    done = sweep(options.every, cuts=options.cuts, seed=options.seed, medium=options.medium, life=options.life)
     for kind, count in done.injected.items():
         print(f"{count:6} {kind}")
     print(f"surfaced: {done.surfaced}; survived: {done.survived}")

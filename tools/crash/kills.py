@@ -14,14 +14,17 @@ import shutil
 import signal
 import tempfile
 import time
+import uuid
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptstore.backends.memory import MemoryBackend
 from ckptstore.host import crash_points
+from tools.crash.lives import LIVES, POINTS
 from tools.crash.media import MEDIA, backend_on, obstacle
 from tools.crash.old_headers import files_below, mixed
-from tools.crash.scenario import Violation, check, live, warm_up
+from tools.crash.scenario import Violation, check, warm_up
 
 __all__ = ["Kills", "kill_at", "sweep"]
 
@@ -43,11 +46,11 @@ class Kills:
     restored: int
 
 
-def kill_at(root: Path, point: str, count: int, medium: str = "folder") -> tuple[bool, list[str]]:
+def kill_at(root: Path, point: str, count: int, medium: str = "folder", life: str = "whole") -> tuple[bool, list[str]]:
     """Let a process live in the store at `root` until it passes `point` for the `count`-th time.
 
     Args:
-        medium: one of `MEDIA`.
+        medium: one of `MEDIA`. `life`: one of `lives.LIVES`.
 
     Returns:
         whether it was killed, and the REFs that it had been promised.
@@ -60,7 +63,7 @@ def kill_at(root: Path, point: str, count: int, medium: str = "folder") -> tuple
             os.close(reading)
             crash_points.arm(point, count)
             # The pipe holds what was promised even if the victim dies right after.
-            live(backend_on(medium, root), lambda ref: os.write(writing, f"{ref}\n".encode()) and None)
+            LIVES[life](lambda: backend_on(medium, root), lambda ref: os.write(writing, f"{ref}\n".encode()) and None)
             status = 0
         finally:
             os._exit(status)
@@ -75,7 +78,9 @@ def kill_at(root: Path, point: str, count: int, medium: str = "folder") -> tuple
     raise Violation(f"the victim at {point}:{count} ended with status {status}")
 
 
-def sweep(kills: int, *, seed: int = 0, folder: Path | None = None, medium: str = "folder") -> Kills:
+def sweep(
+    kills: int, *, seed: int = 0, folder: Path | None = None, medium: str = "folder", life: str = "whole"
+) -> Kills:
     """Kill at every crash point in turn, with growing counts, until `kills` victims have died.
 
     A store lives on over several kills, so that recoveries are killed too; every few kills a new one begins.
@@ -85,6 +90,8 @@ def sweep(kills: int, *, seed: int = 0, folder: Path | None = None, medium: str 
     """
     chance = random.Random(seed)  # not a secret
     warm_up()
+    if life != "whole":
+        _warm_up(life)
     done: Counter[str] = Counter()
     completed = restored = 0
     work = Path(tempfile.mkdtemp(prefix="ckptstore-kills-", dir=folder))
@@ -95,13 +102,13 @@ def sweep(kills: int, *, seed: int = 0, folder: Path | None = None, medium: str 
             root = work / f"store-{number // 4}"
             if number % 4 == 0:
                 promised: set[str] = set()
-            points = crash_points.CRASH_POINTS
+            points = POINTS[life]
             point = points[number % len(points)] if number < 2 * len(points) else chance.choice(points)
             count = 1 + number // len(points) if number < 2 * len(points) else chance.randint(1, 12)
             # Every other folder recycles; and one may be used by writers that do, and others that do not.
             recycles = medium == "folder" and (number // 4 % 2 or point.startswith("recycle."))
             chosen = "recycled" if recycles else medium
-            killed, acknowledged = kill_at(root, point, count, chosen)
+            killed, acknowledged = kill_at(root, point, count, chosen, life)
             promised |= set(acknowledged)
             done[point] += killed
             completed += not killed
@@ -119,6 +126,12 @@ def sweep(kills: int, *, seed: int = 0, folder: Path | None = None, medium: str 
     return Kills(done.total(), completed, dict(done), restored)
 
 
+def _warm_up(life: str) -> None:
+    name = f"warm-up-{uuid.uuid4().hex}"
+    LIVES[life](lambda: MemoryBackend(name), lambda _: None)
+    MemoryBackend.forget(name)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,12 +141,13 @@ def main() -> None:
         "--dir", type=Path, default=None, help="where to make the stores (default: the temporary folder)"
     )
     parser.add_argument("--medium", choices=MEDIA, default="folder")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
     options = parser.parse_args()
     if (why := obstacle(options.medium)) is not None:
         parser.error(why)
     begin = time.monotonic()
-    done = sweep(options.kills, seed=options.seed, folder=options.dir, medium=options.medium)
-    for point in crash_points.CRASH_POINTS:
+    done = sweep(options.kills, seed=options.seed, folder=options.dir, medium=options.medium, life=options.life)
+    for point in POINTS[options.life]:
         print(f"{done.points.get(point, 0):6} {point}")
     print(f"{done.kills} kills, {done.restored} checkpoints restored, 0 violations, {time.monotonic() - begin:.0f} s")
 

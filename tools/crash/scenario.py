@@ -52,7 +52,7 @@ def state_of(term: int, step: int) -> dict[str, Any]:
     drift[: step % 50] += step
     return {
         "drift": drift,  # a delta of it is small
-        "weight": rng.integers(0, 256, 6000 + 37 * step, dtype=np.uint8),
+        "weight": rng.integers(0, 256, 6000 + 37 * (step // 8), dtype=np.uint8),
         "moment": rng.standard_normal((5, 7)),
         "step": step,
         "term": term,

@@ -15,10 +15,11 @@ from ckptstore.restore.plan import plan
 from ckptstore.store import Store
 from tools.crash.enumerate import CrashState, crash_states
 from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.lives import LIVES
 from tools.crash.media import MEDIA, backend_on
 from tools.crash.old_headers import mixed
 from tools.crash.recording import RecordingPosix
-from tools.crash.scenario import Violation, check, compare, live, promised
+from tools.crash.scenario import Violation, check, compare, promised
 
 __all__ = ["Campaign", "Known", "explore"]
 
@@ -106,6 +107,7 @@ def explore(
     broken: Fault | None = None,
     medium: str = "folder",
     forgets: frozenset[str] = frozenset(),
+    life: str = "whole",
 ) -> Campaign:
     """Record one life of a store and check every state that a crash may leave, `limit` at each instant at most.
 
@@ -114,13 +116,15 @@ def explore(
         broken: a fault of the disk during the recording, for negative controls.
         medium: one of `MEDIA`; on ``pmem`` lines of 64 bytes are pending from one fence to the next.
         forgets: ``drain`` or ``flush``, which then do nothing there, for negative controls.
+        life: one of `lives.LIVES`.
 
     Raises:
         Violation: a promise is broken; the message explains the crash.
     """
     posix = RecordingPosix()
     disk = posix if broken is None else FaultyPosix(posix, broken)
-    live(backend_on(medium, "/store", disk, posix, forgets), posix.acknowledge, rounds=rounds)
+    for _ in range(rounds):
+        LIVES[life](lambda: backend_on(medium, "/store", disk, posix, forgets), posix.acknowledge)
     return _checked(posix, limit, seed, stop_after, medium)
 
 
@@ -151,14 +155,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1, help="lives of the store, one after the other")
     parser.add_argument("--medium", choices=MEDIA, default="folder")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
     parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
     options = parser.parse_args()
     begin = time.monotonic()
     done = explore(
-        options.limit, seed=options.seed, rounds=options.rounds, stop_after=options.seconds, medium=options.medium
+        options.limit,
+        seed=options.seed,
+        rounds=options.rounds,
+        stop_after=options.seconds,
+        medium=options.medium,
+        life=options.life,
     )
     print(
-        f"{options.medium}: {done.states} post-crash states of {done.operations} recorded calls, "
+        f"{options.life} on {options.medium}: {done.states} post-crash states of {done.operations} recorded calls, "
         f"{done.restored} checkpoints restored, 0 violations, {time.monotonic() - begin:.0f} s"
     )
 

@@ -270,7 +270,7 @@ class Batches:
             steps,
             self._tenure.draft,
             times=[one.time for one in batch],
-            digests=self._diffs.digests(),
+            digests=self._diffs.digests(steps[-1]),
             share=share,
         )
         used = tuple(encoding.segments for encoding in encodings)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from ckptstore.errors import FailedRankError, UsageError
 from ckptstore.formats.records import CheckpointId, Node
 from ckptstore.write.deltas import DeltaOptions, MemoryBase
-from ckptstore.write.encoding import Choices
+from ckptstore.write.encoding import Choices, Fed
+from ckptstore.write.feeding import Feed
 from ckptstore.write.interval import Decision, Schedule
 from ckptstore.write.ranks.orders import Order
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.snapshot import Snapshot, SnapshotPool
 
 __all__ = ["RankDeltas"]
 
@@ -37,6 +38,7 @@ class RankDeltas:
         self._numbers: dict[int, Node] = {}
         self._bases: dict[Node, MemoryBase] = {}
         self._decision: Decision | None = None
+        self._fed: Snapshot | None = None  # what takes the share that is being fed
 
     def decide(self, restorable: Callable[[CheckpointId], bool]) -> Order:
         """How the next checkpoint is stored; rank 0 asks."""
@@ -62,6 +64,27 @@ class RankDeltas:
             raise FailedRankError(f"its share of {order.base.ref}, the base, is not in memory")
         return found
 
+    def give_place(self) -> None:
+        """A full comes: no base is needed any more, and it takes the memory of one."""
+        for base in self._bases.values():
+            base.forget()
+        self._bases.clear()
+
+    def taken_in(self, order: Order, feed: Feed, snapshots: SnapshotPool) -> Fed:
+        """Where a share goes that is fed, to be coded against `order.base`: unit by unit to the place of that, if that
+        is no base afterwards. Whatever goes wrong until `committed`, `restart` has to be called."""
+        assert order.base is not None
+        if not order.keep:
+            return Fed(feed, None)
+        base = self._bases[order.base.node]
+        room = base.snapshot.room(feed.flat) if order.base.node in order.forget else None
+        if room is not None:
+            self._fed = base.snapshot.turned(feed.flat, room)
+        else:  # another one needs it; or tensors of this rank alone have changed their sizes
+            self._fed = snapshots.empty(feed.flat)
+            room = self._fed.room(feed.flat)
+        return Fed(feed, room)
+
     def committed(
         self, order: Order, identity: CheckpointId, stored: int, seconds: float, keep: Callable[[], Snapshot]
     ) -> None:
@@ -70,7 +93,7 @@ class RankDeltas:
         Args:
             stored: bytes of all ranks.
             seconds: how long they took.
-            keep: gives a copy of this rank's share.
+            keep: gives a copy of this rank's share, if that was not fed.
         """
         if self._decision is not None:  # rank 0
             self._schedule.rate = stored / max(seconds, 1e-6)
@@ -80,13 +103,15 @@ class RankDeltas:
             if node in self._bases:
                 self._bases.pop(node).forget()
         if order.keep:
-            self._bases[identity.node] = MemoryBase(identity, keep())
+            fed, self._fed = self._fed, None
+            self._bases[identity.node] = MemoryBase(identity, keep() if fed is None else fed)
 
     def restart(self) -> None:
         """Let go of every base; the next checkpoint is a full."""
         self._schedule.restart()
         self._decision = None
-        for base in self._bases.values():
-            base.forget()
-        self._bases.clear()
+        fed, self._fed = self._fed, None
+        if fed is not None:
+            fed.free()
+        self.give_place()
         self._numbers.clear()

@@ -14,15 +14,18 @@ from ckptstore.errors import FailedRankError, UsageError
 from ckptstore.formats import digest
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.state import TensorSource
+from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.deltas import MemoryBase
-from ckptstore.write.encoding import Choices
+from ckptstore.write.encoding import Choices, Fed
+from ckptstore.write.feeding import Feed
 from ckptstore.write.ranks.orders import Order
 from ckptstore.write.ranks.saving import RankSave
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import DiffOptions
 from ckptstore.write.steps.encoding import EncodedStep, StepChoices, encode_step
+from ckptstore.write.steps.fed import TooLongError, digest_of, plan_fed
 
 __all__ = ["RankDiffs"]
 
@@ -36,11 +39,12 @@ class RankDiffs:
         base: the checkpoint that the first of them builds on; None: there is none.
     """
 
-    def __init__(self, options: DiffOptions, workers: Workers) -> None:
+    def __init__(self, options: DiffOptions, workers: Workers, snapshots: SnapshotPool) -> None:
         self.options = options
         self.waiting: list[RankSave] = []
         self.base: CheckpointId | None = None
         self._workers = workers
+        self._snapshots = snapshots
         self._choices = Choices(options.policy)
         self._step_choices = StepChoices()
         self._previous: MemoryBase | None = None
@@ -96,6 +100,8 @@ class RankDiffs:
         if previous is None or previous.id.step != order.after:
             raise FailedRankError(f"its share of step {order.after}, against which step {one.step} is coded, is gone")
         assert one.share is not None
+        if isinstance(one.feed, Feed):
+            return self._fed(one, one.feed, previous)
         return encode_step(
             one.share,
             one.updates,
@@ -105,6 +111,40 @@ class RankDiffs:
             step_choices=self._step_choices,
             workers=self._workers,
         )
+
+    def _fed(self, one: RankSave, feed: Feed, previous: MemoryBase) -> EncodedStep:
+        """Code a share that comes unit by unit: it takes the place of the one before."""
+        with feed.reading():
+            plan = plan_fed(
+                feed.flat,
+                one.updates,
+                previous,
+                one.step,
+                choices=self._choices,
+                step_choices=self._step_choices,
+                workers=self._workers,
+            )
+        room = previous.snapshot.room(feed.flat)
+        if room is not None:
+            self._previous = None  # from here on it is no state that anybody saved, until all of the new one is there
+            snapshot = previous.snapshot.turned(feed.flat, room)
+        else:  # tensors of this rank alone have changed their sizes
+            snapshot = self._snapshots.empty(feed.flat)
+            room = snapshot.room(feed.flat)
+        one.snapshot = snapshot
+        try:
+            return plan.encode(Fed(feed, room), self._workers)
+        except TooLongError:
+            # All of it is in memory, and what it was coded against is not: it is coded by itself, which is longer.
+            return encode_step(
+                snapshot.flat,
+                (),
+                _Nothing(previous.id),
+                one.step,
+                choices=self._choices,
+                step_choices=self._step_choices,
+                workers=self._workers,
+            )
 
     def take(self) -> list[RankSave]:
         """Everything that waits, which from now on does not."""
@@ -125,8 +165,12 @@ class RankDiffs:
             placed.append(replace(one.coded, base=base))
         return placed
 
-    def digests(self) -> dict[str, int]:
+    def digests(self, last: EncodedStep) -> dict[str, int]:
         """State digests of this rank's share of the last step, which is in memory."""
+        found = {tensor.spec.name: digest_of(tensor) for unit in last.units for tensor in unit}
+        known = {name: number for name, number in found.items() if number is not None}
+        if len(known) == len(found):
+            return known  # it was fed
         assert self._previous is not None
         tensors = self._previous.tensors
         return dict(zip(tensors, self._workers.pool.map(_digest, tensors.values()), strict=True))
@@ -160,6 +204,20 @@ class RankDiffs:
         previous, self._previous = self._previous, following
         if previous is not None:
             previous.forget()
+
+
+class _Nothing:
+    """A base that has no tensor."""
+
+    def __init__(self, identity: CheckpointId) -> None:
+        self.id = identity
+
+    def spec(self, name: str) -> None:  # as every base has it
+        """None: there is none of that name."""
+
+    def read(self, name: str, start: int, length: int) -> Bytes:
+        """Nobody asks for what is not there."""
+        raise AssertionError(f"{length} bytes from {start} of {name!r}, of which there are none")
 
 
 def _digest(source: TensorSource) -> int:

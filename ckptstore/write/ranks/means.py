@@ -12,6 +12,7 @@ from ckptstore.segments.session import SegmentSession
 from ckptstore.write.ledger import Failures
 from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions
+from ckptstore.write.ranks.bounded import Bounded
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.snapshot import SnapshotPool
@@ -28,6 +29,7 @@ class Means:
         options: of this writer. `ranks`: how the ranks save together.
         failures: what nobody has been told of.
         snapshots: memory for copies. `staging`: between state and medium.
+        bounded: what shares are copied through under a budget; None: there is none.
         blocks: threads that write. `workers`: threads that copy, hash and code.
         writing: the thread that writes and hands in. `settling`: the thread that waits for what becomes of that.
         meter: tells of every save.
@@ -42,6 +44,15 @@ class Means:
         self.staging = Staging.for_chunks(budget=options.staging_bytes)
         self._background = started_pool(1, "ckptstore-touch")
         self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit, journal.backend.segment_bytes)
+        self.bounded: Bounded | None = None
+        if options.memory is not None:
+            self.bounded = Bounded(
+                options.memory,
+                options.max_in_flight,
+                coded=not options.plain,
+                background=self._background.submit,
+                segment_bytes=journal.backend.segment_bytes,
+            )
         self.blocks = started_pool(options.threads, "ckptstore-write")
         self.workers = Workers.started(min(os.cpu_count() or 1, self.staging.blocks - 1), "ckptstore-hash")
         self.writing = started_pool(1, "ckptstore-part")
@@ -64,6 +75,8 @@ class Means:
 
     def close(self) -> None:
         """Let go of memory, and tell of every save."""
+        if self.bounded is not None:
+            self.bounded.close()
         self.snapshots.close()
         self._background.shutdown(cancel_futures=True)
         self.meter.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckptstore.errors import ReadOnlyError, UsageError
+from ckptstore.errors import ReadOnlyError
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
@@ -52,10 +52,6 @@ def open_rank_writer(
         and as `Store.writer`, on rank 0.
     """
     exiting.check()
-    if options.memory is not None:
-        raise UsageError(
-            "memory= cannot be combined with group= yet: a rank's share is copied as a whole, max_in_flight times"
-        )
     if options.deltas is not None:
         RankDeltas(options.deltas)  # says what is wrong, before a term is opened
     opener = TermOpener(options, ranks=group.size)

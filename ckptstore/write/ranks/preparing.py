@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,15 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.crash_points import crash_point
 from ckptstore.segments.regions import LaidOutState
 from ckptstore.write.ranks.agreeing import agree
+from ckptstore.write.ranks.arriving import ArrivingShare
 from ckptstore.write.ranks.mailbox import Deadline
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.saving import RankSave
-from ckptstore.write.ranks.shares import digests_of, holding_of, share_of, updates_of
+from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, updates_of
 from ckptstore.write.ranks.tenure import Tenure
-from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies
+from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "with_digests"]
 
 
 def prepare(
@@ -44,14 +45,31 @@ def prepare(
     one.digests = {} if means.ranks.diverged == "ignore" else digests_of(compared, means.workers.pool)
     one.tree = holding.tree
     one.share = share_of(holding, agreement.writes)
-    waited = 0.0
+    return _copied(means, one, holding, found if explaining.wanted else None)
+
+
+def _copied(means: Means, one: RankSave, holding: Holding, updates: Sequence[Update] | None) -> float:
+    """Copy the share, or say through what it will be copied -> seconds waited for a place.
+
+    Args:
+        updates: of what this rank has; None: steps are not stored as gradient diffs.
+    """
+    assert one.share is not None
+    assert one.agreement is not None
+    bounded, waited = means.bounded, 0.0
+    if bounded is not None and (one.asynchronous or bounded.coded):
+        one.feed, waited = bounded.take(one.share, _known(one.share, one.digests))
+        if isinstance(one.feed, ArrivingShare):
+            one.share = one.feed.state
+        one.updates = with_sparse_copies(updates_of(holding, one.agreement.writes, updates or ()))
+        return waited
     if one.asynchronous:
         one.snapshot, waited = means.snapshots.take(one.share, means.blocks)
-    elif explaining.wanted:  # the next step is coded against this one
+    elif updates is not None:  # the next step is coded against this one
         one.snapshot = means.snapshots.copy(one.share, means.workers.pool)
     if one.snapshot is not None:
-        one.share = _with_digests(one.snapshot.flat, one.digests)
-        own = updates_of(holding, agreement.writes, found)
+        one.share = with_digests(one.snapshot.flat, one.digests)
+        own = updates_of(holding, one.agreement.writes, updates or ())
         one.updates, one.gradients = with_copies(own, means.snapshots, means.blocks)
     return waited
 
@@ -65,11 +83,15 @@ def _learn(tenure: Tenure, updates: Sequence[Update]) -> None:
             tenure.families.setdefault(tuple(update.slots))
 
 
-def _with_digests(share: LaidOutState, digests: Any) -> LaidOutState:
+def with_digests(share: LaidOutState, digests: Mapping[str, int] | None) -> LaidOutState:
     """Digests that were computed to be compared need not be computed again, if the tensor is stored as a whole."""
-    known = {
-        name: digests[name]
+    return replace(share, digests={**share.digests, **_known(share, digests)})
+
+
+def _known(share: FlatState, digests: Mapping[str, int] | None) -> dict[str, int]:
+    known = digests or {}
+    return {
+        name: known[name]
         for name, source in share.tensors.items()
-        if name in digests and place_of(source) == (None, None)
+        if name in known and place_of(source) == (None, None)
     }
-    return replace(share, digests={**share.digests, **known})

@@ -11,9 +11,11 @@ from typing import Any
 from ckptstore.formats.state import FlatState
 from ckptstore.host.progress import Progress
 from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.feeding import Feed
 from ckptstore.write.ledger import Labels
 from ckptstore.write.metrics import Measured
 from ckptstore.write.ranks.agreeing import Agreement
+from ckptstore.write.ranks.arriving import ArrivingShare
 from ckptstore.write.ranks.exchange import Exchange
 from ckptstore.write.ranks.orders import FULL_ORDER, Order
 from ckptstore.write.snapshot import Snapshot
@@ -35,6 +37,7 @@ class RankSave:
         kept: the agreement is an earlier step's.
         share: what this rank stores. `tree`: of this rank's state. `digests`: of what others have alike.
         snapshot: what owns the share's memory; None: it is training's.
+        feed: what the share is copied through as it is written or coded; None: it is where it stays.
         updates: what optimizers did to the share. `gradients`: what owns the memory of theirs.
         flaw: why this rank cannot store it; the others are told.
         order: how it is stored; None: rank 0 has not said so.
@@ -56,6 +59,7 @@ class RankSave:
     tree: Any = None
     digests: Mapping[str, int] | None = None
     snapshot: Snapshot | None = None
+    feed: Feed | ArrivingShare | None = None
     updates: Sequence[Update] = ()
     gradients: Snapshot | None = None
     flaw: BaseException | None = None
@@ -73,8 +77,15 @@ class RankSave:
         """How it is stored, where nobody has to say so: a full."""
         return self.order or FULL_ORDER
 
+    @property
+    def told(self) -> bool:
+        """Whether the call that gave it raises what stops it."""
+        return self.feed is not None and (self.feed.told or self.feed.spoiled)
+
     def let_go(self) -> None:
         """It is no longer in flight: give its memory back, but what stays. May be repeated."""
+        if self.feed is not None:
+            self.feed.finish()
         if self.gradients is not None:
             self.gradients.free()
         self.updates = ()

@@ -104,6 +104,13 @@ class Settling:
         if self._diffs is not None:
             self._diffs.restart()
 
+    def give_place(self) -> None:
+        """A full comes that is fed: what was coded against so far is not any more, and the full takes its memory."""
+        if self._deltas is not None:
+            self._deltas.give_place()
+        if self._diffs is not None:
+            self._diffs.restart()
+
     def _keep(self, one: RankSave, info: CheckpointInfo) -> None:
         """This rank's share of a checkpoint may be what the next one builds on."""
         seconds = time.monotonic() - one.began

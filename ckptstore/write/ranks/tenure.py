@@ -100,7 +100,7 @@ class Tenure:
         """Whoever waits for a step hears that it failed; if nobody does, the next call raises it."""
         if one.done.done():
             return
-        if one.asynchronous:
+        if one.asynchronous and not one.told:
             self.saves.fail(one.step, error, one.done)
         else:
             self.saves.release(one.step, error)

@@ -34,7 +34,7 @@ class Work:
         self.tenure = tenure
         self._means = means
         self._deltas = None if options.deltas is None else RankDeltas(options.deltas)
-        self._diffs = None if options.diffs is None else RankDiffs(options.diffs, means.workers)
+        self._diffs = None if options.diffs is None else RankDiffs(options.diffs, means.workers, means.snapshots)
         self._settling = Settling(means, tenure, self._deltas, self._diffs)
         self._batches: Batches | None = None
         self._looking: Periodic | None = None

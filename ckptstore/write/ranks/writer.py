@@ -116,7 +116,7 @@ class RankWriter:
         one = self._begin(state, step, labels, updates, progress, began)
         written: Future[None] | None = None
         try:
-            written = self._submit(one)
+            written = self._hand_over(one)
             self._work.hurry(one.step)  # if rank 0 does not wait for it
             return one.done.result()
         finally:
@@ -138,9 +138,9 @@ class RankWriter:
     ) -> PendingSave:
         """Copy this rank's share of `state` to host memory and store it in the background.
 
-        Waits while `max_in_flight` earlier copies are not written yet, and for the other ranks where the ranks have to
-        agree anew who writes what (the first save). An error that nobody asked for with `result` is raised by the next
-        call, or on leaving the ``with``.
+        Waits while `max_in_flight` earlier copies are not written yet, while `memory` is spent, and for the other ranks
+        where the ranks have to agree anew who writes what (the first save). An error that nobody asked for with
+        `result` is raised by the next call, or on leaving the ``with``.
 
         Args:
             state, step, metadata, tags, updates: as for `save`.
@@ -155,7 +155,7 @@ class RankWriter:
         step, done, saves, work = one.step, one.done, self._work.tenure.saves, self._work
         saves.watch(step, done)
         try:
-            self._submit(one)
+            self._hand_over(one)
         finally:
             if one.measured is not None:
                 one.measured.returned()
@@ -273,6 +273,13 @@ class RankWriter:
             return
         one.measured.failed(error)
         one.measured.returned()
+
+    def _hand_over(self, one: RankSave) -> Future[None]:
+        """Have it written, and copy what is copied as it is written."""
+        bounded = self._means.bounded
+        if bounded is None or one.feed is None:
+            return self._submit(one)
+        return bounded.hand_over(one, self._submit)
 
     def _submit(self, one: RankSave) -> Future[None]:
         with self._lock:

@@ -11,18 +11,19 @@ from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.segment_steps import Part as SegmentPart
 from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.state import FlatState
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Tally
 from ckptstore.segments.plain import write_plain
 from ckptstore.segments.session import SegmentSession
-from ckptstore.write.encoding import write_coded
+from ckptstore.write.encoding import Fed, write_coded
+from ckptstore.write.feeding import Feed
 from ckptstore.write.ranks.batches import Batches
 from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.exchange import attempt_id
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.ordering import Ordering
 from ckptstore.write.ranks.parts import Part
+from ckptstore.write.ranks.preparing import with_digests
 from ckptstore.write.ranks.saving import RankSave
 from ckptstore.write.ranks.settling import Settling
 from ckptstore.write.ranks.tenure import Tenure
@@ -110,21 +111,35 @@ class Writing:
         segments: tuple[SegmentEntry, ...] = ()
         entries: list[TensorEntry] = []
         if one.share.tensors:
-            segments, entries = self._stored(one, one.share, session)
+            segments, entries = self._stored(one, session)
+        elif isinstance(one.feed, Feed):
+            one.feed.windows(())
         rank = self._means.group.rank
         return Part(rank, one.agreement.id, segments, tuple(entries), one.digests or {}, one.tree, one.dropped)
 
-    def _stored(
-        self, one: RankSave, share: FlatState, session: SegmentSession
-    ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
+    def _stored(self, one: RankSave, session: SegmentSession) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
         def documents(count: int) -> list[SegmentDoc]:
             return self._documents(one, count)
 
         deltas = self._deltas
         base = None if deltas is None else deltas.base(one.how)
+        fed: Fed | None = None
+        if isinstance(one.feed, Feed):
+            if deltas is None or base is None:
+                self._take_whole(one, one.feed)
+            else:
+                fed = deltas.taken_in(one.how, one.feed, self._means.snapshots)
+        assert one.share is not None
         if deltas is None or (base is None and not deltas.options.compress_fulls):
-            return write_plain(session, share, documents)
-        return write_coded(session, share, documents, base=base, gap=one.how.gap, choices=deltas.choices)
+            return write_plain(session, one.share, documents)
+        return write_coded(session, one.share, documents, base=base, gap=one.how.gap, choices=deltas.choices, fed=fed)
+
+    def _take_whole(self, one: RankSave, feed: Feed) -> None:
+        """Copy a full that is fed, at once: its copy is what the next step is coded against."""
+        self._settling.give_place()
+        means = self._means
+        one.snapshot = feed.whole(lambda: means.snapshots.copy(feed.flat, means.workers.pool))
+        one.share = with_digests(one.snapshot.flat, one.digests)
 
     def _documents(self, one: RankSave, count: int) -> list[SegmentDoc]:
         """What each of this rank's segments says of itself: SPEC.md 5.1, segments of many ranks."""

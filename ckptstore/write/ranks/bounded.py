@@ -1,0 +1,128 @@
+"""What a rank copies under a byte budget: its share, unit by unit, as it is written (`arriving`) or coded (`feeding`).
+
+Each rank has memory of its own, so no rank waits for another's: only for its own medium and its own coding, which come
+to every step in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+
+from ckptstore.formats import streaming
+from ckptstore.formats.sources import place_of
+from ckptstore.formats.state import FlatState
+from ckptstore.host.arenas import Arenas
+from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.segments.units import plan_units
+from ckptstore.write.feeding import Feed, Feeding
+from ckptstore.write.ranks.arriving import ArrivingShare
+from ckptstore.write.ranks.saving import RankSave
+
+__all__ = ["Bounded"]
+
+
+class Bounded:
+    """The budget of one rank.
+
+    Attributes:
+        memory: what shares are copied to.
+        coded: shares are deltas or gradient diffs, and the fulls that these need.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        limit: int,
+        *,
+        coded: bool,
+        background: Callable[[Callable[[], None]], object],
+        segment_bytes: int,
+    ) -> None:
+        """
+        Args:
+            budget: bytes of host memory; with `coded` beside the state that is coded against.
+            limit: saves in flight.
+            background: has memory touched while others work.
+            segment_bytes: `Backend.segment_bytes` of the medium.
+        """
+        self.coded = coded
+        self._copiers = started_pool(default_threads(), "ckptstore-copy")
+        self._feeding = Feeding(budget, self._copiers, background) if coded else None
+        self.memory = Arenas(budget) if self._feeding is None else self._feeding.memory
+        self._limit = limit
+        self._background = background
+        self._segment_bytes = segment_bytes
+        self._slots = threading.BoundedSemaphore(limit)
+        # Prevents: two callers who copy to what the other one waits for, while one thread writes.
+        self._turn = threading.Lock()
+
+    def take(self, share: FlatState, digests: Mapping[str, int]) -> tuple[Feed | ArrivingShare, float]:
+        """What a share is copied through -> and the seconds waited for a place.
+
+        Args:
+            digests: state digests of its tensors that are known, by name.
+        """
+        if self._feeding is not None:
+            return self._feeding.feed(share), 0.0  # it waits for its turn instead
+        began = time.monotonic()
+        self._slots.acquire()
+        waited = time.monotonic() - began
+        try:
+            tensors = tuple(
+                (name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in share.tensors.items()
+            )
+            plan = plan_units(tensors, self._segment_bytes)
+            self.memory.expect(plan.space, self._limit)
+            return ArrivingShare(share, plan, digests, self.memory, self._copiers, self._slots.release), waited
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def hand_over(self, one: RankSave, submit: Callable[[RankSave], Future[None]]) -> Future[None]:
+        """Have a share written that is to be copied, and copy it: training goes on when this returns.
+
+        Args:
+            submit: has it written.
+
+        Raises:
+            whatever copying or `submit` raised. The step may be given again, unless the call was interrupted.
+        """
+        feed = one.feed
+        assert feed is not None
+        assert one.measured is not None
+        assert one.share is not None
+        nbytes = one.share.nbytes
+        written: list[Future[None]] = []
+        try:
+            if isinstance(feed, ArrivingShare):
+                with self._turn:
+                    one.measured.waited += feed.run(lambda: written.append(submit(one)))
+            else:
+                written.append(submit(one))
+                one.measured.waited += feed.run()
+        except Exception:
+            if written:
+                wait([one.done])  # the other ranks have been told by then, and the step is nobody's
+            raise
+        self._prepare(nbytes)
+        return written[0]
+
+    def _prepare(self, nbytes: int) -> None:
+        """Touch what the next share needs, while this one is written."""
+        if self._feeding is not None:
+            self._feeding.prepare(nbytes)
+            return
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
+            for run in self.memory.touch():
+                self._background(run)
+            if nbytes >= streaming.LARGE:
+                self._background(streaming.prepare)
+
+    def close(self) -> None:
+        """Let go of memory. May be repeated."""
+        self._copiers.shutdown()
+        self.memory.close()
