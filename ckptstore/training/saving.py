@@ -156,7 +156,11 @@ class Saving:
         if self._last is None or self._taken.any or (newest is not None and newest >= self._last[0]):
             return
         self.save(*self._last)
-        self._writer.wait()
+        try:
+            self._writer.wait()
+        except AgentLostError as error:  # of an earlier save, told a moment late by the thread that hears
+            self._remark_lost(error)
+            self._writer.wait()
 
     def _remark_lost(self, error: AgentLostError) -> None:
         warn(f"{self._store.url}: {error}; training goes on, and another agent saves the next step", UnsavedStepWarning)
