@@ -30,6 +30,7 @@ from ckptstore.training import strategies
 from ckptstore.training.captured import Captured
 from ckptstore.training.environment import compared
 from ckptstore.training.explained import Explained
+from ckptstore.training.pacing import Pacing
 from ckptstore.training.replicas import check_replicable
 from ckptstore.training.replicated import ReplicaSaving
 from ckptstore.training.retention import Retention
@@ -98,6 +99,7 @@ class Checkpointer:
         self._owns_store = not isinstance(store, Store)
         self._taken = TakenSteps(self._captured.optimizers, self._settings.compressor)
         self._urgency = Urgency(self._settings, self._flush)
+        self._pacing = Pacing(self._settings.save_every)
         self._explained = Explained(self._settings.on_metrics, self._urgency.deadline.saved, self._settings.tensorboard)
         self._writer: StateWriter | None = None
         self._saving: Saving | None = None
@@ -216,6 +218,15 @@ class Checkpointer:
                 somebody else since the last step; metrics that are no numbers.
             with ``on_error="raise"`` whatever stops a save.
         """
+        self._pacing.came()
+        try:
+            return self._step(metrics, tags, save)
+        finally:
+            self._pacing.goes_on()
+
+    def _step(
+        self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], save: bool | None
+    ) -> PendingSave | None:
         self._check_open()
         if self._writer is None:
             self._begin_from_nothing()
@@ -229,7 +240,7 @@ class Checkpointer:
         skipped = self._skipped()
         moved = self._taken.any or skipped or not self._captured.optimizers
         urgent = self._is_urgent(moved)
-        due = urgent or (self._done % self._settings.save_every == 0 if save is None else save)
+        due = urgent or (moved and self._pacing.due(self._done) if save is None else save)
         self._remark_idle(moved)
         self._unsaved = (metrics or {}) if moved and not due else None
         if self._stopped or not moved or not (due or self._follows):
@@ -237,7 +248,8 @@ class Checkpointer:
                 self._urgency.settled(self._done)
             return None
         try:
-            pending = self._save(metrics, tags, due=due, forced=due and (urgent or save is True or bool(tags)))
+            forced = due and (urgent or save is True or bool(tags))
+            pending = self._pacing.save(lambda: self._save(metrics, tags, due=due, forced=forced))
             if urgent and pending is not None:
                 pending = self._saved(pending)
                 self._urgency.settled(self._done)
@@ -331,10 +343,12 @@ class Checkpointer:
     def _open(self, ref: str | None) -> StateWriter:
         settings = self._settings
         self._group = ranks_of(settings.group, self._captured.sharding)
+        if self._group is not None and settings.every is None:
+            raise UsageError("save_every: the ranks' controllers would say different things; give a number")
         if self._strategy is None:
             self._strategy = self._choose()
         told = strategies.writer_options(
-            self._strategy, settings.full_every, settings.batch, settings.deltas, settings.save_every
+            self._strategy, settings.full_every, settings.batch, settings.deltas, settings.every
         )
         told |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads}
         told |= {"on_metrics": self._explained.told, "keep": settings.keep.store_rules}
@@ -368,7 +382,7 @@ class Checkpointer:
                 nbytes=strategies.state_bytes(captured.models, captured.optimizers),
                 rate=None if self._group is not None else strategies.measured_rate(self.store.backend),
                 spare=strategies.spare_cores(captured.models),
-                unpredicted=strategies.predicted(captured.optimizers, settings.save_every),
+                unpredicted=strategies.predicted(captured.optimizers, settings.every),
             )
         )
         _LOG.info("%s: strategy %r: %s", self.store.url, strategy, why)

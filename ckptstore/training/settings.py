@@ -10,6 +10,7 @@ from ckptstore.errors import UsageError
 from ckptstore.host.checks import seconds, whole
 from ckptstore.maintenance.compact.idle import CompactOptions
 from ckptstore.training.explained import Scalars
+from ckptstore.training.pacing import Pace
 from ckptstore.training.retention import Keep
 from ckptstore.training.strategies import STRATEGIES
 from ckptstore.training.taken import Compressor
@@ -31,8 +32,9 @@ class CheckpointerOptions(TypedDict, total=False):
         extra: anything else that training depends on, by name: objects with ``state_dict`` and ``load_state_dict``
             (averaged weights), random generators.
         compressor: a `TopKHook`, whose sparse gradients the diffs are made of.
-        save_every: optimizer steps from one checkpoint to the next (default 1). The last step is saved in any case
-            when the ``with`` is left without an error.
+        save_every: optimizer steps from one checkpoint to the next (default 1), or a
+            `ckptstore.tuning.IntervalController`, which chooses them so that saving slows training by no more than
+            was asked for. The last step is saved in any case when the ``with`` is left without an error.
         full_every: with step diffs, checkpoints from one full to the next (default 100).
         batch: with step diffs, steps that are written at once (default 1); what waits for its batch is lost if the
             process is killed.
@@ -61,7 +63,7 @@ class CheckpointerOptions(TypedDict, total=False):
     scaler: Any
     extra: Mapping[str, Any] | None
     compressor: Compressor | None
-    save_every: int
+    save_every: int | Pace
     full_every: int
     batch: int
     deltas: DeltaOptions | None
@@ -90,7 +92,7 @@ class Settings:
 
     strategy: str = "auto"
     compressor: Compressor | None = None
-    save_every: int = 1
+    save_every: int | Pace = 1
     full_every: int = 100
     batch: int = 1
     deltas: DeltaOptions | None = None
@@ -114,7 +116,10 @@ class Settings:
             raise UsageError(f"strategy: {self.strategy!r}; it may be {', '.join(map(repr, STRATEGIES))}")
         if self.on_error not in ("raise", "warn"):
             raise UsageError(f"on_error: {self.on_error!r}; it may be 'raise' or 'warn'")
-        whole("save_every", self.save_every, 1)
+        if not isinstance(self.save_every, Pace):
+            whole("save_every", self.save_every, 1)
+        elif self.strategy == "replica":
+            raise UsageError("save_every: with strategy='replica' the agent decides what is saved; give a number")
         whole("full_every", self.full_every, 1)
         whole("batch", self.batch, 1)
         seconds("deadline_seconds", self.deadline_seconds, above=True)
@@ -135,11 +140,17 @@ class Settings:
                 "strategy='replica' with compressor=: sparse gradients are small enough to be stored: take "
                 "strategy='gradient'"
             )
-        if self.strategy == "gradient" and self.save_every > 1:
+        if self.strategy == "gradient" and self.every != 1:
+            every = "a controller" if self.every is None else self.every
             raise UsageError(
-                f"save_every={self.save_every} with strategy='gradient': a step diff is one optimizer step; save "
+                f"save_every={every} with strategy='gradient': a step diff is one optimizer step; save "
                 "every step (batch= writes several at once), or take strategy='delta'"
             )
+
+    @property
+    def every(self) -> int | None:
+        """Steps from one checkpoint to the next; None: a controller says when."""
+        return None if isinstance(self.save_every, Pace) else self.save_every
 
     @classmethod
     def of(cls, strategy: str, options: Mapping[str, Any]) -> Settings:

@@ -75,10 +75,12 @@ def chosen(about: Circumstances) -> tuple[Strategy, str]:
     return "gradient", f"{size}{speed}, {cores}, and the optimizers' steps can be predicted"
 
 
-def predicted(optimizers: Sequence[torch.optim.Optimizer], save_every: int) -> str | None:
+def predicted(optimizers: Sequence[torch.optim.Optimizer], save_every: int | None) -> str | None:
     """Why `OptimizerStep` cannot predict what lies between two checkpoints; None: it can."""
     if not optimizers:
         return "there is no optimizer"
+    if save_every is None:
+        return "how many steps lie between two checkpoints is not said, and one can be predicted"
     if save_every > 1:
         return f"{save_every} steps lie between two checkpoints, and one can be predicted"
     for optimizer in optimizers:
@@ -146,7 +148,7 @@ def measured_rate(backend: Backend) -> float | None:
 
 
 def writer_options(
-    strategy: Strategy, full_every: int, batch: int, deltas: DeltaOptions | None, save_every: int = 1
+    strategy: Strategy, full_every: int, batch: int, deltas: DeltaOptions | None, save_every: int | None = 1
 ) -> dict[str, Any]:
     """What `Store.writer` is to be told. Raises `UsageError`."""
     if strategy != "gradient" and batch != 1:
@@ -154,7 +156,7 @@ def writer_options(
     if strategy == "full":
         return {}
     coded = DeltaOptions() if deltas is None else deltas
-    if strategy == "delta" or (strategy == "replica" and save_every > 1):  # several steps are no step
+    if strategy == "delta" or (strategy == "replica" and save_every != 1):  # several steps are no step
         return {"deltas": coded}
     # SIGTERM is the Checkpointer's: it saves the step under way first.
     diffs = DiffOptions(full_every=full_every, batch=batch, flush_on_sigterm=False)

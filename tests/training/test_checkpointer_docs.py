@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs/checkpointer.md"
 
 def test_the_examples_run(tmp_path: Path) -> None:
     codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(codes) == 2
+    assert len(codes) == 3
     for code in codes:
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", code],
@@ -28,7 +28,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-    assert {one.name for one in (tmp_path / "runs").iterdir()} == {"net", "top"}
+    assert {one.name for one in (tmp_path / "runs").iterdir()} == {"net", "top", "paced"}
 
 
 def test_links_lead_somewhere() -> None:
