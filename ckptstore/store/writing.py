@@ -140,6 +140,11 @@ class Writing(Handle):
         self, parent: str | int | CheckpointInfo | None, options: WriterOptions, compact: CompactOptions | None
     ) -> Writer:
         """A writer of this process alone, of one tier or of two; compacted in its idle time, if wanted."""
+        if compact is not None:
+            from ckptstore.maintenance.compact.idle import CompactOptions
+
+            if not isinstance(compact, CompactOptions):
+                raise UsageError(f"compact: {compact!r:.80}; it takes CompactOptions, as compact=CompactOptions()")
         writer = self._of_tiers(parent, options)
         if compact is not None:
             from ckptstore.maintenance.compact.idle import begin
@@ -150,6 +155,8 @@ class Writing(Handle):
     def _of_tiers(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
         from ckptstore.write.opening import open_writer
 
+        if self._remote.url is None and self._remote.lag_bytes is not None:
+            self._pair_with(None, None, None)  # raises where there is no remote, which nothing could lag behind
         if self._remote.url is False:
             return open_writer(self.journal, parent, options)
         if self._remote.url is None:

@@ -68,6 +68,8 @@ class Remote:
         whole = isinstance(lag_bytes, int) and not isinstance(lag_bytes, bool)
         if lag_bytes is not None and not (whole and lag_bytes >= 0):
             raise UsageError(f"lag_bytes: {lag_bytes!r}; it takes bytes, 0 or more")
+        if lag_bytes is not None and url is False:
+            raise UsageError("lag_bytes: with remote=False there is nothing that could lag")
         if not (url is None or url is False or isinstance(url, str | os.PathLike)):
             raise UsageError(f"remote: {url!r}; it takes a path or URL, False, or None")
         text = url if url is None or url is False else _checked(os.fsdecode(url))

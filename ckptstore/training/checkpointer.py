@@ -243,6 +243,12 @@ class Checkpointer:
         due = urgent or (moved and self._pacing.due(self._done) if save is None else save)
         self._remark_idle(moved)
         self._unsaved = (metrics or {}) if moved and not due else None
+        if not moved and (save or tags) and not self._stopped:
+            warn(
+                f"step {self._done} is not saved, in spite of save= or tags=: no optimizer has stepped since the call "
+                "before",
+                UnsavedStepWarning,
+            )
         if self._stopped or not moved or not (due or self._follows):
             if urgent and self._stopped:
                 self._urgency.settled(self._done)

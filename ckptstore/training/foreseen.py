@@ -159,10 +159,12 @@ def _count_of(slots: dict[str, Any], names: dict[Any, str], plan: StatePlan) -> 
 def _made(rows: Sequence[_Row], noted: Noted, counts: Sequence[float], moved: Sequence[bool]) -> Iterator[Update]:
     steps: dict[tuple[int, float], optim.Step] = {}
     for row, count, has_moved in zip(rows, counts, moved, strict=True):
+        if row.group >= len(noted.groups):  # a group was split after the step: what it did is not known
+            continue
         numbers = noted.groups[row.group]
         if numbers is None or not (has_moved or noted.skipped):
             continue
-        if noted.moved is not None and not noted.moved[row.number]:
+        if noted.moved is not None and not (row.number < len(noted.moved) and noted.moved[row.number]):
             continue
         settings, lr = numbers
         step = steps.get((row.group, count))

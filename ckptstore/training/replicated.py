@@ -94,7 +94,7 @@ class ReplicaSaving(Saving):
         self._plans_left = _PLANS
         self._at: int | None = None  # the newest step that the agent has, or will have
         self._held: FlatState | None = None  # that, as it was taken apart, while it is in memory alone
-        self._owed = False  # it was to be written
+        self._owed = False  # it is in memory alone
         self._wrong: Counter[str] = Counter()
         self._remarked = False
 
@@ -105,14 +105,14 @@ class ReplicaSaving(Saving):
         under_way = sum(not one.done() for one in self._under_way)
         persist = forced or (due and under_way < self._limit)
         self._last = (step, metrics, tags)
-        self._owed = due
+        self._owed = True  # until it is given to the medium
         said = _Said.of(metrics, tags)
         try:
-            pending = self._offered(step, said, due=due, persist=persist)
+            pending = self._offered(step, said, due=due, persist=persist, forced=forced)
         except AgentLostError as error:  # with an earlier save
             self._remark_lost(error)
             self._at = None
-            pending = self._offered(step, said, due=due, persist=persist)
+            pending = self._offered(step, said, due=due, persist=persist, forced=forced)
         if pending is not None:
             self._owed = False
             self._under_way.append(pending)
@@ -133,7 +133,7 @@ class ReplicaSaving(Saving):
         self._consumed.dropped()
 
     def wait(self) -> None:
-        """See `Saving.wait`: the newest step is written now, if it was to be and the medium was too slow for it."""
+        """See `Saving.wait`: the newest step is written now, if it is in memory alone."""
         if self._owed and self._last is not None and not self._taken.any:
             self.save(*self._last)
         super().wait()
@@ -154,7 +154,7 @@ class ReplicaSaving(Saving):
 
     # -- one step
 
-    def _offered(self, step: int, said: _Said, *, due: bool, persist: bool) -> PendingSave | None:
+    def _offered(self, step: int, said: _Said, *, due: bool, persist: bool, forced: bool) -> PendingSave | None:
         began = time.monotonic()
         self._taken.collected()
         self._note_wrong()
@@ -165,7 +165,15 @@ class ReplicaSaving(Saving):
             return self._persisted(replicated, step, said.labels, began) if persist else None
         flat = self._flat(step)
         consumed = self._consumed.taken()
-        if follows and self._form is not None and consumed.why is None and self._form.fits(flat, self._plan):
+        # What has to be written is handed over whole: should the agent make another state of it, that would be
+        # known when training has gone on, and the step be lost.
+        if (
+            not forced
+            and follows
+            and self._form is not None
+            and consumed.why is None
+            and self._form.fits(flat, self._plan)
+        ):
             assert replicated is not None
             area = consumed.area or replicated.area(wait=True)
             if area is not None and replicated.lost is None:
@@ -258,9 +266,9 @@ class ReplicaSaving(Saving):
             self._consumed.late()
             self._remark(
                 f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
-                "than the optimizer's arithmetic says (weights that are changed beside the optimizer: clamped, "
-                "averaged, swapped; gradients that a hook changes): a whole state is handed over, and where it happens "
-                "again that tensor is sent in every step"
+                "than the optimizer's arithmetic says, and that step is not saved (weights that are changed beside the "
+                "optimizer: clamped, averaged, swapped; gradients that a hook changes): a whole state is handed over, "
+                "and where it happens again that tensor is sent in every step"
             )
 
     def _remark(self, text: str) -> None:
@@ -322,12 +330,18 @@ class _Form:
         standing = {} if self._plan is None else self._plan.standing
         for number, start in self._recipe.places.items():
             source = standing.get(self._names[number])
-            if isinstance(source, TorchSource) and source.view() is not None:
+            if isinstance(source, TorchSource) and _lies_there(source):
                 whole.append((base + start, source.tensor.data_ptr(), source.nbytes))
             else:
                 others.append(number)
         found = self._copies[area.number] = Gathering(whole), others
         return found
+
+
+def _lies_there(source: TorchSource) -> bool:
+    """Whether a tensor's memory has its image; not so a strided one, or one that is conjugated or negated lazily."""
+    view = source.view()
+    return view is not None and bool(view.__array_interface__["data"][0] == source.tensor.data_ptr())
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,13 +116,24 @@ class Saving:
         coder = cast(TakesUpdates, self._writer)
         return coder.save_async(state, step, metadata=labels.metadata, tags=labels.tags, updates=collected.updates)
 
-    def settle(self) -> None:
-        """Hear of the saves that have ended. Raises what stopped the first that failed; warns of an agent's death."""
+    def settle(self, again: int | None = None) -> None:
+        """Hear of the saves that have ended. Raises what stopped the first that failed; warns of an agent's death.
+
+        Args:
+            again: a step that is saved once more, if it was not.
+        """
         ended = [one for one in self._under_way if one.done()]
         self._under_way = [one for one in self._under_way if not one.done()]
         errors = [error for one in ended if (error := one.exception()) is not None]
         for lost in [one for one in errors if isinstance(one, AgentLostError)][:1]:
             self._remark_lost(lost)
+        dropped = [one.step for one in ended if isinstance(error := one.exception(), CancelledError) and error.args]
+        if dropped := [step for step in dropped if step != again]:
+            steps = ", ".join(map(str, dropped))
+            warn(
+                f"{self._store.url}: not saved, because the agent could not make their states: {steps}",
+                UnsavedStepWarning,
+            )
         errors = [one for one in errors if not isinstance(one, AgentLostError | CancelledError)]
         if errors:
             for other in errors[1:]:
@@ -137,7 +148,7 @@ class Saving:
             self._remark_lost(error)
         last = self._under_way[-1] if self._under_way else None
         lost = last is not None and isinstance(last.exception(), self.given_again)
-        self.settle()
+        self.settle(last.step if lost and last is not None else None)
         if lost:
             self._again()
 

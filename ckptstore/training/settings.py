@@ -127,6 +127,8 @@ class Settings:
             raise UsageError("grace_seconds: a number of seconds is needed")
         if not isinstance(self.agent, bool):
             raise UsageError(f"agent: {self.agent!r:.80}; it may be True or False")
+        if self.compact is not None and not isinstance(self.compact, CompactOptions):
+            raise UsageError(f"compact: {self.compact!r:.80}; it takes CompactOptions, as compact=CompactOptions()")
         if self.agent and self.compact is not None:
             raise UsageError("compact: not with agent=True; run `ckpt compact` beside it")
         if seconds("linger_seconds", self.linger_seconds) is None:

@@ -21,7 +21,7 @@ from ckptstore.agent.recipes import Proof  # noqa: E402
 from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
-from ckptstore.training import Checkpointer  # noqa: E402
+from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
 from tests.training.test_checkpointer_agent import killed  # noqa: E402
 from tools import shim_kills  # noqa: E402
@@ -319,3 +319,87 @@ def test_at_an_ordinary_exit_the_newest_step_is_written(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     assert store.latest_step() == 5
     assert store.load()["model"]["weight"].sum().item().hex() == done.stdout.strip()
+
+
+class Small(torch.nn.Module):  # type: ignore[misc]
+    """One layer that the agent makes, and buffers that torch conjugates and negates lazily."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(128, 128)
+        self.register_buffer("conjugated", torch.randn(4, dtype=torch.cfloat).conj())
+        self.register_buffer("negated", torch._neg_view(torch.randn(4)))
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x).square().mean()
+
+
+def small(store: Path, steps: int, each: Any, **options: Any) -> tuple[Checkpointer, Small]:
+    """Train it; `each` is called with the Checkpointer, the model, and the step, in place of a bare `step`."""
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kept = Checkpointer(
+        store, model=model, optimizer=optimizer, strategy="replica", agent=True, linger_seconds=0, **options
+    )
+    kept.resume()
+    for step in range(1, steps + 1):
+        model(torch.randn(2, 128)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        each(kept, model, step)
+    return kept, model
+
+
+def test_lazily_conjugated_and_negated_buffers_are_stored_as_they_are(tmp_path: Path, wholes: list[int]) -> None:
+    def each(kept: Checkpointer, _model: Small, _step: int) -> None:
+        kept.step()
+        kept.wait()
+
+    kept, model = small(tmp_path / "run", 3, each)
+    kept.close()
+    assert wholes == [1]
+    stored = ckptstore.open(tmp_path / "run").load(3, framework="torch")["model"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(stored[name], tensor), name
+
+
+def test_what_has_to_be_written_is_even_where_the_arithmetic_fails(tmp_path: Path) -> None:
+    """A weight is changed beside the optimizer in the very step that gets a tag: nobody could make that state again."""
+
+    def each(kept: Checkpointer, model: Small, step: int) -> None:
+        if step in (3, 5):
+            with torch.no_grad():
+                model.layer.weight.mul_(0.5)
+            kept.step(tags=f"t{step}", save=True)
+        else:
+            kept.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnexplainedStepWarning)
+        kept, _ = small(tmp_path / "run", 6, each, save_every=50)
+        kept.close()
+    assert {"t3", "t5"} <= set(ckptstore.open(tmp_path / "run").tags())
+
+
+def test_closing_writes_what_is_in_memory_alone(tmp_path: Path) -> None:
+    """As at the ordinary end of a script without a `with`."""
+    kept, _ = small(tmp_path / "run", 7, lambda kept, _model, _step: kept.step(), save_every=50)
+    kept.close()
+    assert ckptstore.open(tmp_path / "run").latest_step() == 7
+
+
+def test_a_due_step_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    def each(kept: Checkpointer, model: Small, step: int) -> None:
+        if step == 3:
+            with torch.no_grad():
+                model.layer.weight.mul_(0.5)
+        kept.step()
+        if step != 3:
+            kept.wait()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        kept, _ = small(tmp_path / "run", 5, each)
+        kept.close()
+    (unsaved,) = [str(one.message) for one in told if issubclass(one.category, UnsavedStepWarning)]
+    assert unsaved.endswith("not saved, because the agent could not make their states: 3")
