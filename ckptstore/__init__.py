@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from ckptstore.reports.runs import FoundRuns as FoundRuns
     from ckptstore.reports.runs import RunInfo as RunInfo
     from ckptstore.reports.runs import find_runs as find_runs
+    from ckptstore.reports.side_by_side import SideBySide as SideBySide
     from ckptstore.reports.stats import ClassBytes as ClassBytes
     from ckptstore.reports.stats import Share as Share
     from ckptstore.reports.stats import StoreStats as StoreStats
@@ -178,6 +179,7 @@ _HOMES = {
     "reports.request_costs": "RequestCosts",
     "reports.run_status": "RunStatus",
     "reports.runs": "FoundRuns RunInfo find_runs",
+    "reports.side_by_side": "SideBySide",
     "reports.stats": "ClassBytes Share StoreStats",
     "restore.plan": "Plan",
     "store": "Store open repair verify",

@@ -14,7 +14,7 @@ from ckptstore.errors import CkptError
 __all__ = ["examine_software"]
 
 _REQUIREMENT: Final = re.compile(
-    r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?:>=\s*([0-9.]+))?[^;]*(?:;\s*extra\s*==\s*['\"](\w+)['\"])?"
+    r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?:>=\s*([0-9.]+))?[^;]*(?:;\s*extra\s*==\s*['\"]([\w.-]+)['\"])?"
 )
 _OPTIONAL: Final = {
     "s3": "needed for s3://, gs:// and az:// URLs",

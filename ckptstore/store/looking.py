@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptstore.reports.inspection import CheckpointDescription, TensorStatistics
     from ckptstore.reports.request_costs import RequestCosts
     from ckptstore.reports.run_status import RunStatus
+    from ckptstore.reports.side_by_side import SideBySide
     from ckptstore.reports.stats import StoreStats
 
 __all__ = ["Looking"]
@@ -162,6 +163,19 @@ class Looking(Reading):
         from ckptstore.reports.comparison import compare_state
 
         return compare_state(self.journal, ref_a, ref_b, None if other is None else other.journal)
+
+    def side_by_side(self, other: Self, metric: str = "loss") -> SideBySide:
+        """This run and another, step by step: the metric of both, their bytes, up to where their states are the same.
+
+        Args:
+            metric: name of a number in the metadata (or in their ``metrics``).
+
+        Raises:
+            StoreNotFoundError, CorruptLogError, StorageError: one of the logs cannot be read.
+        """
+        from ckptstore.reports.side_by_side import side_by_side
+
+        return side_by_side(self.journal, other.journal, metric)
 
     def bisect(
         self,

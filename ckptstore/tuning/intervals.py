@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import UsageError
-from ckptstore.host.arenas import LEAST
 
 __all__ = [
     "TOLERANCE",
@@ -192,6 +191,8 @@ def writer_memory(state_bytes: int, setting: Setting, limits: Limits) -> int | N
     if limits.memory is None or setting.in_flight * state_bytes + setting.staging_bytes <= limits.memory:
         return None
     room = limits.memory - setting.staging_bytes
+    from ckptstore.host.arenas import LEAST  # imports numpy, which a model alone needs not
+
     if room < LEAST:
         needed = min(state_bytes, LEAST) + setting.staging_bytes
         raise UsageError(f"memory: {limits.memory} bytes; one save of this state needs {needed}")

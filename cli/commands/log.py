@@ -112,9 +112,8 @@ def _beside(
     stores: tuple[str, str], limit: int | None, metric: str, as_json: bool, *, everything: bool, pager: bool
 ) -> None:
     from ckptstore.cli.beside import document, text
-    from ckptstore.reports.side_by_side import side_by_side
 
-    found = side_by_side(opened(stores[0]).journal, opened(stores[1]).journal, metric)
+    found = opened(stores[0]).side_by_side(opened(stores[1]), metric)
     for store, run in zip(stores, found.runs, strict=True):
         for damage in run.damage:
             note(f"{store}: {damage}")

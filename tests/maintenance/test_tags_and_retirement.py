@@ -333,7 +333,7 @@ class TestTheWritersOwn:
             for call in (lambda: writer.untag("copy"), lambda: writer.tag("x", "9@1")):
                 with pytest.raises(ckptstore.CheckpointNotFoundError):
                     call()
-            with pytest.raises(ckptstore.UsageError, match="is not a tag name"):
+            with pytest.raises(ckptstore.UsageError, match="is no tag name"):
                 writer.tag("no tag", 3)
         assert {name: info.ref for name, info in store.tags().items()} == {"old": "3@1", "start": "5@2", "mine": "4@2"}
 

@@ -99,6 +99,7 @@ EXPECTED = [
     "SaveMetrics",
     "SegmentDoc",
     "SegmentEntry",
+    "SideBySide",
     "Snapshot",
     "StateDifference",
     "StepOrderError",

@@ -34,7 +34,7 @@ from tests.store.states import every_dtype, same, tensor_bytes, training_state
 from tests.write import inside
 from tests.write.held import hold
 
-MANY_TAGS = [f"{number:0128}" for number in range(3000)]
+MANY_TAGS = [f"t{number:0127}" for number in range(3000)]
 """More than a slot of the log holds."""
 
 

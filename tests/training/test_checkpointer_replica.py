@@ -328,7 +328,7 @@ class Small(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.layer = torch.nn.Linear(128, 128)
         self.register_buffer("conjugated", torch.randn(4, dtype=torch.cfloat).conj())
-        self.register_buffer("negated", torch._neg_view(torch.randn(4)))
+        self.register_buffer("negated", torch.randn(4, dtype=torch.cfloat).conj().imag)
 
     def forward(self, x: Any) -> Any:
         return self.layer(x).square().mean()

@@ -54,7 +54,6 @@ LABELS: Final = {
     "none-topk": "none, gradients compressed",
     "topk": "Checkpointer, top-k step diffs",
     "topk-agent": "Checkpointer, top-k step diffs, agent",
-    "topk-replica": "Checkpointer, top-k replica",
 }
 RECOVERIES: Final = {
     "dense-agent": "from the agent",
