@@ -43,14 +43,14 @@ def test_persistent_memory_that_is_not_drained_is_caught(life: str) -> None:
         states.explore(limit=40, life=life, medium="pmem", forgets=frozenset({"drain"}))
 
 
-@pytest.mark.parametrize("life", NEW)
+@pytest.mark.parametrize("life", [life if life == "layered" else pytest.param(life, marks=long_only) for life in NEW])
 def test_sigkill_at_every_crash_point_that_it_passes(tmp_path: Path, life: str) -> None:
     done = kills.sweep(short_or(1, 3) * len(POINTS[life]), folder=tmp_path, life=life)
     assert all(done.points[point] for point in POINTS[life]), done.points
     assert done.restored > 0
 
 
-@pytest.mark.parametrize("life", NEW)
+@pytest.mark.parametrize("life", [life if life == "bounded" else pytest.param(life, marks=long_only) for life in NEW])
 def test_faults_surface_and_lose_nothing(life: str) -> None:
     done = faultsweep.sweep(every=short_or(61, 7), cuts=2, life=life)
     assert set(done.injected) == set(faultsweep.KINDS)

@@ -19,6 +19,7 @@ from ckptstore.backends.pmem import PmemBackend
 from ckptstore.errors import KeyNotFoundError, StorageError
 from ckptstore.host.pages import BLOCK
 from tests.backends.backend_conformance import filled
+from tests.forms import long_only
 from tools.crash import faultsweep, killcuts, kills, states
 from tools.crash.disk import LINE, Drain, Store
 from tools.crash.domain import Domain
@@ -31,6 +32,8 @@ from tools.crash.scenario import Violation
 
 SHARED_MEMORY = Path("/dev/shm")
 MODES = ("pmem", "pmem-msync")
+SAMPLED = ("pmem", pytest.param("pmem-msync", marks=long_only))
+"""Of what takes long. Without libpmem all of it is msync."""
 ROOT = "/data/store"
 SEGMENT = bytes(filled(3 * BLOCK))
 SIZE = 2 * BLOCK + 5
@@ -318,7 +321,7 @@ def test_who_goes_on_after_a_kill_loses_nothing_in_a_power_cut(medium: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("medium", MODES)
+@pytest.mark.parametrize("medium", SAMPLED)
 def test_faults_surface_and_lose_nothing(medium: str) -> None:
     done = faultsweep.sweep(every=97, cuts=2, medium=medium)
     assert set(done.injected) == set(faultsweep.KINDS)
@@ -338,7 +341,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")
-@pytest.mark.parametrize("medium", MODES)
+@pytest.mark.parametrize("medium", SAMPLED)
 def test_sigkill_at_crash_points(medium: str, shared: Path) -> None:
     if (why := obstacle(medium)) is not None:
         pytest.skip(why)

@@ -57,9 +57,9 @@ def test_two_ranks_of_a_model_in_shards(strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["gradient", "replica"])
+@pytest.mark.parametrize("strategy", [pytest.param("gradient", marks=long_only), "replica"])
 def test_one_process_and_its_agent(strategy: str) -> None:
-    assert "3 kills" in kills("--kills", "3", "--seed", "3", "--agent", "--strategy", strategy)
+    assert "2 kills" in kills("--kills", "2", "--seed", "3", "--agent", "--strategy", strategy)
 
 
 @long_only

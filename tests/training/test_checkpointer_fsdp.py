@@ -91,7 +91,7 @@ def test_a_process_that_shards_nothing_goes_on(job: Path) -> None:
     assert "sharding:" in said
 
 
-@pytest.mark.parametrize("name", ["usr1", "term", "deadline"])
+@pytest.mark.parametrize("name", ["usr1", pytest.param("term", marks=long_only), "deadline"])
 def test_ranks_save_and_stop_at_the_same_step(job: Path, name: str) -> None:
     steps = [int((job / f"signalled-{name}-{rank}").read_text()) for rank in range(2)]
     assert steps[0] == steps[1]

@@ -22,6 +22,7 @@ from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
+from tests.forms import long_only  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
 from tests.training.test_checkpointer_agent import killed  # noqa: E402
 from tools import shim_kills  # noqa: E402
@@ -147,7 +148,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("victims", ["trainer", "both"])
+@pytest.mark.parametrize("victims", ["trainer", pytest.param("both", marks=long_only)])
 def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victims: str, wholes: list[int]) -> None:
     arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT, timeout=180)
