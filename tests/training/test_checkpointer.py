@@ -331,7 +331,8 @@ def test_a_new_store_begins_at_0_and_an_old_one_wants_a_word(tmp_path: Path) -> 
         checkpointer.step()
     with Checkpointer(tmp_path / "s", **Script().parts(), strategy="full") as checkpointer:
         assert checkpointer.resume(None) == 0
-        checkpointer.step(save=True)
+        with pytest.warns(UnsavedStepWarning, match="step 1 is not saved, in spite of"):
+            checkpointer.step(save=True)
     assert checkpointer.steps_done == 1
 
 
