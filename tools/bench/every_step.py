@@ -1,5 +1,5 @@
 """What it costs to save after every step, and how fast a killed trainer is back: ``python -m tools.bench.every_step``,
-five minutes where nothing else runs.
+ten minutes where nothing else runs.
 
 The demo's language model in the loop of `training`, trainer and savers pinned to cores of their own; every case is a
 process of its own, and rounds are interleaved. *Overhead* is the loop's time over that of the same loop without saves
