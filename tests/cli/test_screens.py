@@ -44,7 +44,7 @@ SCREENS = {
     "import": ["import runs/new shelf/step_1.safetensors shelf/step_2.safetensors --delta"],
     "copy": ["copy runs/gpt copied"],
     "sync": ["sync runs/gpt second"],
-    "tag": ["tag runs/gpt", "tag runs/gpt x 17", "tag runs/gpt 29..30 17 --take-over"],
+    "tag": ["tag runs/gpt", "tag runs/gpt x 17 --timeout 0.1", "tag runs/gpt 29..30 17 --take-over"],
     "keep": ["keep runs/gpt", "keep runs/net last:2 every:7 --take-over"],
     "prune": ["prune runs/net --keep every:7 --keep best:loss:20 --dry-run"],
     "retire": ["retire runs/net 10 20 30 --dry-run"],
