@@ -364,6 +364,8 @@ def main(counts: str, kinds: str, rounds: int, folder: Path | None, part: str | 
         click.echo(json.dumps(_PARTS[part](store)))
         return
     rows = []
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     click.echo(_HEADINGS)
     with tempfile.TemporaryDirectory(prefix="ckptstore-catalog-", dir=folder) as place:
         for kind in kinds.split(","):
