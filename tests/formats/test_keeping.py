@@ -127,6 +127,8 @@ class TestWhatTheyKeep:
         catalog = catalog_of(*(entry(1, step) for step in range(1, 6)))
         catalog = catalog.apply(CommitRecord(1, NONCE, tags={"a": (1, 2), "b": (1, 2)}), catalog.next_seq)
         assert kept(catalog, "last:1") == {"newest": [5], "tagged": [2], "last:1": [5], "gone": [1, 3, 4]}
+        # Said as a rule it is the same: tags keep what they name.
+        assert kept(catalog, "tagged") == {"newest": [5], "tagged": [2], "gone": [1, 3, 4]}
 
     def test_ages_count_back_from_the_newest_and_no_clock_is_asked(self) -> None:
         catalog = catalog_of(*(entry(1, step, 10.0 * step) for step in range(1, 6)))  # in 1970

@@ -169,6 +169,14 @@ class TestWriters:
             save(writer, [8, 9])
             assert [info.step for info in store.checkpoints()] == [6, 8, 9]
 
+    def test_tagged_is_a_rule_that_may_be_said(self, store: Store) -> None:
+        with store.writer() as writer:
+            save(writer, range(1, 7))
+            writer.tag("good", 3)
+        assert store.prune("last:1", "tagged", dry_run=True).kept["tagged"] == ("3@1",)
+        store.prune("last:1", "tagged", take_over=True)
+        check(store, [3, 6])
+
     def test_rules_stay_and_every_later_writer_keeps_to_them(self, store: Store, tmp_path: Path) -> None:
         with store.writer(keep=RULES, poll_seconds=None) as writer:
             save(writer, range(1, 12))
