@@ -495,7 +495,7 @@ def reasons_of(catalog: Catalog, rules: Sequence[str]) -> tuple[dict[str, list[N
     for rule, window in _windows(rules).items():
         some = window.begin(found)
         mine = list(found.nodes) if some is None else sorted(some)
-        reasons[rule] = sorted({*reasons.get(rule, ()), *mine})  # `tagged` is a rule, too, which adds nothing to the tags
+        reasons[rule] = sorted({*reasons.get(rule, ()), *mine})  # `tagged` is a rule, too, and adds nothing
     kept = {node for nodes in reasons.values() for node in nodes}
     gone = [] if found.newest is None else [node for node in found.nodes if node not in kept]
     return reasons, gone

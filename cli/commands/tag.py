@@ -52,11 +52,25 @@ def command(
             raise click.UsageError("--delete removes a tag from whatever it names; leave REF out")
         target.untag(name, take_over=take_over, timeout=timeout)
     else:
+        if ref is not None and _names(ref) and not _names(name):
+            raise click.UsageError(f"the name comes before the REF: ckpt tag {store} {ref} {name}")
         ref = target.tag(name, ref or "latest", take_over=take_over, timeout=timeout).ref
     if as_json:
         emit({"store": store, "tags": [_json(name, ref)]})
     else:
         click.echo(f"tag:{name} is removed" if ref is None else f"tag:{name} is {ref}")
+
+
+def _names(text: str) -> bool:
+    """Whether a new tag may be called so."""
+    from ckptstore.errors import UsageError
+    from ckptstore.log.refs import check_new_tag
+
+    try:
+        check_new_tag(text)
+    except UsageError:
+        return False
+    return True
 
 
 def _json(name: str, ref: str | None) -> dict[str, Any]:

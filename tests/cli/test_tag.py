@@ -96,6 +96,7 @@ def test_mistakes(ckpt: Run, run: Path) -> None:
         (("--delete",), 2, "which tag?"),
         (("best", "1", "--delete"), 2, "leave REF out"),
         (("best", "soon"), 2, "is no REF"),
+        (("29@1", "best"), 2, "best 29@1"),
     ):
         outcome = ckpt("tag", run, *arguments, "--take-over")
         assert (outcome.code, why in outcome.err) == (code, True), arguments
