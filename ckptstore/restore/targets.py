@@ -130,10 +130,20 @@ def find_targets(
     names = picked.tensors  # those that the caller knows
     if select is None:
         targets: dict[str, Any] = dict(flat.tensors)
+        names = {**names, **_of_a_rank(picked.whole, names, targets)}
     else:
         targets = _selected(flat, picked, names, select)
     _check_targets({names[name]: tensor for name, tensor in wanted.items()}, targets)
     return Targets({name: targets[names[name]] for name in wanted})
+
+
+def _of_a_rank(tree: Any, names: Collection[str], targets: Collection[str]) -> dict[str, str]:
+    """What ranks have of their own, ``NAME@RANK``, by the name at its place, which is what a rank calls it."""
+    strange = {name for name in names if name not in targets and "@" in name}
+    if not strange:
+        return {}
+    own = (place for place in places(tree) if place.tensor in strange and place.name in targets)
+    return {place.tensor: place.name for place in own if place.tensor.rpartition("@")[0] == place.name}
 
 
 def made_targets(entries: Mapping[str, TensorEntry], made: Mapping[str, Any]) -> Targets:
