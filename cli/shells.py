@@ -83,9 +83,9 @@ _ZSH: Final = """\
         fi
     done
 
-    (( $#described )) && _describe -V unsorted described -U
-    (( $#finished )) && compadd -U -V unsorted -a finished
-    (( $#unfinished )) && compadd -U -S '' -V unfinished -a unfinished
+    (( $#described )) && _describe -V unsorted described -U -i "$IPREFIX"
+    (( $#finished )) && compadd -U -i "$IPREFIX" -V unsorted -a finished
+    (( $#unfinished )) && compadd -U -i "$IPREFIX" -S '' -V unfinished -a unfinished
     return 0
 }
 
@@ -109,7 +109,7 @@ function %(complete_func)s
         else if test "$parts[1]" = file
             string replace -r -- '^' "$option" (__fish_complete_path $parts[2])
         else if test "$parts[1]" = plain
-            echo -- $option$parts[2]
+            printf '%%s\\n' "$option$parts[2]"
         end
     end
 end
