@@ -70,9 +70,15 @@ EXIT_CODES: Final = {
 
 
 class CkptError(Exception):
-    """Base of every error of this project. ``exit_code`` is what the command exits with."""
+    """Base of every error of this project. ``exit_code`` is what the command exits with.
+
+    Attributes:
+        nearest: of damage that a restore met: REF of the newest checkpoint before the one that was asked for which
+            needs nothing of it; None: there is none, or nobody looked.
+    """
 
     exit_code = 1
+    nearest: str | None = None
 
 
 class UsageError(CkptError, ValueError):

@@ -11,12 +11,9 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptstore import errors
-
-if TYPE_CHECKING:
-    from ckptstore import Store
 
 __all__ = ["TYPED", "hint_for", "near_names"]
 
@@ -35,7 +32,6 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.RequestTimeoutError, "asking again does no harm; if no run is writing: --take-over"),
     (errors.FencedError, "another writer took the store over; `ckpt log {store}` shows its term"),
 )
-_SEGMENT = re.compile(r"seg/[0-9]+/([0-9a-f]{32})\.safetensors")
 
 
 def hint_for(error: BaseException) -> str | None:
@@ -65,9 +61,8 @@ def hint_for(error: BaseException) -> str | None:
         store=shlex.quote(store) if isinstance(store, str) else "STORE",
         ref=shlex.quote(ref) if isinstance(ref, str) else "REF",
     )
-    if isinstance(error, errors.CorruptSegmentError) and isinstance(store, str) and isinstance(ref, str):
-        said = _instead(error, store, ref, typed.get("out")) + said
-    return said
+    near = getattr(error, "nearest", None)
+    return _instead(near, store, typed.get("out")) + said if near is not None and isinstance(store, str) else said
 
 
 def _became(message: str, store: str) -> str | None:
@@ -115,36 +110,10 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     return f"`ckpt import {quoted} FILE...` creates one; so does ckptstore.open({path!r}, create=True)"
 
 
-def _instead(error: errors.CorruptSegmentError, store: str, ref: str, out: Any) -> str:
-    """The nearest checkpoint before `ref` that does not need the damaged segment, and the command that restores it."""
-    found = _SEGMENT.search(str(error))
-    if found is None:
-        return ""
-    import ckptstore
-
-    try:
-        near = _nearest_without(ckptstore.open(store, create=False), ref, found[1])
-    except (errors.CkptError, OSError):
-        return ""
-    if near is None:
-        return ""
+def _instead(near: str, store: str, out: Any) -> str:
+    """The checkpoint to be had in place of a damaged one, and the command that restores it."""
     name = shlex.quote(str(out)) if out is not None else "FILE"
     return (
         f"{near} is the nearest before it that does not need this segment: "
         f"`ckpt restore {shlex.quote(store)} {near} --out {name}`; "
     )
-
-
-def _nearest_without(store: Store, ref: str, segment: str) -> str | None:
-    lineage = store.lineage()
-    infos = {info.ref: info for info in lineage.checkpoints}
-    line: str | None = store.checkpoint(ref).ref
-    while (line := lineage.parents.get(line or "")) is not None:
-        link: str | None = line
-        needs = False
-        while link is not None and link in infos and not needs:
-            needs = segment in infos[link].segments
-            link = infos[link].base
-        if not needs:
-            return line
-    return None

@@ -1,8 +1,9 @@
-"""Completion in bash: what click gives, for words with ``:`` and ``@`` in them, and for folders that are stores.
+"""Completion in bash, zsh and fish: what click gives, and what these shells want besides.
 
 bash takes ``tag:best`` and ``1000@2`` apart at the signs in COMP_WORDBREAKS, and puts in place of the last part what it
 is given. So the script hands over the line as it was typed, and cuts off what bash has already. zsh and fish take a
-word as a word; click's scripts for them do.
+word as a word, also ``--like=5@3``, of which click completes what follows the sign. Nothing that has to be gone on with
+(``1@1..``, ``last:``) is followed by a space.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from click.shell_completion import BashComplete, CompletionItem, add_completion_class, split_arg_string
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    FishComplete,
+    ZshComplete,
+    add_completion_class,
+    split_arg_string,
+)
 
 __all__ = ["LINE", "register"]
 
@@ -38,7 +46,7 @@ _SCRIPT: Final = """\
         elif [[ $type == 'file' ]]; then
             compopt -o default
         elif [[ $type == 'plain' ]]; then
-            [[ $value == */ || $value == *.. ]] && compopt -o nospace
+            [[ $value == */ || $value == *.. || $value == *: ]] && compopt -o nospace
             COMPREPLY+=("${value#"$prefix"}")
         fi
     done
@@ -46,6 +54,67 @@ _SCRIPT: Final = """\
 }
 
 complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
+_ZSH: Final = """\
+#compdef %(prog_name)s
+
+%(complete_func)s() {
+    local -a finished unfinished described response
+    local type key descr
+    (( ! $+commands[%(prog_name)s] )) && return 1
+
+    local call="%(complete_var)s=zsh_complete"
+    response=("${(@f)$(COMP_WORDS="${words[*]}" COMP_CWORD=$((CURRENT-1)) env $call %(prog_name)s)}")
+    compset -P 1 '--*=' # an option's value is completed without the option
+
+    for type key descr in ${response}; do
+        if [[ "$type" == "dir" ]]; then
+            _path_files -/
+        elif [[ "$type" == "file" ]]; then
+            _path_files -f
+        elif [[ "$type" != "plain" ]]; then
+            continue
+        elif [[ "$descr" != "_" ]]; then
+            described+=("$key":"$descr")
+        elif [[ "$key" == *(..|:|/) ]]; then
+            unfinished+=("$key")
+        else
+            finished+=("$key")
+        fi
+    done
+
+    (( $#described )) && _describe -V unsorted described -U -i "$IPREFIX"
+    (( $#finished )) && compadd -U -i "$IPREFIX" -V unsorted -a finished
+    (( $#unfinished )) && compadd -U -i "$IPREFIX" -S '' -V unfinished -a unfinished
+    return 0
+}
+
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+    %(complete_func)s "$@" # from a folder of $fpath
+else
+    compdef %(complete_func)s %(prog_name)s
+fi
+"""
+_FISH: Final = """\
+function %(complete_func)s
+    set -l typed (commandline -t)
+    set -l option (string match -r -- '^--[^=]+=' $typed)
+    set -l response (env %(complete_var)s=fish_complete COMP_WORDS=(commandline -cp) COMP_CWORD="$typed" %(prog_name)s)
+
+    for completion in $response
+        set -l parts (string split -m 1 "," -- $completion)
+
+        if test "$parts[1]" = dir
+            string replace -r -- '^' "$option" (__fish_complete_directories $parts[2])
+        else if test "$parts[1]" = file
+            string replace -r -- '^' "$option" (__fish_complete_path $parts[2])
+        else if test "$parts[1]" = plain
+            printf '%%s\\n' "$option$parts[2]"
+        end
+    end
+end
+
+complete --no-files --keep-order --command %(prog_name)s --arguments "(%(complete_func)s)"
 """
 _PLAIN: Final = re.compile(r"[\w./@%+=:,-]*\Z")
 """A path that a shell needs no quotes for. bash itself completes any other."""
@@ -71,6 +140,19 @@ class _Bash(BashComplete):
         return found
 
 
+class _Zsh(ZshComplete):
+    source_template = _ZSH
+
+    def format_completion(self, item: CompletionItem[Any]) -> str:
+        """As click does since 8.1.8: `_describe` ends a value at the first colon that is not escaped."""
+        value = item.value.replace(":", r"\:") if item.help else item.value
+        return f"{item.type}\n{value}\n{item.help or '_'}"
+
+
+class _Fish(FishComplete):
+    source_template = _FISH
+
+
 def _folders(typed: str) -> list[CompletionItem[Any]]:
     above, _, name = typed.rpartition("/")
     try:
@@ -90,5 +172,6 @@ def _folders(typed: str) -> list[CompletionItem[Any]]:
 
 
 def register() -> None:
-    """Have click use this for bash."""
-    add_completion_class(_Bash)
+    """Have click use these."""
+    for kind in (_Bash, _Zsh, _Fish):
+        add_completion_class(kind)

@@ -16,7 +16,7 @@ from ckptstore.formats import values
 from ckptstore.formats.names import place_names
 from ckptstore.formats.sources import Origin
 
-__all__ = ["MAX_DEPTH", "Place", "Resolve", "places", "select", "select_places", "tensor_names", "unflatten"]
+__all__ = ["MAX_DEPTH", "Place", "Resolve", "paths", "places", "select", "select_places", "tensor_names", "unflatten"]
 
 MAX_DEPTH: Final = 200
 """Nesting of the tree's JSON; below `jsontext.MAX_DEPTH`, so that what was written can be read inside a document."""
@@ -225,12 +225,22 @@ def places(tree: Any) -> list[Place]:
     Raises:
         FormatError: the tree is not what `flatten` writes.
     """
+    found = paths(tree)
+    return [Place(name, tensor) for name, (_, tensor) in zip(place_names(found), found, strict=True)]
+
+
+def paths(tree: Any) -> list[tuple[tuple[Any, ...], str]]:
+    """Every place of every tensor, in tree order: the keys and list positions that lead there, and the tensor's name.
+
+    Raises:
+        FormatError: the tree is not what `flatten` writes.
+    """
     found: list[tuple[tuple[Any, ...], str]] = []
     try:
         _find_places(tree, (), 0, found)
     except RecursionError as error:
         raise FormatError("state tree nested too deep for the calling stack") from error
-    return [Place(name, tensor) for name, (_, tensor) in zip(place_names(found), found, strict=True)]
+    return found
 
 
 def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple[tuple[Any, ...], str]]) -> None:

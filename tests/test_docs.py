@@ -93,6 +93,9 @@ with ckptstore.open("runs/a").writer() as writer:
 }
 """(page, number of the block) -> what the page takes for granted there."""
 
+TWICE = {("ranks.md", 0)}
+"""Scripts that go on from themselves when they run again."""
+
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
@@ -118,10 +121,11 @@ def free_port() -> int:
 @pytest.mark.parametrize(("page", "number"), list(scripts()))
 def test_scripts_run(page: str, number: int, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    before = BEFORE.get((page, number), "").replace("A_PORT", repr(str(free_port())))
-    code = f"{before}\n{blocks(page, 'python')[number]}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    for _ in range(2 if (page, number) in TWICE else 1):
+        before = BEFORE.get((page, number), "").replace("A_PORT", repr(str(free_port())))
+        code = f"{before}\n{blocks(page, 'python')[number]}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in (DOCS / page).read_text()])

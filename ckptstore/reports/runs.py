@@ -81,7 +81,9 @@ def find_runs(folder: str | os.PathLike[str]) -> FoundRuns:
         UsageError: it is a URL.
     """
     if "://" in os.fspath(folder):
-        raise UsageError(f"{os.fspath(folder)}: runs are looked for below a folder, not a URL")
+        error = UsageError(f"{os.fspath(folder)}: runs are looked for below a folder, not a URL")
+        error.add_note("of a bucket name the store: `ckpt log s3://bucket/prefix`")
+        raise error
     top = Path(os.path.expanduser(os.fspath(folder)))  # noqa: PTH111  # as every STORE is read
     if not top.is_dir():
         raise NotFoundError(f"{top}: {'it is a file' if top.exists() else 'there is no such folder'}")

@@ -31,7 +31,7 @@ def around(
         held: see `plan`.
 
     Raises:
-        `error`: it is no damage, or there is no other way; a note then names the nearest checkpoint that has one.
+        `error`: it is no damage, or there is no other way; ``nearest`` and a note then name what has one.
     """
     text = str(error)
     guilty = tuple(segment for segment in chosen.segments if segment in text)
@@ -43,6 +43,7 @@ def around(
         other = plan(catalog, chosen.target, avoid=avoid, held=held)
     except CorruptionError:
         if (near := _nearest(catalog, chosen.target, avoid)) is not None:
+            error.nearest = near
             error.add_note(
                 f"{near} is the nearest before {chosen.target.ref} that needs nothing of this: load({near!r}), or "
                 f"resume({near!r}) of a Checkpointer; `ckpt verify` says what else is damaged"

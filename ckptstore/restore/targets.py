@@ -16,7 +16,7 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.boxes import Box
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
-from ckptstore.formats.state import FlatState, places
+from ckptstore.formats.state import FlatState, paths, places
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.selection import Selection
@@ -130,10 +130,25 @@ def find_targets(
     names = picked.tensors  # those that the caller knows
     if select is None:
         targets: dict[str, Any] = dict(flat.tensors)
+        names = {**names, **_of_a_rank(picked.whole, names, flat)}
     else:
         targets = _selected(flat, picked, names, select)
     _check_targets({names[name]: tensor for name, tensor in wanted.items()}, targets)
     return Targets({name: targets[names[name]] for name in wanted})
+
+
+def _of_a_rank(stored: Any, names: Collection[str], flat: FlatState) -> dict[str, str]:
+    """What a rank has of its own, ``NAME@RANK``, by what `flat` calls what it has at that place: ``NAME``."""
+    strange = {name for name in names if "@" in name and name not in flat.tensors}
+    if not strange:
+        return {}
+    there = dict(paths(flat.tree))
+    found = {
+        tensor: there[path]
+        for path, tensor in paths(stored)
+        if tensor in strange and there.get(path) == tensor.rpartition("@")[0] not in names
+    }
+    return found if len(set(found.values())) == len(found) else {}  # what is tied only here would be filled twice
 
 
 def made_targets(entries: Mapping[str, TensorEntry], made: Mapping[str, Any]) -> Targets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from ckptstore.analysis import Analysis, Options, analyze, write_report
+from ckptstore.analysis.titles import shipping_title
 from ckptstore.analysis.wording import amount, percent, ratio
 from ckptstore.errors import MissingDependencyError, StorageError
 from tests.analysis.analysis_data import trajectory, write
@@ -77,6 +79,23 @@ def test_a_place_that_cannot_be_written(found: Analysis, tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(StorageError):
         write_report(found, tmp_path / "file" / "report")
+
+
+@pytest.mark.parametrize(
+    ("quick", "title"),
+    [
+        ((), "Sending raw is fastest on every link"),
+        (("xor",), "Compressing before sending pays at 1 Gbit/s, but not as recommended"),
+        (("xor", "recommended"), "Compressing before sending pays at 1 Gbit/s"),
+    ],
+)
+def test_what_is_said_of_links(found: Analysis, quick: tuple[str, ...], title: str) -> None:
+    rows = [
+        replace(row, encode=0.0 if row.method == "raw" else 1.0, send=0.0 if row.method in quick else 1.0)
+        for row in found.shipping
+    ]
+    rows = [replace(row, encode=0.0) if row.method in quick and row.link == 1e9 else row for row in rows]
+    assert shipping_title(replace(found, shipping=rows)) == title
 
 
 def test_wording(found: Analysis) -> None:

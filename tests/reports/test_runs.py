@@ -152,6 +152,7 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ckptstore.NotFoundError, match="it is a file"):
         find_runs(tmp_path / "file")
-    with pytest.raises(ckptstore.UsageError, match=r"s3://bucket/runs: .* not a URL"):
+    with pytest.raises(ckptstore.UsageError, match=r"s3://bucket/runs: .* not a URL") as caught:
         find_runs("s3://bucket/runs")
+    assert "ckpt log s3://" in caught.value.__notes__[0]
     assert find_runs(tmp_path).runs == ()

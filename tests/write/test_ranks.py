@@ -228,6 +228,23 @@ def test_diverged_replicas_are_saved_of_one_rank_if_that_is_wanted(tmp_path: Pat
     assert_same(ckptstore.open(tmp_path).load(1, rank=0), state(0))
 
 
+def test_what_a_rank_has_of_its_own_is_filled_by_the_name_that_it_has_there(tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
+            writer.save(state(group.rank), 1)
+
+    as_ranks(2, work)
+    store = ckptstore.open(tmp_path)
+    for rank in range(3):
+        mine = state(7)
+        assert_same(store.load(1, into=mine, rank=rank), state(rank % 2))
+        assert_same(mine["rng"], state(rank % 2)["rng"])
+    for name in ("rng", "model"):
+        left = {key: value for key, value in state(0).items() if key != name}
+        with pytest.raises(UsageError, match=f"into= has no tensor '{name}"):
+            store.load(1, into=left, rank=0)
+
+
 def test_nothing_is_compared_if_that_is_wanted(tmp_path: Path) -> None:
     def work(group: Group) -> int:
         with ckptstore.open(tmp_path).writer(group=group, ranks=RankOptions(diverged="ignore")) as writer:
