@@ -38,7 +38,7 @@ def test_what_comes_back_is_what_was_saved_and_everything_is_told(tmp_path: Path
     assert all(row["rate"] > 0 and row["cpu"] > 0 for row in document["clients"])
     ratios = {(row["client"], row["phase"]): row["ratio"] for row in document["clients"]}
     assert ratios["obstore", "save"] == ratios["obstore", "restore"] == 1.0 != ratios["ckptstore", "save"] > 0
-    assert {mode: len(samples) for mode, samples in document["loops"].items()} == {"thread": 1, "agent": 1}
+    assert {mode: len(samples) for mode, samples in document["loops"].items()} == {"thread": 1, "agent": 1, "apart": 1}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,9 @@ interleaved and rotated; what comes back is compared with what was saved. ``rati
 the same round with the same checksum, which is what the store is built on: medians of the rounds. ``server`` is what
 the server took: where that is near the seconds that passed, it was the server that was measured.
 
-Then, what a trainer's Python loop keeps of its speed while the state goes up (`tools.bench.objects_loop`).
+Then, what a trainer's Python loop keeps of its speed while the state goes up (`tools.bench.objects_loop`): by a writer
+in its process, by the agent, and, for what the machine takes by itself, by a process that has nothing to do with it.
+With ``--pin`` the loop has a core for itself, as in training.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from tools.objects.fast_server import serving_fast
 __all__ = ["Comparison", "main"]
 
 PHASES: Final = ("save", "restore")
-MODES: Final = ("thread", "agent")
+MODES: Final = ("thread", "agent", "apart")
 RAW: Final = {"ckptstore": "obstore", "obstore": "obstore"}
 """What each is divided by; others by ``obstore-plain``, as they send no checksum either."""
 
@@ -122,9 +124,12 @@ def _shown(console: Console, found: Comparison, rows: Sequence[dict[str, Any]]) 
     for mode, samples in found.loops.items():
         words = ("kept", "ran", "stall", "upload")
         kept, ran, stall, upload = (median([one[word] for one in samples]) for word in words)
+        least, most = (function([one["kept"] for one in samples]) for function in (min, max))
+        beside = "an upload of another process, obstore" if mode == "apart" else f"an upload, {mode}"
+        stalled = f" after {stall:.2f} s in save_async," if stall else ""
         console.print(
-            f"Python loop beside an upload, {mode}: {kept:.0%} of its speed (the GIL took {1 - ran:.1%}), "
-            f"after {stall:.2f} s in save_async, for {upload:.2f} s",
+            f"Python loop beside {beside}: {kept:.0%} of its speed ({least:.0%} to {most:.0%}; the GIL took "
+            f"{1 - ran:.1%}),{stalled} for {upload:.2f} s",
             highlight=False,
         )
     for name, package in found.left_out.items():
@@ -136,7 +141,7 @@ def _shown(console: Console, found: Comparison, rows: Sequence[dict[str, Any]]) 
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--client", "clients", type=click.Choice(list(CLIENTS)), multiple=True, help="Default: all.")
 @click.option("--loop/--no-loop", default=True, help="Whether to measure the trainer's loop, too.")
-@click.option("--pin", is_flag=True, help="In that: the loop has a core for itself. It wants three of them.")
+@click.option("--pin", is_flag=True, help="In that: the loop has a core for itself, upload and server the others.")
 @click.option("--bandwidth", metavar="RATE", help="In that: what the upload is held to, as 250MB/s.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")

@@ -1,8 +1,11 @@
 """How much of its speed a trainer's Python loop keeps while a state goes up. Started by `tools.bench.objects`.
 
-``python -m tools.bench.objects_loop thread|agent --port PORT --size BYTES``, one line of JSON. A loop of pure Python,
+``python -m tools.bench.objects_loop thread|agent|apart --port PORT --size BYTES``, one line of JSON. A loop of Python,
 which waits for the GIL whenever another thread of its process has it, is timed by itself, then from the return of
 `save_async` until the save is acknowledged, then by itself again.
+
+``apart`` is what the machine takes by itself: another process that has nothing to do with the loop sends as many bytes
+by obstore. Cores that share caches, memory or, as threads of one core, everything make that loop slower, too.
 
 With ``--pin`` the loop has the first core for itself, as a trainer has more cores than one; the threads of the writer,
 the agent and the server share the others. Without, with fewer cores than that, they take what is the loop's, too.
@@ -14,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +28,7 @@ from typing import Any
 
 import ckptstore
 import ckptstore.agent
-from tools.bench.object_clients import REGION
+from tools.bench.object_clients import CLIENTS, REGION
 from tools.bench.objects_worker import state_of
 
 __all__ = ["others", "pinned", "speeds"]
@@ -77,9 +81,11 @@ def speeds(mode: str, port: int, size: int, *, pin: bool, bandwidth: str | None 
     the GIL, of that for which it had a core), ``stall`` and ``upload`` (seconds).
 
     Args:
-        mode: ``thread``: a writer in this process; ``agent``: in one of its own.
+        mode: ``thread``: a writer in this process; ``agent``: in one of its own; ``apart``: no writer at all.
         bandwidth: what the upload is held to.
     """
+    if mode == "apart":
+        return _apart(port, size, pin=pin)
     words: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{port}", "client_kwargs": {"region_name": REGION}}
     words |= {"anon": True} | ({"bandwidth": bandwidth} if bandwidth else {})
     state: dict[str, Any] = dict(state_of(size))
@@ -114,14 +120,54 @@ def speeds(mode: str, port: int, size: int, *, pin: bool, bandwidth: str | None 
     }
 
 
+def _apart(port: int, size: int, *, pin: bool) -> dict[str, float]:
+    """As `speeds`, beside another process that sends `size` bytes when it is told to."""
+    every = os.sched_getaffinity(0)
+    command = [sys.executable, "-m", "tools.bench.objects_loop", "upload", "--port", str(port), "--size", str(size)]
+    with pinned(others() if pin else every):
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    try:
+        other.stdout.readline()
+        if pin:
+            os.sched_setaffinity(0, every - others() or every)
+        before = _alone(1.0)
+        began = time.perf_counter()
+        other.stdin.write(b"go\n")
+        other.stdin.flush()
+        during, ran = _turns(lambda: other.poll() is not None)
+        ended = time.perf_counter()
+        after = _alone(1.0)
+    finally:
+        other.kill()
+        other.wait()
+    if other.returncode:
+        raise RuntimeError(f"the other process ended with {other.returncode}")
+    return {"kept": 2 * during / (before + after), "ran": ran, "stall": 0.0, "upload": ended - began}
+
+
+def _upload(port: int, size: int) -> None:
+    client = CLIENTS["obstore"][0](f"http://127.0.0.1:{port}", f"tests/{uuid.uuid4().hex}")
+    state = state_of(size)
+    client.save({"small": state["t0000"][:1000]})
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+    client.save(state)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["thread", "agent"])
+    parser.add_argument("mode", choices=["thread", "agent", "apart", "upload"])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--pin", action="store_true")
     parser.add_argument("--bandwidth")
     options = parser.parse_args()
+    if options.mode == "upload":
+        _upload(options.port, options.size)
+        return
     with tempfile.TemporaryDirectory(prefix="bench-objects-") as folder:
         os.environ["CKPTSTORE_RUNTIME_DIR"] = folder
         found = speeds(options.mode, options.port, options.size, pin=options.pin, bandwidth=options.bandwidth)

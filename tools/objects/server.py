@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,13 +93,20 @@ def serving(folder: Path) -> Iterator[Server]:
         "STATE_DIR": str(folder / "state"),
         "S3_DATA_DIR": str(folder / "data"),
     }
-    program = Path(sys.executable).with_name("ministack")
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([program], env=environment, stdout=log, stderr=log, cwd=folder)
-    try:
-        _wait(port, process)
+    command = [str(Path(sys.executable).with_name("ministack"))]
+    with running(command, environment, port, folder):
         make_bucket(port, "tests")
         yield Server("s3://tests", options_for(port), port)
+
+
+@contextmanager
+def running(command: Sequence[str], environment: Mapping[str, str], port: int, folder: Path) -> Iterator[None]:
+    """A program that serves on a port of loopback until the ``with`` ends; `folder` is its own, and gone with it."""
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+    try:
+        _wait(port, process)
+        yield
     finally:
         process.kill()
         process.wait()
@@ -109,11 +116,11 @@ def serving(folder: Path) -> Iterator[Server]:
 def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + 30
     while time.monotonic() < end:
-        assert process.poll() is None, "ministack ended"
+        assert process.poll() is None, f"{process.args} ended"
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
         except OSError:
             time.sleep(0.05)
         else:
             return
-    raise AssertionError("ministack does not listen")
+    raise AssertionError(f"{process.args} does not listen")
