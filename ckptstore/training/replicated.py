@@ -102,17 +102,22 @@ class ReplicaSaving(Saving):
         self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
     ) -> PendingSave | None:
         """See `Saving.offer`. None also of a step that the medium is too slow for: the agent has it in memory alone."""
+        self._check_process()
         under_way = sum(not one.done() for one in self._under_way)
         persist = forced or (due and under_way < self._limit)
-        self._last = (step, metrics, tags)
-        self._owed = True  # until it is given to the medium
-        said = _Said.of(metrics, tags)
         try:
-            pending = self._offered(step, said, due=due, persist=persist, forced=forced)
-        except AgentLostError as error:  # with an earlier save
-            self._remark_lost(error)
-            self._at = None
-            pending = self._offered(step, said, due=due, persist=persist, forced=forced)
+            said = _Said.of(metrics, tags)
+            self._last = (step, metrics, tags)
+            self._owed = True  # until it is given to the medium
+            try:
+                pending = self._offered(step, said, due=due, persist=persist, forced=forced)
+            except AgentLostError as error:  # with an earlier save
+                self._remark_lost(error)
+                self._at = None
+                pending = self._offered(step, said, due=due, persist=persist, forced=forced)
+        except BaseException:
+            self._missed()
+            raise
         if pending is not None:
             self._owed = False
             self._under_way.append(pending)
@@ -126,11 +131,23 @@ class ReplicaSaving(Saving):
         assert pending is not None  # it was forced
         return pending
 
+    def settle(self, again: int | None = None) -> None:
+        """See `Saving.settle`. If it raises, the step at hand is not offered."""
+        try:
+            super().settle(again)
+        except BaseException:
+            self._missed()
+            raise
+
+    def _missed(self) -> None:
+        """A step has not reached the agent, and what it consumed is no part of the next: that goes whole."""
+        self._at = self._held = None
+        self._consumed.dropped()
+
     def restored(self) -> None:
         """See `Saving.restored`."""
-        self._at = self._held = None
+        self._missed()
         self._owed = False
-        self._consumed.dropped()
 
     def wait(self) -> None:
         """See `Saving.wait`: the newest step is written now, if it is in memory alone."""

@@ -40,7 +40,7 @@ from ckptstore.write.fed import FedSaves
 from ckptstore.write.filling import Filling
 from ckptstore.write.fulls import Fulls
 from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
-from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
+from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves, check_owner
 from ckptstore.write.metrics import Measured, Meter
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.second_tier import Lag, SecondTier
@@ -714,8 +714,7 @@ class Writer:
 
     def _check_process(self) -> None:
         """A fork has none of the threads: without this it would wait for ever."""
-        if self._process != os.getpid():
-            raise WriterClosedError(f"the writer of term {self.term} belongs to process {self._process}, not its fork")
+        check_owner(self._process, self.term)
 
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
         """Have the committer's thread do `work` after all that was given before."""
