@@ -29,16 +29,11 @@ from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.gathering import Gathering
 from ckptstore.host.threads import default_threads, started_pool
-from ckptstore.store import Store
-from ckptstore.training.captured import Captured
 from ckptstore.training.consumed import Consumed, Step
 from ckptstore.training.plan import StatePlan
 from ckptstore.training.replicas import Replicable
-from ckptstore.training.retention import Retention
 from ckptstore.training.saving import Saving
 from ckptstore.training.settings import Settings
-from ckptstore.training.strategies import Strategy
-from ckptstore.training.taken import TakenSteps
 from ckptstore.training.writing import StateWriter
 from ckptstore.write.ledger import Labels, PendingSave
 
@@ -68,26 +63,15 @@ class ReplicaSaving(Saving):
     follows = True
     given_again = (AgentLostError, CancelledError)
 
-    def __init__(
-        self,
-        store: Store,
-        writer: StateWriter,
-        captured: Captured,
-        taken: TakenSteps,
-        strategy: Strategy,
-        settings: Settings,
-        ranks: int,
-        retention: Retention | None,
-    ) -> None:
-        """See `Saving`."""
-        super().__init__(store, writer, captured, taken, strategy, settings, ranks, retention)
+    def _begun_with(self, writer: StateWriter, settings: Settings) -> None:
+        """See `Saving._begun_with`."""
         if not isinstance(writer, Replicates):
             raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
         self._agent: Replicates = writer
         writer.prepare_replica()
         self._limit = settings.max_in_flight
         self._pool = started_pool(default_threads(), "ckptstore-replica")
-        self._consumed = Consumed(captured.optimizers, self._pool, early=not captured.scaled)
+        self._consumed = Consumed(self._captured.optimizers, self._pool, early=not self._captured.scaled)
         self._replicated: Replicated | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None

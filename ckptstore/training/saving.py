@@ -73,6 +73,14 @@ class Saving:
         if isinstance(writer, Adopts | Fills):
             kept = int(strategy != "full")
             self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
+        self._begun_with(writer, settings)
+
+    def _begun_with(self, writer: StateWriter, settings: Settings) -> None:
+        """What this kind of saving has of its own.
+
+        Raises:
+            UsageError: not of this writer.
+        """
 
     def offer(
         self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
