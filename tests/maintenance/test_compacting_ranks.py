@@ -102,7 +102,9 @@ def test_kept_checkpoints_stay_cut_as_they_were_and_bases_go(tmp_path: Path, lif
     report = store.compact(take_over=True)
     assert {move.result for move in report.moves} == {"done"}, report
     assert report.unmet == ()
-    assert store.view().catalog.held == {}
+    batch = getattr(life.get("diffs"), "batch", 1)
+    # A batch lies in one segment: what is kept of it may keep the rest, where to store it anew saves nothing.
+    assert batch > 1 or store.view().catalog.held == {}
     assert stored(store) < before
     assert {step: shards_of(store, step, "model.wide") for step in KEPT} == cut
     check(store, KEPT)
@@ -114,8 +116,10 @@ def test_kept_checkpoints_stay_cut_as_they_were_and_bases_go(tmp_path: Path, lif
     shutil.rmtree(tmp_path / "store" / "log")
     shutil.rmtree(tmp_path / "store" / "fold", ignore_errors=True)  # a short log has none
     repaired = ckptstore.repair(store.url, tmp_path / "repaired")
-    assert [ref.partition("@")[0] for ref in repaired.kept] == ["4", "8", "12", "15", "16"]
-    assert list(repaired.lost) == ["14@1"], "retired, and all that is left of it is that term 2 continues from it"
+    kept = {int(ref.partition("@")[0]) for ref in repaired.kept}
+    assert kept == {4, 8, 12, STEPS + 1, STEPS + 2} or (batch > 1 and kept > {4, 8, 12, STEPS + 1, STEPS + 2})
+    # What is retired may be left by name: as what term 2 continues from, as the base of a diff that lies in a batch.
+    assert set(repaired.lost) == {"14@1"} or (batch > 1 and set(repaired.lost) == {"7@1", "14@1"})
     again = ckptstore.open(tmp_path / "repaired")
     for info in again.checkpoints():
         same(again.load(info.ref, framework="numpy"), truth()[info.step])
