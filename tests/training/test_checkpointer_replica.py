@@ -440,7 +440,9 @@ def test_a_fork_is_refused_and_touches_nothing(tmp_path: Path, wholes: list[int]
             if not victim:
                 status = 1
                 try:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
                     signal.alarm(20)
+                    torch.set_num_threads(1)  # torch's pool of threads is not in a fork
                     status = 2 * refused_in_a_fork(kept, model)
                 finally:
                     os._exit(status)
