@@ -122,10 +122,13 @@ def prune(
     done: list[_Plan] = []
     # What a live writer saves meanwhile is another prune's: else this would follow it for as long as it saves.
     until = math.inf if timeout is None else time.monotonic() + timeout
-    while found := _retire_some(journal, before, chosen, take_over, until, drained):
-        done.append(found)
-        crash_point("prune.retired")
-    after = read(journal).catalog
+    after, full = before, True
+    while full:
+        found, after = _retire_some(journal, before, chosen, take_over, until, drained)
+        full = len(found.retires) == _AT_ONCE  # else there is nothing more
+        if found:
+            done.append(found)
+            crash_point("prune.retired")
     return _report(after, _rules_for(journal, after, chosen), done)
 
 
@@ -163,8 +166,8 @@ def _retire_some(
     take_over: bool,
     until: float,
     drained: Catalog | None,
-) -> _Plan:
-    """One record that retires -> what it does; nothing: there was nothing to do."""
+) -> tuple[_Plan, Catalog]:
+    """One record that retires -> what it does, and a catalog that has it; nothing: there was nothing to do."""
     found = _Plan()
 
     def plan(catalog: Catalog) -> Change | None:
@@ -175,14 +178,15 @@ def _retire_some(
     for done in itertools.count(1):
         left = until - time.monotonic()
         try:
-            change(journal, "prune", plan, take_over=take_over, timeout=None if math.isinf(left) else max(left, 0.001))
+            patience = None if math.isinf(left) else max(left, 0.001)
+            after = change(journal, "prune", plan, take_over=take_over, timeout=patience)
         except RequestRefusedError:
             # The writer has gone on since: what was planned is tagged by now, or retired. Plan anew.
             if done >= _TRIES and time.monotonic() >= until:
                 raise
         else:
-            break
-    return found
+            return found, after
+    raise AssertionError("it is tried until it is done, or given up")
 
 
 def _plan(

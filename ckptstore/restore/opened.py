@@ -5,12 +5,13 @@ While it is open its segments are pinned (`ckptstore.log.pins.claim`), so that n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
+from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptSegmentError, FormatError, IncompatibleFormatError, StorageError
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
@@ -32,7 +33,7 @@ from ckptstore.restore.restorable import Restorable
 from ckptstore.segments.handles import Handles
 from ckptstore.segments.reading import SegmentReader
 
-__all__ = ["Opened", "opened"]
+__all__ = ["Opened", "opened", "opened_readers"]
 
 _OPEN: Final = 128
 """Segments that stay open; more of them (many ranks, long chains) are opened again when they are read."""
@@ -203,20 +204,33 @@ def _opened(journal: Journal, ref: str | int, avoid: frozenset[str], attempt: _A
         claim(journal, choose_plan, lambda chosen: chosen[1].segments, since=attempt.since) as (view, (entry, chosen)),
         ExitStack() as stack,
     ):
-        readers: dict[str, SegmentReader] = {}
-        handles = Handles(journal.backend)
-        stack.callback(handles.close)
-        for number, segment in enumerate(chosen.segments):
-            readers[segment] = reader = _open(journal, view.catalog.segments[segment])
-            if number < _OPEN:
-                stack.callback(reader.close)
-            else:
-                reader.close()
-                reader.source = handles.source(reader.entry.key, reader.entry.size)
+        entries = (view.catalog.segments[segment] for segment in chosen.segments)
+        readers = opened_readers(journal.backend, entries, partial(_open, journal), stack)
         base = next((one for one in attempt.bases if one.id == chosen.encodings[0].base), None)
         found = Opened(view.catalog, entry, chosen, readers, avoid, base, journal.backend.cheap_looks)
         found.check_identity()
         yield found
+
+
+def opened_readers(
+    backend: Backend, entries: Iterable[SegmentEntry], open_: Callable[[SegmentEntry], SegmentReader], stack: ExitStack
+) -> dict[str, SegmentReader]:
+    """Segments by their ids, open until `stack` is left; those of many only when they are read.
+
+    Args:
+        open_: opens one.
+    """
+    readers: dict[str, SegmentReader] = {}
+    handles = Handles(backend)
+    stack.callback(handles.close)
+    for number, entry in enumerate(entries):
+        readers[entry.id] = reader = open_(entry)
+        if number < _OPEN:
+            stack.callback(reader.close)
+        else:
+            reader.close()
+            reader.source = handles.source(reader.entry.key, reader.entry.size)
+    return readers
 
 
 def _open(journal: Journal, entry: SegmentEntry) -> SegmentReader:

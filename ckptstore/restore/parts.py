@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.shards import ShardKey, check_cover
+from ckptstore.formats import hashing, jsontext
+from ckptstore.formats.shards import ShardKey, check_cover, state_parts
+from ckptstore.formats.state import tensor_names
 from ckptstore.restore.link import Link
 
-__all__ = ["Parts", "stored_parts"]
+__all__ = ["Parts", "described_state", "stored_parts"]
 
 Parts = dict[str, tuple[str, ...]]
 """Name of a tensor -> keys of what is stored of it: its name, or `ShardKey` for each of its shards, by offset."""
@@ -42,3 +45,20 @@ def stored_parts(held: Mapping[str, Link], names: Sequence[str], where: str) -> 
             raise CorruptSegmentError(f"{where}: its segments lack tensor {name!r}")
         parts[name] = tuple(own) or (name,)
     return parts
+
+
+def described_state(held: Mapping[str, Link], tree: Any, where: str) -> str:
+    """The hash of the state that segments describe: nothing is decoded.
+
+    Args:
+        held: the tensors of an encoding (`assembly.held_by`).
+        tree: of the state (`assembly.tree_of`).
+        where: names the checkpoint in errors.
+
+    Raises:
+        CorruptSegmentError: as `stored_parts`.
+        FormatError: the hash of a decoded chunk is missing.
+    """
+    parts = stored_parts(held, tensor_names(tree), where)
+    entries = (held[key].tensor for keys in parts.values() for key in keys)
+    return hashing.state_hash(jsontext.dumps(tree), state_parts(entries))

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from functools import partial
+from typing import Literal, NoReturn, TypeAlias
 
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.host.arenas import Lease
+from ckptstore.host.arenas import Arenas, Lease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import let_go
-from ckptstore.segments.units import UnitPlan
+from ckptstore.segments.units import Unit, UnitPlan, Units
 
-__all__ = ["Arrivals", "ArrivingState", "Described"]
+__all__ = ["Arrivals", "ArrivingState", "Copy", "Described", "copied_now", "copies_of"]
+
+Copy: TypeAlias = tuple[int, Callable[[Bytes], Future[None]]]
+"""Bytes of memory that a unit needs, and what begins to copy it there."""
 
 
 class Described:
@@ -77,6 +81,48 @@ class Arrivals:
             self._changed.notify()
             return True
 
+    def bring(
+        self,
+        copies: Iterable[Copy],
+        memory: Arenas,
+        waited: Callable[[float], object],
+        *,
+        short: Callable[[], None] = lambda: None,
+        unwanted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy units one after the other, as there is memory for them, and put each.
+
+        When this returns or raises, nobody reads what they are copied from.
+
+        Args:
+            waited: told, for each, how many seconds it took to get memory.
+            short: as for `Arenas.take`.
+            unwanted: called where a unit is not wanted any more; raises, or the rest is not copied.
+
+        Raises:
+            MemoryError, whatever copying raised, and what `short` and `unwanted` raise.
+        """
+        under_way: list[Future[None]] = []
+        try:
+            for space, copy in copies:
+                lease = memory.take(space, short)
+                waited(lease.waited)
+                try:
+                    under_way.append(copy(lease.memory))
+                except BaseException:
+                    lease.free()
+                    raise
+                if not self.put(lease, under_way[-1]):
+                    let_go(under_way)
+                    lease.free()
+                    unwanted()
+                    break
+            for copied in under_way:
+                if not copied.cancelled():
+                    copied.result()
+        finally:
+            let_go(under_way)
+
     def fail(self, error: BaseException) -> None:
         """No more units come. Whoever waits for one gets `error`; one that is there already is still given."""
         with self._changed:
@@ -123,6 +169,35 @@ class Arrivals:
         let_go(copied for _, copied in taken_over)
         for lease, _ in taken_over:
             lease.free()
+
+
+def copies_of(
+    plan: UnitPlan, tensors: Mapping[str, TensorSource], submit: Callable[[Callable[[], None]], Future[None]]
+) -> Iterator[Copy]:
+    """The units of a plan, in order, for `Arrivals.bring`.
+
+    Args:
+        tensors: what they are copied from.
+        submit: has a copy made.
+    """
+    for _, layout, units in plan.segments:
+        source = Units(layout, tensors)
+        for unit in units:
+            yield unit.space, partial(_copied, submit, source, unit)
+
+
+def _copied(
+    submit: Callable[[Callable[[], None]], Future[None]], source: Units, unit: Unit, memory: Bytes
+) -> Future[None]:
+    return submit(partial(source.fill, unit, memory))
+
+
+def copied_now(work: Callable[[], None]) -> Future[None]:
+    """A copy that is made here: of a small state, for which it takes longer to wake a thread."""
+    done: Future[None] = Future()
+    work()
+    done.set_result(None)
+    return done
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class Captured:
         found: dict[str, Any] = {"format": _FORMAT, "step": step}
         found["model"] = None if standing else _states(self._model)
         if self._optimizer is not None:
-            found["optimizer"] = _states(self._optimizer, _numbers) if standing else _states(self._optimizer)
+            found["optimizer"] = _states(self._optimizer, _numbers if standing else _state_of_optimizer)
         if self._scheduler is not None:
             found["scheduler"] = _states(self._scheduler)
         if self._scaler is not None:
@@ -283,6 +283,20 @@ def _flat(given: Any) -> list[Any]:
 
 def _state_of(given: Any) -> Any:
     return given.state_dict()
+
+
+def _state_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
+    try:
+        return optimizer.state_dict()
+    except KeyError as error:
+        there = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        left = [one for one in optimizer.state if isinstance(one, torch.Tensor) and id(one) not in there]
+        if not left:
+            raise
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps the state of parameters ({len(left)}) that are in none of its "
+            "param_groups, so that state_dict() is a KeyError: take that out as well (del optimizer.state[it])"
+        ) from error
 
 
 def _states(given: Any, state_of: Callable[[Any], Any] = _state_of) -> Any:

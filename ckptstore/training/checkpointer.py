@@ -242,7 +242,8 @@ class Checkpointer:
         urgent = self._is_urgent(moved)
         due = urgent or (moved and self._pacing.due(self._done) if save is None else save)
         self._remark_idle(moved)
-        self._unsaved = (metrics or {}) if moved and not due else None
+        if moved:  # a call without an optimizer's step takes nothing from the step before
+            self._unsaved = None if due else metrics or {}
         if not moved and (save or tags) and not self._stopped:
             warn(
                 f"step {self._done} is not saved, in spite of save= or tags=: no optimizer has stepped since the call "

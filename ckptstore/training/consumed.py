@@ -9,6 +9,7 @@ another micro-batch, or by clipping. Where that is so in step after step, nothin
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class Consumed:
         self._rooms: dict[int, dict[int, torch.Tensor]] = {}
         self._step = Step()
         self._stashed: dict[int, Any] = {}
+        self._process = os.getpid()
         self._in_vain = 0 if early else _IN_VAIN
 
     def attach(self, replicated: Replicated, form: Replicable) -> None:
@@ -114,6 +116,8 @@ class Consumed:
 
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         def hook(*arguments: Any) -> None:
+            if os.getpid() != self._process:
+                return  # a fork that trains: the memory is the agent's and the parent's
             try:
                 call(*arguments)
             except Exception as error:  # noqa: BLE001  # training's step is worth more than a replica

@@ -12,6 +12,7 @@ that differ prove no change, either: then all is asked, and the bytes are taken 
 
 from __future__ import annotations
 
+import logging
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict
@@ -24,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Imprint", "Watch", "dicts", "kinds", "tensors"]
+__all__ = ["Imprint", "Watch", "dicts", "how", "kinds", "tensors"]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
 
 _WORD: Final = 8
 _HEAD: Final = 16
@@ -40,6 +43,8 @@ _TOP: Final = 1 << 47
 _BLOCK: Final = 500
 """Objects looked at together: their bytes stay in the caches, and numpy keeps the interpreter lock meanwhile."""
 _IN_VAIN: Final = 5
+_NO_VERSIONS: Final = (3, 13)
+"""From this Python on dicts have no number any more."""
 
 
 class _Memory:
@@ -114,6 +119,19 @@ class Watch:
         return True
 
 
+def how() -> str:
+    """How it is told here whether a state stands still, in one line."""
+    asked = [name for name, told in (("tensors", _form() is not None), ("dicts", _dicts_tell())) if not told]
+    if not asked:
+        return "the bytes of tensors and dicts tell whether they have changed"
+    return f"{' and '.join(asked)} are asked one by one whether they have changed: their bytes do not tell here"
+
+
+def _remark(level: int, what: str, why: str) -> None:
+    """Say that this cannot be used; once, because who asks remembers the answer."""
+    _LOG.log(level, "%s do not tell of changes (%s): all are asked in every step, which takes longer", what, why)
+
+
 # -- tensors
 
 
@@ -150,12 +168,17 @@ def _imprints(found: Sequence[torch.Tensor], form: _Form) -> list[Imprint]:
 def _form() -> _Form | None:
     """Which bytes of tensors tell of every change to them, here; None: none do."""
     if not _is_known():
+        _remark(logging.INFO, "objects of this Python", f"{sys.implementation.name}, or without a GIL")
         return None
     try:
         with torch.no_grad(), torch.device("cpu"):
-            return _tried_form()
-    except Exception:  # noqa: BLE001  # another torch, whatever it says: then tensors are asked
-        return None
+            form = _tried_form()
+        why = "a change of a tensor does not show in them"
+    except Exception as error:  # noqa: BLE001  # another torch, whatever it says: then tensors are asked
+        form, why = None, f"{type(error).__name__}: {error}"
+    if form is None:
+        _remark(logging.WARNING, f"bytes of torch {torch.__version__}'s tensors", why)
+    return form
 
 
 def _is_known() -> bool:
@@ -293,9 +316,15 @@ def _dicts_tell() -> bool:
     if not _is_known():
         return False
     try:
-        return all(map(_told, _dict_changes())) and _type_told()
-    except Exception:  # noqa: BLE001  # another Python, whatever it says: then dicts are asked
-        return False
+        tell = all(map(_told, _dict_changes())) and _type_told()
+        why = "a change of a dict does not show in them"
+    except Exception as error:  # noqa: BLE001  # another Python, whatever it says: then dicts are asked
+        tell, why = False, f"{type(error).__name__}: {error}"
+    if not tell:
+        expected = sys.version_info >= _NO_VERSIONS
+        level = logging.INFO if expected else logging.WARNING
+        _remark(level, f"bytes of Python {sys.version_info.major}.{sys.version_info.minor}'s dicts", why)
+    return tell
 
 
 def _told(changes: tuple[Any, Sequence[Callable[[Any], object]]]) -> bool:

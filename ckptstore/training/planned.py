@@ -7,6 +7,7 @@ made of it. A script whose state has another form in every step gets none: after
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from ckptstore.write.steps.updates import Explaining, Update
 
 __all__ = ["Adopts", "Fills", "Labels", "PlannedSaves"]
 
+_LOG: Final = logging.getLogger("ckptstore.training")
 _IN_VAIN: Final = 3
 """Plans in a row of which none held for a step."""
 _PAUSE: Final = 200
@@ -201,6 +203,7 @@ class PlannedSaves:
             self._in_vain, self._pause = 0, _PAUSE
             return None, None
         self._plan = plan
+        _LOG.info("%r", plan)
         return plan, light
 
     def _updates(self, plan: StatePlan, collected: Collected, place: Place) -> Sequence[Update]:

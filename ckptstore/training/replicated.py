@@ -29,16 +29,11 @@ from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.gathering import Gathering
 from ckptstore.host.threads import default_threads, started_pool
-from ckptstore.store import Store
-from ckptstore.training.captured import Captured
 from ckptstore.training.consumed import Consumed, Step
 from ckptstore.training.plan import StatePlan
 from ckptstore.training.replicas import Replicable
-from ckptstore.training.retention import Retention
 from ckptstore.training.saving import Saving
 from ckptstore.training.settings import Settings
-from ckptstore.training.strategies import Strategy
-from ckptstore.training.taken import TakenSteps
 from ckptstore.training.writing import StateWriter
 from ckptstore.write.ledger import Labels, PendingSave
 
@@ -68,26 +63,15 @@ class ReplicaSaving(Saving):
     follows = True
     given_again = (AgentLostError, CancelledError)
 
-    def __init__(
-        self,
-        store: Store,
-        writer: StateWriter,
-        captured: Captured,
-        taken: TakenSteps,
-        strategy: Strategy,
-        settings: Settings,
-        ranks: int,
-        retention: Retention | None,
-    ) -> None:
-        """See `Saving`."""
-        super().__init__(store, writer, captured, taken, strategy, settings, ranks, retention)
+    def _begun_with(self, writer: StateWriter, settings: Settings) -> None:
+        """See `Saving._begun_with`."""
         if not isinstance(writer, Replicates):
             raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
         self._agent: Replicates = writer
         writer.prepare_replica()
         self._limit = settings.max_in_flight
         self._pool = started_pool(default_threads(), "ckptstore-replica")
-        self._consumed = Consumed(captured.optimizers, self._pool, early=not captured.scaled)
+        self._consumed = Consumed(self._captured.optimizers, self._pool, early=not self._captured.scaled)
         self._replicated: Replicated | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None
@@ -102,17 +86,22 @@ class ReplicaSaving(Saving):
         self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
     ) -> PendingSave | None:
         """See `Saving.offer`. None also of a step that the medium is too slow for: the agent has it in memory alone."""
+        self._check_process()
         under_way = sum(not one.done() for one in self._under_way)
         persist = forced or (due and under_way < self._limit)
-        self._last = (step, metrics, tags)
-        self._owed = True  # until it is given to the medium
-        said = _Said.of(metrics, tags)
         try:
-            pending = self._offered(step, said, due=due, persist=persist, forced=forced)
-        except AgentLostError as error:  # with an earlier save
-            self._remark_lost(error)
-            self._at = None
-            pending = self._offered(step, said, due=due, persist=persist, forced=forced)
+            said = _Said.of(metrics, tags)
+            self._last = (step, metrics, tags)
+            self._owed = True  # until it is given to the medium
+            try:
+                pending = self._offered(step, said, due=due, persist=persist, forced=forced)
+            except AgentLostError as error:  # with an earlier save
+                self._remark_lost(error)
+                self._at = None
+                pending = self._offered(step, said, due=due, persist=persist, forced=forced)
+        except BaseException:
+            self._missed()
+            raise
         if pending is not None:
             self._owed = False
             self._under_way.append(pending)
@@ -126,11 +115,23 @@ class ReplicaSaving(Saving):
         assert pending is not None  # it was forced
         return pending
 
+    def settle(self, again: int | None = None) -> None:
+        """See `Saving.settle`. If it raises, the step at hand is not offered."""
+        try:
+            super().settle(again)
+        except BaseException:
+            self._missed()
+            raise
+
+    def _missed(self) -> None:
+        """A step has not reached the agent, and what it consumed is no part of the next: that goes whole."""
+        self._at = self._held = None
+        self._consumed.dropped()
+
     def restored(self) -> None:
         """See `Saving.restored`."""
-        self._at = self._held = None
+        self._missed()
         self._owed = False
-        self._consumed.dropped()
 
     def wait(self) -> None:
         """See `Saving.wait`: the newest step is written now, if it is in memory alone."""

@@ -7,6 +7,7 @@ agent, whose term begins with a full; and who waits for the last step has it giv
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, cast
@@ -24,7 +25,7 @@ from ckptstore.training.settings import Settings, UnsavedStepWarning
 from ckptstore.training.strategies import Strategy
 from ckptstore.training.taken import Collected, TakenSteps
 from ckptstore.training.writing import StateWriter, TakesUpdates
-from ckptstore.write.ledger import PendingSave
+from ckptstore.write.ledger import PendingSave, check_owner
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.opening import to_group
 
@@ -67,10 +68,19 @@ class Saving:
         self._retention = retention
         self._under_way: list[PendingSave] = []
         self._last: tuple[int, Mapping[str, Any] | None, str | Sequence[str]] | None = None
+        self._process = os.getpid()
         self._planned: PlannedSaves | None = None
         if isinstance(writer, Adopts | Fills):
             kept = int(strategy != "full")
             self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
+        self._begun_with(writer, settings)
+
+    def _begun_with(self, writer: StateWriter, settings: Settings) -> None:
+        """What this kind of saving has of its own.
+
+        Raises:
+            UsageError: not of this writer.
+        """
 
     def offer(
         self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
@@ -91,6 +101,7 @@ class Saving:
 
     def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
         """Give the writer the state as it is now. Raises what `Writer.save_async` does."""
+        self._check_process()
         labels = Labels({"metrics": dict(metrics)} if metrics else None, tags)
         collected = self._taken.collected()
         try:
@@ -115,6 +126,10 @@ class Saving:
             return self._writer.save_async(state, step, metadata=labels.metadata, tags=labels.tags)
         coder = cast(TakesUpdates, self._writer)
         return coder.save_async(state, step, metadata=labels.metadata, tags=labels.tags, updates=collected.updates)
+
+    def _check_process(self) -> None:
+        """Before anything is copied: a fork has neither the threads that would do it nor memory of its own for it."""
+        check_owner(self._process, self._writer.term)
 
     def settle(self, again: int | None = None) -> None:
         """Hear of the saves that have ended. Raises what stopped the first that failed; warns of an agent's death.

@@ -23,8 +23,7 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.arenas import Arenas, Lease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
-from ckptstore.host.threads import let_go
-from ckptstore.segments.arriving import Arrivals
+from ckptstore.segments.arriving import Arrivals, copied_now
 
 __all__ = ["Feed", "Feeding", "Piece", "Unit", "Window"]
 
@@ -110,6 +109,10 @@ def _copy(unit: Unit, memory: Bytes) -> None:
             part[:] = view[piece.start : piece.start + piece.length]
 
 
+def _copied(submit: Callable[[Callable[[], None]], Future[None]], unit: Unit, memory: Bytes) -> Future[None]:
+    return submit(partial(_copy, unit, memory))
+
+
 class Feed:
     """One state on its way. Two threads share it: `run` is for the one that trains, all else for the committer's.
 
@@ -144,41 +147,18 @@ class Feed:
             whatever copying raised.
         """
         began = time.monotonic()
-        copies: list[Future[None]] = []
+        waited: list[float] = []
         try:
-            try:
-                wanted = self._wanted.result()
-                waited = (self._turn or time.monotonic()) - began
-                for unit in wanted:
-                    lease = self._memory.take(unit.space)
-                    waited += lease.waited
-                    try:
-                        copies.append(self._copied(unit, lease, alone=len(wanted) == 1))
-                    except BaseException:
-                        lease.free()
-                        raise
-                    if not self._arrivals.put(lease, copies[-1]):
-                        let_go(copies)
-                        lease.free()
-                        break  # it has failed, which its saver hears of otherwise
-                for copied in copies:
-                    if not copied.cancelled():
-                        copied.result()
-            finally:
-                let_go(copies)
+            wanted = self._wanted.result()
+            waited.append((self._turn or time.monotonic()) - began)
+            submit = copied_now if len(wanted) == 1 else self._copiers.submit
+            copies = ((unit.space, partial(_copied, submit, unit)) for unit in wanted)
+            # If a unit is not wanted any more it has failed, which its saver hears of otherwise.
+            self._arrivals.bring(copies, self._memory, waited.append)
         except BaseException as error:
             self._give_up(error)
             raise
-        return waited
-
-    def _copied(self, unit: Unit, lease: Lease, *, alone: bool) -> Future[None]:
-        work = partial(_copy, unit, lease.memory)
-        if not alone:
-            return self._copiers.submit(work)
-        done: Future[None] = Future()  # a small state: to wake a thread takes longer
-        work()
-        done.set_result(None)
-        return done
+        return sum(waited)
 
     def _give_up(self, error: BaseException) -> None:
         self.told = True

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 from ckptstore.formats import streaming
@@ -25,10 +24,10 @@ from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.progress import Progress
-from ckptstore.host.threads import default_threads, let_go, started_pool
+from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.segments.arriving import Arrivals, ArrivingState, Described
-from ckptstore.segments.units import UnitPlan, Units, plan_units
+from ckptstore.segments.arriving import Arrivals, ArrivingState, Described, copied_now, copies_of
+from ckptstore.segments.units import UnitPlan, plan_units
 from ckptstore.write.committer import Committer
 from ckptstore.write.lanes import Lanes
 from ckptstore.write.ledger import Claim, Labels
@@ -281,27 +280,21 @@ class Full:
         self._copying = True
         segments = self._state.plan.segments
         alone = len(segments) == 1 and len(segments[0][2]) <= 1
-        pieces = ((Units(layout, flat.tensors), units) for _, layout, units in segments)
-        copies: list[Future[None]] = []
+        submit = copied_now if alone else self._fulls.copier
+
+        def waited(seconds: float) -> None:
+            measured.waited += seconds
+
         try:
-            for source, unit in ((source, unit) for source, units in pieces for unit in units):
-                lease = self._fulls.memory.take(unit.space, self._short)
-                measured.waited += lease.waited
-                try:
-                    copies.append(self._copied(partial(source.fill, unit, lease.memory), alone))
-                except BaseException:
-                    lease.free()
-                    raise
-                if not self._arrivals.put(lease, copies[-1]):
-                    let_go(copies)
-                    lease.free()
-                    self._check_wanted()
-                    break  # it has failed, which `done` says; the state may change
-            for copied in copies:
-                if not copied.cancelled():
-                    copied.result()
+            # If a unit is not wanted any more it has failed, which `done` says; the state may change.
+            self._arrivals.bring(
+                copies_of(self._state.plan, flat.tensors, submit),
+                self._fulls.memory,
+                waited,
+                short=self._short,
+                unwanted=self._check_wanted,
+            )
         finally:
-            let_go(copies)  # nobody reads training's memory when this returns
             self._release()
         self._begin()
 
@@ -312,14 +305,6 @@ class Full:
             unwanted = self._gone is not None and not self._writing
         if unwanted:
             self._leave()
-
-    def _copied(self, work: Callable[[], None], alone: bool) -> Future[None]:
-        if not alone:
-            return self._fulls.copier(work)
-        done: Future[None] = Future()  # a small state: to wake a thread takes longer
-        work()
-        done.set_result(None)
-        return done
 
     def _short(self) -> None:
         self._check_wanted()

@@ -18,7 +18,7 @@ from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import check_new_tag
 from ckptstore.write.second_tier import SecondTier
 
-__all__ = ["Claim", "Failures", "Labels", "PendingSave", "Saves"]
+__all__ = ["Claim", "Failures", "Labels", "PendingSave", "Saves", "check_owner"]
 
 _MAX_STEP: Final = 2**53 - 1
 
@@ -165,6 +165,12 @@ class PendingSave:
         if error is not None:
             self._seen()
         return error
+
+
+def check_owner(process: int, term: int) -> None:
+    """Raise `WriterClosedError` in a fork of `process`, which writes `term`: no thread would ever do what is asked."""
+    if process != os.getpid():
+        raise WriterClosedError(f"the writer of term {term} belongs to process {process}, not to its fork")
 
 
 def _patience(timeout: float | None) -> float | None:

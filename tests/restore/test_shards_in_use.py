@@ -12,7 +12,6 @@ import torch
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 
-import ckptstore
 from ckptstore.cli.main import cli
 from ckptstore.errors import UsageError
 from ckptstore.formats import codecs
@@ -123,47 +122,36 @@ def test_other_commands_read_and_gc_and_retire_go_on(made: ShardStore) -> None:
     assert made.store.checkpoint(2).tensors == 2
 
 
-def _files(store: ckptstore.Store) -> dict[str, bytes]:
-    return {key: store.backend.get(key) for key in store.backend.list("")}
-
-
-@pytest.mark.parametrize("keep_steps", [False, True])
-def test_merge_refuses_and_harms_nothing(tmp_path: Path, keep_steps: bool) -> None:
+def test_merge_keeps_the_shards(tmp_path: Path) -> None:
     made = ShardStore(str(tmp_path / "store"))
     states = [numbers(seed) for seed in range(4)]
     made.commit(1, by_rank(cut("w", states[0], rows(SHAPE, 2))))
     for step in (2, 3, 4):
         coded = cut("w", states[step - 1], rows(SHAPE, 2), codec=codecs.Xor(4), base=states[step - 2])
         made.commit(step, by_rank(coded), base=step - 1)
-    before = _files(made.store)
-    with pytest.raises(UsageError, match=r"stored in shards, which cannot be merged"):
-        made.store.merge("2..4", keep_steps=keep_steps, take_over=True)
-    with pytest.raises(UsageError, match=r"stored in shards"):
-        made.store.merge("2..4", keep_steps=keep_steps, take_over=True, dry_run=True)
-    after = _files(made.store)
-    assert {key: data for key, data in after.items() if key.startswith("seg/")} == {
-        key: data for key, data in before.items() if key.startswith("seg/")
-    }
+    done = made.store.merge("2..4", keep_steps=True, take_over=True)
+    assert (done.answer, done.method, len(done.written), len(done.dropped)) == ("accepted", "concatenated", 2, 6)
+    described = [doc for _, doc in made.store.describe(3) if 3 in doc.steps]
+    assert [doc.steps for doc in described] == [(2, 3, 4)] * 2
+    assert [doc.tensors[3]["w"].offset for doc in described] == [(0, 0), (20, 0)]
+    assert [len(doc.trees) for doc in described] == [3, 0]
+    assert [doc.encodings[3].part.number for doc in described] == [0, 1]
     for step, state in enumerate(states, 1):
         assert made.store.load(step, framework="numpy")["w"].tobytes() == state.tobytes()
     assert made.store.verify(deep=True).ok
-    if not keep_steps:
-        made.store.retire(3, take_over=True)  # its links can no longer be copied, only decoded and coded again
-        with pytest.raises(UsageError, match=r"stored in shards"):
-            made.store.merge("2..4", take_over=True)
-        assert made.store.load(4, framework="numpy")["w"].tobytes() == states[3].tobytes()
 
 
-def test_compact_leaves_them_alone_and_says_so(made: ShardStore) -> None:
+def test_compact_keeps_each_way_of_cutting(made: ShardStore) -> None:
     made.store.retire(1, take_over=True)
-    before = _files(made.store)
-    for dry_run in (True, False):
-        report = made.store.compact(max_depth=0, take_over=True, dry_run=dry_run)
-        assert report.moves == ()
-        assert {one.ref for one in report.unmet} == {"", "2@1"}
-        assert any("stored in shards" in one.why for one in report.unmet)
-    assert _files(made.store) == before
-    assert made.store.load(2, framework="numpy")["w"].tobytes() == numbers(2).tobytes()
+    report = made.store.compact(max_depth=0, take_over=True)
+    assert (report.unmet, report.complete, len(report.moves)) == ((), True, 1)
+    assert made.store.checkpoint(2).kind == "full"
+    for step, count in ((2, 4), (3, 3)):
+        held = [doc.tensors[step] for _, doc in made.store.describe(step)]
+        assert sum("w" in one for one in held) == count
+        assert sum("n" in one for one in held) == 1
+        assert made.store.load(step, framework="numpy")["w"].tobytes() == numbers(2).tobytes()
+    assert made.store.verify(deep=True).ok
 
 
 def test_analyze_refuses(made: ShardStore) -> None:

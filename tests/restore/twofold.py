@@ -15,7 +15,7 @@ from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import workers
 from ckptstore.log.term import open_term
 from ckptstore.maintenance.merge.copying import merged_draft
-from ckptstore.maintenance.merge.recoding import ChainSource
+from ckptstore.maintenance.merge.portions import ChainSource
 from ckptstore.restore.opened import opened
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.plain import write_full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from ckptstore.training import Checkpointer, LayerwiseSnapshots, imprints, plann
 __all__ = [
     "DICTS_TELL",
     "MOST_IN_VAIN",
+    "break_the_trials",
     "copied_during_backward",
     "copying",
     "fill_the_device",
@@ -146,3 +148,13 @@ def copied_during_backward(checkpointer: Any) -> int:
 def hooks_of(parameter: Any) -> int:
     """How many hooks wait for its gradient."""
     return len(parameter._post_accumulate_grad_hooks or ())
+
+
+def break_the_trials(patch: pytest.MonkeyPatch) -> None:
+    """As with a torch that keeps things elsewhere, so that its first trial fails: `imprints._tried_form`, `_form`."""
+
+    def moved() -> None:
+        raise OSError("moved")
+
+    patch.setattr(imprints, "_tried_form", moved)
+    patch.setattr(imprints, "_form", functools.cache(imprints._form.__wrapped__))

@@ -518,6 +518,50 @@ def test_not_every_step_and_the_last_one_all_the_same(tmp_path: Path) -> None:
     assert store.latest_step() == 7
 
 
+@pytest.mark.parametrize("also", [{}, {"tags": "ignored"}], ids=["plain", "tagged"])
+def test_a_call_without_a_step_takes_nothing_from_the_step_before(tmp_path: Path, also: Any) -> None:
+    """A script that ends in the middle of an accumulation: the weights that it ends with are in a checkpoint."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    store = ckptstore.open(tmp_path / "s")
+    with (
+        warnings.catch_warnings(action="ignore", category=UnsavedStepWarning),
+        Checkpointer(store, model=model, optimizer=optimizer, save_every=10, strategy="full") as checkpointer,
+    ):
+        checkpointer.resume()
+        for step in range(1, 14):
+            if step != 13:
+                model(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+            checkpointer.step(**({} if step != 13 else also))
+    assert [info.step for info in store.checkpoints()] == [10, 13]
+    same(store.load(13, framework="torch")["model"], model.state_dict())
+
+
+def test_a_parameter_that_left_its_group_is_told_of(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+
+    def train() -> None:
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpointer.step()
+
+    store = ckptstore.open(tmp_path / "s")
+    with Checkpointer(store, model=model, optimizer=optimizer, strategy="gradient", on_error="raise") as checkpointer:
+        checkpointer.resume()
+        train()
+        left = optimizer.param_groups[0]["params"].pop()
+        with pytest.raises(UsageError, match=r"AdamW keeps the state of parameters \(1\) that are in none of its"):
+            train()
+        del optimizer.state[left]
+        train()
+    store.verify(deep=True)
+    assert [info.step for info in store.checkpoints()] == [1, 3]
+    assert len(store.load(3)["optimizer"]["state"]) == 3
+
+
 # -- auto
 
 

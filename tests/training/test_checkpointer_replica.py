@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentRestartWarning, AgentWriter  # noqa: E402
 from ckptstore.agent.recipes import Proof  # noqa: E402
-from ckptstore.errors import UsageError  # noqa: E402
+from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
@@ -325,6 +326,8 @@ def test_at_an_ordinary_exit_the_newest_step_is_written(tmp_path: Path) -> None:
 class Small(torch.nn.Module):  # type: ignore[misc]
     """One layer that the agent makes, and buffers that torch conjugates and negates lazily."""
 
+    optimizer: Any = None
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(128, 128)
@@ -338,7 +341,7 @@ class Small(torch.nn.Module):  # type: ignore[misc]
 def small(store: Path, steps: int, each: Any, **options: Any) -> tuple[Checkpointer, Small]:
     """Train it; `each` is called with the Checkpointer, the model, and the step, in place of a bare `step`."""
     model = Small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.optimizer = optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     kept = Checkpointer(
         store, model=model, optimizer=optimizer, strategy="replica", agent=True, linger_seconds=0, **options
     )
@@ -404,3 +407,66 @@ def test_a_due_step_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         kept.close()
     (unsaved,) = [str(one.message) for one in told if issubclass(one.category, UnsavedStepWarning)]
     assert unsaved.endswith("not saved, because the agent could not make their states: 3")
+
+
+def test_a_step_after_a_call_that_raised_is_not_taken_for_two(tmp_path: Path, wholes: list[int]) -> None:
+    """The call was made, so nothing is said of two steps; what it would have told the agent is in a whole state."""
+
+    def each(kept: Checkpointer, _model: Small, step: int) -> None:
+        if step == 3:
+            with pytest.raises(UsageError):
+                kept.step(metrics={"loss": object()})
+        else:
+            kept.step()
+        kept.wait()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        kept, model = small(tmp_path / "run", 6, each, on_error="raise")
+        kept.close()
+    assert wholes == [1, 4]
+    stored = ckptstore.open(tmp_path / "run").load(6, framework="torch")["model"]
+    assert torch.equal(stored["layer.weight"], model.layer.weight)
+
+
+def test_a_fork_is_refused_and_touches_nothing(tmp_path: Path, wholes: list[int]) -> None:
+    """Also a step that need not be written: the areas for gradients are the parent's."""
+
+    def each(kept: Checkpointer, model: Small, step: int) -> None:
+        kept.step()
+        kept.wait()
+        if step == 3:
+            victim = os.fork()
+            if not victim:
+                status = 1
+                try:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
+                    signal.alarm(20)
+                    torch.set_num_threads(1)  # torch's pool of threads is not in a fork
+                    status = 2 * refused_in_a_fork(kept, model)
+                finally:
+                    os._exit(status)
+            _, status = os.waitpid(victim, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+
+    kept, model = small(tmp_path / "run", 6, each, on_error="raise")
+    kept.close()
+    assert wholes == [1]
+    stored = ckptstore.open(tmp_path / "run").load(6, framework="torch")["model"]
+    assert torch.equal(stored["layer.weight"], model.layer.weight)
+
+
+def refused_in_a_fork(kept: Checkpointer, model: Small) -> int:
+    """How many of some steps there are not refused."""
+    taken = 0
+    for options in ({}, {"save": True}, {"tags": "mine"}, {"save": False}):
+        with torch.no_grad():
+            for one in model.parameters():
+                one.grad = torch.ones_like(one)
+        model.optimizer.step()
+        try:
+            kept.step(**options)
+            taken += 1
+        except WriterClosedError as error:
+            taken += "not to its fork" not in str(error)
+    return taken

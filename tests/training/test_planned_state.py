@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import signal
 import warnings
@@ -332,6 +333,25 @@ def test_bytes_of_objects_are_believed_where_they_tell_of_every_change(monkeypat
     assert imprints.dicts([], [{"not": "empty"}]) is None
     inside.see_less_of_tensors(monkeypatch)
     assert imprints.tensors(tensors) is None, "sizes are not looked at, and nobody noticed"
+
+
+def test_that_bytes_of_objects_do_not_tell_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside.break_the_trials(monkeypatch)
+    with caplog.at_level(logging.INFO, "ckptstore.training"):
+        run = Run(tmp_path, monkeypatch, "full")
+        with run.checkpointer:
+            for _ in range(3):
+                run.train()
+    told = [record for record in caplog.records if "bytes of torch" in record.getMessage()]
+    assert [record.levelno for record in told] == [logging.WARNING]
+    assert (
+        told[0].getMessage().startswith(f"bytes of torch {torch.__version__}'s tensors do not tell of changes (OSError")
+    )
+    plans = [record.getMessage() for record in caplog.records if record.getMessage().startswith("<StatePlan: ")]
+    assert len(plans) == 1
+    assert "tensors are asked one by one" in plans[0] or "tensors and dicts are asked one by one" in plans[0]
 
 
 @pytest.mark.parametrize("strategy", ["full", "gradient"])

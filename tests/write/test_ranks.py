@@ -673,7 +673,7 @@ def test_a_writer_that_is_closed_takes_nothing(tmp_path: Path) -> None:
 
 def _misuse(writer: Any) -> None:
     for call in everything(writer):
-        with pytest.raises(WriterClosedError, match="not its fork"):
+        with pytest.raises(WriterClosedError, match="not to its fork"):
             call()
 
 

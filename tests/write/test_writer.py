@@ -249,7 +249,7 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every thread that codes has a chunk of 16 MiB in memory, and one chunk waits to be written."""
-    from ckptstore.write import encoding, writer
+    from ckptstore.write import encoding, lifetime
 
     lock, ready, under_way, most = threading.Lock(), threading.Event(), [0], [0]
     code = encoding.code_group
@@ -266,7 +266,7 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
                 under_way[0] -= 1
 
     monkeypatch.setattr(encoding, "code_group", counted)
-    monkeypatch.setattr(writer.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(lifetime.os, "cpu_count", lambda: 64)
     state = {str(number): np.zeros(1 << 20, np.uint8) for number in range(12)}
     options = ckptstore.DeltaOptions(interval=1, compress_fulls=True)
     with store.writer(staging_bytes=3 * (16 << 20), deltas=options, poll_seconds=None) as saving:

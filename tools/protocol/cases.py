@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Final, NamedTuple
 
+from tools.protocol.compact_model import CompactModel
 from tools.protocol.explore import Model
 from tools.protocol.log_model import LogModel, LogRules
 from tools.protocol.loss_model import LossModel, LossRules
@@ -167,6 +169,44 @@ PRUNE_MUTANTS: dict[str, PruneModel] = {
     "what the kept build on is dropped": PruneModel(StoreRules(opens=1, readers=0, collectors=0, keep_bases=False)),
 }
 
+COMPACT_HOLDS: dict[str, CompactModel] = {
+    "a writer that retires, a requester that prunes or moves, torn writes, gc": CompactModel(
+        StoreRules(opens=1, checkpoints=3, records=5, compactors=1, readers=0, frees_bases=True)
+    ),
+    "a writer, a move killed anywhere and another, damage": CompactModel(
+        StoreRules(opens=1, checkpoints=2, records=5, compactors=2, readers=0, collectors=0, frees_bases=True),
+        damages=1,
+    ),
+}
+COMPACT_HOLDS_FULL: dict[str, CompactModel] = {
+    "a writer that opens again, a prune and a move, gc, damage": CompactModel(
+        StoreRules(checkpoints=2, records=6, compactors=2, readers=0, frees_bases=True), damages=1
+    ),
+    "2 writers, a move, a reader, gc": CompactModel(
+        StoreRules(writers=2, opens=1, records=6, compactors=1, frees_bases=True)
+    ),
+}
+_MOVE: Final = StoreRules(opens=1, records=5, compactors=1, readers=0, collectors=0, frees_bases=True)
+COMPACT_MUTANTS: dict[str, CompactModel] = {
+    "what was written is not read back": CompactModel(_MOVE, read_back=False),
+    "what is decoded is not compared": CompactModel(_MOVE, compared=False, damages=1),
+    "the drops are asked for before the new encoding, and not checked": CompactModel(
+        replace(_MOVE, requests_checked=False), one_record=False
+    ),
+    "the newest may go with a prune": CompactModel(_MOVE, "none"),
+    "a move is not checked against what was retired since": CompactModel(
+        replace(_MOVE, checkpoints=3, records=6, requests_checked=False)
+    ),
+    "two moves free each other's bases": CompactModel(
+        replace(_MOVE, checkpoints=3, records=6, compactors=2, requests_checked_for_others=False)
+    ),
+    "a move of an older term is carried out": CompactModel(
+        replace(_MOVE, opens=2, records=6, requests_of_own_term=False)
+    ),
+    "a move pins nothing that lasts": CompactModel(replace(_MOVE, checkpoints=3, collectors=1, read_after_pin=False)),
+    "gc takes what a move has written and not yet asked for": CompactModel(replace(_MOVE, collectors=1, orphans="all")),
+}
+
 POWER_HOLDS: dict[str, PowerRules] = {"everyone settles what it saw before it acts on it": PowerRules()}
 POWER_MUTANTS: dict[str, PowerRules] = {
     "a create does not fsync log/": PowerRules(create_syncs=False),
@@ -289,6 +329,10 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case("prune", name, prune, "holds")
     for name, prune in PRUNE_MUTANTS.items():
         yield Case("prune", f"mutant: {name}", prune, "violated")
+    for name, compact in (COMPACT_HOLDS | ({} if quick else COMPACT_HOLDS_FULL)).items():
+        yield Case("compact", name, compact, "holds")
+    for name, compact in COMPACT_MUTANTS.items():
+        yield Case("compact", f"mutant: {name}", compact, "violated")
     for name, tiers in (TIERS_HOLDS | ({} if quick else TIERS_HOLDS_FULL)).items():
         yield Case("tiers", name, TiersModel(tiers), "holds")
     for name, tiers in TIERS_MUTANTS.items():

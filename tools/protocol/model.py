@@ -29,7 +29,8 @@ def describe(case: Case, result: Result, surprising: bool, verbose: bool) -> str
 def main(arguments: list[str] | None = None) -> int:
     """Run the searches; 0 if everything is as it should be."""
     parser = argparse.ArgumentParser(prog="python -m tools.protocol.model", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help="log, loss, store, prune, power, recycle or tiers")
+    parts = "log, loss, store, prune, compact, power, recycle or tiers"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
     parser.add_argument("--quick", action="store_true", help="only small searches, for CI")
     parser.add_argument("--traces", action="store_true", help="print how each mutant fails")
     parser.add_argument("--states", type=int, default=5_000_000, metavar="N", help="give a search up beyond N states")

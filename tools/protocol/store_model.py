@@ -113,7 +113,7 @@ Process = Writer | Reader | Collector
 
 
 class State(NamedTuple):
-    """The whole world. `dead`: who had its pin taken for dead."""
+    """The whole world. `dead`: who had its pin taken for dead; `damaged`, `wrong`: segments, for part ``compact``."""
 
     log: tuple[Rec, ...] = ()
     segments: frozenset[Segment] = frozenset()
@@ -123,6 +123,8 @@ class State(NamedTuple):
     faults: int = 0
     dead: frozenset[str] = frozenset()
     processes: tuple[Process, ...] = ()
+    damaged: frozenset[Segment] = frozenset()
+    wrong: frozenset[Segment] = frozenset()
 
 
 Steps = Iterator[tuple[str, State]]

@@ -30,7 +30,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.maintenance.compact.executing import Made, Maker
 from ckptstore.maintenance.compact.measuring import Measured, measure
-from ckptstore.maintenance.compact.moves import Limits, Move, Planned, Unmet
+from ckptstore.maintenance.compact.moves import Limits, Move, Planned
 from ckptstore.maintenance.compact.planning import plan_moves
 from ckptstore.maintenance.compact.report import CompactMove, CompactReport, Result
 from ckptstore.maintenance.compact.sizes import known_sizes
@@ -41,7 +41,6 @@ from ckptstore.restore.plan import plan_all, restore_seconds
 __all__ = ["compact", "make_moves", "planned_moves"]
 
 _TRIES: Final = 3
-_SHARDED: Final = "checkpoints are stored in shards, of many ranks: this version cannot code them anew"
 _PASSING: Final = ("newest", "last:", "newer-than:", "best:")
 """Reasons to keep a checkpoint that new ones take away."""
 
@@ -118,12 +117,10 @@ def planned_moves(
         rates=measured.rates,
         stays=_stays(catalog),
         owned=owned,
-        refused=frozenset(catalog.checkpoints) if measured.sharded else left,
+        refused=left,
     )
     not_meant = frozenset(map(ref_of, left))
     planned = replace(planned, unmet=tuple(one for one in planned.unmet if one.ref not in not_meant))
-    if measured.sharded:
-        planned = replace(planned, unmet=(*planned.unmet, Unmet("", _SHARDED)))
     return catalog, measured, planned
 
 

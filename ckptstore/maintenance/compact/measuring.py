@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.errors import CorruptionError, CorruptLogError, UsageError
+from ckptstore.errors import CorruptionError, CorruptLogError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.codecs import SMALL_POLICY
 from ckptstore.formats.records import CheckpointEntry, Node, ref_of
@@ -16,11 +16,10 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.maintenance.compact.sizes import Samples
 from ckptstore.maintenance.merge.checking import opened_plan
-from ckptstore.maintenance.merge.recoding import flat_of
+from ckptstore.maintenance.merge.portions import portions_of
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import TYPICAL, Plan, Rates, plan
 from ckptstore.restore.rates import measure_rates
-from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.encoding import Choices, choose_all
 
 __all__ = ["Measured", "measure"]
@@ -35,12 +34,10 @@ class Measured:
     Attributes:
         samples: of sizes; None: nothing could be read.
         rates: of restores.
-        sharded: the store's checkpoints are stored in shards, which this version cannot code anew.
     """
 
     samples: Samples | None = None
     rates: Rates = TYPICAL
-    sharded: bool = False
 
 
 _PAIRS: Final = 3
@@ -66,8 +63,6 @@ def measure(journal: Journal, catalog: Catalog) -> Measured:
                     rates, full = measure_rates(found), _ratio(found, None)
                 if node != base:
                     deltas[node[1] - base[1]] = _ratio(found, below)
-        except UsageError:
-            return Measured(None, rates, sharded=True)
         except CorruptionError:
             continue
     return Measured(None if full is None else Samples(full, tuple(sorted(deltas.items()))), rates)
@@ -114,11 +109,15 @@ def _segments(plans: Sequence[Plan]) -> tuple[str, ...]:
 
 def _ratio(found: Opened, below: Opened | None) -> float:
     """Stored bytes per logical byte, as the samples of every tensor say."""
-    flat = flat_of(found)
-    base = None if below is None else StoredBase(below.entry.id, below.chains, lambda: None)
     gap = 1 if below is None else max(1, found.entry.step - below.entry.step)
     with workers(default_threads(), "sample") as coders:
-        plans = choose_all(flat, base, gap, Choices(SMALL_POLICY), coders)
+        plans = [
+            tensor
+            for portion in portions_of(found)
+            for tensor in choose_all(
+                portion.flat, None if below is None else portion.base(below), gap, Choices(SMALL_POLICY), coders
+            )
+        ]
     logical = sum(one.spec.nbytes for one in plans)
     stored = sum(one.spec.nbytes / one.choice.ratio for one in plans if one.choice.ratio)
     return stored / logical if logical else 1.0

@@ -31,7 +31,7 @@ __all__ = ["plan_moves"]
 
 _ROUNDS: Final = 8
 _SMALL: Final = 8 << 20
-"""Bytes of a segment that is worth merging with others."""
+"""Bytes of a diff, in all of its segments, that is worth merging with others."""
 _TOGETHER: Final = 64 << 20
 """Bytes of what becomes of them, about."""
 _RUN: Final = 8
@@ -209,13 +209,13 @@ class _Planner:
         self._moves.append(self._store.move("merge", why, run, drops))
 
     def _small(self, node: Node) -> Rewrite | None:
-        """A diff in a small segment of its own, which will stay; None: it is none."""
-        edges = self._store.catalog.encodings.get(node, ())
-        if len(edges) != 1 or edges[0].base is None or len(edges[0].segments) != 1 or node in self._refused:
+        """A diff in small segments of its own, which will stay; None: it is none."""
+        catalog = self._store.catalog
+        edges = catalog.encodings.get(node, ())
+        if len(edges) != 1 or edges[0].base is None or node in self._refused or not self._stays(node):
             return None
-        edge, segment = edges[0], self._store.catalog.segments.get(edges[0].segments[0])
-        if segment is None or segment.size > _SMALL or not self._stays(node) or self._store.chain(node) is None:
+        edge, base = edges[0], edges[0].base
+        if any(one not in catalog.segments or set(users(catalog, one)) != {node} for one in edge.segments):
             return None
-        base = edge.base
-        assert base is not None
-        return Rewrite(node, base.node, edge.bytes) if len(set(users(self._store.catalog, segment.id))) == 1 else None
+        small = sum(catalog.segments[one].size for one in edge.segments) <= _SMALL
+        return Rewrite(node, base.node, edge.bytes) if small and self._store.chain(node) is not None else None

@@ -10,7 +10,6 @@ from typing import Final
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding, Node, SegmentEntry
-from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import workers
@@ -19,12 +18,10 @@ from ckptstore.log.replica import Replica
 from ckptstore.maintenance.copies.choosing import lines_of, with_paths
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.maintenance.merge.checking import opened_plan
-from ckptstore.maintenance.merge.copying import merged_draft, refuse_shards
-from ckptstore.maintenance.merge.recoding import ChainSource
-from ckptstore.restore.opened import Opened
+from ckptstore.maintenance.merge.copying import merged_draft
+from ckptstore.maintenance.merge.portions import portions_of, write_portions
 from ckptstore.restore.plan import plan
-from ckptstore.restore.stored_base import StoredBase
-from ckptstore.segments.plain import write_full
+from ckptstore.segments.plain import write_plain
 from ckptstore.segments.session import SegmentSession
 
 __all__ = ["Written", "copy_as_fulls"]
@@ -55,7 +52,6 @@ def copy_as_fulls(
     """Write the checkpoints `nodes` of `catalog`, whose segments the caller has pinned, as fulls.
 
     Raises:
-        UsageError: one is stored in shards.
         CorruptSegmentError: what is stored is not what was saved.
         StorageError: a medium failed.
     """
@@ -102,16 +98,11 @@ def _written(
     with opened_plan(journal.backend, catalog, entry, encodings) as found:
         edge = Encoding(entry.node, "full", None, (), encodings[-1].lossy, 0)
         draft = merged_draft([edge], catalog, journal.run, entry.term)
-        made = write_full(session, _flat(found), draft)
+        portions = portions_of(found)
+        made = write_portions(
+            session, portions, draft, lambda number, told: write_plain(session, portions[number].flat, told)
+        )
     if made.state != entry.state:
         raise CorruptSegmentError(f"checkpoint {entry.ref}: its chain gives another state than the log says")
     ids = tuple(segment.id for segment in made.segments)
     return made.segments, Encoding(entry.node, "full", None, ids, edge.lossy, made.stored)
-
-
-def _flat(found: Opened) -> FlatState:
-    if any(found.sharded(name) for name in found.parts):
-        refuse_shards(found.ref)
-    state = StoredBase(found.entry.id, found.chains, lambda: None)
-    sources: dict[str, TensorSource] = {name: ChainSource(state, name) for name in found.chains}
-    return FlatState(found.merged, sources)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
-from ckptstore.formats.state import tensor_names
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.progress import Advance
+from ckptstore.restore.assembly import held_by, tree_of
 from ckptstore.restore.chain import restore_tensors
-from ckptstore.restore.opened import Opened
+from ckptstore.restore.opened import Opened, opened_readers
+from ckptstore.restore.parts import described_state
 from ckptstore.restore.plan import Plan
 from ckptstore.segments.reading import SegmentReader, copy_tensors
 
@@ -39,11 +40,9 @@ def opened_plan(
     """
     chosen = Plan(entry.id, tuple(encodings), float(sum(edge.bytes for edge in encodings)))
     new = {segment.id: segment for segment in written}
+    entries = (new.get(segment) or catalog.segments[segment] for segment in chosen.segments)
     with ExitStack() as stack:
-        readers: dict[str, SegmentReader] = {}
-        for segment in chosen.segments:
-            readers[segment] = SegmentReader(backend, new.get(segment) or catalog.segments[segment])
-            stack.callback(readers[segment].close)
+        readers = opened_readers(backend, entries, partial(SegmentReader, backend), stack)
         yield Opened(catalog, entry, chosen, readers)
 
 
@@ -73,30 +72,23 @@ def check_copies(
         CorruptSegmentError: names segment and tensor.
         StorageError: the medium failed.
     """
+    readers: dict[str, SegmentReader] = {}  # closed again: what they say of themselves lasts
     for segment in written:
-        reader = SegmentReader(backend, segment)
-        try:
+        with closing(SegmentReader(backend, segment)) as reader:
+            readers[segment.id] = reader
             tensors = [tensor for own in reader.doc.tensors.values() for tensor in own.values()]
             # Stored bytes as they are: nothing is decoded here.
             copy_tensors(reader, tensors, pool, staging, lambda _tensor, _offset, _data: None, advance=advance)
-            for edge in encodings:
-                if segment.id in edge.segments:
-                    _check_description(reader, catalog, edge)
-        finally:
-            reader.close()
+    for edge in encodings:
+        _check_description([readers[one] for one in edge.segments], catalog, edge)
 
 
-def _check_description(reader: SegmentReader, catalog: Catalog, edge: Encoding) -> None:
-    entry, step = catalog.find(edge.checkpoint), edge.checkpoint[1]
+def _check_description(readers: Sequence[SegmentReader], catalog: Catalog, edge: Encoding) -> None:
+    entry = catalog.find(edge.checkpoint)
     assert entry is not None, edge.checkpoint
-    trees, tensors = reader.doc.trees, reader.doc.tensors.get(step, {})
-    if step not in trees:
-        raise CorruptSegmentError(f"{reader.entry.key}: does not hold {entry.ref}")
-    # Of a tensor that is not there nothing enters the hash, which is another one then.
-    there = [tensors[name] for name in tensor_names(trees[step]) if name in tensors]
-    parts = [(tensor.name, tensor.dtype, tensor.shape, tensor.hash) for tensor in there]
-    if hashing.state_hash(jsontext.dumps(trees[step]), parts) != entry.state:
-        raise CorruptSegmentError(f"{reader.entry.key}: describes another state of {entry.ref} than the log")
+    state = described_state(held_by(readers, edge), tree_of(readers, edge), f"checkpoint {entry.ref}")
+    if state != entry.state:
+        raise CorruptSegmentError(f"{readers[0].entry.key}: describes another state of {entry.ref} than the log")
 
 
 def _forget(_offset: int, _data: Bytes) -> None:

@@ -159,7 +159,8 @@ def _all_kept(
     while shared := [node for node, edge in edges.items() if not _users(catalog, edge) <= edges.keys()]:
         for node in shared:
             del edges[node]
-    segments = {segment for edge in edges.values() for segment in edge.segments}
+    # Steps that were written together lie in one segment, or where ranks wrote them in one of each.
+    segments = {edge.segments for edge in edges.values()}
     if len(edges) < 2 or len(segments) < 2:
         why = "lie in one segment" if len(edges) > 1 else "share their segments with checkpoints outside of it"
         raise UsageError(f"nothing to merge: the diffs of {first.ref}..{last.ref} {why}")

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, StorageError
-from ckptstore.formats import hashing, jsontext
-from ckptstore.formats.records import CheckpointEntry, Encoding, Node
-from ckptstore.formats.shards import name_of, state_parts
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.records import CheckpointEntry, Encoding, Node, ref_of
+from ckptstore.formats.shards import name_of
 from ckptstore.maintenance.repair.described import Told
 from ckptstore.maintenance.verify.findings import is_bad_medium
 from ckptstore.restore.assembly import held_by, tree_of
-from ckptstore.restore.parts import stored_parts
+from ckptstore.restore.parts import described_state
 from ckptstore.segments.reading import SegmentReader
 
 __all__ = ["Remade", "Whole", "groups_of", "remake"]
@@ -112,10 +110,7 @@ def _entry(backend: Backend, members: Sequence[Told], edge: Encoding, time: floa
             readers.append(SegmentReader(backend, one.entry))
             stack.callback(readers[-1].close)
         held = held_by(readers, edge)
-        tree = tree_of(readers, edge)
-        parts = stored_parts(held, tensor_names(tree), f"checkpoint {edge.checkpoint[1]}@{edge.checkpoint[0]}")
-        named = [held[key].tensor for keys in parts.values() for key in keys]
-        state = hashing.state_hash(jsontext.dumps(tree), state_parts(named))
+        state = described_state(held, tree_of(readers, edge), f"checkpoint {ref_of(edge.checkpoint)}")
     own = {key: link.tensor for key, link in held.items() if not name_of(key).startswith("ckptstore/")}
     names = {name_of(key) for key in own}
     return CheckpointEntry(*edge.checkpoint, state, time, len(names), sum(one.nbytes for one in own.values()))

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ckptstore.errors import CkptError, CorruptionError, CorruptSegmentError, FormatError
-from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.ranked import of_rank
 from ckptstore.formats.records import Encoding, Node, ref_of
-from ckptstore.formats.shards import state_parts
-from ckptstore.formats.state import tensor_names, unflatten
+from ckptstore.formats.state import unflatten
 from ckptstore.maintenance.verify.findings import Edge, Findings, edge_of
 from ckptstore.restore.assembly import Held, Spec, held_by, master_link, spec_of, tree_of
-from ckptstore.restore.link import Link
-from ckptstore.restore.parts import Parts, stored_parts
+from ckptstore.restore.parts import described_state
 from ckptstore.segments.reading import SegmentReader
 
 __all__ = ["Descriptions", "reading_order"]
@@ -123,19 +119,14 @@ class Descriptions:
     def _compare_state(self, edge: Encoding, readers: Sequence[SegmentReader], held: Held) -> None:
         tree = tree_of(readers, edge)
         where = f"checkpoint {ref_of(edge.checkpoint)}"
-        parts = stored_parts(held, tensor_names(tree), where)
+        state = described_state(held, tree, where)
         unflatten(of_rank(tree, None), lambda _name, _origin: None)
         entry = self._catalog.find(edge.checkpoint)
-        if entry is not None and _state(tree, parts, held) != entry.state:
+        if entry is not None and state != entry.state:
             raise CorruptSegmentError(f"{where}: its segments describe another state than the log")
 
     def _key(self, edge: Encoding) -> str:
         return self._catalog.segments[edge.segments[0]].key
-
-
-def _state(tree: Any, parts: Parts, held: Mapping[str, Link]) -> str:
-    entries = (held[key].tensor for keys in parts.values() for key in keys)
-    return hashing.state_hash(jsontext.dumps(tree), state_parts(entries))
 
 
 def _guilty(error: CkptError, readers: Sequence[SegmentReader]) -> str:

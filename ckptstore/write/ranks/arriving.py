@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.arenas import Arenas
-from ckptstore.host.threads import let_go
-from ckptstore.segments.arriving import Arrivals, ArrivingState, Described
-from ckptstore.segments.units import UnitPlan, Units
+from ckptstore.segments.arriving import Arrivals, ArrivingState, Described, copies_of
+from ckptstore.segments.units import UnitPlan
 
 __all__ = ["ArrivingShare"]
 
@@ -69,36 +67,20 @@ class ArrivingShare:
         """
         assert self._flat is not None
         flat, self._flat = self._flat, None
-        waited = 0.0
-        copies: list[Future[None]] = []
+        waited: list[float] = []
         once = _Once(begin)
-        segments = self.state.plan.segments
-        pieces = ((Units(layout, flat.tensors), units) for _, layout, units in segments)
+        copies = copies_of(self.state.plan, flat.tensors, self._copiers.submit)
         try:
-            for source, unit in ((source, unit) for source, units in pieces for unit in units):
-                lease = self._memory.take(unit.space, once.call)
-                waited += lease.waited
-                try:
-                    copies.append(self._copiers.submit(partial(source.fill, unit, lease.memory)))
-                except BaseException:
-                    lease.free()
-                    raise
-                if not self._arrivals.put(lease, copies[-1]):
-                    let_go(copies)
-                    lease.free()
-                    break  # it has failed, which its saver hears of otherwise
-            for copied in copies:
-                if not copied.cancelled():
-                    copied.result()
+            # If a unit is not wanted any more it has failed, which its saver hears of otherwise.
+            self._arrivals.bring(copies, self._memory, waited.append, short=once.call)
         except BaseException as error:
             self.told = True
             self._gone = error
             self._arrivals.fail(error)
             raise
         finally:
-            let_go(copies)
             once.call()
-        return waited
+        return sum(waited)
 
     # -- the thread that writes
 

@@ -24,7 +24,7 @@ from ckptstore.host.progress import Progress
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
-from ckptstore.write.ledger import Labels, PendingSave
+from ckptstore.write.ledger import Labels, PendingSave, check_owner
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.preparing import prepare
 from ckptstore.write.ranks.saving import RankSave
@@ -361,8 +361,7 @@ class RankWriter:
             # The body's own error is on its way; a lost save must not hide it.
 
     def _check_open(self) -> None:
-        if self._process != os.getpid():
-            raise WriterClosedError(f"the writer of term {self.term} belongs to process {self._process}, not its fork")
+        check_owner(self._process, self.term)
         if self._work.tenure.stopped is not None:
             raise self._work.tenure.stopped
         if self._ended is not None:

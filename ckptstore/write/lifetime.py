@@ -1,0 +1,290 @@
+"""What a writer has from its beginning to its end: threads, memory, a committer for each of its terms.
+
+This is the caller's side, for any thread; what the committer's thread does is in `committer`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import itemgetter
+from typing import TypeAlias, TypeVar
+
+from ckptstore.errors import WriterClosedError, WriterError
+from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.segment import SegmentDoc
+from ckptstore.host import exiting, sigterm
+from ckptstore.host.background import Periodic
+from ckptstore.host.buffers import Staging
+from ckptstore.host.threads import started_pool
+from ckptstore.log.change import Change
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.journal import Journal
+from ckptstore.log.requests import Outcome
+from ckptstore.log.term import Term
+from ckptstore.restore.stored_base import StoredBase
+from ckptstore.write.coded import Coded
+from ckptstore.write.committer import Committer
+from ckptstore.write.companion import Companion
+from ckptstore.write.deltas import Deltas
+from ckptstore.write.fed import FedSaves
+from ckptstore.write.fulls import Fulls
+from ckptstore.write.layered import Begun
+from ckptstore.write.ledger import Failures, Saves, check_owner
+from ckptstore.write.metrics import Meter
+from ckptstore.write.options import WriterOptions
+from ckptstore.write.second_tier import SecondTier
+from ckptstore.write.snapshot import SnapshotPool
+from ckptstore.write.steps.batcher import Diffs
+from ckptstore.write.steps.updates import Explaining
+
+__all__ = ["Begin", "Lifetime"]
+
+Begin: TypeAlias = Callable[[str | int | CheckpointInfo, int], tuple[Term, CheckpointInfo | None]]
+"""Begins a term that continues from a checkpoint, if the newest is still the one of the given number."""
+
+_T = TypeVar("_T")
+
+
+class Lifetime:
+    """What every part of `Writer` works with.
+
+    Attributes:
+        url: the store's.
+        term: the number of this term.
+        parent: the checkpoint this term continues from: load it before training; None for a new run.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        term: Term,
+        parent: CheckpointInfo | None,
+        options: WriterOptions,
+        reopen: Callable[[CheckpointId], StoredBase],
+        begin: Begin,
+        tier: SecondTier | None = None,
+    ) -> None:
+        self.url = journal.url
+        self._tier = tier
+        self._journal = journal
+        self._backend = journal.backend
+        self._options = options
+        self._begin = begin
+        self._failures = Failures()
+        self._staging = Staging.for_chunks(budget=options.staging_bytes)
+        self._background = started_pool(1, "ckptstore-touch")
+        self._snapshots = SnapshotPool(options.max_in_flight, self._background.submit, self._backend.segment_bytes)
+        cores = os.cpu_count() or 1
+        # Payloads under way take no more memory than the staging blocks do. What is not coded has none.
+        encoders = max(self._staging.blocks - 1, options.max_in_flight * options.threads if options.plain else 1)
+        draft = self._draft(term)
+        self._deltas = Deltas(options.deltas, self._backend, draft, self._snapshots, reopen, min(cores, encoders))
+        self._blocks = started_pool(options.threads, "ckptstore-write")
+        self._with_diffs = options.diffs is not None
+        self._coded = Coded(
+            Explaining(wanted=self._with_diffs),
+            self._snapshots,
+            self._blocks,
+            with_diffs=self._with_diffs,
+            submit=self._submit,
+            tend=self._tend,
+        )
+        self._committer = self._serve(term, parent)
+        # One thread commits, and persists what is coded: the log of a term has one author, and order needs no lock.
+        self._thread = started_pool(1, "ckptstore-commit")
+        self._fulls = self._lanes() if options.plain else None
+        self._fed = self._fed_saves()
+        # Else what is coded has a turn of its own, for which a save waits with nothing in hand.
+        self._needs_callers = self._fulls is not None or self._fed is not None
+        self._meter = Meter(options.on_metrics)
+        self._process = os.getpid()
+        self._ended: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._polls: Periodic | None = None
+        self._layer_pool: ThreadPoolExecutor | None = None  # copies layers, behind nothing else; from the first `begin`
+        self._begun: Begun | None = None
+        self._companion: Companion | None = None
+        if options.poll_seconds is not None:
+            self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
+            self._polls.start()
+        exiting.watch(self)
+        if options.diffs is not None and options.diffs.flush_on_sigterm:
+            sigterm.watch(self)
+
+    def _upkeep(self) -> None:
+        self._committer.housekeeping()  # whichever it is by then
+
+    def _lanes(self) -> Fulls:
+        fulls = Fulls(
+            self._options.max_in_flight,
+            self._options.threads,
+            self._options.memory,
+            commit=self._thread,
+            tend=self._upkeep,
+            background=self._background.submit,
+            segment_bytes=self._backend.segment_bytes,
+        )
+        if self.parent is not None and (self._options.memory is not None or self._options.max_in_flight > 1):
+            # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.
+            fulls.prepare(self.parent.nbytes)
+        return fulls
+
+    def _fed_saves(self) -> FedSaves | None:
+        if self._options.memory is None or self._options.plain:
+            return None
+        fed = FedSaves(
+            self._options.memory,
+            with_diffs=self._with_diffs,
+            submit=self._submit,
+            tend=self._tend,
+            background=self._background.submit,
+        )
+        if self.parent is not None:
+            self._snapshots.expect(self.parent.nbytes)
+            fed.feeding.prepare(self.parent.nbytes)
+        return fed
+
+    def _draft(self, term: Term) -> SegmentDoc:
+        """What all segments of a term say of themselves."""
+        return SegmentDoc(self._journal.run, term.number, "", {}, parents={term.number: term.parent})
+
+    def _serve(self, term: Term, parent: CheckpointInfo | None) -> Committer:
+        """What a term has of its own; everything else the terms of a writer share."""
+        self.term = term.number
+        self.parent = parent
+        diffs: Diffs | None = None
+        if self._options.diffs is not None:
+            diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers)
+        committer = Committer(
+            term,
+            Saves(term.number, parent, self._failures),
+            self._deltas,
+            diffs,
+            snapshots=self._snapshots,
+            staging=self._staging,
+            blocks=self._blocks,
+            later=self._submit,
+        )
+        if self._tier is not None:
+            committer.follow(self._tier)
+        return committer
+
+    # -- work for the committer's thread
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._committer.ended is not None:
+            raise self._committer.ended
+        if self._ended is not None:
+            raise WriterClosedError(self._closed())
+
+    def _closed(self) -> str:
+        why = f" because the interpreter is ending: {exiting.ADVICE}" if exiting.under_way() else ""
+        return f"the writer of term {self.term} is closed{why}"
+
+    def _check_process(self) -> None:
+        """A fork has none of the threads: without this it would wait for ever."""
+        check_owner(self._process, self.term)
+
+    def _submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Have the committer's thread do `work` after all that was given before."""
+        self._check_process()
+        with self._lock:
+            if self._ended is None:
+                return self._in_turn(work)
+        raise WriterClosedError(self._closed())
+
+    def _in_turn(self, work: Callable[[], _T]) -> Future[_T]:
+        return self._thread.submit(work) if self._fulls is None else self._fulls.after(work)
+
+    def _tend(self) -> Future[None] | None:
+        """Upkeep of the log, once what the committer's thread has to do before is done; None: the writer is closed."""
+        with self._lock:  # if it was closed by another thread, that is no reason to fail a save
+            return self._thread.submit(self._committer.housekeeping) if self._ended is None else None
+
+    def _poll_beside(self) -> None:
+        try:
+            if (tended := self._tend()) is not None:
+                tended.result()
+                return
+        except (WriterError, RuntimeError):  # closed meanwhile, or the interpreter is going
+            pass
+        assert self._polls is not None
+        self._polls.stop()
+
+    # -- who works beside the saves
+
+    def _accompany(self, companion: Companion) -> None:
+        """Somebody works beside the saves until this is closed; each save's metrics say whether it was at work."""
+        self._companion = companion
+        self._meter.beside = companion.active
+
+    def _busy(self) -> bool:
+        """Whether a save is on its way, other than those that only wait for their batch."""
+        return self._begun is not None or self._meter.under_way > self._committer.waiting
+
+    def _commit_beside(self, term: int, change: Change) -> Outcome:
+        """Commit, between two saves, what was made for `term` in this process. Raises as `Committer.take_in`."""
+        committer = self._committer
+        return self._submit(lambda: committer.take_in(term, change)).result()
+
+    # -- the end
+
+    def _settle(self) -> None:
+        """Write what waits, and note in the log that nothing is missing if the process ends now (`host.sigterm`).
+
+        Raises nothing that concerns the steps: their saves do.
+        """
+        self._submit(self._committer.flush_and_close).result()
+
+    def close(self) -> None:
+        """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
+        if self._process != os.getpid():
+            return  # a fork: threads, bases and pins are the parent's
+        sigterm.forget(self)
+        if self._companion is not None:
+            self._companion.close()  # before the end: it may be waiting for a commit of its own
+        # Prevents: a second close, after Ctrl-C in the first, that waits no more. A join that is interrupted makes
+        # Python (before 3.13) take the thread for ended, and every later one returns at once.
+        wait([self._end()])
+        if self._polls is not None:
+            self._polls.stop()
+        if self._fulls is not None:
+            self._fulls.close()
+        self._thread.shutdown()
+        if self._fed is not None:
+            self._fed.close()
+        self._blocks.shutdown()
+        if self._begun is not None:
+            self._begun.abandon()
+        if self._layer_pool is not None:
+            self._layer_pool.shutdown()
+        self._deltas.close()
+        self._snapshots.close()
+        self._background.shutdown(cancel_futures=True)
+        self._meter.close()
+        if self._tier is not None:
+            self._tier.close()
+        exiting.forget(self)
+        self._failures.raise_unseen()
+
+    def _end(self) -> Future[None]:
+        """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""
+        with self._lock:
+            if self._ended is None:
+                # Under one lock: a step submitted after that would wait for its batch for ever.
+                if self._fulls is not None:
+                    self._fulls.end(WriterClosedError(self._closed()))
+                self._ended = self._in_turn(self._committer.finish)
+            return self._ended
+
+    def _unfinished(self) -> list[int]:
+        """The steps of `save_async` that are on their way, ascending (`host.exiting`)."""
+        return self._committer.saves.pending()
+
+    def _unseen(self) -> list[tuple[int, BaseException]]:
+        """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
+        return sorted(self._failures.take(), key=itemgetter(0))  # several at once fail in any order
