@@ -205,6 +205,8 @@ def kill(asked: argparse.Namespace, shape: Shape) -> None:
             run.take(once)
             if asked.strategy in CHECKPOINTERS:
                 once(run.trainer.step)  # where lost steps are trained again, those that were not saved count, too
+            if asked.strategy == "fulls-50" and run.trainer.step % asked.interval == 0:
+                run.strategy.settle()  # this full is what is restored, however soon after it the trainer is killed
             say({"step": run.trainer.step, "seconds": run.iterations[-1]} | agent)
 
 
