@@ -1,13 +1,15 @@
-"""What holds for all tests: long files begin first, and what no test needs any more is let go."""
+"""What holds for all tests: long files begin first, and what no test needs any more is let go; scripts begin warm."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptstore.backends import memory
+from tools.warm import Warm
 
 ROOT = Path(__file__).parents[1]
 LONGEST = (
@@ -65,3 +67,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         memory.MemoryBackend.forget(name)
     # Errors that were caught hold frames, which hold arrays: much memory, but few objects, so nothing collects them.
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Starts scripts in forks of a process that has imported torch: each saves the seconds that this takes."""
+    with Warm() as found:
+        yield found

@@ -1,9 +1,8 @@
-"""The kill test of scripts that use a Checkpointer, in short (in full: ``python -m tools.shim_kills --kills 100``)."""
+"""The kill test of scripts that use a Checkpointer, in short (in full: ``python -m tools.shim_kills --every-form``)."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import pytest
@@ -12,75 +11,119 @@ from tests.forms import long_only, short_or
 
 pytest.importorskip("torch")
 
-ROOT = Path(__file__).parents[2]
+from tools.shim_kills.__main__ import Campaign, main, turns
+from tools.shim_kills.lives import Job, Violation
+from tools.shim_kills.sweeps import Sweeper, Tally
+from tools.warm import Warm
+
+STRATEGIES = ("full", "delta", "gradient")
 
 
-def kills(*options: str) -> str:
-    """In a process of its own: it forks, which must not be done with the tests' threads."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.shim_kills", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def sweeper(warm: Warm) -> Sweeper:
+    """One, so that uninterrupted runs are made once."""
+    return Sweeper(warm.start)
+
+
+def swept(sweeper: Sweeper, job: Job, kills: int, seed: str = "1") -> None:
+    tally = Tally()
+    sweeper.sweep(kills, job, seed, tally)
+    assert tally.kills.total() == kills
+    assert tally.ends >= 1
+    assert tally.lives >= kills
+
+
+def in_short(*chosen: str) -> list[object]:
+    """The strategies, of which only the chosen ones are tried in CI."""
+    return [one if one in chosen else pytest.param(one, marks=long_only) for one in STRATEGIES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", in_short("full", "gradient"))
+def test_one_process(sweeper: Sweeper, strategy: str) -> None:
+    swept(sweeper, Job(strategy), short_or(2, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", in_short("gradient"))
+def test_two_ranks(sweeper: Sweeper, strategy: str) -> None:
+    swept(sweeper, Job(strategy, 2), short_or(1, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", in_short("gradient"))
+def test_two_ranks_of_a_model_in_shards(sweeper: Sweeper, strategy: str) -> None:
+    swept(sweeper, Job(strategy, 2, sharded=True), short_or(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replica", *in_short()])
+def test_one_process_and_its_agent(sweeper: Sweeper, strategy: str) -> None:
+    swept(sweeper, Job(strategy, by_agent=True), short_or(2, 5), "3")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["full", pytest.param("delta", marks=long_only), pytest.param("gradient", marks=long_only)]
+    ("broken", "why"),
+    [
+        pytest.param("generators", "loss of step", marks=long_only),
+        ("moments", "loss of step|last state differs"),
+        pytest.param("acknowledgements", "was acknowledged", marks=long_only),
+    ],
 )
-def test_one_process(strategy: str) -> None:
-    count = str(short_or(2, 3))
-    assert f"{count} kills" in kills("--kills", count, "--seed", "1", "--ranks", "1", "--strategy", strategy)
+def test_a_checkpointer_that_is_wrong_is_found_out(warm: Warm, tmp_path: Path, broken: str, why: str) -> None:
+    sweeper, tally = Sweeper(warm.start, tmp_path), Tally()
+    with pytest.raises(Violation, match=why) as found:
+        sweeper.sweep(20, Job("full", broken=broken), "1", tally)
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in str(found.value)
+    story = json.loads((kept / "story.json").read_text())
+    assert story["lives"][-1]["life"]["resumed"] is not None
+    assert (kept / "run/store/FORMAT").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("full", marks=long_only), pytest.param("delta", marks=long_only), "gradient"]
-)
-def test_two_ranks(strategy: str) -> None:
-    count = str(short_or(1, 2))
-    assert f"{count} kill" in kills("--kills", count, "--seed", "1", "--ranks", "2", "--strategy", strategy)
+def test_a_campaign_goes_on_where_it_was(warm: Warm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "kills.jsonl"
+    words = ["--ranks", "1", "--strategy", "full", "--kills", "2", "--out", str(out), "--seed", "1"]
+    status = main([*words, "--turn", "2"], warm.start)
+    said = capsys.readouterr().out
+    assert said.startswith("seed 1\nfull, 1 rank: 2 kills (trainer 2); ")
+    assert status == ("BROKEN" in said), "both kills may have come before the first durable step"
+    noted = out.read_text()
+
+    def nothing(*_: object, **__: object) -> None:
+        raise AssertionError("it was done already")
+
+    main([*words, "--turn", "2", "--json"], nothing)  # type: ignore[arg-type]
+    assert out.read_text() == noted
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["kills"] == summary["forms"]["full, 1 rank"]["kills"]["trainer"] == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("full", marks=long_only), pytest.param("delta", marks=long_only), "gradient"]
-)
-def test_two_ranks_of_a_model_in_shards(strategy: str) -> None:
-    count = str(short_or(1, 2))
-    assert f"{count} kill" in kills("--kills", count, "--seed", "1", "--fsdp", "--strategy", strategy)
+def campaign(*records: tuple[int, int, str | None]) -> Campaign:
+    """Of (turn, lives that resumed, violation)."""
+    found = Campaign(5)
+    for turn, resumed, violation in records:
+        found.note(Job("full"), turn, Tally(lives=3, resumed=resumed, ends=1), violation)
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("gradient", marks=long_only), "replica"])
-def test_one_process_and_its_agent(strategy: str) -> None:
-    assert "2 kills" in kills("--kills", "2", "--seed", "3", "--agent", "--strategy", strategy)
+def test_turns_are_added_up_and_a_form_that_shows_nothing_says_so() -> None:
+    assert campaign((0, 2, None), (1, 0, None)).summary()["forms"]["full, 1 rank"]["lives"] == 6
+    assert not campaign((0, 2, None), (1, 0, None)).summary()["forms"]["full, 1 rank"]["violations"]
+    assert "nothing is shown" in campaign((0, 0, None)).summary()["forms"]["full, 1 rank"]["violations"][0]
+    assert campaign((0, 2, "why")).summary()["forms"]["full, 1 rank"]["violations"] == ["why"]
 
 
-@long_only
-def test_a_run_that_forgets_its_generators_is_found_out() -> None:
-    """The harness sees what is wrong: here a restore that leaves numpy's generator alone."""
-    code = (
-        "import numpy as np\n"
-        "from ckptstore.training import rng\n"
-        "real = rng.restored\n"
-        "def restored(state):\n"
-        "    before = np.random.get_state()\n"
-        "    real(state)\n"
-        "    np.random.set_state(before)\n"
-        "rng.restored = restored\n"
-        "import sys\n"
-        "from tools.shim_kills import main\n"
-        "sys.exit(main(['--kills', '6', '--seed', '1', '--ranks', '1', '--strategy', 'full']))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "BROKEN" in done.stdout
-    assert "loss" in done.stdout
+def test_a_form_that_is_broken_has_no_more_turns() -> None:
+    done = campaign((0, 2, None))
+    assert done.done(Job("full"), 0)
+    assert not done.done(Job("full"), 1)
+    assert not done.done(Job("full", 2), 0)
+    assert campaign((0, 2, "why")).done(Job("full"), 1)
+
+
+def test_forms_take_turns() -> None:
+    jobs = [Job("full"), Job("delta")]
+    assert list(turns(jobs, 25, 10)) == [(job, turn, count) for turn, count in enumerate((10, 10, 5)) for job in jobs]

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -14,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import FormatError, UsageError, WriterClosedError  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
 from tests.store.states import same  # noqa: E402
+from tools.warm import Warm  # noqa: E402
 
 STRATEGIES = ("full", "delta", "gradient")
 WIDTH = 64
@@ -865,20 +866,22 @@ for step in range({steps}):
 """
 
 
-def script(tmp_path: Path, end: str, steps: int = 5, options: str = "strategy='gradient', batch=100") -> Any:
+def script(
+    warm: Warm, tmp_path: Path, end: str, steps: int = 5, options: str = "strategy='gradient', batch=100"
+) -> Any:
     code = SCRIPT.format(end=textwrap.dedent(end), steps=steps, options=options)
-    return subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    return warm.start([sys.executable, "-c", code], cwd=tmp_path, stdout=PIPE, text=True)
 
 
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(3)", 3), ("raise KeyError", 1)])
-def test_an_ordinary_end_without_close_writes_what_waits(tmp_path: Path, end: str, status: int) -> None:
-    process = script(tmp_path, end)
+def test_an_ordinary_end_without_close_writes_what_waits(warm: Warm, tmp_path: Path, end: str, status: int) -> None:
+    process = script(warm, tmp_path, end)
     process.communicate(timeout=100)
     assert process.returncode == status
     assert ckptstore.open(tmp_path / "s").latest_step() == 5
 
 
-def test_sigterm_saves_the_step_under_way_and_ends_the_process(tmp_path: Path) -> None:
+def test_sigterm_saves_the_step_under_way_and_ends_the_process(warm: Warm, tmp_path: Path) -> None:
     end = """
     print("ready", flush=True)
     while True:
@@ -888,7 +891,7 @@ def test_sigterm_saves_the_step_under_way_and_ends_the_process(tmp_path: Path) -
         optimizer.zero_grad()
         checkpointer.step(save=False)
     """
-    process = script(tmp_path, end)
+    process = script(warm, tmp_path, end)
     assert process.stdout.readline() == "ready\n"
     process.terminate()
     process.communicate(timeout=100)
@@ -896,12 +899,12 @@ def test_sigterm_saves_the_step_under_way_and_ends_the_process(tmp_path: Path) -
     assert ckptstore.open(tmp_path / "s").latest_step() in (6, 7)
 
 
-def test_sigterm_waits_no_longer_than_its_grace(tmp_path: Path) -> None:
+def test_sigterm_waits_no_longer_than_its_grace(warm: Warm, tmp_path: Path) -> None:
     end = """
     print("ready", flush=True)
     time.sleep(300)
     """
-    process = script(tmp_path, end, options="strategy='gradient', batch=100, grace_seconds=0.2")
+    process = script(warm, tmp_path, end, options="strategy='gradient', batch=100, grace_seconds=0.2")
     assert process.stdout.readline() == "ready\n"
     began = time.monotonic()
     process.terminate()

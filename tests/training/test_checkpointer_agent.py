@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -20,8 +19,7 @@ from ckptstore.agent import AgentRestartWarning  # noqa: E402
 from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
 from tools import shim_kills  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
+from tools.warm import Warm  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +98,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victims", ["trainer", "both"])
-def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victims: str) -> None:
+def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victims: str, warm: Warm) -> None:
     arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run"), "gradient"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    done = warm.run(arguments, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     told = dict(line.split() for line in done.stdout.splitlines())
     assert told["from"] == "0"
@@ -177,9 +175,9 @@ def test_going_back_with_an_agent(tmp_path: Path) -> None:
     assert [info.ref for info in ckptstore.open(tmp_path / "run").checkpoints()][-2:] == ["2@2", "3@2"]
 
 
-def test_resume_none_takes_nothing_that_an_agent_kept(tmp_path: Path) -> None:
+def test_resume_none_takes_nothing_that_an_agent_kept(tmp_path: Path, warm: Warm) -> None:
     arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run"), "full"]
-    subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert warm.run(arguments, timeout=120).returncode == -signal.SIGKILL
     script = Script(tmp_path / "run", strategy="full")
     with script.checkpointer:
         assert script.checkpointer.resume(None) == 0

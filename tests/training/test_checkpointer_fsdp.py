@@ -20,19 +20,17 @@ from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.training import fsdp_job  # noqa: E402
+from tools.warm import Warm  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 
-
-def run(folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) -> None:
+def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) -> None:
     """Run a job to its end; what a rank complained of is raised. `expected`: exit statuses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
-        subprocess.Popen(
+        warm.start(
             [sys.executable, "-m", "tests.training.fsdp_job", str(port), str(rank), str(size), str(folder), *names],
-            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -44,14 +42,15 @@ def run(folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) ->
     finally:
         for rank in ranks:
             rank.kill()
+            rank.wait()
     assert [rank.returncode for rank in ranks] == list(expected or (0,) * size), "\n".join(said)
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def job(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
     names = ("resumed", "precise", "replicated", "offloaded", "back", "as_one", "chosen", "refused", "signalled")
-    run(folder, 2, *names)
+    run(warm, folder, 2, *names)
     for size in (0, 1, 4):
         shutil.copytree(folder / "parts-gradient", folder / f"parts-gradient-{size}")
     return folder
@@ -68,8 +67,8 @@ def test_steps_of_a_sharded_model_are_steps(job: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=long_only)])
-def test_another_number_of_ranks_goes_on(job: Path, size: int) -> None:
-    run(job, size, "other_ranks")
+def test_another_number_of_ranks_goes_on(job: Path, size: int, warm: Warm) -> None:
+    run(warm, job, size, "other_ranks")
 
 
 def test_a_process_that_shards_nothing_goes_on(job: Path) -> None:
@@ -102,6 +101,8 @@ def test_ranks_save_and_stop_at_the_same_step(job: Path, name: str) -> None:
     ("name", "expected"),
     [("terminated", (0, -signal.SIGTERM)), pytest.param("first_terminated", (-signal.SIGTERM, 0), marks=long_only)],
 )
-def test_sigterm_ends_one_rank_and_the_others_stop(tmp_path: Path, name: str, expected: tuple[int, ...]) -> None:
-    run(tmp_path, 2, name, expected=expected)
+def test_sigterm_ends_one_rank_and_the_others_stop(
+    tmp_path: Path, name: str, expected: tuple[int, ...], warm: Warm
+) -> None:
+    run(warm, tmp_path, 2, name, expected=expected)
     assert len(ckptstore.open(tmp_path / "terminated").checkpoints()) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -27,8 +26,7 @@ from tests.forms import long_only  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
 from tests.training.test_checkpointer_agent import killed  # noqa: E402
 from tools import shim_kills  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
+from tools.warm import Warm  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -150,9 +148,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victims", ["trainer", pytest.param("both", marks=long_only)])
-def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victims: str, wholes: list[int]) -> None:
+def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(
+    tmp_path: Path, victims: str, wholes: list[int], warm: Warm
+) -> None:
     arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=ROOT, timeout=180)
+    done = warm.run(arguments, timeout=180)
     assert done.returncode == -signal.SIGKILL, done.stderr
     told = dict(line.split() for line in done.stdout.splitlines())
     if victims == "both":
@@ -315,9 +315,10 @@ print(model.weight.sum().item().hex())
 """
 
 
-def test_at_an_ordinary_exit_the_newest_step_is_written(tmp_path: Path) -> None:
+def test_at_an_ordinary_exit_the_newest_step_is_written(tmp_path: Path, warm: Warm) -> None:
     arguments = [sys.executable, "-c", EXITS, str(tmp_path / "run")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT, timeout=180)
+    done = warm.run(arguments, timeout=180)
+    assert done.returncode == 0, done.stderr
     store = ckptstore.open(tmp_path / "run")
     assert store.latest_step() == 5
     assert store.load()["model"]["weight"].sum().item().hex() == done.stdout.strip()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
+
+from tools.warm import Script, Warm
 
 pytest.importorskip("torch")
 
@@ -34,28 +35,23 @@ def test_docs_show_the_lines_that_are_changed() -> None:
         assert f"+{line}" in page
 
 
-def start(script: Path, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(script), "--steps", str(STEPS), "--out", "out"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def start(warm: Warm, script: Path, folder: Path) -> Script:
+    command = [sys.executable, str(script), "--steps", str(STEPS), "--out", "out"]
+    return warm.start(command, cwd=folder, stdout=PIPE, text=True)
 
 
 @pytest.mark.slow
-def test_killed_and_begun_again_it_computes_what_the_old_script_does(tmp_path: Path) -> None:
-    reference, _ = start(BEFORE, tmp_path).communicate(timeout=150)
+def test_killed_and_begun_again_it_computes_what_the_old_script_does(tmp_path: Path, warm: Warm) -> None:
+    reference, _ = start(warm, BEFORE, tmp_path).communicate(timeout=150)
     lines = reference.splitlines()
     assert len(lines) == STEPS
-    killed = start(AFTER, tmp_path)
+    killed = start(warm, AFTER, tmp_path)
     assert killed.stdout is not None
     for expected in lines[:7]:
         assert killed.stdout.readline() == f"{expected}\n"
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    rest, _ = start(AFTER, tmp_path).communicate(timeout=150)
+    rest, _ = start(warm, AFTER, tmp_path).communicate(timeout=150)
     found = rest.splitlines()
     assert 0 < len(found) < STEPS
     assert found == lines[-len(found) :]

@@ -9,22 +9,23 @@ caches are shared, all are in it.
 
 *Recovery*: the trainer is killed (SIGKILL) after a step, and another process brings a state to that step again: from
 the agent that has outlived it; from the store, replaying step diffs, where the agent died as well; from the newest full
-of a store with a full every 50 steps, half a distance back, training the lost steps again. It is timed from where the
-new trainer has its model to where it has taken that step.
+of a store with a full every 50 steps, half a distance back, training the lost steps again. What counts is said twice:
+from where the new trainer has its model to where it has that step, and from the SIGKILL, the new process's beginning
+included, which is the same in all cases (`every_step_recovery` says what it is).
 
-Every state that is restored or recovered is compared bit by bit with the one that was trained.
+Processes are forked by one that has imported torch (`tools.warm`); with ``--cold`` each imports it by itself. Every
+state that is restored or recovered is compared bit by bit with the one that was trained. A line is printed as soon as a
+case is measured, the tables in the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
-import select
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -38,9 +39,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.bench import machine
-from tools.bench.rounds import WorkerError
+from tools.bench.every_step_recovery import RECOVERIES, recovered
 from tools.bench.training import parameters, shape_of
-from tools.bench.training_cases import ROOT, Case, Plan, Results, environment, finished, noted_digests, rotated
+from tools.bench.training_cases import Case, Plan, Results, environment, finished, rotated
+from tools.warm import MODULES, Warm
 
 LABELS: Final = {
     "none": "none",
@@ -55,16 +57,16 @@ LABELS: Final = {
     "topk": "Checkpointer, top-k step diffs",
     "topk-agent": "Checkpointer, top-k step diffs, agent",
 }
-RECOVERIES: Final = {
-    "dense-agent": "from the agent",
-    "dense-replica": "from the agent's replica",
-    "storage": "from the store, step diffs replayed",
-    "fulls-50": "from the store's full, trained again",
-}
 DISTANCE: Final = 50
 """Steps from one full to the next where lost steps are trained again."""
 _QUICK: Final = ("loop/topk-agent", "recover/dense-agent")
 _MEGABYTE: Final = 1e6
+_PARTS: Final = {
+    "restore": "restore_s",
+    "train again": "recompute_s",
+    "both": "recover_s",
+    "from the kill": "from_kill_s",
+}
 _COLUMNS: Final = (
     *("ms/it", "overhead", "of medians", "CPU ms/it", "stall ms", "worst ms", "durable s", "MB/save", "equal"),
 )
@@ -84,76 +86,25 @@ def cases(only: Sequence[str], distance: int) -> list[Case]:
     ]
     if not chosen:
         names = ", ".join(f"{one.kind}/{one.strategy}" for one in found)
-        raise click.BadParameter(f"nothing matches; the cases are {', '.join(names.values())}", param_hint="--only")
+        raise click.BadParameter(f"nothing matches; the cases are {names}", param_hint="--only")
     needed = {Case("loop", base_of(one.strategy), 1) for one in chosen if one.kind == "loop"}
     return [one for one in found if one in needed or one in chosen]
-
-
-def killed_at(case: Case, distance: int) -> int:
-    """After which step a trainer is killed: half-way to the next full, which is what a failure costs on average; where
-    an agent keeps the newest state, after a few, for it does not matter.
-    """
-    half = distance // 2
-    return {"fulls-50": distance + half, "storage": 4 + half}.get(case.strategy, 12)
-
-
-def recovered(plan: Plan, case: Case, folder: Path, target: int) -> dict[str, Any]:
-    """Train, SIGKILL after step `target`, recover in another process -> seconds, and what they were spent on.
-
-    Raises:
-        WorkerError: it ended by itself, or what is recovered is not what was trained.
-    """
-    last: dict[str, Any] = {}
-    with tempfile.TemporaryFile("w+", dir=plan.scratch) as trouble:
-        command = replace(plan, full_every=1000).command("kill", case, folder)
-        with subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=trouble, text=True
-        ) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                last = json.loads(line)
-                if last.get("step") == target:
-                    process.send_signal(signal.SIGKILL)
-            status = process.wait()
-        if "absent" in last:
-            return last
-        if status != -signal.SIGKILL:
-            trouble.seek(0)
-            raise WorkerError((trouble.read().strip().splitlines() or [f"it ended with status {status}"])[-1])
-    if case.strategy == "storage":
-        _kill(last["agent"])
-    trained = last["step"]  # one more than the target, if it was quicker than the signal
-    found = finished(replace(plan, steps=trained), "recover", case, folder)
-    if found["reached"] != trained or found["digest"] != noted_digests(folder).get(trained):
-        raise WorkerError(f"recovered from step {found['step']}: step {trained} is not the one that was trained")
-    seconds = found["restore_s"] + found["recompute_s"]
-    lost = trained - (found["step"] or 0)
-    return {"lost": lost, "restore_s": found["restore_s"], "recompute_s": found["recompute_s"], "recover_s": seconds}
-
-
-def _kill(pid: int) -> None:
-    """End the agent that the trainer has left, and wait until it is gone."""
-    agent = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(agent, signal.SIGKILL)
-        select.select([agent], [], [], 30)
-    finally:
-        os.close(agent)
 
 
 def run(plan: Plan, results: Results, rounds: int, distance: int, told: Callable[[str], None]) -> None:
     """Measure every case so often."""
     for turn in range(rounds):
         for case in rotated(list(results.samples), turn):
-            told(f"round {turn + 1}/{rounds} {case.kind}/{case.strategy}")
+            told(f"round {turn + 1}/{rounds} {case.kind}/{case.strategy} ...")
             folder = plan.scratch / "run"
             try:
                 if case.kind == "loop":
                     results.take(case, partial(finished, plan, "loop", case, folder))
                 else:
-                    results.take(case, partial(recovered, plan, case, folder, killed_at(case, distance)))
+                    results.take(case, partial(recovered, plan, case, folder, distance))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+            told(line(results, case))
 
 
 def overheads(results: Results, case: Case, name: str = "iteration_s") -> list[float]:
@@ -180,49 +131,63 @@ def document(results: Results) -> list[dict[str, Any]]:
             entry["median"] = {name: _median(results, case, name) for name in names}
             if case.kind == "loop" and (slowed := overheads(results, case)):
                 entry["overhead"] = statistics.median(slowed)
+            if case.kind == "recover":
+                entry["faster"] = {name: faster(results, case, name) for name in ("recover_s", "from_kill_s")}
         found.append(entry)
     return found
+
+
+def line(results: Results, case: Case) -> str:
+    """What the last measurement of a case gave, or why there is none."""
+    samples = results.samples[case]
+    if not samples:
+        return f"  {results.errors.get(case) or results.absent.get(case)}"
+    last = samples[-1]
+    if case.kind == "loop":
+        return f"  {last['iteration_s'] * 1e3:.1f} ms an iteration"
+    parts = ", ".join(f"{name} {last[key]:.3f} s" for name, key in _PARTS.items())
+    return f"  {last['lost']} steps lost; {parts}"
 
 
 def show(console: Console, results: Results) -> None:
     """Print both tables."""
     loops = Table(title="A save after every step", title_justify="left")
     loops.add_column("strategy", no_wrap=True)
-    for name in (
-        "ms/it",
-        "overhead",
-        "of medians",
-        "CPU ms/it",
-        "stall ms",
-        "worst ms",
-        "durable s",
-        "MB/save",
-        "equal",
-    ):
+    for name in _COLUMNS:
         loops.add_column(name, justify="right", no_wrap=True)
-    back = Table(title="From SIGKILL to the step that was trained last", title_justify="left")
+    back = Table(title="From SIGKILL to the step that was trained last, in seconds", title_justify="left")
     back.add_column("recovery", no_wrap=True)
-    for name in ("steps lost", "restore s", "train again s", "in all s", "against the last", "equal"):
+    for name in ("steps lost", "restore", "train again", "both", "faster", "start", "from the kill", "faster", "equal"):
         back.add_column(name, justify="right", no_wrap=True)
-    slowest = next((case for case in results.samples if case.strategy == "fulls-50"), None)
-    most = None if slowest is None else _median(results, slowest, "recover_s")
     for case, samples in results.samples.items():
         table, label = (loops, LABELS) if case.kind == "loop" else (back, RECOVERIES)
         if not samples:
             why = "not in this build" if case in results.absent else "[red]failed[/red]"
             table.add_row(label[case.strategy], why)
-        elif case.kind == "loop":
-            table.add_row(label[case.strategy], *_loop_row(results, case))
         else:
-            whole = _median(results, case, "recover_s")
-            ratio = "-" if most is None or whole is None or case is slowest else f"{most / whole:.1f}x faster"
-            times = (_number(_median(results, case, name), ".2f") for name in ("restore_s", "recompute_s", "recover_s"))
-            table.add_row(label[case.strategy], _number(_median(results, case, "lost"), "g"), *times, ratio, "yes")
+            row = _loop_row if case.kind == "loop" else _recovery_row
+            table.add_row(label[case.strategy], *row(results, case))
     for table in (loops, back):
         if table.row_count:
             console.print(table)
     for case, error in results.errors.items():
         console.print(f"[red]{case.kind}/{case.strategy} failed[/red]: {error}", highlight=False)
+
+
+def faster(results: Results, case: Case, name: str) -> float | None:
+    """How many times faster than by the last full and training again; None: that was not measured."""
+    slowest = next((one for one in results.samples if one.strategy == "fulls-50"), None)
+    whole = _median(results, case, name)
+    most = None if slowest is None else _median(results, slowest, name)
+    return None if most is None or whole is None or case is slowest else most / whole
+
+
+def _recovery_row(results: Results, case: Case) -> list[str]:
+    found = [_number(_median(results, case, "lost"), "g")]
+    for names in (("restore_s", "recompute_s", "recover_s"), ("start_s", "from_kill_s")):
+        found += [_number(_median(results, case, name), ".3f") for name in names]
+        found.append(_number(faster(results, case, names[-1]), ".1fx"))
+    return [*found, "yes"]
 
 
 def _loop_row(results: Results, case: Case) -> list[str]:
@@ -240,13 +205,14 @@ def _loop_row(results: Results, case: Case) -> list[str]:
 
 
 def _number(value: float | None, text: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(value / scale, text)
+    return "-" if value is None else format(value / scale, text.removesuffix("x")) + "x" * text.endswith("x")
 
 
 EXAMPLE: Final = """\b
 Examples:
   python -m tools.bench.every_step
   python -m tools.bench.every_step --only 'loop/topk*' --only 'loop/dense*' --rounds 3
+  python -m tools.bench.every_step --only 'recover/*'
   python -m tools.bench.every_step --quick
 """
 
@@ -259,6 +225,7 @@ Examples:
 @click.option("--only", multiple=True, metavar="GLOB", help="Cases, as 'loop/topk-agent' or 'recover/*'; repeatable.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--pin/--no-pin", "pinned", default=True, show_default=True, help="Other cores for saving than training.")
+@click.option("--cold", is_flag=True, help="An interpreter for each process, which imports everything.")
 @click.option("--quick", is_flag=True, help="A tiny model, few steps, two cases: does it run?")
 @click.option("--out", default=Path("bench-out"), show_default=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
@@ -270,6 +237,7 @@ def main(
     only: tuple[str, ...],
     device: str,
     pinned: bool,
+    cold: bool,
     quick: bool,
     out: Path,
     as_json: bool,
@@ -285,16 +253,19 @@ def main(
     scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out))
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(scratch / "runtime")
     results = Results({case: [] for case in cases(only, distance)})
+    stack = contextlib.ExitStack()
     try:
-        plan = Plan(width, layers, *tokens, steps, 100, device, pinned, scratch)
+        nursery = None if cold else stack.enter_context(Warm(MODULES, env=environment()))
+        plan = Plan(width, layers, *tokens, steps, 100, device, pinned, scratch, warm=nursery)
         plan = replace(plan, batch=1, context=16, steps=2) if quick else plan
         described = machine.describe(scratch)
         run(plan, results, rounds, distance, lambda text: console.print(text, style="dim", highlight=False))
     finally:
+        stack.close()
         shutil.rmtree(scratch, ignore_errors=True)
     pinning = next((one["pinning"] for some in results.samples.values() for one in some if "pinning" in one), "")
     settings = {name: getattr(plan, name) for name in ("width", "layers", "batch", "context", "steps", "device")}
-    settings |= {"rounds": rounds, "distance": distance, "pinning": pinning}
+    settings |= {"rounds": rounds, "distance": distance, "pinning": pinning, "cold": cold}
     report = {"benchmark": "every_step", "machine": described, "settings": settings, "results": document(results)}
     (out / "every_step.json").write_text(json.dumps(report, indent=1) + "\n")
     if as_json:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from tools.bench.rounds import WorkerError
+from tools.warm import Script, Warm
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _DIGESTS: Final = "digests.txt"
@@ -64,6 +65,8 @@ class Plan:
         device: ``cpu`` or ``cuda``.
         pinned: trainer and savers have cores of their own.
         scratch: where checkpoints are written.
+        first: the loop's count of steps begins there, and with it what it is trained on.
+        warm: forks the workers; None: each is an interpreter that imports everything.
     """
 
     width: int
@@ -75,6 +78,8 @@ class Plan:
     device: str
     pinned: bool
     scratch: Path
+    first: int = 0
+    warm: Warm | None = None
 
     def measured_steps(self, case: Case) -> int:
         """A multiple of the interval, and two of them at least; of a ``table`` it ends amid two fulls."""
@@ -93,8 +98,15 @@ class Plan:
         # In the table's cases every step is a save: the interval between what is written is the batch.
         words += ["--interval", str(case.batch if table else case.interval)]
         words += ["--full-every", str(case.interval if table else self.full_every)]
-        words += ["--steps", str(self.measured_steps(case))]
+        words += ["--steps", str(self.measured_steps(case)), "--first", str(self.first)]
         return words if self.pinned else [*words, "--no-pin"]
+
+    def begun(self, task: str, case: Case, folder: Path, trouble: IO[str]) -> subprocess.Popen[str] | Script:
+        """A worker that says a line each time, and what troubles it to a file."""
+        start: Callable[..., Any] = subprocess.Popen if self.warm is None else self.warm.start
+        how = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": trouble, "text": True}
+        found: subprocess.Popen[str] | Script = start(self.command(task, case, folder), **how)
+        return found
 
 
 @dataclass(slots=True)
@@ -152,9 +164,11 @@ def environment() -> dict[str, str]:
 
 def finished(plan: Plan, task: str, case: Case, folder: Path) -> dict[str, Any]:
     """Run a worker to its end -> what it said. Raises `WorkerError`."""
-    done = subprocess.run(
-        plan.command(task, case, folder), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
-    )
+    command = plan.command(task, case, folder)
+    if plan.warm is None:
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    else:
+        done = plan.warm.run(command, cwd=ROOT, env=environment())
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
         raise WorkerError((done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1])
@@ -175,10 +189,7 @@ def killed(plan: Plan, case: Case, folder: Path, chance: random.Random) -> dict[
     """
     target = chance.randint(2 * case.interval + 4, 4 * case.interval + 8)
     with tempfile.TemporaryFile("w+", dir=plan.scratch) as trouble:
-        command = plan.command("kill", case, folder)
-        with subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=trouble, text=True
-        ) as process:
+        with plan.begun("kill", case, folder, trouble) as process:
             assert process.stdout is not None
             last: dict[str, Any] = {}
             for line in process.stdout:

@@ -81,6 +81,7 @@ class Run:
 def begin(asked: argparse.Namespace, shape: Shape, measurement: Measurement | None = None) -> Run:
     """A trainer that has taken its first steps, and then the strategy."""
     trainer = Trainer(shape, asked.device)
+    trainer.step = asked.first
     for _ in range(WARM_STEPS):
         trainer.take()
     gc.collect()
@@ -160,16 +161,20 @@ def restore(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 
 def recover(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """The newest state, and from there trained to step `asked.steps`: what a trainer that was killed has lost."""
+    """The newest state, and from there trained to step `asked.steps`: what a trainer that was killed has lost.
+
+    Moments in time are `time.monotonic`'s, which all processes of a machine share.
+    """
     other = Trainer(shape, asked.device, seed=2)
-    other.take()
-    began = time.perf_counter()
+    began = time.monotonic()
     step = ALL[asked.strategy].restore(asked.dir, other)
-    restored = time.perf_counter()
+    restored = time.monotonic()
     while other.step < asked.steps:
         other.take()
-    ended = time.perf_counter()
+    ended = time.monotonic()
     return {
+        "began_at": began,
+        "ended_at": ended,
         "step": step,
         "reached": other.step,
         "digest": digest(other.state()),
@@ -200,6 +205,8 @@ def kill(asked: argparse.Namespace, shape: Shape) -> None:
             run.take(once)
             if asked.strategy in CHECKPOINTERS:
                 once(run.trainer.step)  # where lost steps are trained again, those that were not saved count, too
+            if asked.strategy == "fulls-50" and run.trainer.step % asked.interval == 0:
+                run.strategy.settle()  # this full is what is restored, however soon after it the trainer is killed
             say({"step": run.trainer.step, "seconds": run.iterations[-1]} | agent)
 
 
@@ -218,6 +225,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs=2, required=True, metavar=("BATCH", "CONTEXT"))
     parser.add_argument("--interval", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the step before the first one")
     parser.add_argument("--full-every", type=int, default=100)
     parser.add_argument("--batch", type=int, help="step diffs in one write; default: the interval")
     parser.add_argument("--device", default="cpu")

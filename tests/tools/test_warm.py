@@ -1,0 +1,190 @@
+"""Scripts that begin warm: they are processes as any other, and compute what they compute cold."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+from tools.warm import Warm, WarmError
+
+ABOUT = """
+import json, os, signal, sys
+print(json.dumps({
+    "arguments": sys.argv[1:],
+    "called": sys.argv[0],
+    "main": __name__ == "__main__" and vars(sys.modules["__main__"]) is globals(),
+    "folder": os.getcwd(),
+    "variable": os.environ.get("OF_THE_SCRIPT"),
+    "of the nursery": os.environ.get("OPENBLAS_NUM_THREADS"),
+    "path": sys.path[0],
+    "input": sys.stdin.read(),
+    "leads": os.getsid(0) == os.getpid(),
+    "interrupts": str(signal.getsignal(signal.SIGINT)).split(" at ")[0],
+    "descriptors": sorted(os.listdir("/proc/self/fd"))[:-1],
+    "package": __package__,
+}))
+print("to errors", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Warm]:
+    with Warm(("numpy",)) as found:
+        yield found
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
+
+
+def gone(pid: int) -> bool:
+    """Wait until a process has ended, for a while."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], 30)[0])
+    finally:
+        os.close(process)
+
+
+@pytest.mark.parametrize("kind", ["-c", "-m", "path", "package"])
+def test_a_script_finds_what_it_would_find_cold(nursery: Warm, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "about_me").mkdir()
+    for name in ("about.py", "about_me/__main__.py"):
+        (tmp_path / name).write_text(ABOUT)
+    what = {"-c": ["-c", ABOUT], "-m": ["-m", "about"], "path": ["about.py"], "package": ["-m", "about_me"]}[kind]
+    command = [sys.executable, "-W", "ignore", *what, "one", "--two"]
+    env = {**os.environ, "OF_THE_SCRIPT": "yes", "OPENBLAS_NUM_THREADS": "1"}
+    cold = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+    )
+    warm = nursery.run(command, cwd=tmp_path, env=env)
+    assert (warm.returncode, warm.stderr) == (cold.returncode, cold.stderr) == (7, "to errors\n")
+    assert json.loads(warm.stdout) == json.loads(cold.stdout)
+
+
+def test_sigkill_takes_it_and_its_status_is_told(nursery: Warm) -> None:
+    with nursery.start(
+        python("print('up', flush=True); import time; time.sleep(60)"), stdout=PIPE, text=True
+    ) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "up\n"
+        assert script.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            script.wait(0.01)
+        assert Path(f"/proc/{script.pid}/stat").read_text().split()[5] == str(script.pid), "its own session"
+        os.kill(script.pid, signal.SIGKILL)
+        assert script.wait(30) == -signal.SIGKILL
+    script.kill()  # nothing, and nobody else that has its number
+    assert script.poll() == -signal.SIGKILL
+
+
+def test_it_ends_as_an_interpreter_does(nursery: Warm) -> None:
+    code = """
+    import atexit, sys, threading, time
+    atexit.register(lambda: print("atexit"))
+    threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+    print("main")
+    raise KeyError("what it lacked")
+    """
+    done = nursery.run(python(code))
+    assert (done.returncode, done.stdout) == (1, "main\nthread\natexit\n")
+    assert done.stderr.endswith("KeyError: 'what it lacked'\n")
+    assert nursery.run(python("raise SystemExit('why')")).stderr == "why\n"
+
+
+def test_each_draws_by_itself(nursery: Warm) -> None:
+    code = "import random, numpy; print(random.random(), numpy.random.random())"
+    drawn = [nursery.run(python(code)).stdout.split() for _ in range(2)]
+    assert len({number for each in drawn for number in each}) == 4
+
+
+def test_what_imports_have_read_cannot_be_another(nursery: Warm, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS is '77'"):
+        nursery.run(python("0"), env={**os.environ, "OMP_NUM_THREADS": "77"})
+    (tmp_path / "of_the_path.py").write_text("found = 'found'")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert nursery.run(python("import of_the_path; print(of_the_path.found)"), env=env).stdout == "found\n"
+
+
+@pytest.mark.parametrize("command", [["ls"], [sys.executable], [sys.executable, "-c"], [sys.executable, "-q", "x"]])
+def test_other_commands_are_refused(nursery: Warm, command: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"script|-W, and then"):
+        nursery.start(command)
+
+
+def test_who_closes_it_ends_what_it_has_started() -> None:
+    with Warm(()) as own:
+        script = own.start(python("import time; time.sleep(60)"))
+    assert script.wait(30) == -signal.SIGKILL
+    with pytest.raises(WarmError, match="gone"):
+        own.start(python("0"))
+
+
+def test_scripts_end_with_their_nursery() -> None:
+    own = Warm(())
+    script = own.start(python("print('up', flush=True); import time; time.sleep(60)"), stdout=PIPE, text=True)
+    assert script.stdout is not None
+    assert script.stdout.readline() == "up\n"
+    nursery = int(Path(f"/proc/{script.pid}/stat").read_text().split()[3])
+    os.kill(nursery, signal.SIGKILL)
+    assert gone(script.pid)
+    with pytest.raises(WarmError, match="gone"):
+        script.wait(30)
+    script.stdout.close()
+    own.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("import threading, time; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()", "2 threads"),
+        ("import that_is_nowhere", "ModuleNotFoundError: No module named 'that_is_nowhere'"),
+    ],
+)
+def test_modules_that_forks_would_suffer_from_are_refused(tmp_path: Path, module: str, why: str) -> None:
+    (tmp_path / "imported_first.py").write_text(module)
+    with pytest.raises(WarmError, match=why):
+        Warm(("imported_first",), cwd=tmp_path)
+
+
+TRAINS = """
+import torch
+torch.set_num_threads(2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.GELU(), torch.nn.Linear(500, 300))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.randn(256, 300)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(torch.get_num_threads(), sum(one.double().sum() for one in model.parameters()).item().hex())
+"""
+
+
+@pytest.mark.slow
+def test_torch_computes_the_same_in_parallel(warm: Warm) -> None:
+    pytest.importorskip("torch")
+    cold = subprocess.run(python(TRAINS), capture_output=True, text=True, check=True)
+    again = [warm.run(python(TRAINS)) for _ in range(2)]
+    assert [one.stdout for one in again] == [cold.stdout] * 2, again

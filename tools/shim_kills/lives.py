@@ -1,0 +1,261 @@
+"""One life of the script: a process, or a group of ranks, what it tells, and its death."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tools.shim_kills.script import LONGEST
+from tools.warm import Script
+
+__all__ = ["AGENT", "ALL", "Doom", "Job", "Life", "Start", "Violation", "cold", "kill_agent", "live"]
+
+ALL: Final = -1
+AGENT: Final = 1
+"""As a victim, where an agent saves: one process has no rank 1."""
+_BUSY: Final = "EADDRINUSE"
+
+Start = Callable[..., "Script | subprocess.Popen[bytes]"]
+"""Starts a command: ``cwd``, ``env``, ``stdout`` and ``stderr`` as for `subprocess.Popen`."""
+_ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+def cold(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+    """Start an interpreter, which imports everything."""
+    return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, **how)
+
+
+class Violation(Exception):  # noqa: N818  # not of the project: of its promises
+    """A promise that was broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is run.
+
+    Attributes:
+        strategy: how it saves.
+        ranks: how many processes: one, or of DDP, or of FSDP2.
+        by_agent: an agent saves.
+        sharded: FSDP2, in shards that are not of one size.
+        broken: what is wrong with the checkpointer on purpose; see `broken`.
+    """
+
+    strategy: str
+    ranks: int = 1
+    by_agent: bool = False
+    sharded: bool = False
+    broken: str | None = None
+
+    def __str__(self) -> str:
+        how = " of FSDP2" if self.sharded else " with an agent" if self.by_agent else ""
+        return f"{self.strategy}, {self.ranks} rank{'s' if self.ranks > 1 else ''}{how}"
+
+    def command(self, store: Path, rank: int, port: int) -> list[str]:
+        """Of one rank."""
+        words = [sys.executable, "-W", "ignore", "-m", "tools.shim_kills.script", "--store", str(store)]
+        words += ["--strategy", self.strategy, "--ranks", str(self.ranks), "--rank", str(rank), "--port", str(port)]
+        words += ["--agent"] * self.by_agent + ["--sharded"] * self.sharded
+        return words + (["--broken", self.broken] if self.broken else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Doom:
+    """Who is killed, and when.
+
+    Attributes:
+        losses: after how many of rank 0.
+        seconds: and so much later.
+        victim: a rank, whom the others follow soon, as under a scheduler, or `ALL`. With an agent: 0 the trainer,
+            `AGENT`, or `ALL`: both.
+    """
+
+    losses: int
+    seconds: float
+    victim: int
+
+    def named(self, job: Job) -> str:
+        """The victim."""
+        if job.by_agent:
+            return {ALL: "both", AGENT: "agent"}.get(self.victim, "trainer")
+        return "trainer" if job.ranks == 1 else "all ranks" if self.victim == ALL else f"rank {self.victim}"
+
+
+@dataclass(slots=True)
+class Life:
+    """What one process, or group, has told.
+
+    Attributes:
+        losses: by step and rank, as hexadecimal text.
+        acknowledged: the highest step that was told to be durable.
+        resumed: where it began.
+        digests: of the last state, by rank.
+        errors: what a rank died of that was not killed.
+        agents: the processes that saved, one after the other.
+        given: the highest step that the writer had taken.
+        struck: whether a process of the script was killed.
+        killed: whether it was, or its agent.
+    """
+
+    losses: dict[tuple[int, int], str] = field(default_factory=dict)
+    acknowledged: int = 0
+    resumed: int | None = None
+    digests: dict[int, str] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    agents: list[int] = field(default_factory=list)
+    given: int = 0
+    struck: bool = False
+    killed: bool = False
+
+    def note(self, rank: int, line: str) -> None:
+        """A line that a rank told."""
+        what, _, rest = line.partition(" ")
+        if what == "loss":
+            step, _, loss = rest.partition(" ")
+            self.losses[int(step), rank] = loss
+        elif what == "durable":
+            self.acknowledged = max(self.acknowledged, int(rest))
+        elif what == "resumed":
+            self.resumed = int(rest)
+        elif what == "given":
+            self.given = max(self.given, int(rest))
+        elif what == "agent":
+            if int(rest) not in self.agents[-1:]:
+                self.agents.append(int(rest))
+        elif what == "end":
+            self.digests[rank] = rest
+        else:
+            self.errors.append(f"rank {rank} said {line[:500]}")
+
+    @property
+    def reached(self) -> int:
+        """Losses of rank 0."""
+        return sum(1 for _, rank in self.losses if rank == 0)
+
+
+def live(start: Start, folder: Path, job: Job, doom: Doom | None) -> Life:
+    """One life, whose store and diagnostics are in `folder`. Raises `Violation`: it does not end."""
+    while True:
+        life = _Living(start, folder, job, doom).lived()
+        if not any(_BUSY in one for one in life.errors):  # somebody else was quicker to take the port
+            return life
+
+
+class _Living:
+    """A life while it lasts."""
+
+    def __init__(self, start: Start, folder: Path, job: Job, doom: Doom | None) -> None:
+        self._job, self._doom = job, doom
+        self._life = Life()
+        self._over = False
+        self._strike: float | None = None
+        port = _free_port() if job.ranks > 1 else 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._notes = [folder / f"stderr-{rank}.txt" for rank in range(job.ranks)]
+        self._scripts: list[Script | subprocess.Popen[bytes]] = []
+        for rank, notes in enumerate(self._notes):
+            command = job.command(folder / "store", rank, port)
+            with notes.open("w") as errors:
+                how = {"cwd": _ROOT, "env": dict(os.environ), "stdout": subprocess.PIPE, "stderr": errors}
+                self._scripts.append(start(command, **how))
+
+    def lived(self) -> Life:
+        """Hear what it tells until its end, and kill whom it is to lose."""
+        texts = dict.fromkeys(range(len(self._scripts)), "")
+        pipes = {script.stdout.fileno(): rank for rank, script in enumerate(self._scripts) if script.stdout}
+        until = time.monotonic() + LONGEST
+        try:
+            while pipes:
+                if time.monotonic() > until:
+                    self._hangs()
+                self._kill()
+                ready, _, _ = select.select(list(pipes), [], [], 0.05 if self._strike is None else 0.002)
+                for pipe in ready:
+                    rank = pipes[pipe]
+                    data = os.read(pipe, 1 << 16)
+                    if not data:
+                        del pipes[pipe]
+                    *lines, texts[rank] = (texts[rank] + data.decode()).split("\n")
+                    for line in lines:
+                        self._life.note(rank, line)
+        finally:
+            self._end()
+        return self._life
+
+    def _kill(self) -> None:
+        """Kill, if it is time."""
+        life, doom = self._life, self._doom
+        if doom is None or self._over:
+            return
+        by_agent = self._job.by_agent
+        if by_agent and doom.victim != 0 and not life.agents:
+            return  # nobody knows whom to kill
+        now = time.monotonic()
+        if self._strike is None and life.reached >= doom.losses:
+            self._strike = now + doom.seconds
+        if self._strike is None or now < self._strike:
+            return
+        self._over, self._strike = True, None
+        if not by_agent or doom.victim != AGENT:
+            life.struck = True
+            self._strike_down(doom.victim)
+        if by_agent and doom.victim != 0:
+            life.killed = kill_agent(life.agents[-1])
+
+    def _strike_down(self, victim: int) -> None:
+        if victim >= 0:
+            self._scripts[victim].kill()
+            if len(self._scripts) > 1:
+                time.sleep(0.05)
+        for script in self._scripts:
+            script.kill()
+
+    def _hangs(self) -> None:
+        """Have every rank say where it is. Raises `Violation`."""
+        for script in self._scripts:
+            script.send_signal(signal.SIGUSR2)
+        time.sleep(1.0)
+        said = "\n".join(f"{notes.name}: {notes.read_text()[-3000:]}" for notes in self._notes)
+        raise Violation(f"{self._job}: a life takes more than {LONGEST} s\n{said}")
+
+    def _end(self) -> None:
+        for rank, script in enumerate(self._scripts):
+            if not self._life.struck and sys.exc_info()[0] is None:
+                try:
+                    script.wait(LONGEST / 5)  # it has closed its standard output, and ends by itself
+                except subprocess.TimeoutExpired:
+                    self._life.errors.append(f"rank {rank} has told all, and does not end")
+            script.kill()
+            status = script.wait()
+            self._life.killed |= self._life.struck and status == -signal.SIGKILL
+            if script.stdout is not None:
+                script.stdout.close()
+            if status not in (0, -signal.SIGKILL):
+                notes = self._notes[rank].read_text()[-3000:]
+                self._life.errors.append(f"rank {rank} ended with status {status}: {notes}")
+
+
+def kill_agent(pid: int) -> bool:
+    """SIGKILL of an agent -> whether it lived. A process that has taken its number since is left alone."""
+    with contextlib.suppress(OSError):
+        if pid > 1 and b"ckptstore.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
