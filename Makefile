@@ -7,7 +7,7 @@ SIZE ?= 500MB
 ROUNDS ?= 5
 COUNT ?= 10000
 
-.PHONY: docs demo test test-long check lint types layers golden conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: docs demo test test-long test-moto check lint types layers golden conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -35,6 +35,10 @@ test: .venv/.ready  ## all tests
 
 test-long: .venv/.ready  ## the tests whose form in CI is a short one, in the long one
 	CKPTSTORE_TESTS=long $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 1200 $(PYTEST_ARGS)
+
+test-moto: .venv/.ready  ## the backends' conformance suite on moto, a second opinion on S3
+	$(PIP) install -c constraints.txt -e '.[test-moto]'
+	$(BIN)/python -m pytest tests/backends/test_objects.py -k Moto
 
 check: lint types layers  ## ruff, mypy --strict, import layers
 
