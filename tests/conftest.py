@@ -63,7 +63,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path == item.path:
         return
     # A store in memory lives as long as the process; those of a file took gigabytes when all files had run.
-    for name in list(memory._stores):
+    for name in memory.MemoryBackend.names():
         memory.MemoryBackend.forget(name)
     # Errors that were caught hold frames, which hold arrays: much memory, but few objects, so nothing collects them.
     gc.collect()

@@ -57,6 +57,12 @@ class MemoryBackend(Backend):
             return name in _stores
 
     @staticmethod
+    def names() -> list[str]:
+        """The stores that were made."""
+        with _stores_lock:
+            return sorted(_stores)
+
+    @staticmethod
     def forget(name: str) -> None:
         """Let the store go; backends that have it open keep theirs. No error if there is none."""
         with _stores_lock:
