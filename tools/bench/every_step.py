@@ -250,7 +250,7 @@ def main(
     only = only or (_QUICK if quick else ())
     width, layers = shape_of(100_000 if quick else count)
     out.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out))
+    scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out.resolve()))  # processes begin in other folders
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(scratch / "runtime")
     results = Results({case: [] for case in cases(only, distance)})
     stack = contextlib.ExitStack()

@@ -57,7 +57,8 @@ def recovered(plan: Plan, case: Case, folder: Path, distance: int) -> dict[str, 
         WorkerError: it ended by itself, or what is recovered is not what was trained.
     """
     first, target = killed_at(case, distance)
-    last, struck = _killed(replace(plan, full_every=1000, first=first), case, folder, target)
+    # The same settings in both lives, as a script has: whoever comes with others gets another agent, from the store.
+    last, struck = _killed(replace(plan, first=first), case, folder, target)
     if "absent" in last:
         return last
     if case.strategy == "storage":

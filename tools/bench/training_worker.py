@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import statistics
@@ -165,6 +166,8 @@ def recover(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
     Moments in time are `time.monotonic`'s, which all processes of a machine share.
     """
+    if asked.strategy in CHECKPOINTERS:
+        importlib.import_module("ckptstore.training.checkpointer")  # among a script's first lines
     other = Trainer(shape, asked.device, seed=2)
     began = time.monotonic()
     step = ALL[asked.strategy].restore(asked.dir, other)
