@@ -30,11 +30,15 @@ docs: .venv/.docs-ready  ## the site in build/site and the man pages in build/ma
 demo: .venv/.ready  ## train, get killed, resume, compare bit for bit (QUICK=1: under 40 s)
 	$(BIN)/python -m tools.demo $(if $(QUICK),--quick)
 
+# Tests start hundreds of interpreters. Where PYTHONDONTWRITEBYTECODE is set (containers set it), each would compile the
+# package's modules again, half a second of a core; set to nothing, it is off. Three workers: many tests wait.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/.ready  ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
 test-long: .venv/.ready  ## the tests whose form in CI is a short one, in the long one
-	CKPTSTORE_TESTS=long $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 1200 $(PYTEST_ARGS)
+	CKPTSTORE_TESTS=long $(BIN)/python -m pytest -n 3 --dist loadfile --timeout 1200 $(PYTEST_ARGS)
 
 test-moto: .venv/.ready  ## the backends' conformance suite on moto, a second opinion on S3
 	$(PIP) install -c constraints.txt -e '.[test-moto]'
