@@ -26,11 +26,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptstore
 from ckptstore import DeterminismWarning
 from ckptstore.errors import UsageError
 from ckptstore.training import Checkpointer, TopKHook
+from tests.forms import short_or
 
 STRATEGIES = ("full", "delta", "gradient")
 
@@ -172,6 +174,51 @@ def again(folder: Path, **how: Any) -> None:
         found += part.run(folder / "parts", until, strategy="gradient")
     assert found == losses
     same(part.everything(), script.everything())
+
+
+def parallel_net(mesh: Any, data: Any) -> nn.Module:
+    """Columns over the ranks, then rows; what is between them is not cut. `data`: a mesh that shards it as well."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 38), nn.LayerNorm(38), nn.Linear(38, 38), nn.GELU(), nn.Linear(38, 16))
+    plan = {"2": ColwiseParallel(), "4": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    if data is not None:
+        fully_shard(model, mesh=data)
+    return model
+
+
+def parallel_run(store: Path, until: int, mesh: Any, data: Any, strategy: str) -> tuple[list[float], dict[str, Any]]:
+    """Train from where the store is -> the losses, and the state in the end."""
+    model = parallel_net(mesh, data)
+    # Parameters that only some ranks have whole and parameters in shards do not go into one call of foreach.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    with Checkpointer(store, model=model, optimizer=optimizer, strategy=strategy, rank_timeout=60.0) as checkpointer:
+        for step in range(checkpointer.resume(), until):
+            inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            loss = (model(inputs) - inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            checkpointer.step(metrics={"loss": loss.item()})
+    return losses, whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def tensor_parallel(folder: Path) -> None:
+    """Tensor parallelism, every strategy; with four ranks two of them, each in shards of its own (FSDP2)."""
+    size = dist.get_world_size()
+    cut = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+    data = cut["data"] if size > 2 else None
+    for strategy in STRATEGIES[-short_or(1, len(STRATEGIES)) :]:
+        losses, expected = parallel_run(folder / f"tensor-{strategy}", 5, cut["tensor"], data, strategy)
+        found = []
+        for until in (2, 5):
+            some, state = parallel_run(folder / f"tensor-parts-{strategy}", until, cut["tensor"], data, strategy)
+            found += some
+        assert found == losses, strategy
+        same(state, expected, strategy)
+        assert [info.kind for info in ckptstore.open(folder / f"tensor-{strategy}").checkpoints()][1:] == [strategy] * 4
 
 
 def back(folder: Path) -> None:
@@ -359,6 +406,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         precise,
         replicated,
         offloaded,
+        tensor_parallel,
         back,
         as_one,
         chosen,

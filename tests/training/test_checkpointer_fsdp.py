@@ -49,8 +49,8 @@ def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, .
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
-    names = ("resumed", "precise", "replicated", "offloaded", "back", "as_one", "chosen", "refused", "signalled")
-    run(warm, folder, 2, *names)
+    cut = ("resumed", "precise", "replicated", "offloaded", "tensor_parallel")
+    run(warm, folder, 2, *cut, "back", "as_one", "chosen", "refused", "signalled")
     for size in (0, 1, 4):
         shutil.copytree(folder / "parts-gradient", folder / f"parts-gradient-{size}")
     return folder
@@ -69,6 +69,11 @@ def test_steps_of_a_sharded_model_are_steps(job: Path) -> None:
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=long_only)])
 def test_another_number_of_ranks_goes_on(job: Path, size: int, warm: Warm) -> None:
     run(warm, job, size, "other_ranks")
+
+
+@long_only
+def test_tensor_parallel_ranks_whose_shards_are_cut_again(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 4, "tensor_parallel")
 
 
 def test_a_process_that_shards_nothing_goes_on(job: Path) -> None:
