@@ -7,39 +7,63 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ckptstore.backends import memory
+from ckptstore.formats import compiled
+from tests import warmth
+from tests.forms import short_or
+from tools.objects.server import Server, serving
 from tools.warm import Warm
 
 ROOT = Path(__file__).parents[1]
 LONGEST = (
-    "training/test_checkpointer_replica.py",
-    "test_docs.py",
-    "tools/test_crash_store.py",
-    "tools/test_shim_kills.py",
-    "tools/test_bench.py",
     "agent/test_handover.py",
     "write/test_rank_memory.py",
-    "test_readme.py",
-    "tools/test_agent_kills.py",
+    "training/test_checkpointer_replica.py",
+    "tools/test_crash_store.py",
+    "test_docs.py",
+    "agent/test_saving.py",
+    "maintenance/test_compacting_ranks.py",
+    "tools/test_shim_kills.py",
+    "tools/test_bench.py",
     "tools/test_protocol.py",
-    "training/test_checkpointer_fsdp.py",
-    "training/test_checkpointer.py",
-    "maintenance/test_prune_kills.py",
-    "tools/test_crash_pmem.py",
-    "tools/test_mutants.py",
-    "write/test_flat_memory.py",
+    "write/test_memory.py",
     "segments/test_plain.py",
-    "tools/test_conformance.py",
-    "tools/test_catalog_bench.py",
+    "tools/test_powercut.py",
+    "formats/test_codecs_kernels.py",
+    "tools/test_every_step.py",
+    "tools/test_object_faults.py",
+    "training/test_planned_state.py",
+    "training/test_checkpointer.py",
+    "tools/test_training_bench.py",
+    "tools/test_mutants.py",
+    "maintenance/test_compact_kills.py",
+    "tools/test_torture_mishaps.py",
+    "maintenance/test_merging.py",
+    "tools/test_crash_pmem.py",
+    "test_readme.py",
     "tools/test_demo.py",
     "store/test_damage.py",
-    "maintenance/test_upkeep_kills.py",
-    "tools/test_every_step.py",
-    "maintenance/test_compact_kills.py",
     "write/test_rank_processes.py",
+    "tools/test_conformance.py",
+    "maintenance/test_crafted_stores.py",
+    "tools/test_agent_kills.py",
+    "maintenance/test_upkeep_kills.py",
+    "host/test_exiting.py",
+    "write/test_diffs.py",
+    "training/test_layerwise.py",
+    "training/test_checkpointer_agent.py",
+    "write/test_ranks.py",
+    "maintenance/test_idle_compaction.py",
+    "tools/test_objects_bench.py",
+    "host/test_memory.py",
+    "tools/test_torture.py",
 )
-"""Files of 20 seconds and more. A worker that comes to one of them last would leave the others without work."""
+"""Files of 15 seconds and more. A worker that comes to one of them last would leave the others without work."""
+
+settings.register_profile("tests", max_examples=short_or(40, 100))
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +94,24 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
+def warm() -> Warm:
     """Starts scripts in forks of a process that has imported torch: each saves the seconds that this takes."""
-    with Warm() as found:
-        yield found
+    return warmth.nursery()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real server of objects, one for each worker; a test makes places of its own in it."""
+    with serving(tmp_path_factory.mktemp("ministack")) as server:
+        yield server
+
+
+@pytest.fixture
+def numpy_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts run kernels in numpy: to import numba takes each of them a second."""
+    compiled.kind()  # of this process it is decided
+    monkeypatch.setenv(compiled.VARIABLE, "numpy")
+
+
+def pytest_sessionfinish() -> None:
+    warmth.close()

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import takewhile
@@ -26,7 +25,7 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore.cli.main import COMMANDS, cli
-from tests import transcripts
+from tests import transcripts, warmth
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -124,7 +123,7 @@ def test_scripts_run(page: str, number: int, tmp_path: Path) -> None:
     for _ in range(2 if (page, number) in TWICE else 1):
         before = BEFORE.get((page, number), "").replace("A_PORT", repr(str(free_port())))
         code = f"{before}\n{blocks(page, 'python')[number]}"
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = warmth.run([sys.executable, "-c", code], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 

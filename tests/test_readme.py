@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warmth
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -23,9 +24,7 @@ def test_python_examples(folder: Path) -> None:
     code = "\n".join(text for language, text in BLOCKS if language == "python")
     assert code.count("store.") > 5
     for attempt in range(2):  # the second run resumes
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code], cwd=folder, capture_output=True, text=True, check=False
-        )
+        done = warmth.run([sys.executable, "-W", "error", "-c", code], cwd=folder)
         assert done.returncode == 0, (attempt, done.stderr)
     assert "20@1" in done.stdout
 
@@ -39,13 +38,7 @@ def test_commands(folder: Path) -> None:
         arguments = shlex.split(line, comments=True)
         if "--iteration-time" in arguments:
             arguments += ["--probe", "8MiB"]  # how much its trial saves write is no part of what is shown
-        done = subprocess.run(
-            [sys.executable, "-m", "ckptstore", *arguments[1:]],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = warmth.run([sys.executable, "-m", "ckptstore", *arguments[1:]], cwd=folder)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         assert done.stdout or "restore" in line, line  # it ran
 

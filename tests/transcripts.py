@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+from tests import warmth
+
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_PLAIN = re.compile(r"((?:[A-Z_]+=\w+ )*)(python|ckpt) ([^|&;<>$'\"*?~`#]*)")
+"""A line of which a shell would make one process of ours, and nothing else."""
 
 
 def plain(text: str) -> list[str]:
@@ -31,24 +36,41 @@ def played(text: str, folder: Path) -> str:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("CKPT", "PYTEST"))},
         "PATH": f"{scripts}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
 
-    def said(arguments: list[str]) -> str:
-        done = subprocess.run(
-            arguments,
+    def printed_by(words: list[str], given: dict[str, str]) -> tuple[str, int]:
+        """What a script of ours prints, and how it ends."""
+        with warmth.nursery().start(
+            [sys.executable, *words],
             cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
+            env=environment | given,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            check=False,
-        )
-        code = done.returncode if done.returncode >= 0 else 128 - done.returncode
+        ) as script:
+            return script.communicate()[0], script.wait()
+
+    def said(line: str) -> str:
+        if plain := _PLAIN.fullmatch(line):
+            given = dict(word.split("=") for word in plain[1].split())
+            module = ["-m", "ckptstore"] if plain[2] == "ckpt" else []
+            printed, code = printed_by([*module, *shlex.split(plain[3])], given)
+        else:
+            done = subprocess.run(
+                ["sh", "-c", line],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            printed, code = done.stdout, done.returncode
+        code = code if code >= 0 else 128 - code
         # What a shell says of a process that was killed differs from one shell to the next.
-        told = re.sub(r"^(Killed\n|.*\bKilled\s.*\n)", "", done.stdout, flags=re.MULTILINE)
+        told = re.sub(r"^(Killed\n|.*\bKilled\s.*\n)", "", printed, flags=re.MULTILINE)
         told = re.sub(r"host \S+, pid \d+", "host node-7, pid 411", told)
         told = re.sub(r"process \d+ on this host", "process 411 on this host", told)
         ending = "" if told.endswith("\n") or not told else "\n"
@@ -60,11 +82,11 @@ def played(text: str, folder: Path) -> str:
             if name := re.match(r"# (\w+\.py)\n", body):
                 (folder / name[1]).write_text(body)
             else:
-                printed = said([sys.executable, "-W", "error", "-c", body])
-                assert "[exit" not in printed, printed
+                printed, code = printed_by(["-W", "error", "-c", body], {})
+                assert code == 0, printed
             return match.group(0)
         lines = [line for line in body.splitlines() if line.startswith("$ ")]
-        parts = (f"{line}\n{said(['sh', '-c', line[2:]])}" for line in lines)
+        parts = (f"{line}\n{said(line[2:])}" for line in lines)
         return f"```console\n{''.join(parts)}```"
 
     return _BLOCK.sub(played_block, text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ckptstore.analysis.plots import COLOURS, STYLE
 from ckptstore.errors import MissingDependencyError, UsageError
-from ckptstore.formats.keeping import number
+from ckptstore.formats.ranking import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,9 @@ from typing import Final
 
 from ckptstore.errors import CorruptLogError, RequestRefusedError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.keeping import checked, known, names, reasons_of, unmatched
+from ckptstore.formats.keeping import checked, known, reasons_of, unmatched
 from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.ranking import names
 from ckptstore.formats.records import CommitRecord, Node, ref_of
 from ckptstore.formats.retention import droppable, users
 from ckptstore.host.caller_warnings import warn

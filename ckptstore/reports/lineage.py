@@ -11,8 +11,8 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import CorruptLogError, NotFoundError
-from ckptstore.formats.keeping import metric, names
 from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.ranking import metric, names
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.log.authors import LastWriter, last_writer
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe, describe_terms

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptstore.formats.keeping import number
+from ckptstore.formats.ranking import number
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.reports.lineage import Lineage, lineage
 

@@ -35,7 +35,18 @@ from ckptstore.restore.streams import stream
 from ckptstore.restore.targets import MadeTargets, Targets, TargetSink, find_targets, made_targets
 from ckptstore.segments.reading import SegmentReader, copy_tensors, load_tensors, map_tensors
 
-__all__ = ["LoadOptions", "chunks", "describe", "load", "read_tensor", "rebuilt", "restoring", "tensors", "tree"]
+__all__ = [
+    "LoadOptions",
+    "chunks",
+    "describe",
+    "load",
+    "read_tensor",
+    "read_tensors",
+    "rebuilt",
+    "restoring",
+    "tensors",
+    "tree",
+]
 
 _R = TypeVar("_R")
 
@@ -330,26 +341,45 @@ def read_tensor(
     journal: Journal, ref: str | int, name: str, verify: bool, box: Sequence[slice] | slice | None = None
 ) -> npt.NDArray[Any]:
     """See `Store.read_tensor`."""
-    return restoring(journal, ref, lambda found: _read_tensor(found, name, verify, box))
-
-
-def _read_tensor(found: Opened, name: str, verify: bool, box: Sequence[slice] | slice | None) -> npt.NDArray[Any]:
     with workers(default_threads(), "read") as readers:
-        name = _named(found, name)
-        entry, staging = found.tensors[name], _staging(readers.threads)
-        if box is None and not found.sharded(name):
-            chain = found.chains[name]
-            if _in_place(chain):
-                return load_tensors(chain.links[-1].reader, [chain.tensor], readers.pool, verify=verify)[name]
-            data = aligned(entry.nbytes)
-            restore_tensors({name: (chain, data)}, readers.pool, staging, verify=verify)
-            return data
-        chosen = Box.whole(entry.shape) if box is None else chosen_box(entry.shape, box, f"tensor {name!r}")
-        parts = found.stored(name)
-        image = memory_for(parts, chosen)
-        sink = MemorySink(image, chosen, dtypes.get(entry.dtype).itemsize)
-        fill(jobs_of([Filling(parts, sink)]), readers, staging, verify=verify)
-        return image
+        return restoring(journal, ref, lambda found: _read_tensor(found, readers, name, verify, box))
+
+
+def read_tensors(
+    journal: Journal, ref: str | int, names: Iterable[str] | None, verify: bool
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """See `Store.read_tensors`."""
+    left, avoid = None if names is None else list(names), frozenset[str]()
+    while True:
+        with opened(journal, ref, avoid) as found, workers(default_threads(), "read") as readers:
+            try:
+                left = list(found.tensors) if left is None else left
+                while left:
+                    yield left[0], _read_tensor(found, readers, left[0], verify)
+                    del left[0]
+                return
+            except (CorruptSegmentError, StorageError) as error:
+                avoid, ref = around(found.catalog, found.plan, found.avoided, error), found.ref
+
+
+def _read_tensor(
+    found: Opened, readers: Workers, name: str, verify: bool, box: Sequence[slice] | slice | None = None
+) -> npt.NDArray[Any]:
+    name = _named(found, name)
+    entry, staging = found.tensors[name], _staging(readers.threads)
+    if box is None and not found.sharded(name):
+        chain = found.chains[name]
+        if _in_place(chain):
+            return load_tensors(chain.links[-1].reader, [chain.tensor], readers.pool, verify=verify)[name]
+        data = aligned(entry.nbytes)
+        restore_tensors({name: (chain, data)}, readers.pool, staging, verify=verify)
+        return data
+    chosen = Box.whole(entry.shape) if box is None else chosen_box(entry.shape, box, f"tensor {name!r}")
+    parts = found.stored(name)
+    image = memory_for(parts, chosen)
+    sink = MemorySink(image, chosen, dtypes.get(entry.dtype).itemsize)
+    fill(jobs_of([Filling(parts, sink)]), readers, staging, verify=verify)
+    return image
 
 
 def _named(found: Opened, name: str) -> str:

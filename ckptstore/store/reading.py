@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ckptstore.errors import CkptError, CorruptionError, NotFoundError, UsageError
@@ -171,6 +171,23 @@ class Reading(Handle):
         from ckptstore.restore.load import read_tensor
 
         return self._from_either(ref, lambda journal, one: read_tensor(journal, one, name, verify, box))
+
+    def read_tensors(
+        self, ref: str | int = "latest", names: Iterable[str] | None = None, *, verify: bool = True
+    ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """One tensor after the other: (name, its logical bytes, 1-D uint8). Memory: one of them.
+
+        The checkpoint is opened once, where `read_tensor` opens it for each tensor.
+
+        Args:
+            names: of tensors, or places, as for `read_tensor`; None: every tensor, in access order.
+
+        Raises:
+            TensorNotFoundError, CorruptSegmentError, StorageError.
+        """
+        from ckptstore.restore.load import read_tensors
+
+        return read_tensors(self.journal, ref, names, verify)
 
     def chunks(self, ref: str | int, name: str, *, verify: bool = True) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """One tensor's logical bytes, chunk by chunk: (offset, uint8 array valid until the next one).

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.keeping import checked, line, metric
+from ckptstore.formats.keeping import checked
+from ckptstore.formats.ranking import line, metric
 from ckptstore.formats.records import CheckpointEntry
 from ckptstore.host.checks import whole
 from ckptstore.host.threads import started_pool

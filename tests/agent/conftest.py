@@ -11,7 +11,7 @@ from tests.agent.lives import agents, kill
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> Iterator[Path]:
     folder = tmp_path / "runtime"
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(folder))
     yield folder

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tests import warmth
+
 ROOT = Path(__file__).resolve().parents[2]
 
 BEGIN = """
@@ -23,7 +25,6 @@ import ckptstore
 import ckptstore.agent
 from ckptstore.formats.state import FlatState
 from tests.agent.lives import advance, begun, truth
-from tests.write.test_diffs import Trainer
 
 url = sys.argv[1]
 kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -69,14 +70,18 @@ def truth(step: int) -> dict[str, Any]:
 def run(script: str, *arguments: object, code: int = 0) -> list[str]:
     """Run a trainer of its own process to its end -> the words that it printed."""
     command = [sys.executable, "-c", BEGIN + script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    done = warmth.run(command, cwd=ROOT, timeout=120)
     assert done.returncode == code, f"{done.returncode}: {done.stderr}"
     return done.stdout.split()
 
 
 def started(script: str, *arguments: object) -> subprocess.Popen[str]:
-    """Begin a trainer; the first thing it prints is a line that says that it is so far."""
-    command = [sys.executable, "-c", BEGIN + script, *map(str, arguments)]
+    """Begin a trainer; the first thing it prints is a line that says that it is so far.
+
+    A child of this process, so that it is a zombie until somebody waits for it.
+    """
+    # Who goes on has imported torch, too: where one has not, that is remarked upon.
+    command = [sys.executable, "-c", f"import torch\n{BEGIN}{script}", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     assert process.stdout.readline()

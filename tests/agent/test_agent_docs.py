@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
 import ckptstore
+from tests import warmth
 from tests.agent.lives import agents
 
 PAGE = Path(__file__).parents[2] / "docs/agent.md"
@@ -21,14 +21,7 @@ def example() -> str:
 
 
 def run(script: str, folder: Path) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = warmth.run([sys.executable, "-W", "error", "-c", script], cwd=folder, timeout=120)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
 

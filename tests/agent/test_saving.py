@@ -212,6 +212,7 @@ def test_layers_are_copied_into_the_agents_memory(tmp_path: Path) -> None:
 def test_an_ordinary_exit_without_close_writes_what_waits(tmp_path: Path) -> None:
     script = """
 writer = ckptstore.agent.writer(url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), linger_seconds=60)
+from tests.write.test_diffs import Trainer
 trainer = Trainer()
 for step in range(1, 6):
     trainer.train()

@@ -1,4 +1,4 @@
-"""A store in a bucket: the conformance suite on a real server, options, errors, and what requests cost."""
+"""A store in a bucket: the conformance suite on real servers, one class for each."""
 
 from __future__ import annotations
 
@@ -14,68 +14,74 @@ from tools.objects.others import azurite_missing, moto_missing, serving_azurite,
 from tools.objects.server import Server
 
 
-class TestS3(BackendConformance):
-    processes = True
-    rounds = 25
-    replacements = 40
-    taken_at_seal = True
-
-    @pytest.fixture
-    def opener(self, s3: Server) -> Opener:
-        return functools.partial(ObjectBackend, s3.url(), s3.options)
-
-
 @pytest.fixture(scope="module")
 def fast() -> Iterator[Server]:
-    with serving_fast() as server:
-        yield server
-
-
-class TestFastServer(BackendConformance):
-    """The server of measurements: what is measured on it is a store."""
-
-    rounds = 25
-    replacements = 40
-    taken_at_seal = True
-
-    @pytest.fixture
-    def opener(self, fast: Server) -> Opener:
-        return functools.partial(ObjectBackend, fast.url(), fast.options)
+    with serving_fast() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.mark.skipif(moto_missing() is not None, reason=str(moto_missing()))
-class TestMoto(BackendConformance):
-    """A second opinion: another implementation of S3 than the one that all other tests run on."""
-
-    rounds = 10
-    replacements = 20
-    taken_at_seal = True
-
-    @pytest.fixture
-    def opener(self, moto: Server) -> Opener:
-        return functools.partial(ObjectBackend, moto.url(), moto.options)
+    with serving_moto(tmp_path_factory.mktemp("moto")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_azurite(tmp_path_factory.mktemp("azurite")) as server:
-        yield server
+    with serving_azurite(tmp_path_factory.mktemp("azurite")) as found:
+        yield found
 
 
-@pytest.mark.skipif(azurite_missing() is not None, reason=str(azurite_missing()))
-class TestAzurite(BackendConformance):
-    """``az://``, as far as its emulator goes."""
+class OnAServer(BackendConformance):
+    """On the server that the fixture of a subclass gives."""
 
     rounds = 10
     replacements = 20
     taken_at_seal = True
 
     @pytest.fixture
-    def opener(self, azurite: Server) -> Opener:
-        return functools.partial(ObjectBackend, azurite.url(), azurite.options)
+    def server(self) -> Server:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def opener(self, server: Server) -> Opener:
+        return functools.partial(ObjectBackend, server.url(), server.options)
+
+
+class TestS3(OnAServer):
+    processes = True
+    rounds = 25
+    replacements = 40
+
+    @pytest.fixture
+    def server(self, s3: Server) -> Server:
+        return s3
+
+
+class TestFastServer(OnAServer):
+    """The server of measurements: what is measured on it is a store."""
+
+    rounds = 25
+    replacements = 40
+
+    @pytest.fixture
+    def server(self, fast: Server) -> Server:
+        return fast
+
+
+@pytest.mark.skipif(moto_missing() is not None, reason=str(moto_missing()))
+class TestMoto(OnAServer):
+    """A second opinion: another implementation of S3 than the one that all other tests run on."""
+
+    @pytest.fixture
+    def server(self, moto: Server) -> Server:
+        return moto
+
+
+@pytest.mark.skipif(azurite_missing() is not None, reason=str(azurite_missing()))
+class TestAzurite(OnAServer):
+    """``az://``, as far as its emulator goes."""
+
+    @pytest.fixture
+    def server(self, azurite: Server) -> Server:
+        return azurite

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ckptstore.doctor.clocks import against_server
 from ckptstore.doctor.disks import PREFIX
 from ckptstore.doctor.examination import examine
 from ckptstore.doctor.mounts import Mount, judged, mount_of
-from tools.objects.server import SECRET, Server, serving
+from tools.objects.server import SECRET, Server
 
 COMMAND = [sys.executable, "-m", "ckptstore", "doctor", "--quick", "--json"]
 pytestmark = pytest.mark.slow
@@ -154,12 +153,6 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path) -> None:
     process.communicate()
     assert process.returncode == 143
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("ministack")) as server:
-        yield server
 
 
 def test_a_bucket(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import ckptstore
-from tools.objects.server import Server, serving
+from tools.objects.server import Server
 
 Opener = Callable[[], ckptstore.Store]
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("ministack")) as server:
-        yield server
 
 
 @pytest.fixture(params=["local", "memory", "fsspec", "s3"])

@@ -13,7 +13,8 @@ from ckptstore.errors import FormatError, UsageError
 from ckptstore.formats import keeping
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.folds import decode_fold, encode_fold
-from ckptstore.formats.keeping import Keeping, checked, known, metric, reasons_of
+from ckptstore.formats.keeping import Keeping, checked, known, reasons_of
+from ckptstore.formats.ranking import metric
 from ckptstore.formats.records import (
     CheckpointEntry,
     CommitRecord,

@@ -35,6 +35,7 @@ LOADED = {"rows": Shard(1), "columns": Shard(1), "narrow": Shard(0), "half": Rep
 
 
 def main(url: str, rank: int, port: str) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     pair = dist.new_group([0, 1])
     savers, every = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])

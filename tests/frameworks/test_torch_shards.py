@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import ckptstore
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.boxes import Box, elements_of, gap, overlapping
 from ckptstore.frameworks.torch_shards import ShardSource, copy_box_into, place_in_whole, recognise
+from tests import warmth
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
@@ -162,11 +162,8 @@ def free_port() -> int:
 def test_two_ranks_save_three_and_one_load(tmp_path: Path) -> None:
     url, port = str(tmp_path / "store"), str(free_port())
     command = [sys.executable, "-m", "tests.frameworks.shard_ranks", url]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ranks = [
-        subprocess.Popen(
-            [*command, str(rank), port], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        warmth.start([*command, str(rank), port], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for rank in range(3)
     ]
     try:

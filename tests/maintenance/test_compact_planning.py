@@ -137,7 +137,8 @@ def made(catalog: Catalog, planned: Planned) -> Imagined:
     world = Imagined(catalog, TYPICAL)
     for move in planned.moves:
         check_commit(world.catalog, world.record(move.kind, move.rewrites, move.drops))
-        again = world.move(move.kind, move.why, move.rewrites, move.drops, required=move.required)
+        what = move.kind, move.why, move.rewrites, move.drops
+        again = world.move(*what, required=move.required, spared=move.spared)
         assert again == move
     return world
 
@@ -215,6 +216,15 @@ class TestMoves:
         assert [move.rewrites[0].node for move in plan_moves(catalog, Limits(), Sizes()).moves] == [(1, 10)]
         nodes = [move.rewrites[0].node for move in plan_moves(catalog, Limits(), Sizes(), owned=True).moves]
         assert nodes == [(1, 10), (1, 30)]
+
+    def test_who_was_stored_anew_gives_up_its_place_in_a_batch(self) -> None:
+        """Step 8, stored anew because of 5 to 7, is not stored once more because its old diff lies with 9 and 10."""
+        catalog = chain(14, {4, 8, 12, 13}, gradient=True, together=3, nbytes=26_000_000)
+        planned = plan_moves(catalog, Limits(), Sizes(70_000_000, 65_000_000), owned=True)
+        last = planned.moves[-1]
+        assert [one.node for one in last.rewrites] == [(1, 12), (1, 13)]
+        assert last.spared == ((1, 8),)
+        assert made(catalog, planned).catalog.held == {}
 
     def test_a_base_that_many_build_on_stays(self) -> None:
         """As many new deltas as old ones, and a full for a full: nothing is gained."""

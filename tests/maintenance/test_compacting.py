@@ -19,7 +19,7 @@ from ckptstore.maintenance.compact import Samples, compacting
 from ckptstore.maintenance.compact.measuring import Measured
 from tests.store.states import same
 from tests.write.test_diffs import Trainer
-from tools.objects.server import serving
+from tools.objects.server import Server
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
 PAPER = DeltaOptions(interval=5, form="paper", bound=RestoreBound(times=None, depth=100))
@@ -339,17 +339,16 @@ class TestMedia:
             MemoryBackend.forget("compact")
 
     @pytest.mark.slow
-    def test_s3(self, tmp_path: Path) -> None:
-        with serving(tmp_path) as server:
-            store = ckptstore.open(server.url(), storage_options=server.options)
-            filled(store, range(1, 15), keep=["every:6"])
-            store.gc()
-            report = store.compact(take_over=True)
-            assert results(report) == {"done"}
-            assert store.gc().nbytes == report.collectable_nbytes
-            for step in (6, 12, 14):
-                same(state(step), store.load(step, framework="numpy"))
-            assert store.compact(take_over=True).moves == ()
+    def test_s3(self, s3: Server) -> None:
+        store = ckptstore.open(s3.url(), storage_options=s3.options)
+        filled(store, range(1, 15), keep=["every:6"])
+        store.gc()
+        report = store.compact(take_over=True)
+        assert results(report) == {"done"}
+        assert store.gc().nbytes == report.collectable_nbytes
+        for step in (6, 12, 14):
+            same(state(step), store.load(step, framework="numpy"))
+        assert store.compact(take_over=True).moves == ()
 
     def test_read_only(self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         filled(store, range(1, 25), keep=RULES)

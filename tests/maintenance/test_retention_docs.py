@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
+
+from tests import warmth
 
 PAGE = Path(__file__).parents[2] / "docs/retention.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -27,25 +29,18 @@ def test_scripts_and_commands_one_after_the_other(tmp_path: Path) -> None:
     printed, compared = "", 0
     for language, text in BLOCKS:
         if language == "python":
-            done = subprocess.run(
-                [sys.executable, "-W", "error", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False
-            )
+            done = warmth.run([sys.executable, "-W", "error", "-c", text], cwd=tmp_path)
             assert done.returncode == 0, done.stderr
             printed += done.stdout
             continue
         for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
-            command, _, shown = part.partition("\n")
-            words = shlex.split(command)
+            line, _, shown = part.partition("\n")
+            words = shlex.split(line)
             assert words[0] == "ckpt"
-            done = subprocess.run(
-                [sys.executable, "-c", "from ckptstore.cli.main import main; main()", *words[1:]],
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            assert (done.returncode, plain(done.stdout)) == (0, plain(shown)), command
+            command = [sys.executable, "-m", "ckptstore", *words[1:]]
+            with warmth.start(command, cwd=tmp_path, stdout=PIPE, stderr=STDOUT, text=True) as script:
+                said, _ = script.communicate()
+            assert (script.returncode, plain(said)) == (0, plain(shown)), line
             compared += 1
     assert f"prints `{printed.strip()}`" in PAGE.read_text()
     assert compared >= 6

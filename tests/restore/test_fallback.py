@@ -160,6 +160,8 @@ def test_one_tensor_and_streams_and_files(root: Path, tmp_path: Path, how: str) 
     with pytest.warns(FallbackWarning):
         assert store.read_tensor("3@1", "w").tobytes() == weight.tobytes()
     with pytest.warns(FallbackWarning):
+        assert dict(store.read_tensors("3@1"))["w"].tobytes() == weight.tobytes()
+    with pytest.warns(FallbackWarning):
         assert b"".join(bytes(data) for _, data in store.chunks("3@1", "w")) == weight.tobytes()
     with pytest.warns(FallbackWarning):
         store.export("3@1", tmp_path / "out.safetensors")

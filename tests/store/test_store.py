@@ -183,10 +183,12 @@ class TestSelection:
         store = ckptstore.open(url)
         with store.writer() as writer:
             writer.save({"w": {"a": np.ones(1), "b": np.zeros(1)}, "v[0]": np.ones(2)}, 1)
-        for read in (store.read_tensor, lambda *which: list(store.chunks(*which))):
+        alone = lambda ref, name: list(store.read_tensors(ref, [name]))  # noqa: E731
+        for read in (store.read_tensor, lambda *which: list(store.chunks(*which)), alone):
             with pytest.raises(TensorNotFoundError, match=f"no tensor is named '{re.escape(name)}'; {re.escape(hint)}"):
                 read(1, name)
         assert store.read_tensor(1, "v[0]").nbytes == 16
+        assert sorted(data.nbytes for _, data in store.read_tensors(1)) == [8, 8, 16]
 
     @pytest.mark.parametrize("step", [np.int64(7), np.uint8(7), np.array(7), torch.tensor(7)], ids=repr)
     def test_whole_numbers_of_any_type_are_steps(self, url: str, step: Any) -> None:

@@ -183,6 +183,24 @@ print(torch.get_num_threads(), sum(one.double().sum() for one in model.parameter
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("unbuffered", "printed"), [("1", "begun\n"), (None, "")])
+def test_what_is_printed_leaves_at_once_where_the_environment_says_so(
+    nursery: Warm, unbuffered: str | None, printed: str
+) -> None:
+    given = {} if unbuffered is None else {"PYTHONUNBUFFERED": unbuffered}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = nursery.run(python("import os; print('begun'); os._exit(0)"), env=kept | given)
+    assert done.stdout == printed
+
+
+@pytest.mark.parametrize("kind", ["numpy", "compiled"])
+def test_kernels_are_those_that_the_environment_asks_for(warm: Warm, kind: str) -> None:
+    if kind == "compiled":
+        pytest.importorskip("numba")
+    code = "from ckptstore.formats import compiled; print(compiled.kind())"
+    assert warm.run(python(code), env={**os.environ, "CKPTSTORE_KERNELS": kind}).stdout == f"{kind}\n"
+
+
 def test_torch_computes_the_same_in_parallel(warm: Warm) -> None:
     pytest.importorskip("torch")
     cold = subprocess.run(python(TRAINS), capture_output=True, text=True, check=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warmth
 
 pytest.importorskip("torch")
 
@@ -19,14 +19,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
     codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(codes) == 3
     for code in codes:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = warmth.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert {one.name for one in (tmp_path / "runs").iterdir()} == {"net", "top", "paced"}
 

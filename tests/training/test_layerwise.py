@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots  # noqa: E402
 from ckptstore.training.layers import layers_of  # noqa: E402
+from tests import warmth  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training import inside  # noqa: E402
 
@@ -829,8 +829,8 @@ for number, (kind, end, _) in enumerate(KILLED):
 
 def test_a_killed_run_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", KILLS, str(tmp_path)]  # one process that forks: to import torch takes seconds
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, timeout=120)
+    command = [sys.executable, "-c", KILLS, str(tmp_path)]
+    done = warmth.run(command, cwd=root, timeout=120)
     assert done.stdout.split() == [str(-signal.SIGKILL)] * len(KILLED), done.stderr
     for number, (kind, _, newest) in enumerate(KILLED):
         store = ckptstore.open(tmp_path / str(number))

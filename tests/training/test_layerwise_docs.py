@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warmth
 
 pytest.importorskip("torch")
 
@@ -17,14 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs/layerwise.md"
 
 def test_the_example_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warmth.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("one optimizer (AdamW) updates all")

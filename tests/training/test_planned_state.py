@@ -354,6 +354,7 @@ def test_that_bytes_of_objects_do_not_tell_is_said_once(
     assert "tensors are asked one by one" in plans[0] or "tensors and dicts are asked one by one" in plans[0]
 
 
+@pytest.mark.usefixtures("numpy_elsewhere")
 @pytest.mark.parametrize("strategy", ["full", "gradient"])
 def test_saves_by_an_agent_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
@@ -426,6 +427,7 @@ def test_a_diff_of_a_planned_step_is_as_small_as_one_that_is_not(
         assert with_plan <= without * 1.02 + 64
 
 
+@pytest.mark.usefixtures("numpy_elsewhere")
 @pytest.mark.parametrize("agent", [False, True])
 def test_compressed_gradients_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))

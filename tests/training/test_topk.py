@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
+from tests import warmth  # noqa: E402
 from tests.store.states import same  # noqa: E402
 
 
@@ -225,11 +225,10 @@ dist.destroy_process_group()
 def test_two_ranks_average_what_both_send(tmp_path: Path, scope: str) -> None:
     code = textwrap.dedent(RANKS)
     processes = [
-        subprocess.Popen(
+        warmth.start(
             [sys.executable, "-c", code, str(rank), str(tmp_path / "meeting"), scope],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)
     ]

@@ -26,6 +26,6 @@ def as_ranks(size: int, work: Callable[[Group], Any], box: LocalMailbox | None =
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)  # a machine may be slow; who hangs does so for ever
         assert not thread.is_alive(), f"{thread.name} hangs"
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions
+from tests import warmth
 from tests.store.states import same
 from tests.write.test_diffs import Trainer
 
@@ -21,9 +21,12 @@ BATCH, LAST = 10, 25
 CHILD = """
 import os, signal, sys, time
 import ckptstore
+from ckptstore.host import crash_points
 from tests.write.test_diffs import Trainer
 
-url, batch, last, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+url, batch, last, end, (place, _, count) = *sys.argv[1:5], sys.argv[5].partition(":")
+batch, last = int(batch), int(last)
+crash_points.arm(place, int(count or 1))
 trainer, store = Trainer(), ckptstore.open(url)
 writer = store.writer(diffs=ckptstore.DiffOptions(batch=batch, seconds=None), poll_seconds=None, max_in_flight=4)
 pending = []
@@ -42,10 +45,8 @@ elif end != "":
 
 def run(url: Path, end: str, *, at: str = "", batch: int = BATCH) -> tuple[int, list[int]]:
     """A run of its own process -> how it ended, and which steps it held durable."""
-    environment = {"CKPTSTORE_CRASH_AT": at, "CKPTSTORE_KERNELS": "numpy", "PATH": "/usr/bin"}
-    command = [sys.executable, "-c", CHILD, str(url), str(batch), str(LAST), end]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=root, timeout=120)
+    command = [sys.executable, "-c", CHILD, str(url), str(batch), str(LAST), end, at]
+    done = warmth.run(command, cwd=Path(__file__).resolve().parents[2], timeout=120)
     if done.returncode not in (0, -9, -15):
         raise AssertionError(done.stderr)
     return done.returncode, [int(word) for word in done.stdout.split()]

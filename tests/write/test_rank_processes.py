@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import ckptstore
+from tests import warmth
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.tensor")
@@ -29,7 +30,7 @@ def run(folder: Path, names: list[str], size: int = SIZE) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
-        subprocess.Popen(
+        warmth.start(
             [sys.executable, "-m", "tests.write.rank_job", str(port), str(rank), str(size), str(folder), *names],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -35,13 +35,10 @@ def answer(folder: Path) -> dict[str, Any]:
 def _checkpoint(store: Store, ref: str) -> dict[str, Any]:
     try:
         info = store.checkpoint(ref)
+        entries = store.tensors(ref)
         tensors = {
-            name: {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "hash": xxh3_128(store.read_tensor(ref, name).tobytes()),
-            }
-            for name, entry in store.tensors(ref).items()
+            name: {"dtype": entries[name].dtype, "shape": list(entries[name].shape), "hash": xxh3_128(data.tobytes())}
+            for name, data in store.read_tensors(ref)
         }
         return {"state": info.state, "lossy": info.lossy, "tree": store.tree(ref), "tensors": tensors}
     except (CorruptionError, FormatError) as error:

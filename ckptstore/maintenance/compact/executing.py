@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ckptstore.errors import CorruptSegmentError, FencedError, UsageError
+from ckptstore.errors import CorruptionError, CorruptSegmentError, FencedError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding, Node, SegmentEntry, ref_of
 from ckptstore.formats.retention import check_commit, droppable, users
@@ -176,10 +176,15 @@ class Maker:
     def _change(
         self, catalog: Catalog, move: Move, segments: Sequence[SegmentEntry], encodings: Sequence[Encoding]
     ) -> Change:
-        if move.kind == "drop":
+        if move.kind == "drop" and not move.spared:
             drops = droppable(catalog, catalog.held)
         else:
-            drops = unneeded(catalog, (), {edge.checkpoint for edge in encodings}, encodings)
+            besides = _besides(catalog, move)
+            kept = {segment for one in besides for segment in one.segments}
+            given_up = {edge.checkpoint for edge in encodings} | {one.target.node for one in besides}
+            last = [one.encodings[-1] for one in besides]
+            drops = unneeded(catalog, (), given_up, [*encodings, *last])
+            drops = tuple(one for one in drops if one not in kept)
         if self._author.owned is None:
             # A live writer may be about to build on it.
             busy = {node for node in built_on(catalog) if node not in catalog.checkpoints}
@@ -204,6 +209,19 @@ def _choose(catalog: Catalog, move: Move) -> _Chosen:
         if node not in catalog.checkpoints:
             raise UsageError(f"{ref_of(node)} was retired meanwhile")
     return _Chosen({node: plan(catalog, catalog.checkpoints[node].id) for node in dict.fromkeys(nodes)})
+
+
+def _besides(catalog: Catalog, move: Move) -> list[Plan]:
+    """What restores the spared without the segments that go. Raises `UsageError` if nothing does any more."""
+    found = []
+    for node in move.spared:
+        if node not in catalog.checkpoints:
+            continue  # retired meanwhile: it needs nothing
+        try:
+            found.append(plan(catalog, catalog.checkpoints[node].id, avoid=frozenset(move.drops)))
+        except CorruptionError as error:
+            raise UsageError(f"{ref_of(node)} has no other encoding any more: {error}") from error
+    return found
 
 
 def _entry(catalog: Catalog, node: Node) -> CheckpointEntry:

@@ -58,6 +58,21 @@ class Imagined:
         """What applying them takes."""
         return sum(map(self._seconds, encodings))
 
+    def apart(self, node: Node, others: Collection[Node]) -> Plan | None:
+        """How a kept checkpoint would be restored without any segment of `others`, by an encoding that it has besides.
+
+        None: it has none besides, or that one leads to them.
+        """
+        if len(self.catalog.encodings.get(node, ())) < 2:
+            return None
+        theirs = {
+            segment for one in others for edge in self.catalog.encodings.get(one, ()) for segment in edge.segments
+        }
+        try:
+            return plan(self.catalog, self.entry(node).id, self._choice, frozenset(theirs))
+        except CorruptionError:
+            return None
+
     def edge(self, rewrite: Rewrite, segment: str = "") -> Encoding:
         """The encoding that a rewrite makes."""
         base = None if rewrite.base is None else self.entry(rewrite.base).id
@@ -154,7 +169,14 @@ class Imagined:
     # -- what is done
 
     def move(
-        self, kind: Kind, why: str, rewrites: Sequence[Rewrite], drops: tuple[str, ...], *, required: bool = False
+        self,
+        kind: Kind,
+        why: str,
+        rewrites: Sequence[Rewrite],
+        drops: tuple[str, ...],
+        *,
+        required: bool = False,
+        spared: Iterable[Node] = (),
     ) -> Move:
         """Make a move here -> the move."""
         before, nodes = self.nbytes, [rewrite.node for rewrite in rewrites]
@@ -174,6 +196,7 @@ class Imagined:
             self.nbytes,
             seconds_before,
             self._slowest(nodes),
+            tuple(sorted(spared)),
         )
 
     def record(self, kind: Kind, rewrites: Sequence[Rewrite], drops: tuple[str, ...]) -> CommitRecord:

@@ -75,6 +75,7 @@ class Move:
         required: a limit asks for it, whatever it costs in bytes; else it has to free more than it writes.
         bytes_before, bytes_after: of all segments of the store, before the move and after it.
         seconds_before, seconds_after: how long the slowest of the rewritten takes to restore; 0 of a drop.
+        spared: kept checkpoints that lose an encoding with the drops, and have another: they are not stored anew.
     """
 
     kind: Kind
@@ -86,6 +87,7 @@ class Move:
     bytes_after: int
     seconds_before: float
     seconds_after: float
+    spared: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The plan of a compaction: from a catalog, sizes and rates; nothing is read and no clock is asked.
 
 1. *Drop* what nothing kept needs.
-2. *Materialize* kept checkpoints that alone make bases stay which nobody keeps, where that frees more than it takes.
+2. *Materialize* kept checkpoints that alone make bases stay which nobody keeps, where that frees more than it takes;
+   one that shares a segment with those bases and has another encoding gives up the one that lies there.
 3. *Materialize* kept checkpoints that take more links or time to restore than is allowed, from the full upwards.
 4. *Re-encode* kept fulls as deltas against an earlier kept full, or compressed, where that saves a fifth.
    2 to 4 are repeated until nothing is found.
@@ -12,7 +13,7 @@ Planning what a plan leads to finds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from ckptstore.errors import CorruptionError
@@ -22,10 +23,10 @@ from ckptstore.formats.retention import users
 from ckptstore.maintenance.compact.busy import built_on
 from ckptstore.maintenance.compact.choosing import Chooser
 from ckptstore.maintenance.compact.imagined import Imagined
-from ckptstore.maintenance.compact.moves import Limits, Move, Planned, Rewrite, Unmet
+from ckptstore.maintenance.compact.moves import Kind, Limits, Move, Planned, Rewrite, Unmet
 from ckptstore.maintenance.compact.reencoding import Reencoding
 from ckptstore.maintenance.compact.sizes import Sizes
-from ckptstore.restore.plan import TYPICAL, Rates, plan_all, restore_seconds
+from ckptstore.restore.plan import TYPICAL, Plan, Rates, plan_all, restore_seconds
 
 __all__ = ["plan_moves"]
 
@@ -131,29 +132,56 @@ class _Planner:
                 continue
             exits = {other for node in component for other in self._store.dependents(node) if self._is_kept(other)}
             sharers = {user for node in component for user in self._store.sharers(node) if self._is_kept(user)}
+            spared = self._spared(component, exits | sharers)
             found = [
                 choice
-                for chosen in dict.fromkeys((frozenset(exits), frozenset(exits | sharers)))
-                if chosen and not chosen & self._refused and (choice := self._worth(component, chosen)) is not None
+                for chosen in dict.fromkeys(
+                    (frozenset(exits - spared.keys()), frozenset((exits | sharers) - spared.keys()))
+                )
+                if (chosen or spared)
+                and not chosen & self._refused
+                and (choice := self._worth(component, chosen, spared)) is not None
             ]
             if found:
                 _, rewrites, drops = max(found, key=lambda choice: choice[0])
                 count = len(component)
                 bases = f"{count:,} base{'s' if count > 1 else ''} that nobody keeps"
-                self._moves.append(self._store.move("materialize", f"frees {bases}", rewrites, drops))
+                kind: Kind = "materialize" if rewrites else "drop"
+                self._moves.append(self._store.move(kind, f"frees {bases}", rewrites, drops, spared=spared))
+
+    def _spared(self, component: frozenset[Node], nodes: Collection[Node]) -> dict[Node, Plan]:
+        """Those that need not be stored anew: they have another encoding apart from `component`, as easy to restore."""
+        found = {}
+        for node in sorted(nodes):
+            besides, now = self._store.apart(node, component), self._store.chain(node)
+            if besides is None or now is None:
+                continue
+            no_longer = len(besides.encodings) <= max(2, len(now.encodings))
+            if no_longer and self._store.seconds(besides.encodings) <= self._store.seconds(now.encodings):
+                found[node] = besides
+        return found
 
     def _worth(
-        self, component: frozenset[Node], chosen: frozenset[Node]
+        self, component: frozenset[Node], chosen: frozenset[Node], spared: Mapping[Node, Plan]
     ) -> tuple[int, list[Rewrite], tuple[str, ...]] | None:
-        """What storing `chosen` anew gains, in bytes; None: nothing."""
-        freed = self._store.size(self._store.freed(chosen))
+        """What storing `chosen` anew gains, in bytes; None: nothing. `spared`: what restores others besides."""
+        freed = self._store.size(self._freed(chosen, spared))
         rewrites = self._chooser.rewrites(sorted(chosen), component, freed)
         if rewrites is None:
             return None
-        drops = self._store.freed(chosen, [rewrite.base for rewrite in rewrites if rewrite.base is not None])
+        drops = self._freed(chosen, spared, [rewrite.base for rewrite in rewrites if rewrite.base is not None])
         freed = self._store.size(drops)
         gain = freed - sum(rewrite.nbytes for rewrite in rewrites)
         return (gain, rewrites, drops) if gain > 0 and gain * 10 >= freed else None
+
+    def _freed(
+        self, chosen: frozenset[Node], spared: Mapping[Node, Plan], kept_bases: Collection[Node] = ()
+    ) -> tuple[str, ...]:
+        """What goes where `chosen` are stored anew, and of `spared` only what restores them besides stays."""
+        reached = [edge.checkpoint for besides in spared.values() for edge in besides.encodings[:-1]]
+        kept = {segment for besides in spared.values() for segment in besides.segments}
+        drops = self._store.freed(chosen | spared.keys(), [*kept_bases, *reached])
+        return tuple(segment for segment in drops if segment not in kept)
 
     def _is_kept(self, node: Node) -> bool:
         return node in self._store.catalog.checkpoints

@@ -1,0 +1,121 @@
+"""A script that was started warm, as whoever started it sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Final, Self
+
+__all__ = ["MOST", "Script", "WarmError"]
+
+MOST: Final = 1 << 20
+"""Bytes of a message to the nursery, or from it."""
+
+
+class WarmError(Exception):
+    """No script can be started, or nobody knows how it ended."""
+
+
+class Script:
+    """A script that was started: what `subprocess.Popen` is of a command, as far as it is needed here.
+
+    Attributes:
+        args: its command line.
+        pid: of the process.
+        returncode: None: it runs, as far as anybody has asked; -9: SIGKILL.
+        stdout, stderr: of ``PIPE``.
+    """
+
+    def __init__(self, args: Sequence[str], status: int, stdout: IO[Any] | None, stderr: IO[Any] | None) -> None:
+        self.args = list(args)
+        self.stdout, self.stderr = stdout, stderr
+        self.returncode: int | None = None
+        self._status = status
+        self._told = b""
+        self.pid = int(self._line(None) or 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until it has ended, and close its pipes."""
+        for pipe in (self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
+        self.wait()
+
+    def poll(self) -> int | None:
+        """How it ended; None: it has not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end -> status. Raises `subprocess.TimeoutExpired`, `WarmError`."""
+        if self.returncode is None:
+            line = self._line(timeout)
+            if line is None:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = int(line)
+            os.close(self._status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is known to have ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Read its pipes to their ends, and wait -> what they gave. Raises `subprocess.TimeoutExpired`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        found = {pipe: b"" for pipe in (self.stdout, self.stderr) if pipe is not None}
+        open_ = {pipe.fileno(): pipe for pipe in found}
+        while open_:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            ready = select.select(list(open_), [], [], left)[0]
+            if not ready:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            for one in ready:
+                data = os.read(one, 1 << 16)
+                found[open_[one]] += data
+                if not data:
+                    del open_[one]
+        self.wait(None if until is None else max(0.0, until - time.monotonic()))
+        return _text(self.stdout, found), _text(self.stderr, found)
+
+    def _line(self, timeout: float | None) -> str | None:
+        """What the nursery says next; None: nothing in so many seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while b"\n" not in self._told:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not select.select([self._status], [], [], left)[0]:
+                return None
+            data = os.read(self._status, 100)
+            if not data:
+                raise WarmError(f"the process that starts scripts is gone, and with it {self.args}")
+            self._told += data
+        line, _, self._told = self._told.partition(b"\n")
+        return line.decode()
+
+
+def _text(pipe: IO[Any] | None, found: Mapping[IO[Any], bytes]) -> Any:
+    """What a pipe gave, and what of it somebody has buffered before, as it would have given it."""
+    if pipe is None:
+        return None
+    with pipe:
+        rest = pipe.read()
+    return rest + (found[pipe].decode() if isinstance(rest, str) else found[pipe])

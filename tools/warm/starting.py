@@ -1,0 +1,187 @@
+"""What starts scripts warm: a nursery of one's own, and what is asked of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, Self
+
+from tools.warm.script import MOST, Script, WarmError
+
+__all__ = ["MODULES", "Warm"]
+
+MODULES: Final = (
+    *("numpy", "torch", "torch._dynamo", "torch.utils.data", "torch.optim.swa_utils", "torch.distributed"),
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.nn.parallel"),
+    *("ckptstore", "ckptstore.agent", "ckptstore.training"),
+    *(["numba"] if importlib.util.find_spec("numba") is not None else []),
+)
+"""What a training script imports at once, or with its first step."""
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_EARLY: Final = ("OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "KMP_", "GOMP_", "PYTHON")
+"""Read when modules are imported, or by the interpreter; but for those that are heeded later as well:"""
+_LATER: Final = ("PYTHONPATH", "PYTHONUNBUFFERED")
+_READY_SECONDS: Final = 300.0
+
+
+class Warm:
+    """A nursery, and what starts scripts in it.
+
+    Args:
+        modules: imported once, for all scripts.
+        env: of the nursery.
+        cwd: where modules are imported from, and where scripts run, unless they are told otherwise.
+
+    Raises:
+        WarmError: a module cannot be imported, or begins a thread, which forks would not have.
+    """
+
+    def __init__(
+        self, modules: Sequence[str] = MODULES, *, env: Mapping[str, str] | None = None, cwd: Path = _ROOT
+    ) -> None:
+        self._env = dict(os.environ if env is None else env)
+        # numpy's BLAS begins its threads when it is imported; nothing that trains here multiplies with it.
+        self._env.setdefault("OPENBLAS_NUM_THREADS", "1")
+        self._cwd = cwd
+        self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tools.warm.nursery", str(its.fileno()), *modules]
+        paths = [str(_ROOT), *filter(None, [self._env.get("PYTHONPATH")])]
+        self._nursery = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**self._env, "PYTHONPATH": os.pathsep.join(paths)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[its.fileno()],
+            start_new_session=True,
+        )
+        its.close()
+        self._control.settimeout(_READY_SECONDS)
+        said = self._control.recv(MOST)
+        if said != b"ready":
+            self.close()
+            raise WarmError(said.decode() or f"it ended with status {self._nursery.returncode}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the nursery, and every script that it has started."""
+        self._control.close()
+        self._nursery.wait()
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        text: bool = False,
+    ) -> Script:
+        """Start a script.
+
+        Args:
+            command: as for `subprocess.Popen`: this interpreter, then ``-W ACTION``, and ``-m MODULE``, ``-c CODE`` or
+                a path, and arguments.
+            cwd: the nursery's, if none is given.
+            env, stdin, stdout, stderr, text: as there; standard input is empty, unless it is given.
+
+        Raises:
+            ValueError: the command is another, or the environment has other values of what is read by imports.
+            WarmError: there is no nursery any more.
+        """
+        wanted = {"OPENBLAS_NUM_THREADS": self._env["OPENBLAS_NUM_THREADS"], **(os.environ if env is None else env)}
+        self._check(wanted)
+        asked = _asked(command) | {"cwd": os.fspath(cwd or self._cwd), "env": wanted}
+        with contextlib.ExitStack() as ours:
+            reading, writing = os.pipe()
+            ours.callback(os.close, writing)
+            try:
+                source = os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else os.dup(stdin)
+                ours.callback(os.close, source)
+                out, out_pipe = _target(stdout, 1, ours, text=text)
+                err, err_pipe = _target(stderr, 2, ours, text=text) if stderr != subprocess.STDOUT else (out, None)
+                socket.send_fds(self._control, [json.dumps(asked).encode()], [source, out, err, writing])
+            except OSError as error:
+                os.close(reading)
+                raise WarmError(f"the process that starts scripts is gone: {error}") from error
+        return Script(command, reading, out_pipe, err_pipe)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script to its end -> status, and what it wrote: of the script alone, not of what it has left running.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer, and is killed.
+            and what `start` raises.
+        """
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            script = self.start(command, cwd=cwd, env=env, stdout=out, stderr=err)
+            try:
+                status = script.wait(timeout)
+            except BaseException:
+                script.kill()
+                script.wait()
+                raise
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(list(command), status, out.read(), err.read())
+
+    def _check(self, env: Mapping[str, str]) -> None:
+        for name in sorted({*env, *self._env}):
+            if name.startswith(_EARLY) and name not in _LATER and env.get(name) != self._env.get(name):
+                words = f"{env.get(name)!r}, and was {self._env.get(name)!r} where modules were imported"
+                raise ValueError(f"{name} is {words}: make another Warm, with that environment")
+
+
+def _asked(command: Sequence[str]) -> dict[str, Any]:
+    """A command line, taken apart. Raises `ValueError`."""
+    words = list(command)
+    if not words or words.pop(0) != sys.executable:
+        raise ValueError(f"{command!r:.200}: only scripts of {sys.executable}")
+    filters = []
+    while words[:1] == ["-W"]:
+        filters.append(words[1])
+        del words[:2]
+    if not words:
+        raise ValueError(f"{command!r:.200}: no script")
+    kind = words.pop(0) if words[0] in ("-c", "-m") else "path"
+    if not words or (kind == "path" and words[0].startswith("-")):
+        raise ValueError(f"{command!r:.200}: -W, and then -c, -m or a path")
+    return {"kind": kind, "what": words[0], "arguments": words[1:], "filters": filters}
+
+
+def _target(
+    wanted: int | IO[Any] | None, number: int, ours: contextlib.ExitStack, *, text: bool
+) -> tuple[int, IO[Any] | None]:
+    """(what a script writes to, our end of it if it is a pipe)."""
+    if wanted == subprocess.PIPE:
+        reading, writing = os.pipe()
+        ours.callback(os.close, writing)
+        return writing, open(reading, "r" if text else "rb")
+    if wanted == subprocess.DEVNULL:
+        null = os.open(os.devnull, os.O_WRONLY)
+        ours.callback(os.close, null)
+        return null, None
+    if wanted is None:
+        return number, None
+    return wanted if isinstance(wanted, int) else wanted.fileno(), None
