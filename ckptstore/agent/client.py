@@ -18,7 +18,6 @@ from ckptstore.agent.replicating import AREAS, Replicated
 from ckptstore.agent.starting import Started
 from ckptstore.errors import AgentLostError, CorruptionError, UsageError, WriterError
 from ckptstore.formats.state import FlatState
-from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.progress import Progress, Tally
@@ -42,8 +41,9 @@ class AgentWriter(HandingOver):
         url: the store's.
         term: the number of this term; another one after `rollback`, and after the agent had died.
         parent: the newest checkpoint when this writer was opened: load it before training; None for a new run.
+        rank: which of the ranks this is that save one checkpoint together; None: this process alone saves.
         inherited: the state that the agent has kept of a trainer that died, which is `parent` or newer, until the first
-            save; None: there is none. `load` takes it where it can.
+            save; None: there is none. `load` takes it where it can. All ranks have that of one step, or none has one.
     """
 
     def attach(self, agent: Started, inherited: Inherited | None = None) -> None:
@@ -58,7 +58,8 @@ class AgentWriter(HandingOver):
     def load(self, *, framework: Literal["torch", "numpy"] | None = None, into: Any = None, device: Any = None) -> Any:
         """The state to go on from: what the agent has kept, or else `parent` from the store. None: a new run.
 
-        What the agent has kept and is damaged is warned of, and `parent` taken in its place.
+        What the agent has kept and is damaged is warned of, and `parent` taken in its place; of one rank of many it was
+        checked already, when all of them agreed on it.
 
         Args:
             framework, into, device: as for `Store.load`.
@@ -70,11 +71,13 @@ class AgentWriter(HandingOver):
             try:
                 return self.inherited.load(framework=framework, into=into, device=device)
             except CorruptionError as error:
+                if self.rank is not None:
+                    raise  # the other ranks go on from that step
                 warn(f"{error}: going on from {self.parent and self.parent.ref}", UserWarning)
                 self.inherited = None
         if self.parent is None:
             return None
-        return self._store.load(self.parent.ref, framework=framework, into=into, device=device)
+        return self._store.load(self.parent.ref, framework=framework, into=into, device=device, rank=self.rank)
 
     @property
     def step(self) -> int:
@@ -103,7 +106,7 @@ class AgentWriter(HandingOver):
     ) -> CheckpointInfo:
         """See `Writer.save`. The state is copied first: it may change when this is interrupted."""
         refuse_within(self, _SAVING)
-        flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+        flat = self._flattened(state)
         total = sum(source.nbytes for source in flat.tensors.values())
         pending = self._save(flat, step, Labels.of(metadata, tags), updates)
         info = pending.result()
@@ -179,7 +182,7 @@ class AgentWriter(HandingOver):
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`: the agent makes and touches its buffers. Returns at once."""
         agent = self._connected()
-        flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+        flat = self._flattened(state)
         self._lending.prepare(agent.link, Layout.of(flat.tensors), 1 + self._options.max_in_flight)
 
     def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:

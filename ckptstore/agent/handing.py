@@ -71,11 +71,16 @@ class HandingOver:
     """The part of `AgentWriter` that brings states to its agent, and finds another one when that has died.
 
     Attributes:
-        url, term, parent, inherited: see `AgentWriter`.
+        url, term, parent, inherited, rank: see `AgentWriter`.
     """
 
-    def __init__(self, store: Store, options: WriterOptions, begin: Begin) -> None:
-        """Use `ckptstore.agent.writer`, which calls `attach` as well."""
+    def __init__(self, store: Store, options: WriterOptions, begin: Begin, rank: int | None = None) -> None:
+        """Use `ckptstore.agent.writer`, which calls `attach` as well.
+
+        Args:
+            rank: which of the ranks this is that save together; None: this process alone saves.
+        """
+        self.rank = rank
         self.url = store.url
         self.term = -1
         self.parent: CheckpointInfo | None = None
@@ -310,9 +315,12 @@ class HandingOver:
         self._failures.raise_unseen()
         agent = self._connected()
         self._saves.check(step)
-        flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+        flat = self._flattened(state)
         self._saves.take(step)
         return agent, flat
+
+    def _flattened(self, state: Any) -> FlatState:
+        return state if isinstance(state, FlatState) else bridge.flattened(state, sharded=self.rank is not None)
 
     def _connected(self) -> Started:
         """The agent; another one where it has died, with a term of its own that begins with a full."""
@@ -321,6 +329,12 @@ class HandingOver:
         assert agent is not None  # `attach` comes first
         if agent.link.lost is None:
             return agent
+        if self.rank is not None:
+            self._over = WriterClosedError(
+                f"term {self.term} is over on every rank, because {agent.link.lost}: open another writer on all of "
+                "them, as when training is started again"
+            )
+            raise self._over
         agent.gone()
         try:
             following = self._begin(self.term, self.told, self.lost)
