@@ -219,8 +219,12 @@ import torch.distributed as dist
 from tests.training.test_checkpointer_agent import Script
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
-again, rank = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0", dist.get_rank()
+rank, count = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+# torchrun's store outlives the workers; gloo of torch 2.13 finds the addresses of dead ones there.
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.PrefixStore(f"try {count}", dist.TCPStore(*place, is_master=False))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+again = count != "0"
 script = Script(sys.argv[1], strategy="gradient", rank_timeout=60.0)
 script.inner = torch.nn.parallel.DistributedDataParallel(script.model)
 with script.checkpointer:
