@@ -9,12 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptstore.agent.client import AgentRestartWarning, AgentWriter
+    from ckptstore.agent.client import AgentWriter
+    from ckptstore.agent.handing import AgentRestartWarning
     from ckptstore.agent.inherited import Inherited
     from ckptstore.agent.opening import writer
 
 _HOME = {
-    "AgentRestartWarning": "client",
+    "AgentRestartWarning": "handing",
     "AgentWriter": "client",
     "Inherited": "inherited",
     "writer": "opening",

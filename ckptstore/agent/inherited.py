@@ -13,6 +13,7 @@ from ckptstore.agent.shared import SharedMemory
 from ckptstore.errors import AgentError, CorruptionError
 from ckptstore.formats import dtypes
 from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, Origin, TensorSource, unflatten
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
@@ -48,6 +49,16 @@ class Inherited:
     def nbytes(self) -> int:
         """Of its tensors."""
         return sum(one.nbytes for one in self._flat.tensors.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether none of its tensors is a shard of another."""
+        return all(place_of(one) == (None, None) for one in self._flat.tensors.values())
+
+    def check(self) -> None:
+        """Raise `CorruptionError` if it is not what the trainer had handed over."""
+        with workers(default_threads(), "agent-read") as readers:
+            self._check(readers)
 
     def load(self, *, framework: Literal["torch", "numpy"] | None = None, into: Any = None, device: Any = None) -> Any:
         """Copy the state out of the agent's memory, bit for bit. Reads nothing from the store.

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,9 +23,48 @@ from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.snapshot import HostTensor, Snapshot
 from ckptstore.write.steps.updates import Update
-from ckptstore.write.writer import Writer
 
-__all__ = ["Filled", "Keeper", "Kept", "Made", "laid_out"]
+__all__ = ["Adopting", "Filled", "Keeper", "Kept", "Made", "laid_out"]
+
+
+class Adopting(Protocol):
+    """What a keeper asks of a writer: `Writer`, or a rank's (`ranks.RankSaves`)."""
+
+    @property
+    def term(self) -> int: ...  # noqa: D102 - the term's number
+
+    @property
+    def parent(self) -> CheckpointInfo | None: ...  # noqa: D102 - what it continues from
+
+    def adopt(
+        self,
+        snapshot: Snapshot,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Sequence[Update] = (),
+        gradients: Snapshot | None = None,
+    ) -> PendingSave:
+        """See `Writer.adopt`."""
+
+    def wait(self) -> None:
+        """See `Writer.wait`."""
+
+    def poll(self) -> None:
+        """See `Writer.poll`."""
+
+    def tag(self, name: str, ref: str) -> CheckpointInfo:
+        """See `Writer.tag`."""
+
+    def untag(self, name: str) -> None:
+        """See `Writer.untag`."""
+
+    def rollback(self, ref: str) -> CheckpointInfo:
+        """See `Writer.rollback`."""
+
+    def close(self) -> None:
+        """See `Writer.close`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +148,15 @@ class Keeper:
         workers: threads that copy and hash.
     """
 
-    def __init__(self, store: Store, writer: Writer, max_in_flight: int) -> None:
+    def __init__(
+        self, store: Store, writer: Adopting, max_in_flight: int, conclude: Callable[[], None] | None = None
+    ) -> None:
+        """
+        Args:
+            conclude: of one rank of many, whose states are parts of checkpoints: told that the trainer is gone, and
+                that nothing more is given to the writer.
+        """
+        self._conclude = conclude
         self.writer = writer
         self.pool = Pool(max_in_flight)
         self.newest: Kept | None = None
@@ -247,6 +294,8 @@ class Keeper:
         """The trainer is gone: what it was filling is nothing, and what waits is written. Raises nothing."""
         self.pool.recall()
         self.persist_quietly()
+        if self._conclude is not None:
+            self._conclude()
         with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
             self.writer.wait()
 
@@ -275,7 +324,7 @@ class Keeper:
     def hash_of(self, kept: Kept) -> str:
         """The hash of the newest state, as the store knows it; of one that it does not have, as it is in memory."""
         info = kept.durable
-        if info is not None and not info.lossy and info.step == kept.step:
+        if info is not None and not info.lossy and info.step == kept.step and self._conclude is None:
             return info.state
         return hash_of(kept.flat, self.workers)
 

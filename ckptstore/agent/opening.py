@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -13,10 +14,12 @@ from ckptstore.agent.client import AgentWriter
 from ckptstore.agent.forms import info_form, options_form, read_info
 from ckptstore.agent.inherited import Inherited, inherit
 from ckptstore.agent.place import Place
+from ckptstore.agent.ranks import Job, place_name
 from ckptstore.agent.starting import Lost, Started, Told, found, started
+from ckptstore.agent.together import Kept, Together
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.errors import AgentBusyError, AgentLostError, CkptError, UsageError
+from ckptstore.errors import AgentBusyError, AgentLostError, CkptError, CorruptionError, UsageError
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
 from ckptstore.host.buffers import DEFAULT_BUDGET
@@ -28,6 +31,8 @@ from ckptstore.store import open as open_store
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.metrics import OnMetrics
 from ckptstore.write.options import WriterOptions
+from ckptstore.write.ranks.opening import to_group
+from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.steps.batcher import DiffOptions
 
 __all__ = ["writer"]
@@ -36,6 +41,7 @@ _LINGER: Final = 300.0
 _LONGEST: Final = 200
 _BEGINNING: Final = 60.0
 """Seconds to wait for an agent that is beginning, or ending."""
+_PAUSE: Final = 0.02
 
 
 class Settings(TypedDict, total=False):
@@ -57,6 +63,8 @@ def writer(
     *,
     name: str = "",
     linger_seconds: float = _LINGER,
+    group: Any = None,
+    ranks: RankOptions | None = None,
     **settings: Unpack[Settings],
 ) -> AgentWriter:
     """Open a store for writing by a process of its own, which owns the buffers and survives this one.
@@ -70,6 +78,8 @@ def writer(
         name: which of the run's trainers this is (its rank): each has an agent of its own.
         linger_seconds: how long the agent waits for a successor once this process is gone; it keeps whole states in
             memory until then.
+        group, ranks: as for `Store.writer`: each rank of the group calls this and gets an agent of its own, all on one
+            machine; they save one checkpoint together. If all agents have kept the same, successors go on from that.
         settings: `staging_bytes`, `threads`, `max_in_flight`, `poll_seconds`, `deltas`, `diffs`, `on_metrics`, `keep`
             as for `Store.writer`.
 
@@ -88,8 +98,12 @@ def writer(
     if linger is None:
         raise UsageError("linger_seconds: a time is needed: an agent without a trainer ends after it")
     options = _options(settings)
-    opener = _Opener(opened, name, linger, options)
-    made = AgentWriter(opened, options, opener.again)
+    opener: _Opener = _Opener(opened, name, linger, options)
+    if group is not None:
+        opener = _RankOpener(opened, name, linger, options, Together(to_group(group), ranks or RankOptions()))
+    elif ranks is not None:
+        raise UsageError("ranks= says how the ranks of a group save together: give group=, too")
+    made = AgentWriter(opened, options, opener.again, opener.rank)
     try:
         agent, inherited = opener.first(parent, made.told, made.lost)
         made.attach(agent, inherited)
@@ -131,7 +145,11 @@ def _remark(made: AgentWriter, agent: Started) -> None:
 
 
 class _Opener:
-    """Finds or starts the agents of one writer."""
+    """Finds or starts the agents of one writer.
+
+    Attributes:
+        rank: which of many ranks it opens for; None: there are no others.
+    """
 
     def __init__(self, store: Store, name: str, linger: float, options: WriterOptions) -> None:
         self._store = store
@@ -141,6 +159,7 @@ class _Opener:
         self._linger = linger
         self._options = options_form(options)
         self._run: str | None = None
+        self.rank: int | None = None
 
     def first(
         self, parent: str | int | CheckpointInfo | None, told: Told, lost: Lost
@@ -203,7 +222,13 @@ class _Opener:
             return None  # it ended at this moment
 
     def _start(
-        self, place: Place, parent: str | int | CheckpointInfo | None, after: int | None, told: Told, lost: Lost
+        self,
+        place: Place,
+        parent: str | int | CheckpointInfo | None,
+        after: int | None,
+        told: Told,
+        lost: Lost,
+        job: Job | None = None,
     ) -> Started:
         body: dict[str, Any] = {
             "url": self._url,
@@ -215,10 +240,82 @@ class _Opener:
             "options": self._options,
             "environment": bridge.environment(),
             "linger_seconds": self._linger,
+            "ranks": None if job is None else job.form(),
         }
-        agent = started(place, body, told, lost)
+        descriptors = () if job is None or job.listener is None else (job.listener,)
+        agent = started(place, body, told, lost, descriptors)
         self._run = agent.greeting["run"]
         return agent
+
+
+class _RankOpener(_Opener):
+    """Starts the agent of one rank, with those of the others."""
+
+    def __init__(self, store: Store, name: str, linger: float, options: WriterOptions, together: Together) -> None:
+        super().__init__(store, place_name(name, together.group.rank), linger, options)
+        self.rank = together.group.rank
+        self._shared = name
+        self._together = together
+
+    def first(
+        self, parent: str | int | CheckpointInfo | None, told: Told, lost: Lost
+    ) -> tuple[Started, Inherited | None]:
+        """The agent to begin with. One that a trainer before has left writes what waits, and ends."""
+        place = Place(self._url, self._name)
+        try:
+            flaw: BaseException | None = None
+            inherited: Inherited | None = None
+            kept: Kept | None = None
+            try:
+                inherited, kept = self._cleared(place, parent)
+            except CkptError as error:
+                flaw = error
+            with contextlib.ExitStack() as listening:
+                job, same = self._together.job(self._url, self._shared, place, listening, flaw, kept)
+                return self._start(place, parent, None, told, lost, job), inherited if same else None
+        finally:
+            place.close()
+
+    def _cleared(self, place: Place, parent: str | int | CheckpointInfo | None) -> tuple[Inherited | None, Kept | None]:
+        """See that no agent is there -> what one has kept that was.
+
+        Raises:
+            AgentBusyError: one is that serves a trainer, or does not end.
+        """
+        until = time.monotonic() + _BEGINNING
+        inherited: Inherited | None = None
+        kept: Kept | None = None
+        while True:
+            left = found(place, told=_heard, lost=_heard)
+            if left is not None:
+                inherited, kept = self._left(left, parent), None
+                if inherited is not None:
+                    kept = (left.greeting["run"], left.greeting["term"], inherited.step)
+                _end(left)
+            elif not place.taken():
+                return inherited, kept
+            elif time.monotonic() > until:
+                raise AgentBusyError(f"an agent that is beginning, or ending, did not do so within {_BEGINNING:g} s")
+            else:
+                time.sleep(_PAUSE)
+
+    def _left(self, left: Started, parent: str | int | CheckpointInfo | None) -> Inherited | None:
+        """What an agent has kept, if all ranks may go on from that: a checkpoint of as many ranks, in whole tensors."""
+        if parent != "latest" or left.greeting.get("size") != self._together.group.size:
+            return None
+        inherited = self._taken(left, parent)
+        if inherited is None or not inherited.is_whole or not inherited.durable:
+            return None
+        try:
+            inherited.check()
+        except CorruptionError as error:
+            warn(f"{error}: all ranks go on from the store", UserWarning)
+            return None
+        return inherited
+
+
+def _heard(_: object) -> None:
+    """Nobody is to be told."""
 
 
 def _text(parent: str | int | None) -> str | None:

@@ -72,24 +72,27 @@ class Place:
         """By the folder's descriptor: a path may be longer than a socket's name, and may lead elsewhere by now."""
         return f"/proc/self/fd/{self._folder}/{self.name}.{ending}"
 
-    def connect(self) -> socket.socket | None:
+    def connect(self, ending: str = "sock") -> socket.socket | None:
         """A connection to the agent; None: there is none.
+
+        Args:
+            ending: of the socket, of those that it may have.
 
         Raises:
             AgentError: the socket cannot be reached, or is another user's.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            found = os.lstat(self._path("sock"))
+            found = os.lstat(self._path(ending))
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
-                raise AgentError(f"{self.name}.sock: no socket of user {os.getuid()}")
-            connection.connect(self._path("sock"))
+                raise AgentError(f"{self.name}.{ending}: no socket of user {os.getuid()}")
+            connection.connect(self._path(ending))
         except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError):
             connection.close()
             return None
         except OSError as error:
             connection.close()
-            raise AgentError(f"{self.name}.sock: cannot be reached: {error.strerror}") from error
+            raise AgentError(f"{self.name}.{ending}: cannot be reached: {error.strerror}") from error
         except BaseException:
             connection.close()
             raise
@@ -121,7 +124,7 @@ class Place:
             if time.monotonic() >= until:
                 raise AgentBusyError(
                     "another agent serves this run and trainer (the same store and name): two trainers never share "
-                    "one; give each a name= of its own"
+                    "one: end that process, or give each trainer a store of its own (or agent.writer(name=...))"
                 )
             time.sleep(0.02)
 
@@ -139,13 +142,27 @@ class Place:
         os.close(lock)
         return False
 
-    def listen(self) -> socket.socket:
-        """A socket that successors connect to; a stale one is removed. After `claim`."""
-        self._remove("sock")
+    def taken(self) -> bool:
+        """Whether an agent is here: one that is found, is beginning or ending."""
+        try:
+            lock = os.open(f"{self.name}.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    def listen(self, ending: str = "sock") -> socket.socket:
+        """A socket that others connect to; a stale one is removed. That of successors (``sock``) after `claim`."""
+        self._remove(ending)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         before = os.umask(0o177)
         try:
-            listener.bind(self._path("sock"))
+            listener.bind(self._path(ending))
         finally:
             os.umask(before)
         listener.listen(_BACKLOG)
@@ -155,7 +172,7 @@ class Place:
         """Not to be found any more, and leave nothing behind. Another may claim the place from now on."""
         if self._lock < 0:
             return
-        for ending in ("sock", "log", "lock"):  # the lock last: until then nobody else makes any of them
+        for ending in ("sock", "box", "log", "lock"):  # the lock last: until then nobody else makes any of them
             self._remove(ending)
         os.close(self._lock)
         self._lock = -1

@@ -13,15 +13,17 @@ import signal
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ckptstore.agent.forms import error_form, number, read, read_info, read_options, texts, warning_form
 from ckptstore.agent.frames import Channel, End, peer_of
 from ckptstore.agent.keeper import Keeper
 from ckptstore.agent.place import Place
+from ckptstore.agent.ranks import Job, RankSaves
 from ckptstore.agent.session import PROTOCOL, Over, Session
-from ckptstore.errors import AgentBusyError, AgentError, CkptError, StoreReplacedError
+from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, CkptError, StoreReplacedError
 from ckptstore.host import background
 from ckptstore.store import open as open_store
 from ckptstore.write.opening import open_writer
@@ -29,6 +31,8 @@ from ckptstore.write.opening import open_writer
 __all__ = ["main"]
 
 _CLAIM_SECONDS: Final = 1.0
+
+_Why: TypeAlias = Callable[[], "str | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class _Start:
     options: dict[str, Any]
     environment: dict[str, Any]
     linger: float
+    job: Job | None
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> _Start:
@@ -56,7 +61,8 @@ class _Start:
             (parent,) = texts([parent])
         run, after = body.get("run"), body.get("after")
         options, environment = dict(body["options"]), dict(body["environment"])
-        return cls(url, name, run, parent, after, options, environment, number(body["linger_seconds"]))
+        job = None if body.get("ranks") is None else Job.read(body["ranks"])
+        return cls(url, name, run, parent, after, options, environment, number(body["linger_seconds"]), job)
 
 
 class _Ending:
@@ -64,6 +70,7 @@ class _Ending:
 
     Attributes:
         wake: a descriptor that is readable from then on.
+        why: what has told it, beside a signal; None: a signal, or nothing yet.
     """
 
     def __init__(self) -> None:
@@ -71,11 +78,18 @@ class _Ending:
         reading.setblocking(False)
         writing.setblocking(False)
         self._ends = reading, writing  # kept open
+        self.why: str | None = None
         self.wake = reading.fileno()
         signal.signal(signal.SIGTERM, lambda *_: None)  # what counts is the byte that follows
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(ignored, signal.SIG_IGN)
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+
+    def end(self, why: str) -> None:
+        """Have the agent end; for any thread."""
+        self.why = why
+        with contextlib.suppress(BlockingIOError):  # it is told so already
+            self._ends[1].send(b"!")
 
 
 class _Listener:
@@ -132,12 +146,15 @@ class _Listener:
 
 _BUSY: Final = (
     "the agent (process {}) of this run and trainer serves another process, which is alive: two trainers never share "
-    "one; give each a name= of its own"
+    "one: end that process, or give each trainer a store of its own (or agent.writer(name=...))"
 )
 
 
-def _opened(start: _Start, storage: dict[str, Any]) -> tuple[Keeper, list[list[str]]]:
-    """The store, open for writing -> and what there is to be warned of."""
+def _opened(
+    start: _Start, storage: dict[str, Any], lost: Callable[[str], None], alive: Callable[[], bool]
+) -> tuple[Keeper, RankSaves | None, list[list[str]]]:
+    """The store, open for writing -> also as a rank's, if it is one of many; and what there is to be warned of."""
+    ranked: RankSaves | None = None
     options = read("options", start.options, read_options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -147,14 +164,25 @@ def _opened(start: _Start, storage: dict[str, Any]) -> tuple[Keeper, list[list[s
                 f"{start.url}: another run's store ({store.run}) is where that of run {start.run} was; nothing was "
                 "written"
             )
-        writer = open_writer(store.journal, start.parent, options, environment=start.environment, after=start.after)
+        if start.job is None:
+            made = open_writer(store.journal, start.parent, options, environment=start.environment, after=start.after)
+            keeper = Keeper(store, made, options.max_in_flight)
+        else:
+            ranked = RankSaves.opened(store, start.parent, options, start.job, start.environment, lost, alive)
+            keeper = Keeper(store, ranked, options.max_in_flight, ranked.conclude)
     told = [warning_form(one.category, str(one.message)) for one in caught]
-    return Keeper(store, writer, options.max_in_flight), told
+    return keeper, ranked, told
 
 
-def _serve(start: _Start, place: Place, channel: Channel, keeper: Keeper, told: list[list[str]]) -> None:
-    """Serve one trainer after another, until it is over."""
-    about = {"options": start.options, "environment": start.environment}
+def _serve(start: _Start, place: Place, channel: Channel, keeper: Keeper, told: list[list[str]], why: _Why) -> Over:
+    """Serve one trainer after another -> why it is over.
+
+    Args:
+        why: what has made the agent end, if that is neither its trainer nor a signal.
+    """
+    about: dict[str, Any] = {"options": start.options, "environment": start.environment}
+    if start.job is not None:
+        about["size"] = start.job.size
     session = Session(keeper, channel, about)
     assert channel.wake is not None  # `main` gives it
     listener = _Listener(place, channel.wake, channel)
@@ -177,12 +205,15 @@ def _serve(start: _Start, place: Place, channel: Channel, keeper: Keeper, told: 
             keeper.persist_quietly()
             with contextlib.suppress(CkptError):  # whose save failed was told so, if he is there
                 keeper.close()
+            if (reason := why()) is not None:
+                session.break_off(AgentLostError(reason))
         session.finish()
+        return over
     finally:
         listener.close()
 
 
-def run(channel: Channel) -> int:
+def run(channel: Channel, ending: _Ending) -> int:
     """Be an agent, for the trainer at the other end -> the exit status."""
     found = channel.receive()
     if isinstance(found, End):
@@ -194,7 +225,7 @@ def run(channel: Channel) -> int:
         start = read("start", found.body, _Start.of)
         place = Place(start.url, start.name)
         place.claim(_CLAIM_SECONDS)
-        keeper, told = _opened(start, storage)
+        keeper, ranked, told = _opened(start, storage, ending.end, channel.alive)
     except (CkptError, MemoryError, RuntimeError) as error:
         channel.post({"re": 0, "error": error_form(error)})
         channel.finish()
@@ -202,7 +233,9 @@ def run(channel: Channel) -> int:
             place.vacate()
         return 1
     try:
-        _serve(start, place, channel, keeper, told)
+        over = _serve(start, place, channel, keeper, told, lambda: ending.why)
+        if ranked is not None:
+            ranked.leave(farewell=over is Over.CLOSED)
     finally:
         place.vacate()
     return 0
@@ -213,7 +246,7 @@ def main() -> int:
     ending = _Ending()
     descriptor = int(sys.argv[1])
     os.chdir("/")  # holds no mount busy but the store's
-    return run(Channel(socket.socket(fileno=descriptor), wake=ending.wake))
+    return run(Channel(socket.socket(fileno=descriptor), wake=ending.wake), ending)
 
 
 if __name__ == "__main__":

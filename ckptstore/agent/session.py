@@ -106,6 +106,10 @@ class Session:
         """Pass a warning on."""
         self._channel.post({"event": "warning", "warning": warning_form(category, text)})
 
+    def break_off(self, error: AgentError) -> None:
+        """Tell the trainer why this agent ends."""
+        self._channel.post({"event": "broken", "error": error_form(error)})
+
     def finish(self) -> None:
         """Send what there is still to be said, and close."""
         self._channel.finish()

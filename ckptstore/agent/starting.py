@@ -8,7 +8,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ckptstore.agent.forms import read_warning
@@ -60,13 +60,14 @@ Told = Callable[[dict[str, Any]], None]
 Lost = Callable[[BaseException], None]
 
 
-def started(place: Place, body: dict[str, Any], told: Told, lost: Lost) -> Started:
+def started(place: Place, body: dict[str, Any], told: Told, lost: Lost, descriptors: Sequence[int] = ()) -> Started:
     """Start an agent.
 
     Args:
         place: where it will be found.
         body: what it is to do: the ``start`` message of docs/agent.md.
         told, lost: see `Link`.
+        descriptors: that it gets besides, under their numbers.
 
     Raises:
         AgentError: it cannot be started, or is another trainer's.
@@ -81,7 +82,7 @@ def started(place: Place, body: dict[str, Any], told: Told, lost: Lost) -> Start
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=[its.fileno()],
+            pass_fds=[its.fileno(), *descriptors],
             start_new_session=True,
         )
     except OSError as error:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, Unpack, cast
 
+from ckptstore import agent
 from ckptstore import store as stores
 from ckptstore.errors import MissingRankError, UsageError, WriterClosedError, WriterError
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
@@ -34,7 +35,7 @@ from ckptstore.training.pacing import Pacing
 from ckptstore.training.replicas import check_replicable
 from ckptstore.training.replicated import ReplicaSaving
 from ckptstore.training.retention import Retention
-from ckptstore.training.saving import Saving, opened_by_agent, ranks_of
+from ckptstore.training.saving import Saving, ranks_of
 from ckptstore.training.settings import CheckpointerOptions, Settings, UnsavedStepWarning
 from ckptstore.training.taken import TakenSteps
 from ckptstore.training.urgency import Urgency
@@ -352,6 +353,8 @@ class Checkpointer:
         self._group = ranks_of(settings.group, self._captured.sharding)
         if self._group is not None and settings.every is None:
             raise UsageError("save_every: the ranks' controllers would say different things; give a number")
+        if self._group is not None and settings.strategy == "replica":
+            raise UsageError("strategy='replica': not of ranks that save together; take 'gradient', or group=None")
         if self._strategy is None:
             self._strategy = self._choose()
         told = strategies.writer_options(
@@ -365,7 +368,7 @@ class Checkpointer:
         if settings.compact is not None:
             told["compact"] = settings.compact
         if settings.agent:
-            writer: StateWriter = opened_by_agent(self.store, ref, self._group, settings.linger_seconds, told)
+            writer: StateWriter = agent.writer(self.store, ref, linger_seconds=settings.linger_seconds, **told)
         else:
             writer = self.store.writer(ref, **told)
         self._writer = writer

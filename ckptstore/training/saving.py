@@ -2,7 +2,8 @@
 
 The writer is this process's (`Writer`, `RankWriter`), or its work is done by an agent (`ckptstore.agent`). If an agent
 dies, what it had not made durable may or may not be in the store. Training goes on: the next step is given to another
-agent, whose term begins with a full; and who waits for the last step has it given again.
+agent, whose term begins with a full; and who waits for the last step has it given again. Where each of many ranks has
+an agent, all of them end with it, and so does saving: nobody knows the others' steps, so that all have to begin again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, cast
 
 import torch
 
-from ckptstore import agent
 from ckptstore.errors import AgentLostError, UsageError
 from ckptstore.host.caller_warnings import warn
 from ckptstore.store import Store
@@ -29,7 +29,7 @@ from ckptstore.write.ledger import PendingSave, check_owner
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.opening import to_group
 
-__all__ = ["Saving", "opened_by_agent", "ranks_of"]
+__all__ = ["Saving", "ranks_of"]
 
 
 class Saving:
@@ -69,8 +69,11 @@ class Saving:
         self._under_way: list[PendingSave] = []
         self._last: tuple[int, Mapping[str, Any] | None, str | Sequence[str]] | None = None
         self._process = os.getpid()
+        self._forgiven: tuple[type[AgentLostError], ...] = (AgentLostError,)
+        if getattr(writer, "rank", None) is not None:  # no other agent takes the place of one of many
+            self._forgiven = self.given_again = ()
         self._planned: PlannedSaves | None = None
-        if isinstance(writer, Adopts | Fills):
+        if isinstance(writer, Adopts | Fills) and not captured.sharding:
             kept = int(strategy != "full")
             self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
         self._begun_with(writer, settings)
@@ -106,7 +109,7 @@ class Saving:
         collected = self._taken.collected()
         try:
             pending = self._given(step, labels, collected)
-        except AgentLostError as error:  # with an earlier save; that another agent can be had, giving it again shows
+        except self._forgiven as error:  # with an earlier save; that another agent can be had, giving it again shows
             self._remark_lost(error)
             pending = self._given(step, labels, collected)
         self._last = (step, metrics, tags)
@@ -140,7 +143,7 @@ class Saving:
         ended = [one for one in self._under_way if one.done()]
         self._under_way = [one for one in self._under_way if not one.done()]
         errors = [error for one in ended if (error := one.exception()) is not None]
-        for lost in [one for one in errors if isinstance(one, AgentLostError)][:1]:
+        for lost in [one for one in errors if isinstance(one, self._forgiven)][:1]:
             self._remark_lost(lost)
         dropped = [one.step for one in ended if isinstance(error := one.exception(), CancelledError) and error.args]
         if dropped := [step for step in dropped if step != again]:
@@ -149,7 +152,7 @@ class Saving:
                 f"{self._store.url}: not saved, because the agent could not make their states: {steps}",
                 UnsavedStepWarning,
             )
-        errors = [one for one in errors if not isinstance(one, AgentLostError | CancelledError)]
+        errors = [one for one in errors if not isinstance(one, (*self._forgiven, CancelledError))]
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and another save: {other}")
@@ -159,7 +162,7 @@ class Saving:
         """Return when everything is durable. The last step is given again, if its agent died with it."""
         try:
             self._writer.wait()
-        except AgentLostError as error:
+        except self._forgiven as error:
             self._remark_lost(error)
         last = self._under_way[-1] if self._under_way else None
         lost = last is not None and isinstance(last.exception(), self.given_again)
@@ -171,7 +174,7 @@ class Saving:
         """Wait until the save of the last step is durable -> that, or the one that took its place."""
         try:
             pending.result()
-        except AgentLostError:
+        except self._forgiven:
             self.wait()
             return self._under_way[-1] if self._under_way else pending
         return pending
@@ -196,21 +199,6 @@ class Saving:
         self._taken.brief = False
         if self._planned is not None:
             self._planned.close()
-
-
-def opened_by_agent(store: Store, ref: str | None, group: Any, linger: float, told: Mapping[str, Any]) -> StateWriter:
-    """A writer whose work a process of its own does.
-
-    Raises:
-        UsageError: ranks that save together.
-        and what `ckptstore.agent.writer` raises.
-    """
-    if group is not None:
-        raise UsageError(
-            "agent: ranks that save one checkpoint together cannot have agents yet, because each agent is the only "
-            "author of its store's log; leave out agent=, or give every rank group=None and a store of its own"
-        )
-    return agent.writer(store, ref, linger_seconds=linger, **told)
 
 
 def ranks_of(group: Any, sharding: str = "") -> Group | None:

@@ -99,13 +99,16 @@ def _note_rules(term: Term, keep: Sequence[str] | None) -> None:
 class TermOpener:
     """Opens the terms of a group of ranks, on the one that commits."""
 
-    def __init__(self, options: WriterOptions, *, ranks: int) -> None:
+    def __init__(self, options: WriterOptions, *, ranks: int, environment: Mapping[str, Any] | None = None) -> None:
         """
         Args:
             options: how the group stores steps tells how many a kill may cost.
             ranks: how many write together.
+            environment: as for `open_writer`.
         """
         self._about = _about_this_process(options.diffs, options.max_in_flight) | {"ranks": ranks}
+        if environment is not None:
+            self._about["environment"] = dict(environment)
         self._keep = options.keep
 
     def open(

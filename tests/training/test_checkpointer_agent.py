@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -16,8 +17,10 @@ torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentRestartWarning  # noqa: E402
-from ckptstore.errors import UsageError  # noqa: E402
+from ckptstore.errors import AgentLostError, UsageError, WriterClosedError  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
+from ckptstore.write.ranks.mailbox import Group, LocalMailbox  # noqa: E402
+from tests.forms import long_only  # noqa: E402
 from tools import shim_kills  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
@@ -33,13 +36,14 @@ class Script:
     def __init__(self, store: Path, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 16))
+        self.inner: torch.nn.Module = self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.checkpointer = Checkpointer(
             store, model=self.model, optimizer=self.optimizer, agent=True, linger_seconds=30, **options
         )
 
     def train(self) -> ckptstore.PendingSave:
-        self.model(torch.randn(8, 16)).square().mean().backward()
+        self.inner(torch.randn(8, 16)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         pending = self.checkpointer.step()
@@ -185,11 +189,69 @@ def test_resume_none_takes_nothing_that_an_agent_kept(tmp_path: Path, warm: Warm
     assert ckptstore.open(tmp_path / "run").latest_step() == 1
 
 
-def test_ranks_that_save_together_are_refused_with_the_reason(tmp_path: Path) -> None:
-    from ckptstore.training.saving import opened_by_agent
+def test_the_agent_of_one_of_many_ranks_is_not_replaced(tmp_path: Path) -> None:
+    """Nobody knows what step the others are in: all begin again."""
+    script = Script(tmp_path / "run", strategy="gradient", group=Group(0, 1, LocalMailbox()))
+    with script.checkpointer:
+        assert script.checkpointer.resume() == 0
+        script.train().result()
+        killed(script.agent_pid)
+        with pytest.raises((AgentLostError, WriterClosedError)):
+            script.train().result()
+        with pytest.raises(WriterClosedError, match="open another writer on all of them"):
+            script.train()
+        with pytest.raises(WriterClosedError):
+            script.checkpointer.close()
+    script = Script(tmp_path / "run", strategy="gradient", group=Group(0, 1, LocalMailbox()))
+    with script.checkpointer:
+        for _ in range(script.checkpointer.resume(), 3):
+            script.train()
+    assert script.digest() == uninterrupted(3)
+    script = Script(tmp_path / "run", strategy="replica", group=Group(0, 1, LocalMailbox()))
+    with pytest.raises(UsageError, match="ranks that save together"), script.checkpointer:
+        script.checkpointer.resume()
 
-    with pytest.raises(UsageError, match="group=None and a store of its own"):
-        opened_by_agent(ckptstore.open(tmp_path / "run"), "latest", object(), 1.0, {})
+
+ELASTIC = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from tests.training.test_checkpointer_agent import Script
+
+torch.set_num_threads(1)
+rank, count = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+# torchrun's store outlives the workers; gloo of torch 2.13 finds the addresses of dead ones there.
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.PrefixStore(f"try {count}", dist.TCPStore(*place, is_master=False))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+again = count != "0"
+script = Script(sys.argv[1], strategy="gradient", rank_timeout=60.0)
+script.inner = torch.nn.parallel.DistributedDataParallel(script.model)
+with script.checkpointer:
+    start = script.checkpointer.resume()
+    for step in range(start, 6):
+        script.train()
+        if step == 3 and rank == int(sys.argv[2]) and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+open(f"{sys.argv[1]}-{rank}", "w").write(f"{start} {again} {script.digest()}")
+dist.destroy_process_group()
+"""
+
+
+@long_only
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torchrun_starts_the_ranks_again_and_they_go_on_bit_for_bit(tmp_path: Path, victim: int) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(ELASTIC)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environment = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(file), str(tmp_path / "run"), str(victim)], check=True, timeout=300, env=environment)
+    for rank in range(2):
+        start, again, digest = Path(f"{tmp_path / 'run'}-{rank}").read_text().split()
+        assert (int(start) >= 3, again, digest) == (True, "True", uninterrupted(6))
+
+
+def test_what_an_agent_cannot_be_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="agent: 'yes'"):
         Checkpointer(tmp_path / "run", model=torch.nn.Linear(1, 1), agent="yes")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="linger_seconds"):

@@ -3,6 +3,7 @@
     python -m tools.shim_kills --kills 100
     python -m tools.shim_kills --kills 100 --agent
     python -m tools.shim_kills --kills 100 --agent --strategy replica
+    python -m tools.shim_kills --kills 100 --agent --ranks 2
     python -m tools.shim_kills --kills 100 --fsdp
     python -m tools.shim_kills --kills 100 --every-form --out kills.jsonl
     python -m tools.shim_kills --tally kills.jsonl
@@ -19,6 +20,8 @@ Then:
 With ``--agent`` an agent saves, for one process, and the trainer, the agent or both are killed. When the trainer alone
 is, the next life goes on from the agent's memory: at most the step in flight is lost. When the agent alone is, training
 goes on in the same life. With ``replica``, which needs an agent, that memory is what the agent has made of gradients.
+With ``--ranks 2`` or ``--fsdp`` each rank has an agent: what all of them were given is in the store when the ranks are
+killed; when an agent is, the ranks are told, and end.
 
 The forms take turns, some kills at a time. With ``--out`` what came of each turn is a line of JSON there; the same
 command again goes on with the turns that are missing. ``--broken`` takes a checkpointer that is wrong on purpose.
@@ -116,6 +119,14 @@ def forms(options: argparse.Namespace) -> list[Job]:
     if options.every_form:
         found = [Job(strategy, ranks) for ranks in (1, 2) for strategy in plain if strategy != "replica"]
         found += [Job(strategy, by_agent=True) for strategy in agents]
+        found += [Job(strategy, 2, by_agent=True) for strategy in plain if strategy != "replica"]
+    elif options.agent and (options.fsdp or options.ranks):
+        ranks = (2,) if options.fsdp else options.ranks
+        found = [
+            Job(strategy, count, by_agent=True, sharded=options.fsdp)
+            for count in ranks
+            for strategy in (agents if count == 1 else plain)
+        ]
     elif options.agent:
         found = [Job(strategy, by_agent=True) for strategy in agents]
     elif options.fsdp:
@@ -130,9 +141,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=100, help="of each form")
     parser.add_argument("--strategy", choices=(*_STRATEGIES, "replica"), action="append")
     parser.add_argument("--ranks", type=int, choices=(1, 2), action="append")
-    parser.add_argument("--agent", action="store_true", help="an agent saves, and is killed, too (one process)")
+    parser.add_argument("--agent", action="store_true", help="an agent saves, and is killed, too")
     parser.add_argument("--fsdp", action="store_true", help="the ranks have shards of the model (two processes)")
-    parser.add_argument("--every-form", action="store_true", help="one process, two ranks of DDP, and an agent")
+    parser.add_argument("--every-form", action="store_true", help="one process, two ranks of DDP; both with agents")
     parser.add_argument("--seed", type=int, help="default: that of --out, or the time")
     parser.add_argument("--turn", type=int, default=10, metavar="KILLS", help="at a time of each form")
     parser.add_argument(
@@ -145,8 +156,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if "replica" in (options.strategy or ()) and not (options.agent or options.every_form):
         parser.error("replica: an agent keeps the replica: --agent")
-    if options.agent and (options.fsdp or options.ranks):
-        parser.error("--agent is for one process, --fsdp for two")
     return options
 
 

@@ -18,11 +18,12 @@ from typing import Any, Final
 from tools.shim_kills.script import LONGEST
 from tools.warm import Script
 
-__all__ = ["AGENT", "ALL", "Doom", "Job", "Life", "Start", "Violation", "cold", "kill_agent", "live"]
+__all__ = ["AGENT", "ALL", "Doom", "Job", "Life", "Start", "Violation", "agent_of", "cold", "kill_agent", "live"]
 
 ALL: Final = -1
 AGENT: Final = 1
 """As a victim, where an agent saves: one process has no rank 1."""
+_AGENTS: Final = -2
 _BUSY: Final = "EADDRINUSE"
 
 Start = Callable[..., "Script | subprocess.Popen[bytes]"]
@@ -58,7 +59,7 @@ class Job:
     broken: str | None = None
 
     def __str__(self) -> str:
-        how = " of FSDP2" if self.sharded else " with an agent" if self.by_agent else ""
+        how = (" of FSDP2" if self.sharded else "") + (" with an agent" if self.by_agent else "")
         return f"{self.strategy}, {self.ranks} rank{'s' if self.ranks > 1 else ''}{how}"
 
     def command(self, store: Path, rank: int, port: int) -> list[str]:
@@ -77,7 +78,7 @@ class Doom:
         losses: after how many of rank 0.
         seconds: and so much later.
         victim: a rank, whom the others follow soon, as under a scheduler, or `ALL`. With an agent: 0 the trainer,
-            `AGENT`, or `ALL`: both.
+            `AGENT`, or `ALL`: both. Of ranks with agents also one of those, `agent_of`.
     """
 
     losses: int
@@ -86,9 +87,16 @@ class Doom:
 
     def named(self, job: Job) -> str:
         """The victim."""
-        if job.by_agent:
+        if job.by_agent and job.ranks == 1:
             return {ALL: "both", AGENT: "agent"}.get(self.victim, "trainer")
+        if self.victim <= _AGENTS:
+            return f"agent {_AGENTS - self.victim}"
         return "trainer" if job.ranks == 1 else "all ranks" if self.victim == ALL else f"rank {self.victim}"
+
+
+def agent_of(rank: int) -> int:
+    """The agent of a rank of several, as a victim."""
+    return _AGENTS - rank
 
 
 @dataclass(slots=True)
@@ -101,7 +109,8 @@ class Life:
         resumed: where it began.
         digests: of the last state, by rank.
         errors: what a rank died of that was not killed.
-        agents: the processes that saved, one after the other.
+        agents: the processes that saved, one after the other; of ranks those of rank 0.
+        saving: the process that saves now, by rank.
         given: the highest step that the writer had taken.
         struck: whether a process of the script was killed.
         killed: whether it was, or its agent.
@@ -113,6 +122,7 @@ class Life:
     digests: dict[int, str] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     agents: list[int] = field(default_factory=list)
+    saving: dict[int, int] = field(default_factory=dict)
     given: int = 0
     struck: bool = False
     killed: bool = False
@@ -130,7 +140,8 @@ class Life:
         elif what == "given":
             self.given = max(self.given, int(rest))
         elif what == "agent":
-            if int(rest) not in self.agents[-1:]:
+            self.saving[rank] = int(rest)
+            if rank == 0 and int(rest) not in self.agents[-1:]:
                 self.agents.append(int(rest))
         elif what == "end":
             self.digests[rank] = rest
@@ -197,8 +208,10 @@ class _Living:
         life, doom = self._life, self._doom
         if doom is None or self._over:
             return
-        by_agent = self._job.by_agent
-        if by_agent and doom.victim != 0 and not life.agents:
+        by_agent = self._job.by_agent and self._job.ranks == 1
+        if (by_agent and doom.victim != 0 and not life.agents) or (
+            doom.victim <= _AGENTS and _AGENTS - doom.victim not in life.saving
+        ):
             return  # nobody knows whom to kill
         now = time.monotonic()
         if self._strike is None and life.reached >= doom.losses:
@@ -206,6 +219,9 @@ class _Living:
         if self._strike is None or now < self._strike:
             return
         self._over, self._strike = True, None
+        if doom.victim <= _AGENTS:  # the trainers are told, and end by themselves
+            life.struck = life.killed = kill_agent(life.saving[_AGENTS - doom.victim])
+            return
         if not by_agent or doom.victim != AGENT:
             life.struck = True
             self._strike_down(doom.victim)

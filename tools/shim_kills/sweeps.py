@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tools.shim_kills.lives import AGENT, ALL, Doom, Job, Life, Start, Violation, kill_agent, live
+from tools.shim_kills.lives import AGENT, ALL, Doom, Job, Life, Start, Violation, agent_of, kill_agent, live
 from tools.shim_kills.script import STEPS
 
 __all__ = ["Sweeper", "Tally"]
@@ -122,6 +122,7 @@ class _Run:
         self._acknowledged = 0
         self._given = 0
         self._agent = 0
+        self._agents: set[int] = set()
         self._widowed = False
 
     def through(self, kills: int) -> None:
@@ -135,7 +136,8 @@ class _Run:
             if doom is not None and life.killed:
                 self._tally.kills[doom.named(self.job)] += 1
             self._agent = life.agents[-1] if life.agents else self._agent
-            self._widowed = life.killed and doom is not None and doom.victim == 0 and self.job.by_agent
+            self._agents |= {*life.saving.values()}
+            self._widowed = life.killed and doom is not None and self._spares_agents(doom)
             self._given = life.given if self._widowed else 0
             self._acknowledged = max(self._acknowledged, life.acknowledged)
             if not life.struck or len(life.digests) == self.job.ranks:
@@ -145,11 +147,19 @@ class _Run:
                 return
 
     def close(self) -> None:
-        """End the agent that a run that was given up has left."""
-        kill_agent(self._agent)
+        """End the agents that a run that was given up has left."""
+        for pid in self._agents:
+            kill_agent(pid)
+
+    def _spares_agents(self, doom: Doom) -> bool:
+        return self.job.by_agent and (doom.victim == 0 if self.job.ranks == 1 else doom.victim >= ALL)
 
     def _doom(self) -> Doom:
-        victim = self._draw.choice([ALL, 0, AGENT] if self.job.by_agent else [ALL, *range(self.job.ranks)])
+        ranks = range(self.job.ranks)
+        victims = [ALL, 0, AGENT] if self.job.by_agent else [ALL, *ranks]
+        if self.job.by_agent and len(ranks) > 1:
+            victims = [ALL, *ranks, *map(agent_of, ranks)]
+        victim = self._draw.choice(victims)
         return Doom(self._draw.randrange(STEPS // 2), self._draw.random() * self._draw.choice(_SOON), victim)
 
     def _judge(self, life: Life) -> None:
@@ -159,7 +169,7 @@ class _Run:
             if life.resumed < self._acknowledged:
                 words = f"step {self._acknowledged} was acknowledged, and the run resumed at {life.resumed}"
                 raise Violation(f"{self._about()}: {words}")
-            if life.resumed < self._given - 1:  # the message may have been on its way
+            if life.resumed < self._given - self.job.ranks:  # messages may be on their way, and a rank a step behind
                 words = f"step {self._given} was given to the agent, and the run resumed at {life.resumed}"
                 raise Violation(f"{self._about()}: {words}")
             self._tally.kept += self._widowed and life.agents[:1] == [self._agent]

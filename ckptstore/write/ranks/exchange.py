@@ -7,7 +7,7 @@ fails posts that under ``failed``, and everyone who waits hears of it at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +20,8 @@ __all__ = ["Exchange", "attempt_id"]
 
 _LOOK_AROUND: Final = 1.0
 """Seconds between two looks at which steps the missing ranks are."""
+_LOOK_FOR_ENDED: Final = 0.1
+"""Seconds between two looks at who is given nothing any more: few ranks ever say so, and each look is a question."""
 
 
 def attempt_id(nonce: str, step: int, attempt: int) -> str:
@@ -53,6 +55,7 @@ class Exchange:
     size: int
     ended: Callable[[], None]
     _looked: float = field(default=0.0, init=False)
+    _looked_for_ended: float = field(default=0.0, init=False)
 
     @property
     def prefix(self) -> str:
@@ -100,6 +103,7 @@ class Exchange:
                 return True
             if (error := self.failed()) is not None:
                 raise error
+            self._check_ended(rank for rank, key in enumerate(keys) if not self.mailbox.has([key]))
             self._look_around(keys)
             return False
 
@@ -110,8 +114,19 @@ class Exchange:
         return [letter if letter is not None else b"" for letter in letters]
 
     def first(self, keys: list[str], deadline: Deadline) -> bytes | None:
-        """The letter at the first of these keys that has one, or None if none comes in time."""
-        if not deadline.wait(lambda: any(self.mailbox.has([key]) for key in keys)):
+        """The letter of rank 0 at the first of these keys that has one, or None if none comes in time.
+
+        Raises:
+            MissingRankError: none will come, because rank 0 is given no such step any more.
+        """
+
+        def there() -> bool:
+            if any(self.mailbox.has([key]) for key in keys):
+                return True
+            self._check_ended((0,))
+            return False
+
+        if not deadline.wait(there):
             return None
         return next(letter for key in keys if (letter := fetch(self.mailbox, key)) is not None)
 
@@ -134,6 +149,22 @@ class Exchange:
     def arrived(self) -> None:
         """Note that this rank has handed in its part: what it has not handed in before, it never will."""
         self.mailbox.set(f"{self.base}/at/{self.rank}", str(self.step).encode())
+
+    def _check_ended(self, ranks: Iterable[int]) -> None:
+        """Prevents: waiting for the part of a rank whose trainer is dead, while its agent lives."""
+        now = time.monotonic()
+        if now - self._looked_for_ended < _LOOK_FOR_ENDED:
+            return
+        self._looked_for_ended = now
+        if not self.mailbox.has([f"{self.base}/over"]):
+            return
+        for rank in ranks:
+            last = self.mailbox.get(f"{self.base}/over/{rank}")
+            if last is not None and int(last) < self.step:
+                raise MissingRankError(
+                    f"step {self.step} was not saved: the trainer of rank {rank} ended before it had given it; its "
+                    f"last step is {int(last)}"
+                )
 
     def _look_around(self, keys: list[str]) -> None:
         """Prevents: waiting for minutes for the part of a rank that saves other steps."""

@@ -68,11 +68,13 @@ class Group:
         rank: which one this is, from 0; rank 0 commits.
         size: how many there are.
         mailbox: what all of them see.
+        ended: asked while others are waited for; raises if what they have not sent will never come.
     """
 
     rank: int
     size: int
     mailbox: Mailbox
+    ended: Callable[[], None] = lambda: None
 
 
 class LocalMailbox:

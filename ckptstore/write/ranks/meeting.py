@@ -64,7 +64,7 @@ def lead(group: Group, timeout: float, begin: Callable[[], Opening], asked: str 
                 invited[rank] = asked
         return box.has(here)
 
-    if not Deadline(timeout).wait(met):
+    if not Deadline(timeout, group.ended).wait(met):
         missing = [str(rank) for rank, key in zip(others, here, strict=True) if not box.has([key])]
         raise MissingRankError(
             f"no term was opened: rank {', '.join(missing[:8])} of {group.size} did not come within {timeout:g} s; "
@@ -106,7 +106,7 @@ def _check_asked(group: Group, here: list[str], asked: str | None) -> None:
 
 def _hear_all(group: Group, session: str, timeout: float) -> None:
     keys = [f"{_BASE}/sees/{session}/{rank}" for rank in range(1, group.size)]
-    heard = Deadline(timeout).wait(lambda: group.mailbox.has(keys))
+    heard = Deadline(timeout, group.ended).wait(lambda: group.mailbox.has(keys))
     for rank, key in enumerate(keys, 1):
         letter = fetch(group.mailbox, key)
         if letter is None:
@@ -143,7 +143,7 @@ def join(
     box, nonce = group.mailbox, secrets.token_hex(16)
     post(box, f"{_BASE}/join/{group.rank}", pack([nonce, group.size]))
     crash_point("ranks.joined")
-    deadline = Deadline(timeout)
+    deadline = Deadline(timeout, group.ended)
     answer = _awaited(group, f"{_BASE}/invite/{nonce}", deadline)
     session, refused = unpack(answer, "invite")
     if refused is not None:
@@ -153,7 +153,7 @@ def join(
     if flaw is not None:
         raise flaw
     # Others may come late, until rank 0 gives up: that is the longest this can take.
-    told = unpack(_awaited(group, f"{_BASE}/opened/{session}", Deadline(2 * timeout)), "opened")
+    told = unpack(_awaited(group, f"{_BASE}/opened/{session}", Deadline(2 * timeout, group.ended)), "opened")
     if isinstance(told, str):
         raise FailedRankError(f"rank 0 could not open a term: {told}")
     opening = Opening.unpacked(pack(told), "opened")
@@ -170,7 +170,7 @@ def join(
     finally:
         post(box, f"{_BASE}/sees/{session}/{group.rank}", pack(reason))
     key = f"{_BASE}/agreed/{session}/{group.rank}"
-    answer = _awaited(group, key, Deadline(2 * timeout))
+    answer = _awaited(group, key, Deadline(2 * timeout, group.ended))
     withdraw(box, [key])
     if (why := unpack(answer, "agreed")) is not None:
         raise FailedRankError(f"rank 0 could not begin the term with all ranks: {why}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptstore.errors import ReadOnlyError
@@ -39,6 +39,8 @@ def open_rank_writer(
     group: Group,
     options: WriterOptions,
     ranks: RankOptions,
+    *,
+    environment: Mapping[str, Any] | None = None,
 ) -> RankWriter:
     """Begin a new term together with the other ranks of a group, once all of them are there.
 
@@ -46,6 +48,7 @@ def open_rank_writer(
         parent: what the term continues from: see `Store.writer`. Rank 0's counts.
         options: what this rank's writer may use.
         ranks: how the ranks save together.
+        environment: what decides the bits of the processes that train, where these are others (`agent`).
 
     Raises:
         RankError: a rank did not come, or has another store.
@@ -54,7 +57,7 @@ def open_rank_writer(
     exiting.check()
     if options.deltas is not None:
         RankDeltas(options.deltas)  # says what is wrong, before a term is opened
-    opener = TermOpener(options, ranks=group.size)
+    opener = TermOpener(options, ranks=group.size, environment=environment)
     meeting = _Meeting(group, ranks, _coding(options))
     if group.rank:
         opening = meeting.joined(journal, None, None)

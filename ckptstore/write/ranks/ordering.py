@@ -92,6 +92,7 @@ class Ordering:
         batches = self._batches
 
         def look() -> None:
+            self._means.group.ended()
             if batches.hurried():
                 raise _HurryError
 

@@ -35,6 +35,7 @@ _KNOWN: Final = {
         errors.FailedRankError,
         errors.RankMismatchError,
         errors.MailboxError,
+        errors.AgentLostError,
     )
 }
 

@@ -15,9 +15,10 @@ from ckptstore.write.ranks.agreeing import agree
 from ckptstore.write.ranks.arriving import ArrivingShare
 from ckptstore.write.ranks.mailbox import Deadline
 from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.saving import Adopted, RankSave
 from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, updates_of
 from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
 
 __all__ = ["prepare", "with_digests"]
@@ -29,15 +30,17 @@ def prepare(
     """Agree what this rank stores, and copy that where the caller goes on -> seconds it waited for a place.
 
     Args:
-        state: as for `RankWriter.save`. `updates`: likewise.
+        state: as for `RankWriter.save`, or one that was adopted. `updates`: likewise.
         explaining: looks them up.
     """
+    if isinstance(state, Adopted):
+        one.adopted, state = state, state.snapshot.flat
     flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
     found = explaining.found(updates, flat)
     _learn(tenure, found)
     holding = holding_of(flat, means.group.rank, means.ranks.globs, list(tenure.families))
     before, apart = tenure.agreed, means.ranks.diverged != "warn"
-    deadline = Deadline(means.ranks.timeout)
+    deadline = Deadline(means.ranks.timeout, means.group.ended)
     agreement = tenure.agreed = one.agreement = agree(one.exchange, holding, before, deadline, replicas_apart=apart)
     one.kept = agreement is before
     crash_point("ranks.divided")
@@ -56,6 +59,9 @@ def _copied(means: Means, one: RankSave, holding: Holding, updates: Sequence[Upd
     """
     assert one.share is not None
     assert one.agreement is not None
+    if one.adopted is not None:
+        _adopt(one, one.adopted, updates_of(holding, one.agreement.writes, updates or ()))
+        return 0.0
     bounded, waited = means.bounded, 0.0
     if bounded is not None and (one.asynchronous or bounded.coded):
         one.feed, waited = bounded.take(one.share, _known(one.share, one.digests))
@@ -72,6 +78,15 @@ def _copied(means: Means, one: RankSave, holding: Holding, updates: Sequence[Upd
         own = updates_of(holding, one.agreement.writes, updates or ())
         one.updates, one.gradients = with_copies(own, means.snapshots, means.blocks)
     return waited
+
+
+def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
+    """Leave the share where it is: the snapshot owns all of the state that it is a part of."""
+    assert one.share is not None
+    flat = LaidOutState(one.share.tree, dict(one.share.tensors), ())
+    one.snapshot = Snapshot(flat, given.snapshot.land, given.snapshot.free)
+    one.share = with_digests(flat, one.digests)
+    one.updates, one.gradients = updates, given.gradients
 
 
 def _learn(tenure: Tenure, updates: Sequence[Update]) -> None:

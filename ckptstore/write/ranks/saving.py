@@ -22,7 +22,26 @@ from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["RankSave"]
+__all__ = ["Adopted", "RankSave"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A state that somebody else has copied, to memory that is not written to until it is given back.
+
+    Attributes:
+        snapshot: what owns its memory. `gradients`: what owns that of the gradients; None: there are none.
+    """
+
+    snapshot: Snapshot
+    gradients: Snapshot | None = None
+
+    def give_back(self) -> None:
+        """It is not in flight any more. May be repeated."""
+        self.snapshot.land()
+        self.snapshot.free()
+        if self.gradients is not None:
+            self.gradients.free()
 
 
 @dataclass(slots=True)
@@ -37,6 +56,7 @@ class RankSave:
         kept: the agreement is an earlier step's.
         share: what this rank stores. `tree`: of this rank's state. `digests`: of what others have alike.
         snapshot: what owns the share's memory; None: it is training's.
+        adopted: the state that the share is a part of, where it was adopted.
         feed: what the share is copied through as it is written or coded; None: it is where it stays.
         updates: what optimizers did to the share. `gradients`: what owns the memory of theirs.
         flaw: why this rank cannot store it; the others are told.
@@ -58,6 +78,7 @@ class RankSave:
     share: FlatState | None = None
     tree: Any = None
     digests: Mapping[str, int] | None = None
+    adopted: Adopted | None = None
     snapshot: Snapshot | None = None
     feed: Feed | ArrivingShare | None = None
     updates: Sequence[Update] = ()

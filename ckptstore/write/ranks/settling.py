@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 
-from ckptstore.errors import CommitUnknownError, FencedError, MailboxError, WriterError
+from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.ranks.committing import Batched
 from ckptstore.write.ranks.deltas import RankDeltas
@@ -192,8 +192,9 @@ class Settling:
         if self._diffs is not None and self._diffs.options.waits:
             committer.note_end()
         committer.finish_folds()
-        with contextlib.suppress(MailboxError):
-            Deadline(min(_FAREWELL, self._means.ranks.timeout)).wait(lambda: self._tenure.sweep(box))
+        seconds, ended = min(_FAREWELL, self._means.ranks.timeout), self._means.group.ended
+        with contextlib.suppress(MailboxError, AgentLostError):  # who is gone hears of nothing
+            Deadline(seconds, ended).wait(lambda: self._tenure.sweep(box))
             self._tenure.clear(box)
 
     def give_way(self, error: WriterError) -> None:

@@ -68,7 +68,7 @@ class Tenure:
         """The letters of the next attempt at a step, for the thread of its caller."""
         group = self._means.group
         attempt = self._attempts.get(step, 0)
-        return Exchange(self._mailbox, self.base, step, attempt, group.rank, group.size, lambda: None)
+        return Exchange(self._mailbox, self.base, step, attempt, group.rank, group.size, group.ended)
 
     def tell_flaw(self, one: RankSave, error: BaseException, *, over: bool = True) -> None:
         """This rank does not do its part of a step: tell the others, and count the attempt.
@@ -88,6 +88,12 @@ class Tenure:
             self.committer.missing = True
             one.exchange.post("verdict", Verdict(error=told(error)).packed())
             self.answered.append(one.exchange)
+
+    def conclude(self, step: int) -> None:
+        """Say that this rank is given no step above `step` any more: nobody need wait for its part of one."""
+        with contextlib.suppress(MailboxError):  # then nobody waits for it, either
+            self._mailbox.set(f"{self.base}/over/{self._means.group.rank}", str(step).encode())
+            self._mailbox.set(f"{self.base}/over", b"1")
 
     def failed(self, one: RankSave, error: BaseException) -> None:
         """A step was not saved, as all ranks hear: count the attempt, and tell whoever waits for it here."""

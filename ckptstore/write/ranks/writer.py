@@ -27,10 +27,10 @@ from ckptstore.log.refs import step_number
 from ckptstore.write.ledger import Labels, PendingSave, check_owner
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.preparing import prepare
-from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.saving import Adopted, RankSave
 from ckptstore.write.ranks.tenure import Tenure
 from ckptstore.write.ranks.work import Work
-from ckptstore.write.steps.updates import Explaining, Updates
+from ckptstore.write.steps.updates import Explaining, Update, Updates
 
 __all__ = ["GoBack", "RankWriter"]
 
@@ -151,7 +151,9 @@ class RankWriter:
         refuse_within(self, _SAVING)
         labels = Labels.of(metadata, tags)
         began = time.monotonic()
-        one = self._begin(state, step, labels, updates, None, began, asynchronous=True)
+        return self._begun_async(self._begin(state, step, labels, updates, None, began, asynchronous=True))
+
+    def _begun_async(self, one: RankSave) -> PendingSave:
         step, done, saves, work = one.step, one.done, self._work.tenure.saves, self._work
         saves.watch(step, done)
         try:
@@ -160,6 +162,36 @@ class RankWriter:
             if one.measured is not None:
                 one.measured.returned()
         return PendingSave(step, done, lambda: saves.seen(step), lambda: self._hurry(work, step))
+
+    def take_over(
+        self,
+        given: Adopted,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Sequence[Update] = (),
+    ) -> PendingSave:
+        """`save_async` of a state that somebody else has copied (`agent`): without a copy.
+
+        Waits for the other ranks as that does, but for no place in flight: how many are is for whoever owns the memory
+        to bound. Its gradients are those that `updates` refers to.
+
+        Raises:
+            as `save_async`. The memory is the caller's again then: `give_back`.
+        """
+        refuse_within(self, _SAVING)
+        labels, began = Labels.of(metadata, tags), time.monotonic()
+        return self._begun_async(self._begin(given, step, labels, updates or None, None, began, asynchronous=True))
+
+    def conclude(self, step: int) -> None:
+        """Say that no step above `step` will be given by this rank: the others need not wait for its part of one."""
+        self._work.tenure.conclude(step)
+
+    def tend(self) -> None:
+        """Rank 0: answer what other processes ask for; see `Writer.poll`. On other ranks nothing."""
+        self._check_open()
+        self._work.tend()
 
     def wait(self) -> None:
         """Return when everything given so far is durable, or has failed; raises what nobody has been told of yet."""
@@ -381,5 +413,5 @@ def _text(ref: str | int | CheckpointInfo) -> str:
     return ref if isinstance(ref, str) else str(step_number(ref))
 
 
-_SAVING: Final = frozenset(method.__code__ for method in (RankWriter.save, RankWriter.save_async))
+_SAVING: Final = frozenset(method.__code__ for method in (RankWriter.save, RankWriter.save_async, RankWriter.take_over))
 """Calls that wait for others while they hold something that those may need."""

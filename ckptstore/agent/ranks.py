@@ -1,0 +1,277 @@
+"""The agent of one rank of many: it writes its rank's part of each step, and the agents' mailbox brings them together.
+
+Every trainer process has an agent of its own. Rank 0's commits, and has the mailbox, so that trainers may die. When the
+agent of a rank dies, all of them end, and tell their trainers: a term of many ranks cannot go on without one of them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+from ckptstore.agent.forms import texts, whole_number
+from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
+from ckptstore.agent.place import Place
+from ckptstore.errors import AgentError, AgentLostError, CommitUnknownError, MailboxError, StoreReplacedError
+from ckptstore.host.threads import started_pool
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.store import Store
+from ckptstore.write.ledger import PendingSave
+from ckptstore.write.options import WriterOptions
+from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.opening import open_rank_writer
+from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.ranks.saving import Adopted
+from ckptstore.write.ranks.writer import RankWriter
+from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.steps.updates import Update
+
+__all__ = ["ENDING", "Job", "RankSaves", "place_name"]
+
+ENDING: Final = "box"
+"""Of the mailbox's socket, in the place of rank 0's agent."""
+_TOKEN: Final = 32
+_FAREWELL: Final = 10.0
+"""Seconds that rank 0's agent, closing, waits for the others to close."""
+_PAUSE: Final = 0.01
+
+
+def place_name(name: str, rank: int) -> str:
+    """Where the agent of a rank is found: as that of a trainer of this name."""
+    return f"{name}\0rank {rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an agent has to know of the others.
+
+    Attributes:
+        rank, size: which one it is, and of how many.
+        options: how the ranks save together.
+        token: what all of them know, and nobody else.
+        url, name: of the store and of the trainers, without their ranks: where the agents are found.
+        listener: rank 0: the descriptor of the mailbox's listening socket.
+    """
+
+    rank: int
+    size: int
+    options: RankOptions
+    token: bytes
+    url: str
+    name: str
+    listener: int | None = None
+
+    @staticmethod
+    def new_token() -> bytes:
+        """One that nobody knows."""
+        return secrets.token_bytes(_TOKEN)
+
+    def form(self) -> dict[str, Any]:
+        """As JSON."""
+        options = asdict(self.options) | {"per_rank": list(self.options.globs)}
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "options": options,
+            "token": self.token.hex(),
+            "url": self.url,
+            "name": self.name,
+            "listener": self.listener,
+        }
+
+    @classmethod
+    def read(cls, form: Any) -> Self:
+        """The inverse of `form`. Raises `AgentError` and what reading does."""
+        rank, size = whole_number(form["rank"]), whole_number(form["size"])
+        token, url, name = texts([form["token"], form["url"], form["name"]])
+        listener = form["listener"]
+        if rank >= size or (listener is None) != (rank > 0) or len(token) != 2 * _TOKEN:
+            raise AgentError(f"rank {rank} of {size}")
+        given = form["options"]
+        options = RankOptions(given["timeout"], given["diverged"], tuple(texts(given["per_rank"])))
+        return cls(rank, size, options, bytes.fromhex(token), url, name, None if rank else whole_number(listener))
+
+
+class RankSaves:
+    """A rank's writer, for who keeps states and waits for nothing (`keeper.Adopting`)."""
+
+    def __init__(self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, *, plain: bool) -> None:
+        """
+        Args:
+            plain: fulls alone are written: a state is in flight until it is durable as a whole.
+        """
+        self._writer = writer
+        self._mailbox = mailbox
+        self._plain = plain
+        self._last = -1
+        # Who agrees with other ranks waits for them; the agent's trainer must not.
+        self._thread = started_pool(1, "ckptstore-agent-rank")
+
+    @classmethod
+    def opened(
+        cls,
+        store: Store,
+        parent: Any,
+        options: WriterOptions,
+        job: Job,
+        environment: Mapping[str, Any],
+        lost: Callable[[str], None],
+        alive: Callable[[], bool],
+    ) -> Self:
+        """Meet the other ranks' agents, and open the term with them.
+
+        Args:
+            parent: as for `Store.writer`; rank 0's counts.
+            lost: is told why the agents are not complete any more, by a thread.
+            alive: whether the trainer is there still: without it no term is begun.
+
+        Raises:
+            as `open_rank_writer`; `AgentLostError`, `MailboxError`: another agent is gone.
+        """
+        mailbox: ServedMailbox | RemoteMailbox
+        checks: list[Callable[[], None]] = [lambda: _check_trainer(alive)]
+
+        def ended() -> None:
+            for check in checks:
+                check()
+
+        if job.listener is not None:
+            mailbox = served = ServedMailbox(socket.socket(fileno=job.listener), job.token, job.size, lost)
+            checks.append(served.check)
+            group = Group(0, job.size, served.box, ended)
+        else:
+            place = Place(job.url, place_name(job.name, 0))
+            connection = place.connect(ENDING)
+            place.close()
+            if connection is None:
+                raise AgentLostError("the agent of rank 0 is gone: its mailbox is not there")
+            mailbox = remote = RemoteMailbox(connection, job.token, job.rank, lost)
+            group = Group(job.rank, job.size, remote, ended)
+        writer = open_rank_writer(store.journal, parent, group, options, job.options, environment=environment)
+        del checks[0]  # from here on what a trainer has given is written, also when it is gone
+        return cls(writer, mailbox, plain=options.plain)
+
+    @property
+    def term(self) -> int:
+        """The term's number."""
+        return self._writer.term
+
+    @property
+    def parent(self) -> CheckpointInfo | None:
+        """What it continues from."""
+        return self._writer.parent
+
+    def adopt(
+        self,
+        snapshot: Snapshot,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        updates: Sequence[Update] = (),
+        gradients: Snapshot | None = None,
+    ) -> PendingSave:
+        """See `Writer.adopt`; what that raises comes from the result."""
+        done: Future[CheckpointInfo] = Future()
+        begun: list[PendingSave] = []
+        wanted = threading.Event()
+        inner = Snapshot(snapshot.flat, lambda: None, snapshot.free) if self._plain else snapshot
+        given = Adopted(inner, gradients)
+
+        def hand_over() -> None:
+            try:
+                pending = self._writer.take_over(given, step, metadata=metadata, tags=tags, updates=updates)
+            except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
+                given.give_back()
+                snapshot.land()
+                done.set_exception(_told(error))
+                return
+            begun.append(pending)
+            if wanted.is_set():
+                pending.hurry()
+            pending.when_done(lambda _: ended(pending))
+
+        def ended(pending: PendingSave) -> None:
+            snapshot.land()
+            if (error := pending.exception()) is None:
+                done.set_result(pending.result())
+            else:
+                done.set_exception(_told(error))
+
+        def hurry() -> None:
+            wanted.set()  # of two that come at once, at least one sees what the other has set
+            for pending in begun:
+                pending.hurry()
+
+        self._last = max(self._last, step)
+        self._thread.submit(hand_over)
+        return PendingSave(step, done, lambda: None, hurry)
+
+    def conclude(self) -> None:
+        """The trainer is gone: say so to the other ranks, which need not wait for more of this one."""
+        self._writer.conclude(self._last)
+
+    def wait(self) -> None:
+        """See `Writer.wait`."""
+        self._thread.submit(lambda: None).result()
+        self._writer.wait()
+
+    def poll(self) -> None:
+        """See `Writer.poll`."""
+        self._writer.tend()
+
+    def tag(self, name: str, ref: str) -> CheckpointInfo:
+        """See `RankWriter.tag`."""
+        self._thread.submit(lambda: None).result()
+        return self._writer.tag(name, ref)
+
+    def untag(self, name: str) -> None:
+        """See `RankWriter.untag`."""
+        self._thread.submit(lambda: None).result()
+        self._writer.untag(name)
+
+    def rollback(self, ref: str) -> CheckpointInfo:
+        """See `RankWriter.rollback`."""
+        self._thread.submit(lambda: None).result()
+        parent = self._writer.rollback(ref)
+        self._last = parent.step
+        return parent
+
+    def close(self) -> None:
+        """See `RankWriter.close`."""
+        self.conclude()
+        self._thread.shutdown()
+        self._writer.close()
+
+    def leave(self, *, farewell: bool) -> None:
+        """Leave the other agents, after `close`.
+
+        Args:
+            farewell: the trainer has closed its writer; else the other agents end, too.
+        """
+        if isinstance(self._mailbox, RemoteMailbox):
+            self._mailbox.close(farewell=farewell)
+            return
+        until = time.monotonic() + _FAREWELL
+        while farewell and self._mailbox.here and time.monotonic() < until:
+            time.sleep(_PAUSE)
+        self._mailbox.close()
+
+
+def _check_trainer(alive: Callable[[], bool]) -> None:
+    """Prevents: a rank's place that is taken for minutes by an agent that waits for others, and has nobody to serve."""
+    if not alive():
+        raise AgentLostError("the trainer ended while its agent was beginning")
+
+
+def _told(error: BaseException) -> BaseException:
+    """Between agents, a mailbox that is gone is an agent that is."""
+    if isinstance(error, StoreReplacedError) or not isinstance(error, MailboxError | CommitUnknownError):
+        return error
+    return AgentLostError(str(error))

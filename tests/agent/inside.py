@@ -1,0 +1,13 @@
+"""What the tests of this room reach inside an `AgentWriter` for; see each function."""
+
+from __future__ import annotations
+
+from ckptstore.agent import AgentWriter
+
+__all__ = ["delivered"]
+
+
+def delivered(writer: AgentWriter, step: int) -> None:
+    """Return when all saves up to `step` have reached the agent. What is public waits until they are durable."""
+    assert writer._agent is not None
+    writer._agent.link.call("hurry", step=step)

@@ -1,0 +1,209 @@
+"""Trainers of two ranks that save together, an agent each, and who of them is killed. Real processes, without torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+import ckptstore.agent
+from ckptstore.agent import AgentWriter
+from ckptstore.errors import (
+    AgentBusyError,
+    AgentLostError,
+    FailedRankError,
+    RankMismatchError,
+    UsageError,
+    WriterClosedError,
+)
+from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
+from ckptstore.write.ranks.parts import pack
+from tests.agent.lives import ROOT, agents, until
+from tests.agent.rank_trainer import OPTIONS, state
+from tests.forms import long_only
+from tests.write.rank_threads import as_ranks
+
+
+def trainer(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.agent.rank_trainer", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def check(url: Path, step: int) -> None:
+    """A step is in the store as each rank had it."""
+    for rank in range(2):
+        loaded = ckptstore.open(url).load(step, rank=rank)
+        for name, value in state(step, rank).items():
+            np.testing.assert_array_equal(loaded[name], value)
+
+
+def steps(url: Path) -> list[int]:
+    return [info.step for info in ckptstore.open(url).checkpoints()]
+
+
+def opened(url: Path, group: Group, **options: Any) -> AgentWriter:
+    return ckptstore.agent.writer(url, group=group, ranks=OPTIONS, linger_seconds=60, **options)
+
+
+def continued(url: Path, group: Group, *, inherits: bool) -> int:
+    """Go on with one step -> the step that was there."""
+    with opened(url, group) as writer:
+        first = writer.step
+        assert (writer.inherited is not None) == inherits
+        if first:
+            found = writer.load()
+            for name, value in state(first, group.rank).items():
+                np.testing.assert_array_equal(found[name], value)
+        writer.save(state(first + 1, group.rank), first + 1)
+    return first
+
+
+def test_two_ranks_save_go_back_and_name(tmp_path: Path, runtime: Path) -> None:
+    url = tmp_path / "store"
+
+    def work(group: Group) -> int:
+        with opened(url, group, deltas=3, max_in_flight=2) as writer:
+            for step in range(1, 5):
+                writer.save_async(state(1, group.rank) | {"bias": np.full(9, step)}, step)
+            writer.wait()
+            assert len(agents(runtime)) == 2
+            parent = writer.rollback(2)
+            writer.save(state(3, group.rank), 3)
+            if group.rank == 0:
+                writer.tag("here")
+            return parent.step
+
+    assert as_ranks(2, work) == [2, 2]
+    store = ckptstore.open(url)
+    assert [info.ref for info in store.checkpoints()] == ["1@1", "2@1", "3@1", "4@1", "3@2"]
+    assert store.checkpoint("4@1").kind == "delta"
+    np.testing.assert_array_equal(store.load("4@1", rank=1)["bias"], np.full(9, 4))
+    np.testing.assert_array_equal(store.load("4@1", rank=1)["rng"], state(1, 1)["rng"])
+    assert store.checkpoint("tag:here").ref == "3@2"
+    check(url, 3)
+    assert agents(runtime) == []
+
+
+@pytest.mark.parametrize(
+    ("last", "options"),
+    [((4, 3), {}), pytest.param((3, 4), {"deltas": 3}, marks=long_only), ((3, 3), {})],
+    ids=["rank 1 is behind", "rank 0 is behind", "in step"],
+)
+def test_the_trainers_are_killed_and_what_all_ranks_had_given_is_written(
+    tmp_path: Path, runtime: Path, last: tuple[int, int], options: dict[str, Any]
+) -> None:
+    """A step that one rank has not given is no checkpoint, and holds nobody up; what all have kept they go on from."""
+    url, path = tmp_path / "store", tmp_path / "trainers"
+    trainers = [trainer(url, path, rank, last[rank], json.dumps(options)) for rank in range(2)]
+    for process in trainers:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "delivered\n"
+    for process in trainers:
+        process.kill()
+        process.communicate()
+    killed = time.monotonic()
+    assert len(agents(runtime)) == 2
+    assert as_ranks(2, lambda group: continued(url, group, inherits=last == (3, 3))) == [3, 3]
+    assert time.monotonic() - killed < OPTIONS.timeout
+    assert steps(url) == [1, 2, 3, 4]
+    check(url, 3)
+    check(url, 4)
+    assert agents(runtime) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_agent_dies_and_every_rank_is_told(tmp_path: Path, runtime: Path, victim: int) -> None:
+    """Rank 0's has the mailbox; of another one rank 0's hears."""
+    url = tmp_path / "store"
+
+    def work(group: Group) -> str:
+        writer = opened(url, group)
+        writer.save(state(1, group.rank), 1)
+        group.mailbox.set(f"saved/{group.rank}", b"")
+        if group.rank == victim:
+            assert Deadline(60).wait(lambda: group.mailbox.has(["saved/0", "saved/1"]))
+            os.kill(writer.agent_pid, signal.SIGKILL)
+        told: list[str] = []
+        for step in itertools.count(2):
+            try:
+                writer.save(state(step, group.rank), step)
+            except AgentLostError as error:
+                told.append(str(error))
+            except WriterClosedError as error:
+                told.append(str(error))
+                break
+        assert "open another writer on all of them" in told[-1]
+        writer.close()
+        return told[0]
+
+    killed = time.monotonic()
+    told = as_ranks(2, work)
+    assert all("gone" in one for one in told), told
+    assert time.monotonic() - killed < OPTIONS.timeout
+    until(lambda: agents(runtime) == [])
+    newest = steps(url)[-1]
+    assert steps(url) == list(range(1, newest + 1))
+    check(url, newest)
+
+
+def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path) -> None:
+    with pytest.raises(UsageError, match="give group="):
+        ckptstore.agent.writer(tmp_path, ranks=OPTIONS)
+    url = tmp_path / "store"
+
+    def again(group: Group) -> None:
+        opened(url, group).close()
+
+    def work(group: Group) -> None:
+        with opened(url, group):
+            box.set(f"open/{group.rank}", b"")
+            assert Deadline(60).wait(lambda: box.has(["open/0", "open/1"]))
+            if group.rank == 0:
+                others.extend(as_ranks(2, again))
+                box.set("over", b"")
+            assert Deadline(60).wait(lambda: box.has(["over"]))
+
+    box, others = LocalMailbox(), list[Any]()
+    assert as_ranks(2, work) == [None, None]
+    assert [type(one) for one in others] == [AgentBusyError, AgentBusyError], others
+    assert agents(runtime) == []
+
+
+class Elsewhere:
+    """The mailbox as a rank on another machine would use it."""
+
+    def __init__(self, box: LocalMailbox) -> None:
+        self._box = box
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._box, name)
+
+    def set(self, key: str, value: bytes) -> None:
+        if "/here/" in key:
+            post(self._box, key, pack(["another machine", 2, None, None]))
+        else:
+            self._box.set(key, value)
+
+
+def test_ranks_on_several_machines_are_refused(tmp_path: Path, runtime: Path) -> None:
+    box = LocalMailbox()
+
+    def work(group: Group) -> None:
+        mailbox: Any = Elsewhere(box) if group.rank else box
+        opened(tmp_path / "store", Group(group.rank, 2, mailbox)).close()
+
+    told = as_ranks(2, work, box)
+    assert isinstance(told[0], RankMismatchError)
+    assert isinstance(told[1], FailedRankError)
+    assert "on several" in str(told[1])
+    assert agents(runtime) == []
