@@ -213,11 +213,11 @@ def ground(medium: str, folder: Path | None = None, seed: int = 0) -> Iterator[G
 def mishaps(odds: float = 0.05) -> Sequence[Rule]:
     """What happens to a share of the requests of many processes at once.
 
-    What a network or a server does, and a store must bear beside others: nothing here lies about bytes, or lists what
+    What a network or a server does, and a store must bear beside others: nothing here flips bits, or lists what
     is old (`tools.objects.faults` does, to one process). What comes ``late`` comes when its sender may be dead, and
     the next writer at work.
     """
-    kinds = ("lost_ack", "duplicate", "reset", "409", "412", "500", "500_after", "503", "truncate")
+    kinds = ("lost_ack", "duplicate", "reset", "409", "412", "500", "500_after", "503", "truncate", "short")
     late = [Rule("late", seconds=seconds, odds=odds / 8) for seconds in (0.2, 1.0, 4.0)]
     waits = [Rule("stall", odds=odds / 50, seconds=2 * TIMEOUT), Rule("slow", odds=odds / 20, seconds=0.5)]
     return [*late, *waits, *(Rule(kind, odds=odds / len(kinds)) for kind in kinds)]

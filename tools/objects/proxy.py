@@ -117,7 +117,8 @@ class Request:
             case "GET" if "list-type=" in query or "prefix=" in query:
                 return "list"
             case "GET":
-                return "range" if self.header("range") else "get"
+                # A whole object is asked for from its first byte on, so that the answer says how long it is.
+                return "get" if self.header("range") in ("", "bytes=0-") else "range"
         return "head"
 
     def encoded(self) -> bytes:
