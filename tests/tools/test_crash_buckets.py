@@ -10,7 +10,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import pytest
 from ckptstore.backends.objects import ObjectBackend
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.log import term
-from tests.forms import LONG, short_or
+from tests.forms import LONG, long_only
 from tools.crash import bucket_faults
 from tools.crash.apart import apart
 from tools.crash.grounds import Bucket, BucketPlace
@@ -34,8 +34,6 @@ from tools.objects.server import Server
 # A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
-MEDIUM = "s3" if LONG else "s3-memory"
-
 
 @pytest.fixture(scope="module")
 def fast() -> Iterator[Server]:
@@ -44,38 +42,48 @@ def fast() -> Iterator[Server]:
 
 
 def said(tool: str, *words: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-m", f"tools.crash.{tool}", "--medium", MEDIUM, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=short_or(200, 1100), check=False)
+    command = [sys.executable, "-W", "ignore", "-m", f"tools.crash.{tool}", "--medium", "s3", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 violations" in done.stdout
     return done.stdout
 
 
+@long_only
 def test_sigkill_between_and_within_requests(tmp_path: Path) -> None:
-    kills = short_or(6, 200)
-    text = said("kills", "--kills", str(kills), "--seed", "3", "--dir", str(tmp_path))
-    assert f"{kills} kills, " in text
+    """In CI: a writer that is killed at crash points (tests/backends/test_objects_store.py)."""
+    text = said("kills", "--kills", "200", "--seed", "3", "--dir", str(tmp_path))
+    assert "200 kills, " in text
     assert re.search(r"^ +[1-9]\d* a request$", text, re.MULTILINE)
-    if LONG:
-        assert all(re.search(rf"^ +[1-9]\d* {re.escape(one)}$", text, re.MULTILINE) for one in points_of("whole", "s3"))
+    assert all(re.search(rf"^ +[1-9]\d* {re.escape(one)}$", text, re.MULTILINE) for one in points_of("whole", "s3"))
 
 
+@long_only
 def test_everything_at_once(tmp_path: Path) -> None:
-    text = said("torture", "--seconds", str(short_or(5, 60)), "--seed", "5", "--dir", str(tmp_path))
+    """In CI: faults at single requests (below), and a random run of them (test_object_faults.py)."""
+    text = said("torture", "--seconds", "60", "--seed", "5", "--dir", str(tmp_path))
     for event in ("saved", "audited"):
         assert f" {event}\n" in text
 
 
-KINDS = tuple(bucket_faults.KINDS) if LONG else ("late", "500_after", "503 from here on")
-
-
+@long_only
 def test_faults_at_requests_surface_and_lose_nothing(fast: Server) -> None:
-    done = bucket_faults.sweep(fast, every=short_or(500, 60), start=120, kinds=KINDS, checks=False)
-    assert set(done.injected) == set(KINDS) - {"flip_up"}
+    done = bucket_faults.sweep(fast, every=60, start=120, checks=False)
+    assert set(done.injected) == set(bucket_faults.KINDS) - {"flip_up"}
     assert all(done.injected.values())
     assert done.surfaced["StorageError"] > 0
     assert done.survived > 0
     assert done.restored > 0
+
+
+def test_a_fault_at_a_request_surfaces_or_is_survived(fast: Server) -> None:
+    error, hit, restored = bucket_faults.inject(fast, bucket_faults.rule("503 from here on", 100))
+    assert error == "StorageError"
+    assert hit > 1
+    assert restored > 0
+    error, hit, _ = bucket_faults.inject(fast, Rule("late", times=1, skip=20), Rule("short", times=3, skip=20))
+    assert error is None
+    assert hit == 4
 
 
 def test_a_client_that_believes_what_it_is_not_told_is_caught(fast: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +109,14 @@ def stage(fast: Server, tmp_path: Path) -> Iterator[BucketStage]:
         yield BucketStage(tmp_path, random.Random(1), Acknowledged(tmp_path / "1.jsonl"), place=place)
 
 
-def suffer(stage: BucketStage, seeds: range) -> None:
+def suffer(stage: BucketStage, seeds: Iterable[int]) -> None:
     for seed in seeds:
         stage.chance = random.Random(seed)
         bucket_mishap(stage)
 
 
 def test_what_happens_to_a_bucket_is_not_silent(stage: BucketStage) -> None:
-    suffer(stage, range(short_or(9, 100)))
+    suffer(stage, range(100) if LONG else (0, 1, 5))
     found = {name for event in Acknowledged.read(stage.notes) for name in event if name.startswith("mishap")}
     assert found == {"mishap slots", "mishap copy", "mishap deleted"}
 
@@ -118,7 +126,7 @@ def test_a_writer_that_does_not_look_whose_store_it_is_is_caught(
 ) -> None:
     monkeypatch.setattr(term, "_check_same_store", lambda _journal: None)
     with pytest.raises(Violation, match="after the store was deleted"):
-        suffer(stage, range(40))
+        suffer(stage, (5, 6, 10))
 
 
 def test_the_proxy_apart_does_what_it_is_told(stage: BucketStage) -> None:
