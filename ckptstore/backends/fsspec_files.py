@@ -28,6 +28,7 @@ from ckptstore.backends.base import (
     too_long,
 )
 from ckptstore.backends.gathered import Blocks, GatheredSink
+from ckptstore.backends.system_errors import ON_THE_WAY
 from ckptstore.errors import (
     CkptError,
     CorruptSegmentError,
@@ -46,6 +47,8 @@ __all__ = ["FsspecBackend", "known_scheme", "opened"]
 
 _RACERS: Final = 4
 _RACES: Final = 16
+_TRIES: Final = 3
+"""How often something is read that comes shorter than it is."""
 _T = TypeVar("_T")
 
 
@@ -102,14 +105,17 @@ class FsspecBackend(Backend):
         return f"{self.url}: {key}" if key else self.url
 
     def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
-        """See `Backend.get`."""
-        size = self.size(key)
-        if size > limit:
-            raise too_long(self._name(key), size, limit)
-        data = self._asked(key, lambda path: bytes(self._fs.cat_file(path)))
-        if len(data) > limit:
-            raise too_long(self._name(key), len(data), limit)
-        return data
+        """See `Backend.get`. A file that comes shorter than it is is read again, a bounded number of times."""
+        for _ in range(_TRIES):
+            size = self.size(key)
+            if size > limit:
+                raise too_long(self._name(key), size, limit)
+            data = self._asked(key, lambda path: bytes(self._fs.cat_file(path)))
+            if len(data) > limit:
+                raise too_long(self._name(key), len(data), limit)
+            if len(data) >= size:
+                return data
+        raise StorageError(ON_THE_WAY, f"cannot read: {len(data)} of {size} bytes came", self._name(key))
 
     def size(self, key: str) -> int:
         """See `Backend.size`."""
@@ -283,7 +289,7 @@ class FsspecBackend(Backend):
             kind = ReadOnlyError if writing else StorageError
             failure = kind(error.errno or errno.EACCES, "not permitted", self._name(key))
         except Exception as error:  # noqa: BLE001 - file systems raise what they like
-            code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            code = error.errno if isinstance(error, OSError) and error.errno else ON_THE_WAY
             told = f"cannot {'write' if writing else 'read'} ({type(error).__name__})"
             failure = StorageError(code, told, self._name(key))
         raise failure
@@ -325,10 +331,16 @@ class _FsspecSource(SegmentSource):
             )
         if not len(view):
             return
-        data = self._backend.read_range(self._key, offset, offset + len(view))
-        if len(data) != len(view):
+        end = offset + len(view)
+        for _ in range(_TRIES):
+            data = self._backend.read_range(self._key, offset, end)
+            if len(data) == len(view):
+                view[:] = data
+                return
+        if self._backend.size(self._key) < end:
             raise CorruptSegmentError(f"{self._key} ends at byte {offset + len(data)}, although it had {self.size}")
-        view[:] = data
+        told = f"cannot read: {len(data)} of {len(view)} bytes came"
+        raise StorageError(ON_THE_WAY, told, f"{self._backend.url}: {self._key}")
 
     def map(self) -> memoryview | None:
         self._check_open()

@@ -13,6 +13,7 @@ from typing import Final
 
 from obstore import exceptions
 
+from ckptstore.backends.system_errors import ON_THE_WAY
 from ckptstore.errors import (
     CkptError,
     ForeignObjectError,
@@ -31,6 +32,8 @@ RAISED: Final = (exceptions.BaseError, OSError, ValueError)
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>([A-Za-z]{1,48})</Code>")
 _KIND: Final = re.compile(r"kind: (Timeout|Connect|Interrupted|Decode|Request)\b")
+_BROKEN_LIST: Final = "Got invalid list response"
+"""How obstore calls a listing that is no XML: one that was cut short, with a length that says so."""
 _SERVER_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _DAMAGED: Final = frozenset(
     {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "IncompleteBody"}
@@ -91,7 +94,7 @@ class Failure:
         elif self.status == 501:
             found = UnsupportedBackendError(errno.EOPNOTSUPP, told, name)
         else:
-            found = StorageError(errno.ETIMEDOUT if self.kind == "Timeout" else errno.EIO, told, name)
+            found = StorageError(errno.ETIMEDOUT if self.kind == "Timeout" else ON_THE_WAY, told, name)
         found.unsent = self.undone
         return found
 
@@ -111,6 +114,8 @@ def understood(error: BaseException) -> Failure:
     if status:
         hint = _hint(status, code)
         return Failure(f"the server said {status}{f' {code}' if code else ''}{hint}", status, code)
+    if _BROKEN_LIST in text:
+        return Failure(_TOLD["Decode"], kind="Decode")
     if found := _KIND.search(text):
         return Failure(_TOLD[found[1]], kind=found[1])
     # Without an answer: obstore's own words (a region, credentials that are not to be had), in one line.

@@ -26,6 +26,7 @@ from ckptstore.backends.base import OBJECT_LIMIT, too_long
 from ckptstore.backends.costs import Costs
 from ckptstore.backends.object_errors import RAISED, Failure, understood
 from ckptstore.backends.object_options import ObjectPlace
+from ckptstore.backends.system_errors import ON_THE_WAY
 from ckptstore.errors import CkptError, CorruptSegmentError, MissingDependencyError, StorageError, UsageError
 from ckptstore.host.bandwidth import PIECE, Bandwidth
 from ckptstore.host.carriers import carried, nap
@@ -40,6 +41,7 @@ _PAGE: Final = 1000
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 5.0
 _MD5: Final = 32
+_FROM_THE_START: Final = {"range": {"offset": 0}}
 
 _T = TypeVar("_T")
 
@@ -91,12 +93,15 @@ class Requests:
     def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
         """The whole object. Raises as `Backend.get`.
 
+        It is asked for as a range, because the answer then says of how many bytes the object is: a body that was cut
+        short on its way may come with a length that says so, and would be taken for damage in the store.
+
         Where the server's ETag is the MD5 of the bytes they are compared with it, and asked for again if they differ:
-        a slot that is damaged on its way would else be taken for damage in the store.
+        so would a slot be of which a bit flipped on its way.
         """
         before: bytes | None = None
         for done in range(self.tries):
-            data, tag = self._run("get", key, lambda: self._got(key, limit))
+            data, tag = self._whole(key, limit)
             if not self._tags_are_md5 or len(tag) != _MD5 or _md5(data) == tag:
                 return data
             if data == before:  # the same twice: the tag is something else (SSE-KMS)
@@ -104,13 +109,22 @@ class Requests:
                 return data
             before = data
             self.pause(done)
-        raise StorageError(errno.EIO, "cannot read: other bytes each time", self.name(key))
+        raise StorageError(ON_THE_WAY, "cannot read: other bytes each time", self.name(key))
 
-    def _got(self, key: str, limit: int) -> tuple[bytes, str]:
+    def _whole(self, key: str, limit: int) -> tuple[bytes, str]:
+        try:
+            return self._run("get", key, lambda: self._got(key, limit, _FROM_THE_START))
+        except StorageError as error:
+            if error.errno != errno.ERANGE:
+                raise
+        # No byte of an empty object can be had as a range.
+        return self._run("get", key, lambda: self._got(key, limit, {}))
+
+    def _got(self, key: str, limit: int, options: Any) -> tuple[bytes, str]:
         self.costs.count("get")
 
         def whole() -> tuple[bytes | None, int, str]:
-            result = obstore.get(self._once, key)
+            result = obstore.get(self._once, key, options=options)
             size = result.meta["size"]
             return None if size > limit else bytes(result.bytes()), size, result.meta["e_tag"] or ""
 

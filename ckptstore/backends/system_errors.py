@@ -15,6 +15,9 @@ REFUSALS: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 ABSENCES: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """What the system raises when nothing, or no file, has this name."""
 
+ON_THE_WAY: Final = errno.EREMOTEIO
+"""What fails between this machine and a medium elsewhere (a server, a network, a file system of fsspec's): it says
+nothing of what is there, as EIO does."""
 _BAD_MEDIUM: Final = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN})
 """What a system says when it got through to the medium and this place of it cannot be read any more: a bad sector, or
 a checksum of the file system's own that differs."""

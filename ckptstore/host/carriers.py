@@ -5,7 +5,8 @@ call. So such calls are carried out by daemon threads (*carriers*), and who want
 then ends the wait, and the call is left alone: it answers, times out, or ends with the process.
 
 Jobs of a pool that the main thread waits for belong to its *scope*: when that wait is interrupted, those that wait for
-carriers are, too. Threads that nobody waits for (a writer's) have no scope: what they do is done to its end.
+carriers are, too. Threads that nobody waits for (a writer's) belong to the process: what they do is done to its end,
+unless the process ends and its user has given up waiting for that (`abandon_all`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 from ckptstore.host import background
 
-__all__ = ["Scope", "carried", "nap", "scope_here", "within"]
+__all__ = ["Scope", "abandon_all", "carried", "nap", "scope_here", "within"]
 
 _T = TypeVar("_T")
 _IDLE: Final = 16
@@ -66,6 +67,7 @@ class Scope:
 
 
 _here = threading.local()
+_process_wide = Scope()
 
 
 def scope_here() -> Scope | None:
@@ -94,9 +96,15 @@ def within(scope: Scope | None, call: Callable[[], _T]) -> Callable[[], _T]:
 
 def nap(seconds: float) -> None:
     """Let time pass; less where the wait that this is for is interrupted."""
-    if (scope := scope_here()) is None:
-        scope = Scope()
-    scope.nap(seconds)
+    (scope_here() or _process_wide).nap(seconds)
+
+
+def abandon_all() -> None:
+    """Whoever waits for a carrier, or for time to pass, and for no wait of the main thread, gets `AbandonedError` now.
+
+    For a process that ends: what its threads wait for would keep it from that.
+    """
+    _process_wide.abandon()
 
 
 class _Job:
@@ -118,18 +126,14 @@ class _Job:
 
 _lock = threading.Lock()
 _idle: list[SimpleQueue[_Job]] = []
-_process = 0
-"""Whose carriers they are: a child after a fork has none of them."""
 
 
 def carried(call: Callable[[], _T]) -> _T:
     """What `call` returns or raises. It may still be under way when this is interrupted, and may have its effect.
 
-    In a thread that no signal concerns, the call is simply made.
+    Where there is no carrier to be had, the call is simply made.
     """
-    scope = scope_here()
-    if scope is None:
-        return call()
+    scope = scope_here() or _process_wide
     job = _Job(call)
     try:
         _handed(job)
@@ -147,12 +151,18 @@ def carried(call: Callable[[], _T]) -> _T:
         del job  # an error and its traceback would keep each other
 
 
+def _forget() -> None:
+    """In a child after a fork, which has none of the carriers, nor whoever held a lock."""
+    global _lock, _process_wide
+    _lock, _process_wide = threading.Lock(), Scope()
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def _handed(job: _Job) -> None:
-    global _process
     with _lock:
-        if _process != os.getpid():
-            _process = os.getpid()
-            _idle.clear()
         queue = _idle.pop() if _idle else None
     if queue is None:
         queue = SimpleQueue()

@@ -5,7 +5,8 @@ open writer finishes what it was given, as closing it would, *before* the thread
 after that (measured on 3.11 to 3.13). On 3.12 no thread can be started any more by then; the writers' pools have theirs
 from the beginning (`workers`).
 
-It takes as long as the medium takes. Whoever does not want to wait presses Ctrl-C, and is told what may be missing.
+It takes as long as the medium takes. Whoever does not want to wait presses Ctrl-C, and is told what may be missing. A
+writer whose closing was ended by Ctrl-C already is not waited for again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from concurrent.futures import Future, wait
 from typing import Final, Protocol
 
 from ckptstore.errors import WriterClosedError
+from ckptstore.host.carriers import abandon_all
 
-__all__ = ["ADVICE", "SILENT_SECONDS", "check", "forget", "under_way", "watch"]
+__all__ = ["ADVICE", "SILENT_SECONDS", "check", "forget", "give_up", "tell", "under_way", "watch"]
 
 ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
 
@@ -51,6 +53,8 @@ class _Ends(Protocol):
 
 _open: Final[set[_Ends]] = set()
 """Held until they are closed: what one was given would be lost with it. Changed by single calls, which no fork cuts."""
+_given_up: Final[set[_Ends]] = set()
+"""Those for which somebody did not want to wait any longer."""
 _begun = False
 
 
@@ -62,6 +66,17 @@ def watch(writer: _Ends) -> None:
 def forget(writer: _Ends) -> None:
     """It is closed."""
     _open.discard(writer)
+    _given_up.discard(writer)
+
+
+def give_up(writer: _Ends) -> None:
+    """Closing it was interrupted: the interpreter's end does not wait for it, and says what may be missing."""
+    _given_up.add(writer)
+
+
+def tell(writer: _Ends, doing: str) -> None:
+    """Say what is waited for, and that one need not."""
+    _say(writer, f"{doing} once {_named(writer._unfinished())} written; Ctrl-C gives up")
 
 
 def under_way() -> bool:
@@ -82,22 +97,28 @@ def _ending() -> WriterClosedError:
 def _finish_all() -> None:
     global _begun
     _begun = True
-    writers = list(_open)
-    if not writers:
-        return
+    writers = [writer for writer in _open if writer not in _given_up]
     try:
-        ends = [writer._end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
-        if wait(ends, SILENT_SECONDS).not_done:
-            for writer in writers:
-                _say(writer, f"the interpreter ends once {_named(writer._unfinished())} written; Ctrl-C gives up")
-        wait(ends)
-        for writer in writers:
-            _close(writer)
+        _finish(writers)
     except BaseException:
-        for writer in writers:
+        _given_up.update(writers)
+        raise
+    finally:
+        for writer in _given_up:
             if steps := writer._unfinished():
                 _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
-        raise
+        if _given_up:
+            abandon_all()  # else their threads, which the interpreter joins, would wait on
+
+
+def _finish(writers: Sequence[_Ends]) -> None:
+    ends = [writer._end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
+    if ends and wait(ends, SILENT_SECONDS).not_done:
+        for writer in writers:
+            tell(writer, "the interpreter ends")
+    wait(ends)
+    for writer in writers:
+        _close(writer)
 
 
 def _close(writer: _Ends) -> None:
@@ -129,3 +150,4 @@ except RuntimeError as error:  # the first writer of a script whose main thread 
     raise _ending() from error
 # Prevents: a child that waits for threads which only its parent has.
 os.register_at_fork(after_in_child=_open.clear)
+os.register_at_fork(after_in_child=_given_up.clear)

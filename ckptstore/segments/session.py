@@ -16,6 +16,7 @@ from ckptstore.formats import hashing
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.host.buffers import Staging, aligned
+from ckptstore.host.carriers import scope_here, within
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers
@@ -106,7 +107,7 @@ class SegmentSession:
 
         def apart(seal: Callable[[], None]) -> None:
             wait()
-            last.append(self.blocks.submit(seal))
+            last.append(self.blocks.submit(within(scope_here(), seal)))
 
         try:
             yield apart

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptstore.errors import UsageError, WriterClosedError
 from ckptstore.formats.state import FlatState
+from ckptstore.host.carriers import Scope, within
 from ckptstore.host.progress import Progress
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.committer import Committer
@@ -96,8 +97,13 @@ class Coded:
         updates: Updates | None,
         progress: Progress | None,
         interrupted: threading.Event,
+        scope: Scope,
     ) -> Future[CheckpointInfo]:
-        """Have training's own tensors made durable; they may change once it is done, or `interrupted` is set."""
+        """Have training's own tensors made durable; they may change once it is done, or `interrupted` is set.
+
+        Args:
+            scope: of the caller's wait: abandoned, requests that are under way for this are left alone.
+        """
         found = self.explaining.found(updates, flat)
 
         def work() -> CheckpointInfo:
@@ -105,7 +111,7 @@ class Coded:
                 return committer.persist(flat, step, progress=progress, interrupted=interrupted, labels=labels)[0]
             return committer.diff_now(flat, found, step, progress, interrupted, labels)
 
-        future: Future[CheckpointInfo] = self._submit(work)
+        future: Future[CheckpointInfo] = self._submit(within(scope, work))
         self._tend()
         return future
 

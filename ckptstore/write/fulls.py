@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from ckptstore.formats import streaming
@@ -23,6 +24,7 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
+from ckptstore.host.carriers import Scope, scope_here, within
 from ckptstore.host.progress import Progress
 from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -117,8 +119,13 @@ class Fulls:
         labels: Labels,
         progress: Progress | None,
         interrupted: threading.Event,
+        scope: Scope,
     ) -> Future[CheckpointInfo]:
-        """Make training's own tensors durable. They must not change until this is done, or `interrupted` is set."""
+        """Make training's own tensors durable. They must not change until this is done, or `interrupted` is set.
+
+        Args:
+            scope: of the caller's wait: abandoned, requests that are under way for this are left alone.
+        """
 
         def work(writers: ThreadPoolExecutor) -> CheckpointInfo:
             try:
@@ -130,7 +137,7 @@ class Fulls:
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            return self._lanes.submit(work)
+            return self._lanes.submit(lambda writers: within(scope, partial(work, writers))())
 
     def begin(self, committer: Committer, flat: FlatState, step: int, labels: Labels, measured: Measured) -> Full:
         """Wait until fewer than `limit` are in flight, then copy `flat`: training goes on when this returns."""
@@ -207,7 +214,7 @@ class Fulls:
 
     def commit(self, work: Callable[[], _T]) -> _T:
         """What the committer's thread makes of `work`."""
-        return self._commit.submit(work).result()
+        return self._commit.submit(within(scope_here(), work)).result()
 
     def tend(self) -> None:
         """Upkeep of the log, which no save waits for."""

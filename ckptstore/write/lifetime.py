@@ -102,6 +102,7 @@ class Lifetime:
         self._meter = Meter(options.on_metrics)
         self._process = os.getpid()
         self._ended: Future[None] | None = None
+        self._interrupted = False  # by Ctrl-C, so that whoever leaves is told what that waits for
         self._lock = threading.Lock()
         self._polls: Periodic | None = None
         self._layer_pool: ThreadPoolExecutor | None = None  # copies layers, behind nothing else; from the first `begin`
@@ -247,9 +248,7 @@ class Lifetime:
         sigterm.forget(self)
         if self._companion is not None:
             self._companion.close()  # before the end: it may be waiting for a commit of its own
-        # Prevents: a second close, after Ctrl-C in the first, that waits no more. A join that is interrupted makes
-        # Python (before 3.13) take the thread for ended, and every later one returns at once.
-        wait([self._end()])
+        self._await_end()
         if self._polls is not None:
             self._polls.stop()
         if self._fulls is not None:
@@ -270,6 +269,18 @@ class Lifetime:
             self._tier.close()
         exiting.forget(self)
         self._failures.raise_unseen()
+
+    def _await_end(self) -> None:
+        # Prevents: a second close, after Ctrl-C in the first, that waits no more. A join that is interrupted makes
+        # Python (before 3.13) take the thread for ended, and every later one returns at once.
+        ended = [self._end()]
+        try:
+            if self._interrupted and wait(ended, exiting.SILENT_SECONDS).not_done:
+                exiting.tell(self, "interrupted: closing ends")
+            wait(ended)
+        except (KeyboardInterrupt, SystemExit):
+            exiting.give_up(self)
+            raise
 
     def _end(self) -> Future[None]:
         """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 from ckptstore.errors import UsageError
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
+from ckptstore.host.carriers import Scope
 from ckptstore.host.progress import Progress
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.host.threads import started_pool
@@ -27,6 +28,9 @@ from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Update, Updates
 
 __all__ = ["SAVING", "Taking"]
+
+_GRACE: Final = 2.0
+"""Seconds for which a save that was interrupted waits for the medium, so that it ends in the ordinary way."""
 
 
 class Taking(Lifetime):
@@ -97,21 +101,21 @@ class Taking(Lifetime):
         updates: Updates | None,
         progress: Progress | None,
     ) -> CheckpointInfo:
-        interrupted = threading.Event()
+        interrupted, scope = threading.Event(), Scope()
         future: Future[CheckpointInfo] | None = None
         try:
             if self._fulls is not None:
                 future = self._fulls.save(
-                    committer, flat, step, labels=labels, progress=progress, interrupted=interrupted
+                    committer, flat, step, labels=labels, progress=progress, interrupted=interrupted, scope=scope
                 )
                 return future.result()
-            future = self._coded.save(committer, flat, step, labels, updates, progress, interrupted)
+            future = self._coded.save(committer, flat, step, labels, updates, progress, interrupted, scope)
             return future.result()
         except BaseException as error:
             # Ctrl-C while the other thread still reads the caller's tensors: the caller will change them, so the commit
             # must not happen any more. Wait until the thread has let go of them.
             interrupted.set()
-            failure = error if future is None else future.exception()
+            failure = error if future is None else _outcome(future, scope)
             if failure is not None:
                 committer.saves.release(step, failure)
                 committer.saves.seen(step)
@@ -346,6 +350,15 @@ class Taking(Lifetime):
         flat = state if isinstance(state, FlatState) else bridge.flattened(state)
         committer.saves.take(step)
         return committer, flat
+
+
+def _outcome(future: Future[CheckpointInfo], scope: Scope) -> BaseException | None:
+    """Why a save that nobody waits for any more failed; None: it did not. Its requests are left alone after a while."""
+    try:
+        return future.exception(_GRACE)
+    except TimeoutError:
+        scope.abandon()  # a server that says nothing would keep it for minutes
+    return future.exception()
 
 
 SAVING: Final = frozenset(method.__code__ for method in (Taking.save, Taking.save_async, Taking.begin))

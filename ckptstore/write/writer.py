@@ -158,6 +158,8 @@ class Writer(Taking):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Who ends a run wonders what it waits for.
+        self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         try:
             self.close()
         except BaseException:

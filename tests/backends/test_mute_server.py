@@ -138,6 +138,81 @@ def test_a_save_that_is_interrupted_loses_nothing_that_was_acknowledged(
     assert store.verify(deep=True).ok
 
 
+def test_one_ctrl_c_ends_a_save(s3: Server, proxy: FaultProxy, url: str) -> None:
+    """What the server was sent last may be there: the writer is in doubt of it, and nobody waits for an answer."""
+    process = scripted(s3, proxy, SAVING, url)
+    try:
+        assert process.stdout.readline() == "saved 2\n"  # type: ignore[union-attr]
+        go_on_mute(proxy, process)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"  # type: ignore[union-attr]
+        assert time.monotonic() - began < SOON
+    finally:
+        process.kill()
+        process.communicate()
+
+
+LEAVING = """
+import sys
+import numpy as np
+import ckptstore
+from ckptstore.host import exiting
+exiting.SILENT_SECONDS = 0.5
+with ckptstore.open(sys.argv[1]).writer(poll_seconds=None) as writer:
+    print("saved 2", flush=True)
+    sys.stdin.readline()
+    writer.save_async({"w": np.ones(8)}, 3)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_who_leaves_is_told_what_for_and_a_second_ctrl_c_gives_it_up(
+    s3: Server, proxy: FaultProxy, url: str, bare: bool
+) -> None:
+    text = LEAVING.replace("with ", "writer = ").replace(" as writer:", "").replace("    ", "") if bare else LEAVING
+    process = scripted(s3, proxy, text, url)
+    try:
+        assert process.stdout.readline() == "saved 2\n"  # type: ignore[union-attr]
+        go_on_mute(proxy, process)
+        process.send_signal(signal.SIGINT)
+        told = ""
+        while "Ctrl-C gives up" not in told:
+            line = process.stderr.readline()  # type: ignore[union-attr]
+            assert line, told
+            told += line
+        assert (
+            f"{url}: {'the interpreter ends' if bare else 'interrupted: closing ends'} once step 3 is written" in told
+        )
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=SOON)
+        assert time.monotonic() - began < SOON
+        assert f"{url}: interrupted: step 3 is perhaps not saved" in rest
+        assert process.returncode
+    finally:
+        process.kill()
+        process.communicate()
+    assert [info.step for info in ckptstore.open(url, storage_options=s3.options).checkpoints()] == [1]
+
+
+def scripted(s3: Server, proxy: FaultProxy, text: str, url: str) -> subprocess.Popen[str]:
+    environment = os.environ | s3.environment() | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+    command = [sys.executable, "-c", INTERRUPTIBLE + text, url]
+    root = Path(__file__).parents[2]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, cwd=root, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def go_on_mute(proxy: FaultProxy, process: subprocess.Popen[str]) -> None:
+    proxy.rules([Rule("stall", "create", seconds=SILENCE)])
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    wait_until_mute(proxy, process)
+
+
 def test_what_is_given_up_writes_to_nobodys_memory(s3: Server, proxy: FaultProxy, url: str) -> None:
     """The main thread's wait is interrupted; the answer comes later, and nothing of it is seen."""
     store = ckptstore.open(url, storage_options=options_for(proxy.port))

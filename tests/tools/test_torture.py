@@ -16,7 +16,8 @@ from ckptstore.store import Store
 from tools.crash import torture, torture_actors
 from tools.crash.faults import FaultyPosix
 from tools.crash.scenario import Violation, create
-from tools.crash.torture_actors import ACTORS, Acknowledged, Stage, sample_faults, train
+from tools.crash.stages import Acknowledged, FolderStage, Stage
+from tools.crash.torture_actors import ACTORS, sample_faults, train
 
 # A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
@@ -42,11 +43,11 @@ def test_the_seed_decides_the_schedule() -> None:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
+def stage(tmp_path: Path) -> FolderStage:
     (tmp_path / "notes").mkdir()
     create(LocalBackend(tmp_path / "store"))
     journal = Acknowledged(tmp_path / "notes" / "1.jsonl")
-    return Stage(tmp_path / "store", tmp_path / "notes", random.Random(1), journal)
+    return FolderStage(tmp_path / "notes", random.Random(1), journal, root=tmp_path / "store")
 
 
 def lies(stage: Stage) -> None:
@@ -103,11 +104,11 @@ def test_a_reader_notices_a_collector_that_ignores_pins(stage: Stage, monkeypatc
 
 
 def test_actors_get_on_with_faults_and_note_what_they_were_promised(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: FolderStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Posix] = []
-    posix = Stage.posix
-    monkeypatch.setattr(Stage, "posix", lambda stage: made.append(posix(stage)) or made[-1])  # type: ignore[func-returns-value]
+    posix = FolderStage.posix
+    monkeypatch.setattr(FolderStage, "posix", lambda stage: made.append(posix(stage)) or made[-1])  # type: ignore[func-returns-value]
     stage.faulty = (torture_actors.faults.short_reads(1, None), torture_actors.faults.interrupted(3, 5))
     train(stage)
     events = Acknowledged.read(stage.notes)

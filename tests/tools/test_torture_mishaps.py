@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools.inside import Rule, break_rule
 from tools.crash.scenario import Violation
-from tools.crash.torture_actors import Acknowledged, Stage
+from tools.crash.stages import Acknowledged, FolderStage
 from tools.crash.torture_mishaps import mishap
 
 
@@ -29,7 +29,7 @@ def run(place: Path, seeds: range) -> dict[str, int]:
     notes.mkdir(exist_ok=True)
     journal = Acknowledged(notes / "mishap.jsonl")
     for seed in seeds:
-        mishap(Stage(place / "store", notes, random.Random(seed), journal))
+        mishap(FolderStage(notes, random.Random(seed), journal, root=place / "store"))
     kinds: dict[str, int] = {}
     for event in Acknowledged.read(notes):
         for kind in event:

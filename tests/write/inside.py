@@ -130,7 +130,7 @@ class _Interrupted:
     def result(self) -> Any:
         raise KeyboardInterrupt
 
-    def exception(self) -> BaseException | None:
+    def exception(self, _timeout: float | None = None) -> BaseException | None:
         self._known.set()
         return self._future.exception(60)
 

@@ -1,6 +1,7 @@
 """Every kind of fault at every place of a store's life: the error surfaces, nothing acknowledged is lost.
 
     python -m tools.crash.faultsweep --every 5
+    python -m tools.crash.faultsweep --every 50 --medium s3     # at the requests to a bucket: `bucket_faults`
 
 For a fault at place n the store lives until the fault ends it (or not), then a healthy process checks what is there.
 For faults of the disk itself (a sync that fails, a full disk) the crash states they leave are checked as well.
@@ -21,10 +22,11 @@ from tools.crash import faults
 from tools.crash.disk import SyncFailed
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.grounds import BUCKETS, served
 from tools.crash.lives import LIVES
 from tools.crash.media import MEDIA, backend_on
 from tools.crash.recording import RecordingPosix
-from tools.crash.scenario import Violation, check
+from tools.crash.scenario import Violation, check, warm_up
 
 __all__ = ["KINDS", "Sweep", "inject", "sweep"]
 
@@ -147,17 +149,29 @@ def sweep(
     return Sweep(dict(injected), dict(surfaced), survived, states, restored)
 
 
+def _done(options: argparse.Namespace) -> Sweep:
+    if options.medium not in BUCKETS:
+        return sweep(options.every, cuts=options.cuts, seed=options.seed, medium=options.medium, life=options.life)
+    from tools.crash import bucket_faults  # it takes `Sweep` from here
+
+    warm_up()  # what is compiled at the first call would time requests out
+    with served(options.medium) as server:
+        return bucket_faults.sweep(
+            server, options.every, start=options.seed, life=options.life, checks=options.medium == "s3"
+        )
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="inject at every N-th place only")
     parser.add_argument("--cuts", type=int, default=20, help="crash states to check after each fault of the disk")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--medium", choices=MEDIA, default="folder")
+    parser.add_argument("--medium", choices=(*MEDIA, *BUCKETS), default="folder")
     parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
     options = parser.parse_args()
     begin = time.monotonic()
-    done = sweep(options.every, cuts=options.cuts, seed=options.seed, medium=options.medium, life=options.life)
+    done = _done(options)
     for kind, count in done.injected.items():
         print(f"{count:6} {kind}")
     print(f"surfaced: {done.surfaced}; survived: {done.survived}")

@@ -1,8 +1,13 @@
-"""SIGKILL at every named crash point, on a real disk: what was acknowledged is there, and the next writer goes on.
+"""SIGKILL at every named crash point: what was acknowledged is there, and the next writer goes on.
 
     python -m tools.crash.kills --kills 200
+    python -m tools.crash.kills --kills 200 --medium s3     # ministack; s3-memory: a server that is faster
 
 Each victim is a process of its own, forked from one that has imported everything, so that a kill costs milliseconds.
+
+Of a bucket every other victim dies while a request of its own is under way, and the victims of every other store come
+to it through a proxy that loses, repeats, refuses and delays: what the dead have sent may arrive when their successors
+are at work.
 """
 
 from __future__ import annotations
@@ -10,23 +15,33 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import signal
-import tempfile
+import threading
 import time
+import traceback
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
+from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.errors import CkptError
 from ckptstore.host import crash_points
+from tools.crash.grounds import BUCKETS, Ground, Place, ground
 from tools.crash.lives import LIVES, POINTS
-from tools.crash.media import MEDIA, backend_on, obstacle
-from tools.crash.old_headers import files_below, mixed
+from tools.crash.media import MEDIA, obstacle
 from tools.crash.scenario import Violation, check, warm_up
 
-__all__ = ["Kills", "kill_at", "sweep"]
+__all__ = ["REQUEST", "Kills", "kill_at", "points_of", "sweep"]
+
+REQUEST: Final = "a request"
+"""Not a crash point: the instant at which a bucket has been asked so many times, or a moment later."""
+_MOMENT: Final = 0.01
+"""Seconds for a request, more or less."""
+_FAILED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +53,43 @@ class Kills:
         completed: victims that ended before the point was passed so often.
         points: crash point -> kills there.
         restored: checkpoints restored and compared afterwards.
+        failed: victims that ended with an error of their medium, where there are any.
+        acknowledged: checkpoints that victims were promised.
     """
 
     kills: int
     completed: int
     points: dict[str, int]
     restored: int
+    failed: int = 0
+    acknowledged: int = 0
 
 
-def kill_at(root: Path, point: str, count: int, medium: str = "folder", life: str = "whole") -> tuple[bool, list[str]]:
-    """Let a process live in the store at `root` until it passes `point` for the `count`-th time.
+@dataclass(slots=True)
+class _Tally:
+    done: Counter[str] = field(default_factory=Counter)
+    completed: int = 0
+    failed: int = 0
+    restored: int = 0
+    acknowledged: int = 0
+
+
+def points_of(life: str, medium: str) -> Sequence[str]:
+    """The crash points that a life passes: in a bucket nothing is linked, and no file used again."""
+    if medium not in BUCKETS:
+        return POINTS[life]
+    return [point for point in POINTS[life] if not point.startswith(("create.", "recycle."))]
+
+
+def kill_at(place: Place, point: str, count: int, life: str = "whole") -> tuple[str, list[str]]:
+    """Let a process live in the store at `place` until it passes `point` for the `count`-th time.
 
     Args:
-        medium: one of `MEDIA`. `life`: one of `lives.LIVES`.
+        point: a crash point, or `REQUEST`.
+        life: one of `lives.LIVES`.
 
     Returns:
-        whether it was killed, and the REFs that it had been promised.
+        ``killed``, ``completed`` or, of a place that is faulty, ``failed``; and the REFs that it had been promised.
     """
     reading, writing = os.pipe()
     victim = os.fork()
@@ -61,10 +97,10 @@ def kill_at(root: Path, point: str, count: int, medium: str = "folder", life: st
         status = 1
         try:
             os.close(reading)
-            crash_points.arm(point, count)
-            # The pipe holds what was promised even if the victim dies right after.
-            LIVES[life](lambda: backend_on(medium, root), lambda ref: os.write(writing, f"{ref}\n".encode()) and None)
-            status = 0
+            status = _live(place, point, count, life, writing)
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
             os._exit(status)
     os.close(writing)
@@ -72,10 +108,48 @@ def kill_at(root: Path, point: str, count: int, medium: str = "folder", life: st
         acknowledged = pipe.read().split()
     _, status = os.waitpid(victim, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return True, acknowledged
+        return "killed", acknowledged
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
-        return False, acknowledged
+        return "completed", acknowledged
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _FAILED:
+        return "failed", acknowledged
     raise Violation(f"the victim at {point}:{count} ended with status {status}")
+
+
+def _live(place: Place, point: str, count: int, life: str, writing: int) -> int:
+    make: Callable[[], Backend] = place.tormented
+    if point == REQUEST:
+        make = _killed_at_request(make, count)
+    else:
+        crash_points.arm(point, count)
+    try:
+        with place.small_uploads():
+            # The pipe holds what was promised even if the victim dies right after.
+            LIVES[life](make, lambda ref: os.write(writing, f"{ref}\n".encode()) and None)
+    except CkptError:
+        if not place.faulty:
+            raise
+        return _FAILED
+    return 0
+
+
+def _killed_at_request(make: Callable[[], Backend], count: int) -> Callable[[], Backend]:
+    """`make`; once what it made has sent `count` requests, this process dies, at once or a moment later."""
+    made: list[Backend] = []
+    moment = random.Random(count).random() * _MOMENT
+
+    def one() -> Backend:
+        made.append(make())
+        return made[-1]
+
+    def watch() -> None:
+        while sum(one.costs.spent.total for one in list(made) if one.costs is not None) < count:
+            time.sleep(_MOMENT / 20)
+        time.sleep(moment)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return one
 
 
 def sweep(
@@ -92,38 +166,78 @@ def sweep(
     warm_up()
     if life != "whole":
         _warm_up(life)
-    done: Counter[str] = Counter()
-    completed = restored = 0
-    work = Path(tempfile.mkdtemp(prefix="ckptstore-kills-", dir=folder))
-    try:
+    tally = _Tally()
+    with ground(medium, folder, seed) as stores:
+        choose = _Choice(chance, points_of(life, medium), _requests_of(stores, life) if medium in BUCKETS else 0)
         for number in range(10 * kills):
-            if done.total() >= kills:
+            if tally.done.total() >= kills:
                 break
-            root = work / f"store-{number // 4}"
+            point, count = choose(number)
             if number % 4 == 0:
                 promised: set[str] = set()
-            points = POINTS[life]
-            point = points[number % len(points)] if number < 2 * len(points) else chance.choice(points)
-            count = 1 + number // len(points) if number < 2 * len(points) else chance.randint(1, 12)
             # Every other folder recycles; and one may be used by writers that do, and others that do not.
-            recycles = medium == "folder" and (number // 4 % 2 or point.startswith("recycle."))
-            chosen = "recycled" if recycles else medium
-            killed, acknowledged = kill_at(root, point, count, chosen, life)
+            recycles = bool(number // 4 % 2) or point.startswith("recycle.")
+            place = stores.place(number // 4, recycles=recycles)
+            ended, acknowledged = kill_at(place, point, count, life)
             promised |= set(acknowledged)
-            done[point] += killed
-            completed += not killed
+            tally.done[point] += ended == "killed"
+            tally.completed += ended == "completed"
+            tally.failed += ended == "failed"
+            tally.acknowledged += sum(not ref.startswith("-") for ref in acknowledged)
             try:
-                # Checked without writing every other time, so that the next victim meets what this one left.
-                restored += check(backend_on(chosen, root), promised, write=number % 2 == 0)
-                if found := mixed(files_below(root)):
-                    raise Violation(f"old headers over new data: {found}")
+                tally.restored += _checked(place, promised, number)
             except Exception as error:
                 raise Violation(f"seed {seed}, kill {number} at {point}:{count}: {error}") from error
             if number % 4 == 3:
-                shutil.rmtree(root)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return Kills(done.total(), completed, dict(done), restored)
+                place.remove()
+    return Kills(
+        tally.done.total(), tally.completed, dict(tally.done), tally.restored, tally.failed, tally.acknowledged
+    )
+
+
+def _checked(place: Place, promised: set[str], number: int) -> int:
+    """Checked without writing every other time, so that the next victim meets what this one left."""
+    # Whether all that the dead have sent is there: another turn, so that each meets the other.
+    settled = number // 2 % 2 == 0
+    return int(place.judged(lambda backend: check(backend, promised, write=number % 2 == 0), settled=settled))
+
+
+class _Choice:
+    """At which point a victim dies, and when it passes it for which time."""
+
+    def __init__(self, chance: random.Random, points: Sequence[str], requests: int) -> None:
+        """
+        Args:
+            requests: that a life takes; 0: its medium has none.
+        """
+        self._chance = chance
+        self._points = points
+        self._requests = requests
+
+    def __call__(self, number: int) -> tuple[str, int]:
+        points = self._points
+        if self._requests:
+            if number % 4 in (1, 2):  # one that is looked at, one that is followed at once by who writes
+                return REQUEST, self._chance.randint(1, self._requests)
+            number //= 2
+        if number < 2 * len(points):
+            return points[number % len(points)], 1 + number // len(points)
+        return self._chance.choice(points), self._chance.randint(1, 12)
+
+
+def _requests_of(stores: Ground, life: str) -> int:
+    """How many requests a life takes that nothing disturbs."""
+    place, made = stores.place(-2, recycles=False), list[Backend]()
+
+    def make() -> Backend:
+        made.append(place.backend())
+        return made[-1]
+
+    def look(_: Backend) -> int:
+        LIVES[life](make, lambda _: None)
+        return sum(one.costs.spent.total for one in made if one.costs is not None)
+
+    return int(place.judged(look))
 
 
 def _warm_up(life: str) -> None:
@@ -140,16 +254,21 @@ def main() -> None:
     parser.add_argument(
         "--dir", type=Path, default=None, help="where to make the stores (default: the temporary folder)"
     )
-    parser.add_argument("--medium", choices=MEDIA, default="folder")
+    parser.add_argument("--medium", choices=(*MEDIA, *BUCKETS), default="folder")
     parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
     options = parser.parse_args()
     if (why := obstacle(options.medium)) is not None:
         parser.error(why)
     begin = time.monotonic()
     done = sweep(options.kills, seed=options.seed, folder=options.dir, medium=options.medium, life=options.life)
-    for point in POINTS[options.life]:
-        print(f"{done.points.get(point, 0):6} {point}")
-    print(f"{done.kills} kills, {done.restored} checkpoints restored, 0 violations, {time.monotonic() - begin:.0f} s")
+    for point in done.points:
+        print(f"{done.points[point]:6} {point}")
+    if done.failed:
+        print(f"{done.failed} ended with an error of the medium, {done.completed} before it was their turn")
+    print(
+        f"{done.kills} kills, {done.acknowledged} checkpoints acknowledged, {done.restored} restored, 0 violations, "
+        f"{time.monotonic() - begin:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Everything at once, from a seed: writers, readers, requests, folds, gc, SIGKILLs, faults, a full disk.
 
     python -m tools.crash.torture --seconds 600 --seed 7
+    python -m tools.crash.torture --seconds 600 --medium s3     # ministack, or s3-memory: a server that is faster
 
 Real processes (`tools.crash.torture_actors`) work on one store until they are killed at random instants; another
 incarnation follows each at once, some with faults in its system calls. Every so often all are killed and the store is
@@ -9,7 +10,9 @@ visible is whole; no byte is damaged; the next writer goes on. Actors check mean
 
 The seed decides the schedule (who is killed when, who follows with which seed and which faults) and every choice of
 every actor; how the system interleaves them it cannot. With root the store lives on a small ext4 image of its own that
-an actor fills to the last block again and again; elsewhere a full disk is only among the injected faults.
+an actor fills to the last block again and again; elsewhere a full disk is only among the injected faults. In a bucket
+three in ten incarnations come through a proxy that loses, repeats, refuses and delays (`grounds.mishaps`): what the
+dead have sent arrives when others are at work.
 """
 
 from __future__ import annotations
@@ -25,30 +28,29 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.base import Backend
 from ckptstore.formats.hashing import header_hash
 from ckptstore.host.caller_warnings import LostStepsWarning
 from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store
+from tools.crash.grounds import BUCKETS, bucket
 from tools.crash.powercut_rig import isolated, make_image, mounted, obstacle
 from tools.crash.scenario import Violation, check, create, warm_up
-from tools.crash.torture_actors import ACTORS, Acknowledged, Stage, perform, sample_faults
+from tools.crash.scenes import KILL_EVERY, BucketScene, FolderScene, Scene
+from tools.crash.stages import Acknowledged
+from tools.crash.torture_actors import ACTORS, perform
 
 __all__ = ["Action", "Torture", "schedule", "torture"]
 
 DISK: Final = 96 << 20
 """Bytes of the small disk: some hundred checkpoints and no more."""
-KILL_EVERY: Final = 0.5
-"""Seconds between two kills, on average."""
 CHECK_EVERY: Final = 30.0
 """Seconds between two checks of the whole store."""
-FAULTY: Final = 0.3
-"""Share of incarnations with faults in their system calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,11 @@ def parts(*, disk_full: bool) -> list[str]:
     return names if disk_full else [name for name in names if not name.startswith("filler")]
 
 
-def schedule(seed: int, seconds: float, names: list[str]) -> list[Action]:
+def schedule(seed: int, seconds: float, names: Sequence[str], kill_every: float = KILL_EVERY) -> list[Action]:
     """Who is killed when; the last action is a check."""
     chance = random.Random(seed)
     actions, now, last_check = [], 0.0, 0.0
-    while (now := now + chance.expovariate(1 / KILL_EVERY)) < seconds:
+    while (now := now + chance.expovariate(1 / kill_every)) < seconds:
         if now - last_check > CHECK_EVERY:
             last_check = now
             actions.append(Action(now, "", chance.getrandbits(32)))
@@ -115,9 +117,8 @@ def schedule(seed: int, seconds: float, names: list[str]) -> list[Action]:
 class _Company:
     """The processes that work on one store."""
 
-    def __init__(self, root: Path, notes: Path) -> None:
-        self.root = root
-        self.notes = notes
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
         self.processes: dict[str, int] = {}
         self.kills = 0
         self._incarnations = 0
@@ -125,22 +126,25 @@ class _Company:
     def start(self, part: str, seed: int) -> None:
         """Let the next incarnation of `part` begin."""
         self._incarnations += 1
-        journal = self.notes / f"{self._incarnations:06d}-{part}.jsonl"
+        journal = self.scene.notes / f"{self._incarnations:06d}-{part}.jsonl"
         process = os.fork()
         if process == 0:
             status = 1
             warnings.simplefilter("ignore", LostStepsWarning)
             try:
-                chance = random.Random(seed)
-                faulty = sample_faults(chance) if chance.random() < FAULTY else ()
-                stage = Stage(self.root, self.notes, chance, Acknowledged(journal), faulty)
-                status = perform(stage, part.rpartition("-")[0])
+                stage = self.scene.stage(random.Random(seed), Acknowledged(journal))
+                with stage.conditions():
+                    status = perform(stage, part.rpartition("-")[0])
             except BaseException:
                 Acknowledged(journal).note(violation=f"{part} raised what is not ours:\n{traceback.format_exc()}")
                 raise
             finally:
                 os._exit(status)
         self.processes[part] = process
+
+    def start_all(self, seed: int) -> None:
+        for index, part in enumerate(self.scene.names):
+            self.start(part, seed + index)
 
     def kill(self, part: str) -> None:
         """SIGKILL. A process that ended by itself has left a violation in its journal."""
@@ -160,27 +164,25 @@ class _Company:
                 raise Violation(f"{part} ended by itself")
 
 
-def torture(seconds: float, *, seed: int = 0, folder: Path | None = None) -> Torture:
+def torture(seconds: float, *, seed: int = 0, folder: Path | None = None, medium: str = "folder") -> Torture:
     """Torment a store for so long.
 
     Args:
-        folder: where to make it.
+        folder: where to make it, and the journals.
+        medium: ``folder``, or one of `grounds.BUCKETS`.
 
     Raises:
         Violation: a promise is broken; names the seed and says when.
     """
-    with _place(folder) as (root, notes, disk_full):
-        with Store(LocalBackend(root)) as store:  # its handle would keep the disk from being unmounted
-            create(store.backend)
+    with _scene(folder, medium, seed) as scene:
+        scene.judged(create)
         warm_up()
-        company = _Company(root, notes)
-        names = parts(disk_full=disk_full)
-        plan = schedule(seed, seconds, names)
+        company = _Company(scene)
+        plan = schedule(seed, seconds, scene.names, scene.kill_every)
         restored = checks = 0
         begin, paused = time.monotonic(), 0.0
         try:
-            for index, part in enumerate(names):
-                company.start(part, seed * 1000 + index)
+            company.start_all(seed * 1000)
             for action in plan:
                 while (now := time.monotonic() - begin - paused) < action.at:
                     time.sleep(min(0.1, action.at - now))
@@ -191,51 +193,53 @@ def torture(seconds: float, *, seed: int = 0, folder: Path | None = None) -> Tor
                     continue
                 company.kill_all()
                 since = time.monotonic()
-                restored += _check(root, notes, last=action is plan[-1])
+                restored += _check(scene, last=action is plan[-1])
                 checks += 1
                 paused += time.monotonic() - since
                 if action is not plan[-1]:
-                    for index, part in enumerate(names):
-                        company.start(part, action.seed + index)
+                    company.start_all(action.seed)
         except Exception as error:
             company.kill_all()
-            told = [event["violation"] for event in Acknowledged.read(notes) if "violation" in event]
+            told = [event["violation"] for event in Acknowledged.read(scene.notes) if "violation" in event]
             when = time.monotonic() - begin - paused
             raise Violation(f"seed {seed}, after {when:.1f} s: " + "\n".join([str(error), *told])) from error
         finally:
             company.kill_all()
-        with Store(LocalBackend(root)) as store:
-            view = store.view()
-        return Torture(
-            seconds, company.kills, checks, restored, _count(notes), view.catalog.term, view.end, disk_full=disk_full
-        )
+        terms, slots = scene.judged(_ended)
+        events = _count(scene.notes) | dict(scene.told())
+        return Torture(seconds, company.kills, checks, restored, events, terms, slots, disk_full=scene.disk_full)
+
+
+def _ended(backend: Backend) -> tuple[int, int]:
+    view = Store(backend).view()
+    return view.catalog.term, view.end
 
 
 @contextlib.contextmanager
-def _place(folder: Path | None) -> Iterator[tuple[Path, Path, bool]]:
-    """The store's folder, the journals' folder, and whether the store has a small disk of its own."""
+def _scene(folder: Path | None, medium: str, seed: int) -> Iterator[Scene]:
     with tempfile.TemporaryDirectory(prefix="ckptstore-torture-", dir=folder) as name, contextlib.ExitStack() as stack:
         work = Path(name)
         notes = work / "notes"
         notes.mkdir()
+        if medium in BUCKETS:
+            yield BucketScene(stack.enter_context(bucket(medium, seed)), notes, parts(disk_full=False))
+            return
         disk_full = obstacle("ext4") is None
         if disk_full:
             make_image("ext4", work / "disk.img", DISK)
             stack.enter_context(mounted(work / "disk.img", work / "disk"))
-        yield work / "disk" / "store", notes, disk_full
+        yield FolderScene(work / "disk" / "store", notes, parts(disk_full=disk_full), disk_full=disk_full)
 
 
-def _check(root: Path, notes: Path, *, last: bool) -> int:
+def _check(scene: Scene, *, last: bool) -> int:
     """Nobody is at work: compare the store with what the journals say -> checkpoints restored."""
-    (root.parent / "hog").unlink(missing_ok=True)
-    events = Acknowledged.read(notes)
+    events = Acknowledged.read(scene.notes)
     if told := [event["violation"] for event in events if "violation" in event]:
         raise Violation("\n".join(told))
     saved = {event["saved"] for event in events if "saved" in event}
     retiring = {ref for event in events for ref in event.get("retiring", ())}
     retired = {ref for event in events for ref in event.get("retired", ())}
-    with Store(LocalBackend(root)) as store:
-        return _compared(store, saved, retiring, retired, last=last)
+    return int(scene.judged(lambda backend: _compared(Store(backend), saved, retiring, retired, last=last)))
 
 
 def _compared(store: Store, saved: set[str], retiring: set[str], retired: set[str], *, last: bool) -> int:
@@ -286,11 +290,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one each time")
     parser.add_argument("--dir", type=Path, default=None, help="where to make the store")
+    parser.add_argument("--medium", choices=("folder", *BUCKETS), default="folder")
     parser.add_argument("--show", action="store_true", help="print the schedule, and do nothing")
     options = parser.parse_args()
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
-    why = obstacle("ext4")
-    plan = schedule(seed, options.seconds, parts(disk_full=why is None))
+    why = obstacle("ext4") if options.medium == "folder" else "the store is in a bucket"
+    every = KILL_EVERY if options.medium == "folder" else BucketScene.kill_every
+    plan = schedule(seed, options.seconds, parts(disk_full=why is None), every)
     if options.show:
         for action in plan:
             print(f"{action.at:8.2f} {'kill ' + action.part if action.part else 'check':20} {action.seed}")
@@ -304,7 +310,7 @@ def main() -> int:
         print(f"no small disk to fill: {why}")
     text = "".join(f"{action.at:.6f} {action.part} {action.seed}\n" for action in plan)
     print(f"seed {seed}, schedule {header_hash(text.encode())}: {len(plan)} actions", flush=True)
-    done = torture(options.seconds, seed=seed, folder=options.dir)
+    done = torture(options.seconds, seed=seed, folder=options.dir, medium=options.medium)
     for name, count in sorted(done.events.items()):
         print(f"{count:8} {name}")
     print(

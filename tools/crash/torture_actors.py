@@ -7,18 +7,13 @@ what it was promised, and what it is about to take away *before* it does, throug
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import SYSTEM, Posix
 from ckptstore.errors import (
     CheckpointNotFoundError,
     CkptError,
@@ -41,77 +36,18 @@ from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
 from ckptstore.write.steps.batcher import DiffOptions
 from tools.crash import faults
-from tools.crash.faults import Fault, FaultyPosix
+from tools.crash.faults import Fault
 from tools.crash.scenario import CHAIN, Violation, same_state, state_of
+from tools.crash.stages import Acknowledged, BucketStage, FolderStage, Stage
+from tools.crash.torture_buckets import bucket_mishap
 from tools.crash.torture_mishaps import mishap
 
-__all__ = ["ACTORS", "Acknowledged", "Stage", "perform"]
+__all__ = ["ACTORS", "perform", "sample_faults"]
 
 KEPT: Final = 30
 """Checkpoints that the requester leaves; it retires older ones."""
 PIN_DEAD_AFTER: Final = 20.0
 """Seconds; a reader that took longer for one load may have lost its pin, and is not judged."""
-
-
-class Acknowledged:
-    """What happened, one JSON object a line, appended by one process and read by others. It outlives a SIGKILL."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def note(self, **event: Any) -> None:
-        """Append an event. When this returns, every process can read it."""
-        os.write(self._descriptor, json.dumps(event).encode() + b"\n")
-
-    @staticmethod
-    def read(folder: Path) -> list[dict[str, Any]]:
-        """Every event of every journal; the order is that of each process only."""
-        events = []
-        for path in sorted(folder.glob("*.jsonl")):
-            # A SIGKILL may leave half a line, at the end.
-            events += [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        return events
-
-
-@dataclass(slots=True)
-class Stage:
-    """What an actor works with.
-
-    Attributes:
-        root: the store's folder.
-        notes: the folder of the journals, on a disk that is never full.
-        chance: decides everything the actor does.
-        journal: its own.
-        faulty: faults that its system calls meet.
-        watch: a collector's observation of the pins.
-    """
-
-    root: Path
-    notes: Path
-    chance: random.Random
-    journal: Acknowledged
-    faulty: tuple[Fault, ...] = ()
-    watch: PinWatch | None = None
-
-    def store(self) -> Store:
-        """The store, opened anew: after a failed fsync a backend acknowledges nothing any more."""
-        return Store(self.backend(self.root))
-
-    def backend(self, folder: Path) -> LocalBackend:
-        """A way to the store in `folder`, through this actor's faults."""
-        return LocalBackend(folder, self.posix(), direct=self.chance.random() < 0.7)
-
-    def posix(self) -> Posix:
-        """The calls of a way to a store: through this actor's faults, counted anew."""
-        return FaultyPosix(SYSTEM, *self.faulty) if self.faulty else SYSTEM
-
-    def note(self, **event: Any) -> None:
-        """See `Acknowledged.note`."""
-        self.journal.note(**event)
-
-    def retiring(self) -> set[str]:
-        """REFs that somebody has asked to retire, or is about to."""
-        return {ref for event in Acknowledged.read(self.notes) for ref in event.get("retiring", ())}
 
 
 # ------------------------------------------------------------------------------------------------ the actors
@@ -275,7 +211,7 @@ def gather(stage: Stage) -> None:
     """Delete the segments that nothing needs."""
     store = stage.store()
     if stage.watch is None:
-        stage.watch = PinWatch(LocalBackend(stage.root), dead_after=PIN_DEAD_AFTER)
+        stage.watch = PinWatch(stage.plain(), dead_after=PIN_DEAD_AFTER)
     done = collect(store.journal, stage.watch)
     if done.unreadable_pins:
         raise Violation(f"unreadable pins: {done.unreadable_pins}")
@@ -283,7 +219,7 @@ def gather(stage: Stage) -> None:
     time.sleep(stage.chance.random())
 
 
-def fill(stage: Stage) -> None:
+def fill(stage: FolderStage) -> None:
     """Fill the disk to the last block for a while. Only for a disk of its own: where the store is alone on it."""
     hog = stage.root.parent / "hog"
     time.sleep(stage.chance.random() * 6)
@@ -302,7 +238,15 @@ def fill(stage: Stage) -> None:
         hog.unlink(missing_ok=True)
 
 
-ACTORS: Final[Mapping[str, tuple[Callable[[Stage], None], int]]] = {
+def suffer(stage: Stage) -> None:
+    """Something happens to a store of one's own."""
+    if isinstance(stage, FolderStage):
+        mishap(stage)
+    elif isinstance(stage, BucketStage):
+        bucket_mishap(stage)
+
+
+ACTORS: Final[Mapping[str, tuple[Callable[[Any], None], int]]] = {
     "trainer": (train, 1),
     "rival": (train, 1),
     "reader": (read, 2),
@@ -312,7 +256,7 @@ ACTORS: Final[Mapping[str, tuple[Callable[[Stage], None], int]]] = {
     "maintainer": (maintain, 1),
     "collector": (gather, 1),
     "filler": (fill, 1),
-    "mishap": (mishap, 1),
+    "mishap": (suffer, 1),
 }
 """Name -> (what it does again and again, how many of them at once). Later commands plug in here."""
 RARE: Final = frozenset({"rival"})
@@ -350,7 +294,7 @@ def _excused(error: CkptError, stage: Stage) -> bool:
     if isinstance(error, FencedError | CommitUnknownError | WriterClosedError):
         return True
     if isinstance(error, StorageError):
-        return bool(stage.faulty) or error.errno == errno.ENOSPC
+        return stage.meets_faults or error.errno == errno.ENOSPC
     if isinstance(error, CheckpointNotFoundError):
         return "parent" in str(error) or any(ref in str(error) for ref in stage.retiring())
     return False

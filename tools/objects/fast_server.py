@@ -73,6 +73,8 @@ class _Connection:
             return
         words = dict(parse_qsl(query, keep_blank_values=True))
         self._say(method, self._buckets.answer(Asked(method, bucket, key, words, headers, body)))
+        if headers.get("connection", "").lower() == "close":
+            raise _GoneError  # the fault proxy reads an answer to its end
 
     def _head(self) -> tuple[str, str, dict[str, str]]:
         while (end := self._ahead.find(b"\r\n\r\n")) < 0:

@@ -9,7 +9,7 @@
 
     python -m tools.objects.proxy --upstream 4566 --port 4900
     curl -X PUT localhost:4900/__faults/rules -d '[{"fault": "503", "operation": "create"}]'
-    curl localhost:4900/__faults/log
+    curl localhost:4900/__faults/log        # also: injected (how often what), late (how much is on its way)
 
 Operations: ``create`` (conditional PUT), ``put``, ``begin``, ``part``, ``complete`` and ``abort`` of an upload,
 ``get``, ``range``, ``head``, ``list``, ``delete``. One client per proxy: rules know no clients.
@@ -117,7 +117,8 @@ class Request:
             case "GET" if "list-type=" in query or "prefix=" in query:
                 return "list"
             case "GET":
-                return "range" if self.header("range") else "get"
+                # A whole object is asked for from its first byte on, so that the answer says how long it is.
+                return "get" if self.header("range") in ("", "bytes=0-") else "range"
         return "head"
 
     def encoded(self) -> bytes:
@@ -224,6 +225,11 @@ class Faults:
         return body[:at] + bytes([body[at] ^ (1 << self.numbers.randrange(8))]) + body[at + 1 :]
 
 
+def injected(log: Sequence[dict[str, Any]]) -> Counter[tuple[str, str]]:
+    """How often each fault was done to each operation, by a proxy's log."""
+    return Counter((one["fault"], one["operation"]) for one in log if one["fault"])
+
+
 class FaultProxy:
     """The proxy, in a thread of its own while the ``with`` lasts.
 
@@ -239,6 +245,7 @@ class FaultProxy:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="faultproxy", daemon=True)
         self._later: set[asyncio.Task[None]] = set()
+        self._busy = 0  # requests under way, also of clients that are gone
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -261,7 +268,7 @@ class FaultProxy:
 
     def injected(self) -> Counter[tuple[str, str]]:
         """How often each fault was done to each operation."""
-        return Counter((one["fault"], one["operation"]) for one in self.log() if one["fault"])
+        return injected(self.log())
 
     def settle(self) -> None:
         """Wait until what comes late has come."""
@@ -298,7 +305,11 @@ class FaultProxy:
                 if request.path.startswith(CONTROL):
                     writer.write(self._controlled(request).encoded())
                 else:
-                    await self._serve(request, writer)
+                    self._busy += 1
+                    try:
+                        await self._serve(request, writer)
+                    finally:
+                        self._busy -= 1
                 await writer.drain()
         except (_GoneError, ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             writer.transport.abort()
@@ -310,8 +321,15 @@ class FaultProxy:
         if request.method == "PUT":
             rules = [_Active(Rule(**one)) for one in json.loads(request.body)]
             self._faults.rules = rules
-        listed = [asdict(one.rule) | {"done": one.done} for one in self._faults.rules]
-        body = self._faults.log if request.path.endswith("log") else listed
+        match request.path.removeprefix(CONTROL):
+            case "log":
+                body: Any = self._faults.log
+            case "injected":
+                body = [[*kind, count] for kind, count in injected(self._faults.log).items()]
+            case "late":
+                body = len(self._later) + self._busy
+            case _:
+                body = [asdict(one.rule) | {"done": one.done} for one in self._faults.rules]
         return Response("200 OK", [("Content-Type", "application/json")], json.dumps(body).encode())
 
     async def _serve(self, request: Request, writer: asyncio.StreamWriter) -> None:
@@ -375,7 +393,7 @@ class FaultProxy:
 
     async def _apply_later(self, request: Request, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        with contextlib.suppress(ConnectionError, OSError):
+        with contextlib.suppress(_GoneError, OSError):
             await self._forward(request)
 
     async def _forward(self, request: Request) -> Response:

@@ -1,0 +1,52 @@
+"""What is done in a process of its own: a bucket's client does not come through a fork, so who forks never has one."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tools.crash.scenario import Violation
+
+__all__ = ["apart"]
+
+
+def apart(call: Callable[[], Any]) -> Any:
+    """What a call gives in a child.
+
+    Args:
+        call: gives what JSON can say.
+
+    Raises:
+        Violation: what the child raised, as a text.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(_said(call), pipe)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    if not text:
+        raise Violation("a process that looks at the store ended without a word")
+    said = json.loads(text)
+    if "violation" in said:
+        raise Violation(said["violation"])
+    return said["found"]
+
+
+def _said(call: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"found": call()}
+    except Violation as error:
+        return {"violation": str(error)}
+    except BaseException:  # noqa: BLE001  # the parent raises it
+        return {"violation": traceback.format_exc()}
