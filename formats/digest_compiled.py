@@ -26,11 +26,32 @@ def _block_sums(
         begin = 0
 
 
+@loop("u4", "u8", "u8!")
+def _four_sums(words: npt.NDArray[np.uint32], weights: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]) -> None:
+    """Of whole blocks, four at a time: weights are twice as many bytes as words, and are loaded once for four."""
+    for first in range(0, len(sums), 4):
+        at = first * BLOCK_WORDS
+        a, b = words[at : at + BLOCK_WORDS], words[at + BLOCK_WORDS : at + 2 * BLOCK_WORDS]
+        c, d = words[at + 2 * BLOCK_WORDS : at + 3 * BLOCK_WORDS], words[at + 3 * BLOCK_WORDS : at + 4 * BLOCK_WORDS]
+        of_a, of_b, of_c, of_d = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+        for i in range(BLOCK_WORDS):
+            weight = weights[i]
+            of_a += np.uint64(a[i]) * weight
+            of_b += np.uint64(b[i]) * weight
+            of_c += np.uint64(c[i]) * weight
+            of_d += np.uint64(d[i]) * weight
+        sums[first], sums[first + 1], sums[first + 2], sums[first + 3] = of_a, of_b, of_c, of_d
+
+
 def block_sums(
     words: npt.NDArray[np.uint32], skip: int, weights: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]
 ) -> None:
     """See ``digest.block_sums``."""
-    _block_sums(words, skip, weights, sums)
+    fours = 0 if skip else len(words) // (4 * BLOCK_WORDS) * 4
+    if fours:
+        _four_sums(words[: fours * BLOCK_WORDS], weights, sums[:fours])
+    if fours < len(sums):
+        _block_sums(words[fours * BLOCK_WORDS :], skip, weights, sums[fours:])
 
 
 @loop("u4", "i8", "u8", "u8!")

@@ -95,6 +95,19 @@ class SegmentSink(ABC):
         """
         return None
 
+    refers: bool = False
+    """Whether `refer` is there."""
+
+    def refer(self, offset: int, data: memoryview) -> None:
+        """Have `data` in the segment from where it lies, uncopied: any offset, length and address; never two overlap.
+
+        Of a medium that takes a segment as a whole (`refers`). `data` must not change before `seal` has returned, or
+        `abort`: what a request that was given up still sends after that belongs to no segment.
+
+        Raises `StorageError`: the medium cannot, or the segment is sealed or given up.
+        """
+        raise StorageError(errno.EOPNOTSUPP, f"this medium copies what it is given: {len(data)} bytes at {offset}")
+
     def persist(self, offset: int, length: int) -> None:
         """Get what was stored through `map` into these bytes to the medium: `seal` has less left to do.
 

@@ -80,6 +80,8 @@ class GatheredSink(SegmentSink):
     Raises `KeyExistsError` if this process is writing it already; if the medium has it, `seal` says so.
     """
 
+    refers = True
+
     def __init__(self, name: str, memory: Blocks) -> None:
         self.name = name
         self._memory = memory
@@ -108,6 +110,10 @@ class GatheredSink(SegmentSink):
             np.copyto(memory, given)  # without the GIL, which training wants: `bytes` keeps it
             data = memory.data
         blocks[offset] = data
+
+    def refer(self, offset: int, data: memoryview) -> None:
+        """See `SegmentSink.refer`."""
+        self._open_blocks()[offset] = data
 
     def block(self, length: int) -> Bytes:
         """See `SegmentSink.block`."""

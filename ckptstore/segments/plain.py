@@ -1,8 +1,9 @@
 """Writing a state as plain segments: its bytes as they are, hashed and summed up by several threads.
 
-Tensors anywhere pass through staging blocks, and nothing else is allocated; a state that is laid out as its segments
-will be is written from its own memory, and so is one that arrives in units (`arriving`). Where every byte goes is known
-beforehand, so that several threads work at once, each on a unit (`units`) with bytes of its own.
+Tensors anywhere pass through staging blocks, and nothing else is allocated; a medium that takes a segment as a whole
+sends them from where they lie. A state that is laid out as its segments will be is written from its own memory, and so
+is one that arrives in units (`arriving`). Where every byte goes is known beforehand, so that several threads work at
+once, each on a unit (`units`) with bytes of its own.
 """
 
 from __future__ import annotations
@@ -199,18 +200,20 @@ class _Passage(ABC):
     def send(self, unit: Unit) -> list[_Sums]:
         """Send the pages of a unit -> the sums of its chunks."""
 
-    def sums_of(self, unit: Unit, place: Bytes, fill: Callable[[TensorSpec], Fill] | None = None) -> list[_Sums]:
-        """The sums of the chunks of a unit, whose bytes `place` holds, one behind the other."""
+    def sums_of(
+        self, chunks: Sequence[_Chunk], place: Bytes, fill: Callable[[TensorSpec], Fill] | None = None
+    ) -> list[_Sums]:
+        """The sums of chunks whose bytes `place` holds, one behind the other."""
         found: list[_Sums] = []
         at = 0
-        for small, chunks in groupby(unit.chunks, self._is_small):
+        for small, group in groupby(chunks, self._is_small):
             if small:
-                for run in _pieces(list(chunks)):
+                for run in _pieces(list(group)):
                     nbytes = sum(length for _, _, length in run)
                     found += self._small_sums(run, place[at : at + nbytes], fill)
                     at += nbytes
                 continue
-            for spec, begin, length in chunks:
+            for spec, begin, length in group:
                 found.append(self._sums(spec, place[at : at + length], begin, fill and fill(spec)))
                 at += length
         return found
@@ -266,9 +269,11 @@ class _InPlace(_Passage):
 
     def send(self, unit: Unit) -> list[_Sums]:
         start, end = unit.pages
-        if start < end:
+        if start < end and self.writes.refers:
+            self.writes.refer(start, self._range(start, end))
+        elif start < end:
             self.writes.send(start, self._range(start, end))
-        return self.sums_of(unit, self._range(unit.begin, unit.end))
+        return self.sums_of(unit.chunks, self._range(unit.begin, unit.end))
 
     def _range(self, begin: int, end: int) -> Bytes:
         """Bytes of the file."""
@@ -307,7 +312,7 @@ class _Arriving(_Passage):
                 self.writes.send(start, memory[start - unit.first : end - unit.first], both.done)
             else:
                 both.done()
-            sums = self.sums_of(unit, memory[unit.begin - unit.first : unit.end - unit.first])
+            sums = self.sums_of(unit.chunks, memory[unit.begin - unit.first : unit.end - unit.first])
         finally:
             both.done()
         return sums
@@ -342,12 +347,15 @@ class _Copying(_Passage):
         self._bytes = Units(layout, sources)
 
     def send(self, unit: Unit) -> list[_Sums]:
+        self.writes.check()  # before there is more to do in vain
+        if self.writes.refers:
+            return self._refer(unit)
         start, end = unit.pages
         first = unit.first
-        self.writes.check()  # before there is more to do in vain
-        block, give = self._block(end - first)
+        block = self.session.staging.take()
+        give = partial(self.session.staging.give, block)
         try:
-            sums = self.sums_of(unit, block[unit.begin - first : unit.end - first], self._filler)
+            sums = self.sums_of(unit.chunks, block[unit.begin - first : unit.end - first], self._filler)
             self._bytes.copy(unit.end, block[unit.end - first : end - first])
         except BaseException:
             give()
@@ -358,13 +366,27 @@ class _Copying(_Passage):
             give()
         return sums
 
-    def _block(self, length: int) -> tuple[Bytes, Callable[[], None]]:
-        """Memory for a unit, and what gives it back: the sink's own, if it has any, which is not copied once more."""
-        own = self.writes.block(length)
-        if own is not None:
-            return own, lambda: None
-        block = self.session.staging.take()
-        return block, lambda: self.session.staging.give(block)
+    def _refer(self, unit: Unit) -> list[_Sums]:
+        """To a medium that sends memory from where it lies: only what is small, or lies in another form, is copied."""
+        found: list[_Sums] = []
+        at = unit.begin
+        for lies, group in groupby(unit.chunks, self._lies):
+            chunks = list(group)
+            for run in [[one] for one in chunks] if lies else [chunks]:
+                place = self._view(run[0]) if lies else self.writes.block(sum(length for _, _, length in run))
+                assert place is not None  # whoever refers has memory
+                found += self.sums_of(run, place, None if lies else self._filler)
+                self.writes.refer(at, place)
+                at += len(place)
+        return found
+
+    def _lies(self, chunk: _Chunk) -> bool:
+        return chunk[2] >= _PIECE and self._view(chunk) is not None
+
+    def _view(self, chunk: _Chunk) -> Bytes | None:
+        spec, start, length = chunk
+        view = self._sources[spec.name].view()
+        return None if view is None else view[start : start + length]
 
     def _filler(self, spec: TensorSpec) -> Fill:
         return filler(self._sources[spec.name])

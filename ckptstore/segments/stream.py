@@ -56,6 +56,15 @@ class BlockWrites:
         """Memory of the sink's own, which is sent without a copy; None: it has none (`SegmentSink.block`)."""
         return self._sink.block(length)
 
+    @property
+    def refers(self) -> bool:
+        """Whether the sink takes memory where it lies (`SegmentSink.refer`)."""
+        return self._sink.refers
+
+    def refer(self, offset: int, data: Bytes) -> None:
+        """See `SegmentSink.refer`."""
+        self._sink.refer(offset, data.data)
+
     def send(self, offset: int, data: Bytes, written: Callable[[], None] = lambda: None) -> None:
         """Have `data` written at `offset`; waits while there are as many blocks under way as may be.
 

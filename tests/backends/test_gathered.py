@@ -80,6 +80,11 @@ class Watched(ObjectBackend):
                     watched.second.set()
                 return super().block(length)
 
+            def refer(self, offset: int, data: memoryview) -> None:
+                if number == 2:
+                    watched.second.set()
+                super().refer(offset, data)
+
             def put(self, parts: Sequence[memoryview], size: int) -> None:
                 if number == watched.fails:
                     raise ckptstore.StorageError(f"segment {number} is not sent")
@@ -129,3 +134,44 @@ def test_a_segment_that_cannot_be_sent_fails_its_save_and_no_other(fast: Server,
     assert [one.step for one in store.checkpoints()] == [2]
     assert same(store.load(framework="numpy"), state(2))
     assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("laid_out", [False, True])
+def test_what_lies_as_it_is_stored_is_sent_from_there(
+    fast: Server, laid_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large tensors are not copied, strided and small ones are; a snapshot (of deltas) is laid out for that."""
+    numbers = np.random.default_rng(5)
+    whole = {f"w{number}": numbers.standard_normal(MIB // 2).astype(np.float32) for number in range(3)}
+    wanted: dict[str, Any] = {**whole, "s": numbers.standard_normal((800, 700))[:, ::2], "b": np.arange(9.0)}
+    wanted |= {"odd": numbers.integers(0, 9, MIB + 5, np.uint8), "late": numbers.standard_normal(7)}
+    sent: list[memoryview] = []
+    put = ObjectSink.put
+
+    def noted(sink: ObjectSink, parts: Sequence[memoryview], size: int) -> None:
+        sent.extend(parts)
+        put(sink, parts, size)
+
+    monkeypatch.setattr(ObjectSink, "put", noted)
+    monkeypatch.setattr(ObjectSink, "block", None if laid_out else ObjectSink.block)
+    store = ckptstore.Store(backend(fast))
+    with store.writer(poll_seconds=None, deltas=ckptstore.DeltaOptions(interval=3) if laid_out else None) as writer:
+        if laid_out:
+            writer.save_async(wanted, 1).result()
+        else:
+            writer.save(wanted, 1)
+    found = store.load(framework="numpy")
+    assert all(found[name].tobytes() == tensor.tobytes() for name, tensor in wanted.items())
+    assert store.verify(deep=True).ok
+    lie = [np.frombuffer(part, np.uint8) for part in sent]
+    for name in [] if laid_out else [*whole, "odd"]:
+        assert any(np.shares_memory(wanted[name].view(np.uint8), part) for part in lie), name
+
+
+def test_a_sealed_segment_takes_no_reference(fast: Server) -> None:
+    sink = backend(fast).open_sink("seg/0000000001/b", MIB)
+    assert sink.refers
+    sink.refer(0, np.full(5000, 3, np.uint8).data)
+    sink.seal(5000)
+    with pytest.raises(ckptstore.StorageError, match="sealed or given up"):
+        sink.refer(5000, np.zeros(9, np.uint8).data)

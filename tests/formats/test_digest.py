@@ -208,6 +208,16 @@ def test_both_kinds_of_kernels(kind: str, first: int, size: int, request: pytest
     assert d.partial(kept, first) == expected & MASK
 
 
+@pytest.mark.parametrize(("skip", "count"), [(0, 4 * B), (0, 9 * B), (0, 11 * B + 5), (7, 8 * B), (0, 4 * B - 1)])
+def test_compiled_blocks_are_those_of_the_reference(skip: int, count: int) -> None:
+    pytest.importorskip("numba")
+    words = np.random.default_rng(count).integers(0, 1 << 32, count, np.uint32)
+    found, expected = (np.zeros(-(-(skip + count) // B), np.uint64) for _ in range(2))
+    d.block_sums.compiled(words, skip, d.weights(), found)
+    d.block_sums.reference(words, skip, d.weights(), expected)
+    assert found.tolist() == expected.tolist()
+
+
 def test_memory_is_that_of_one_block(request: pytest.FixtureRequest) -> None:
     """However long the data is, and however short."""
     request.addfinalizer(lambda: compiled.use(None))

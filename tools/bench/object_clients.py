@@ -145,9 +145,8 @@ class Ckptstore(Client):
         words |= {} if self.checked else {"checksum": False}
         return ckptstore.open(f"s3://{self.bucket}/{self.prefix}", storage_options=words)
 
-    def ready(self, state: State) -> None:
+    def ready(self, state: State) -> None:  # noqa: ARG002 - `prepare` is for `save_async`: `save` takes no memory
         self._writer = self._open().writer(poll_seconds=None)
-        self._writer.prepare(dict(state))
 
     def save(self, state: State) -> None:
         self._step = getattr(self, "_step", 0) + 1
