@@ -64,7 +64,7 @@ def test_two_processes_that_restore_at_once_cost_nothing_that_one_of_them_saves_
     try:
         with ThreadPoolExecutor(1) as other:
             going_on = other.submit(go_on)
-            wait([going_on], 1.0)  # it waits for the slow one; were it done by now, that would have to do no harm
+            assert not wait([going_on], 1.0).done, "it waits for the slow one"
             told, _ = slow.communicate("\n", timeout=60)
             assert going_on.result(60) == "3@2"
         assert told in ("2\n", "3\n")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore import DiffOptions, FencedError
+from ckptstore import DiffOptions, FencedError, StorageError
 from ckptstore.write.ranks.exchange import attempt_id
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from tests.write.rank_threads import as_ranks
@@ -86,3 +86,36 @@ def test_a_batch_is_not_written_once_the_term_is_known_to_be_over(tmp_path: Path
 
     assert as_ranks(2, work) == [None] * 2
     assert segments(tmp_path) == before != set()
+
+
+def test_what_is_not_there_when_rank_0_looks_is_not_committed(tmp_path: Path) -> None:
+    """As where another rank writes to a disk of its own: its share would be missing from what all acknowledge."""
+    box = LocalMailbox()
+
+    def work(group: Group) -> None:
+        store = ckptstore.open(tmp_path)
+        with store.writer(group=group, ranks=PATIENT, poll_seconds=None) as writer:
+            medium: Any = store.backend
+            begun, opened = [], medium.open_sink
+
+            def open_sink(key: str, size: int) -> Any:
+                begun.append(key)
+                return opened(key, size)
+
+            def deliver(key: str, value: bytes) -> None:
+                if key.endswith("/1.0/part/1"):
+                    for one in begun:
+                        medium.delete(one)
+                handed_in(key, value)
+
+            if group.rank == 1:
+                medium.open_sink = open_sink
+                handed_in = box.set
+                box.set = deliver  # type: ignore[method-assign]  # of this one mailbox
+            with pytest.raises(StorageError, match=r"rank 1 wrote seg/.*, which rank 0 does not see"):
+                writer.save(state(group.rank), 1)
+            writer.save(state(group.rank, 2), 2)
+
+    assert as_ranks(2, work, box) == [None] * 2
+    assert [one.step for one in ckptstore.open(tmp_path).checkpoints()] == [2]
+    assert ckptstore.verify(tmp_path).ok
