@@ -32,7 +32,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, never_deleted, read
 
-__all__ = ["Origin", "Replica"]
+__all__ = ["Origin", "Replica", "is_begun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,10 @@ class Origin:
     format: FormatFile
     how: str
     what: str
+
+    def text(self) -> bytes:
+        """What ``COPYING`` holds."""
+        return seal({"ckptstore": "copying", "run": self.format.run, "how": self.how, "what": self.what})
 
 
 class Replica:
@@ -106,7 +110,7 @@ class Replica:
     def _claimed(self) -> bool:
         """Whether a copy has to be made, or gone on with, here; else there is a whole store of the run."""
         backend, run = self.backend, self._origin.format.run
-        marker, wanted = self._marker(), self._text()
+        marker, wanted = _marker(backend), self._origin.text()
         if marker not in (None, wanted):
             raise UsageError(
                 f"{backend.url}: an unfinished copy of something else is there (or of other checkpoints); finish it "
@@ -130,17 +134,6 @@ class Replica:
             backend.create(COPYING_KEY, wanted)
             crash_point("copy.claimed")
         return True
-
-    def _marker(self) -> bytes | None:
-        try:
-            return self.backend.get(COPYING_KEY, SLOT_LIMIT)
-        except KeyNotFoundError:
-            return None
-
-    def _text(self) -> bytes:
-        return seal(
-            {"ckptstore": "copying", "run": self._origin.format.run, "how": self._origin.how, "what": self._origin.what}
-        )
 
     def open(self, record: OpenRecord) -> None:
         """Append an OPEN. Raises as `commit`."""
@@ -210,10 +203,27 @@ class Replica:
         self.backend.delete(COPYING_KEY)
 
     def _sweep(self) -> None:
+        there = self.catalog
         for key in self.backend.list("seg/"):
             place = object_of(key)
-            if place is not None and place[1] not in self.catalog.segments and place[1] not in self.catalog.manifests:
+            # Prevents: deleting what a writer has saved here, where another process that made the same copy came to its
+            # end before this one. A writer's term is above all that are copied.
+            if place is None or place[0] > there.term:
+                continue
+            if place[1] not in there.segments and place[1] not in there.manifests:
                 self.backend.delete(key)
+
+
+def is_begun(backend: Backend, origin: Origin) -> bool:
+    """Whether a copy from there was begun in this place, and is not finished. Raises `StorageError`."""
+    return _marker(backend) == origin.text()
+
+
+def _marker(backend: Backend) -> bytes | None:
+    try:
+        return backend.get(COPYING_KEY, SLOT_LIMIT)
+    except KeyNotFoundError:
+        return None
 
 
 def _manifest_of(data: bytes, key: str) -> str:

@@ -27,9 +27,9 @@ from ckptstore.log import refs
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.log.reading import read
-from ckptstore.log.replica import Origin, Replica
+from ckptstore.log.replica import Origin, Replica, is_begun
 from ckptstore.maintenance.copies.choosing import part_of
-from ckptstore.maintenance.copies.moving import BLOCKS, copy_segment
+from ckptstore.maintenance.copies.moving import BLOCKS, check_segment, copy_segment
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.restore.plan import plan
@@ -55,28 +55,39 @@ def restore_newest(pair: Pair) -> str | None:
         CorruptionError: the remote is damaged where it would be read.
         StorageError: a medium failed.
     """
-    try:
-        pair.local.format  # noqa: B018 - the property reads the file
-    except StoreNotFoundError:
-        if pair.local.rooms() and not _unfinished(pair.local):
-            raise  # it has lost its FORMAT file: not for us to fill
-    else:
+    if _holds_store(pair.local):
         return None
     try:
         origin = Origin(pair.remote.format, "copy", "full: all of a tier")
     except StoreNotFoundError:
         return None
-    with alone(pair.local.backend):
+    here = pair.local.backend
+    if not here.read_only:
+        here.probe()  # makes the folder, which `alone` locks
+    with alone(here):
+        if _holds_store(pair.local):
+            return None  # another process of this machine has restored it meanwhile
         try:
             return _restored(pair, origin)
         except UsageError:
-            if not _unfinished(pair.local):
-                raise
+            if not is_begun(here, origin):
+                raise  # something else is there, perhaps an unfinished copy: not for us to delete
             # Half of an earlier newest checkpoint, which is in the way of this one.
-            for key in pair.local.backend.list(""):
+            for key in here.list(""):
                 if key != COPYING_KEY:
-                    pair.local.backend.delete(key)
+                    here.delete(key)
             return _restored(pair, origin)
+
+
+def _holds_store(journal: Journal) -> bool:
+    """Whether there is a store. Raises `StoreNotFoundError` if it has lost its FORMAT file: not for us to fill."""
+    try:
+        journal.format  # noqa: B018 - the property reads the file
+    except StoreNotFoundError:
+        if journal.rooms() and not _unfinished(journal):
+            raise
+        return False
+    return True
 
 
 def _unfinished(journal: Journal) -> bool:
@@ -168,7 +179,10 @@ def mend(pair: Pair, entries: Iterable[SegmentEntry], damaged: str = "") -> int:
             continue
         if _size(remote, entry.key) != entry.size:
             continue
-        local.delete(entry.key)
+        if _size(local, entry.key) >= 0:
+            # Prevents: giving up what is intact of a damaged segment, where the remote's is damaged as well.
+            check_segment(remote, entry, pair.local.run, staging)
+            local.delete(entry.key)
         copy_segment(remote, local, entry, pair.local.run, staging, lambda _nbytes: None)
         done += 1
     return done

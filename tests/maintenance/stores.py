@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,3 +91,32 @@ def flip(path: Path, offset: int = -20) -> None:
 
 def segments(root: Path) -> Iterator[Path]:
     yield from sorted(root.glob("seg/*/*.safetensors"))
+
+
+_LATE = """
+import sys
+import ckptstore
+from ckptstore.maintenance.copies import transfer
+
+passed = transfer.crash_point
+
+def waits(name):
+    if name == "copy.brought":
+        print(name, flush=True)
+        sys.stdin.readline()
+    passed(name)
+
+transfer.crash_point = waits
+"""
+
+
+def late(work: str, *arguments: object) -> subprocess.Popen[str]:
+    """A process that copies a store by `work`. It has the segments, no slot names them, and it waits for a line."""
+    command = [sys.executable, "-c", _LATE + work, *map(str, arguments)]
+    found = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert found.stdout is not None
+    said = found.stdout.readline()
+    if said != "copy.brought\n":
+        found.kill()
+        raise AssertionError(said, found.communicate())
+    return found

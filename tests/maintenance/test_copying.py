@@ -15,7 +15,7 @@ import pytest
 import ckptstore
 from ckptstore import CheckpointNotFoundError, CorruptionError, StoreNotFoundError, UsageError
 from ckptstore.backends.memory import MemoryBackend
-from tests.maintenance.stores import bits, flip, grown, segments, states
+from tests.maintenance.stores import bits, flip, grown, late, segments, states
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +230,19 @@ def test_killed_anywhere_it_goes_on_and_copies_nothing_twice(
     again = [path for path, time in there.items() if path.stat().st_mtime_ns != time]
     assert len(again) <= len(there) - done.present
     assert bits(ckptstore.open(copy).load("latest", framework="numpy")) == wanted["20@4"]
+
+
+def test_who_copies_late_to_a_place_sweeps_nothing_that_was_saved_there_meanwhile(tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "run")
+    with store.writer() as writer:
+        writer.save({"n": 1}, 1)
+    other = late("ckptstore.open(sys.argv[1]).copy(sys.argv[2])", tmp_path / "run", tmp_path / "copy")
+    try:
+        store.copy(tmp_path / "copy")
+        with ckptstore.open(tmp_path / "copy").writer() as writer:
+            writer.save({"n": 2}, 2)
+        other.communicate("\n", timeout=60)
+    finally:
+        other.kill()
+        other.communicate()
+    check(tmp_path / "copy", {"1@1": {"n": 1}, "2@2": {"n": 2}})

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import warnings
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.arenas import LEAST
 from ckptstore.log import requests
 from ckptstore.log.change import Change
+from ckptstore.store import Store
 from tests.write import inside
 
 MIB = 1 << 20
@@ -196,6 +197,44 @@ class TestTogether:
             assert [one.result(20).step for one in (pending[0], pending[2])] == [1, 3]
             writer.wait()  # who asked was told
         check(store, 1, 3)
+
+    def test_one_that_waits_for_its_turn_when_the_term_ends_is_not_begun(
+        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody may drop segments of a term that is over."""
+        medium = Medium(monkeypatch, 2)
+        with store.writer(max_in_flight=1, poll_seconds=None) as writer, ThreadPoolExecutor(2) as others:
+            first = others.submit(writer.save, weights(1), 1)
+            assert medium.begun[0].wait(20)
+            second = others.submit(writer.save, weights(2), 2)
+            wait([second], 0.1)  # it waits by then; if not it is refused, for the same reason
+            Store(store.backend).writer(poll_seconds=None).close()
+            medium.release()
+            for one in (first, second):
+                with pytest.raises(ckptstore.FencedError):
+                    one.result(20)
+        assert medium.opened == 1
+
+    def test_one_that_is_being_written_when_the_term_ends_is_given_up(
+        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        medium = Medium(monkeypatch, 2)
+        with (
+            store.writer(max_in_flight=2, memory=LEAST, poll_seconds=None) as writer,
+            ThreadPoolExecutor(1) as other,
+        ):
+            first = writer.save_async(weights(1), 1)
+            assert medium.begun[0].wait(20)
+            second = other.submit(writer.save_async, weights(2, 5), 2)  # waits for memory, when some of it is copied
+            assert medium.begun[1].wait(20)
+            Store(store.backend).writer(poll_seconds=None).close()
+            medium.may[0].set()
+            with pytest.raises(ckptstore.FencedError):
+                first.result(20)
+            medium.release()
+            with pytest.raises(ckptstore.FencedError):
+                second.result(20).result(20)
+        assert len(store.backend.list("seg/")) == 1
 
     def test_requests_are_answered_after_each(self, store: ckptstore.Store) -> None:
         with store.writer(max_in_flight=2, poll_seconds=None) as writer:

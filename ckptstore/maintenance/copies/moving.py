@@ -22,7 +22,7 @@ from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.segments.reading import Piece, SegmentReader, extents
 
-__all__ = ["BLOCKS", "copy_segment"]
+__all__ = ["BLOCKS", "check_segment", "copy_segment"]
 
 BLOCKS = 2
 """Blocks of a `Staging` that one call needs: the segment's first one, which is written last, and the present one."""
@@ -71,6 +71,21 @@ def copy_segment(
     except CorruptSegmentError:
         target.delete(entry.key)
         raise
+
+
+def check_segment(source: Backend, entry: SegmentEntry, run: str, staging: Staging) -> None:
+    """Read all of a segment, and compare it: `copy_segment` without the copy.
+
+    Raises:
+        CorruptSegmentError, StorageError: as `copy_segment`.
+    """
+    with closing(SegmentReader(source, entry)) as reader, staging.block() as block:
+        reader.check_identity(run)
+        checking = _Checking(entry.key, extents(_tensors(reader)))
+        for offset in range(0, entry.size, staging.block_bytes):
+            data = block[: min(staging.block_bytes, entry.size - offset)]
+            reader.source.read_into(offset, data.data)
+            checking.take(offset, data)
 
 
 def _opened(target: Backend, entry: SegmentEntry) -> SegmentSink:

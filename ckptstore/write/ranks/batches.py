@@ -306,8 +306,9 @@ class Batches:
             raise MissingRankError(
                 f"step {exchange.step} was not saved: rank 0 did not say on what within {deadline.seconds:g} s"
             )
-        if exchange.mailbox.has([exchange.key("verdict")]):
-            raise Verdict.unpacked(letter, "verdict").error or MissingRankError("rank 0 went on without this rank")
+        # Asked for anew: it may have come since `letter` was there.
+        if (verdict := fetch(exchange.mailbox, exchange.key("verdict"))) is not None:
+            raise Verdict.unpacked(verdict, "verdict").error or MissingRankError("rank 0 went on without this rank")
         return list(unpack(letter, "states"))
 
 

@@ -8,7 +8,7 @@ from ckptstore.write.ranks.agreeing import check_kept
 from ckptstore.write.ranks.batches import Batches
 from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.diffs import RankDiffs
-from ckptstore.write.ranks.mailbox import Deadline
+from ckptstore.write.ranks.mailbox import Deadline, fetch
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.orders import FULL_ORDER, Order
 from ckptstore.write.ranks.parts import Verdict
@@ -118,10 +118,11 @@ class Ordering:
                 raise MissingRankError(
                     f"step {one.step} was not saved: rank 0 did not say how within {deadline.seconds:g} s"
                 )
-            if exchange.mailbox.has(keys[:1]):
-                return Order.unpacked(letter)
-            if exchange.mailbox.has(keys[1:2]):
-                error = Verdict.unpacked(letter, "verdict").error
+            # Asked for anew: another one may have come since `letter` was there.
+            if (order := fetch(exchange.mailbox, keys[0])) is not None:
+                return Order.unpacked(order)
+            if (verdict := fetch(exchange.mailbox, keys[1])) is not None:
+                error = Verdict.unpacked(verdict, "verdict").error
                 raise error or RankMismatchError("rank 0 went on without this rank")
             assert self._batches is not None
             self._batches.flush()

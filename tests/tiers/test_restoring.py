@@ -1,0 +1,77 @@
+"""What a store gets back from its remote, and what that must never cost: nothing that is here, and is not there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import CorruptionError, UsageError
+from tests.maintenance.stores import flip, late
+from tests.tiers.conftest import Place
+from tests.tiers.test_tiers import check, fill, state
+
+RESTORE = "print(ckptstore.open(sys.argv[1], remote=sys.argv[2]).latest_step(), flush=True)"
+
+
+def objects(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("run", ["another", "the same"])
+def test_an_unfinished_copy_of_something_else_is_left_alone(folders: Place, tmp_path: Path, run: str) -> None:
+    fill(folders.open(), 1, 3)
+    source = ckptstore.open(folders.here, remote=False)
+    if run == "another":
+        source = ckptstore.open(tmp_path / "another")
+        fill(source, 1, 3)
+    root = Path(source.backend.url)
+    segment, doc = source.describe(3)[-1]
+    flip(root / segment.key, doc.tensors[3]["weight"].chunks[0].offset)
+    with pytest.raises(CorruptionError):
+        source.copy(folders.there)
+    before = objects(folders.there)
+    assert {name.partition("/")[0] for name in before} >= {"COPYING", "log"}
+    with pytest.raises(UsageError, match="unfinished copy of something else"):
+        folders.open(folders.there)
+    assert objects(folders.there) == before
+
+
+def test_a_segment_that_is_damaged_in_both_tiers_keeps_here_what_is_intact(folders: Place) -> None:
+    with folders.open().writer(poll_seconds=None) as writer:
+        writer.save({name: np.arange(3000, dtype="<i4") for name in ("one", "other")}, 1)
+    store = ckptstore.open(folders.here)
+    segment, doc = store.describe(1)[0]
+    flip(folders.here / segment.key, doc.tensors[1]["one"].chunks[0].offset)
+    flip(Path(folders.remote) / segment.key, doc.tensors[1]["other"].chunks[0].offset)
+    with pytest.raises(CorruptionError, match="'one'"):
+        store.load(1, framework="numpy")
+    assert store.read_tensor(1, "other").tobytes() == np.arange(3000, dtype="<i4").tobytes()
+
+
+def test_two_processes_that_restore_at_once_cost_nothing_that_one_of_them_saves_then(folders: Place) -> None:
+    """The slower one sweeps what no slot names, as it knows the log: the other may have gone on by then."""
+    fill(folders.open(), 1, 2)
+
+    def go_on() -> str:
+        with folders.open(folders.there).writer(poll_seconds=None) as writer:
+            return writer.save(state(3), 3).ref
+
+    slow = late(RESTORE, folders.there, folders.remote)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            going_on = other.submit(go_on)
+            assert not wait([going_on], 1.0).done, "it waits for the slow one"
+            told, _ = slow.communicate("\n", timeout=60)
+            assert going_on.result(60) == "3@2"
+        assert told in ("2\n", "3\n")
+        assert slow.returncode == 0
+    finally:
+        slow.kill()
+        slow.communicate()
+    store = ckptstore.open(folders.there, remote=False)
+    check(store.load(3, framework="numpy"), 3)
+    assert store.verify(deep=True).ok

@@ -1,0 +1,102 @@
+"""A letter that comes between two looks at the mailbox: it is not taken for the one that was there at the first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+from ckptstore import DiffOptions
+from ckptstore.errors import StorageError
+from ckptstore.formats.state import FlatState
+from ckptstore.write.ranks import diffs
+from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from tests.write.rank_threads import as_ranks
+from tests.write.test_rank_diffs import OPTIONS, trainer
+
+BATCH = DiffOptions(batch=2, seconds=None)
+
+
+class Crossing(LocalMailbox):
+    """Who gets the letter `first` has it just before `second` is there: a slow network, and no chance."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.got = threading.Event()
+
+    def get(self, key: str) -> bytes | None:
+        value = super().get(key)
+        if value is not None and key.endswith(self.first) and not self.got.is_set():
+            self.got.set()
+            self.wait_for(self.second)
+        return value
+
+    def set(self, key: str, value: bytes) -> None:
+        if key.endswith(self.second):
+            assert self.got.wait(20)
+        super().set(key, value)
+
+    def wait_for(self, end: str) -> None:
+        until = time.monotonic() + 20
+        while not any(key.endswith(end) for key in self.keys()):
+            assert time.monotonic() < until, f"no letter {end}"
+            time.sleep(0.001)
+
+
+def test_a_batch_that_rank_0_cannot_write_once_its_states_are_known(tmp_path: Path) -> None:
+    def work(group: Group) -> list[str]:
+        model, store = trainer(), ckptstore.open(tmp_path)
+        told: list[str] = []
+        with store.writer(group=group, ranks=OPTIONS, diffs=BATCH, poll_seconds=None) as writer:
+            pending: list[Any] = []
+            for step in (1, 2, 3):
+                model.train()
+                if step == 3 and group.rank == 0:
+                    pending[0].result()
+                    medium: Any = store.backend
+                    medium.open_sink = lambda *_: (_ for _ in ()).throw(StorageError("it is full"))
+                pending.append(writer.save_async(model.state(), step, updates=model.updates()))
+            for one in pending:
+                error = one.exception()
+                told.append(one.result().kind if error is None else f"{type(error).__name__}: {error}")
+        return told
+
+    of_rank_0, of_rank_1 = as_ranks(2, work, Crossing("/3.0/states", "/3.0/verdict"))
+    assert of_rank_0 == ["full", *["StorageError: it is full"] * 2]
+    assert of_rank_1 == ["full", *["StorageError: rank 0: it is full"] * 2]
+
+
+def test_a_batch_that_rank_0_gives_up_while_others_wait_to_hear_how_the_next_step_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Crossing("/2.0/batch", "/4.0/order")
+    coded = diffs.encode_step
+
+    def encode(flat: FlatState, updates: Any, base: Any, step: int, **how: Any) -> Any:
+        if step == 3 and flat.tree["step"] == 100:
+            box.wait_for("/4.0/items/1")
+            raise MemoryError("no memory")
+        return coded(flat, updates, base, step, **how)
+
+    monkeypatch.setattr(diffs, "encode_step", encode)
+    options = DiffOptions(batch=9, seconds=None)
+
+    def work(group: Group) -> list[str]:
+        model = trainer()
+        with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS, diffs=options, max_in_flight=2) as writer:
+            pending: list[Any] = []
+            for step in (1, 2, 3, 4):
+                model.train()
+                own = model.state() | {"step": 100 + group.rank}
+                if step == 4 and group.rank == 0:
+                    for one in pending:
+                        one.exception()  # else the next call raises it
+                pending.append(writer.save_async(own, step, updates=model.updates()))
+            return ["lost" if one.exception() is not None else one.result().kind for one in pending]
+
+    assert as_ranks(2, work, box) == [["full", "lost", "lost", "full"]] * 2
