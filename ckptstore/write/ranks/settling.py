@@ -189,8 +189,7 @@ class Settling:
         if committer is None:
             return
         committer.retire_rest()
-        if self._diffs is not None and self._diffs.options.waits:
-            committer.note_end()
+        committer.note_end()
         committer.finish_folds()
         with contextlib.suppress(MailboxError):
             Deadline(min(_FAREWELL, self._means.ranks.timeout)).wait(lambda: self._tenure.sweep(box))
