@@ -191,33 +191,39 @@ def age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
+def _named(host: str | None, pid: int | None) -> tuple[str, str]:
+    """A process, and where it is: ``process 411`` and `` on node-7``."""
+    return (f"process {pid}" if pid is not None else "somebody", f" on {printable(host)}" if host is not None else "")
+
+
 def who(writer: str, host: str | None, pid: int | None) -> str:
-    """What is known of who writes (see `ckptstore.RunInfo`): ``process 411 on node-7``, ``closed``."""
-    process = f"process {pid}" if pid is not None else "somebody"
-    where = f" on {printable(host)}" if host is not None else ""
+    """What is known of who writes (see `ckptstore.RunInfo`): ``process 411 is writing``, ``closed, ...``."""
+    process, where = _named(host, pid)
     return {
-        "alive": f"{process} is running",
-        "gone": f"{process} is gone",
-        "closed": "closed",
-        "unknown": f"{process}{where}",
+        "alive": f"{process} is writing",
+        "gone": "gone without closing (killed?)",
+        "closed": "closed, nothing missing",
+        "unknown": f"{process}{where}, not closed",
         "none": "-",
     }[writer]
 
 
 def writing(last: LastWriter) -> str:
-    """Who writes, or since when nobody does: ``writer: process 411 is running``, ``no writer since 3 h: ...``."""
+    """Who writes, or since when nobody does: ``writer: process 411 is running``, ``no writer: it was closed, ...``."""
+    process, where = _named(last.host, last.pid)
     if last.state == "none":
         return "no writer yet"
     since = "" if last.time is None else f"{age(time.time() - last.time)} ago"
-    told = who(last.state, last.host, last.pid)
     if last.purpose is not None:  # a command did something while nobody wrote
-        return f"no writer: taken over {since or 'once'} to {printable(last.purpose)}"
-    if last.state == "alive":
-        return f"writer: {told}" + (f"; last sign of it {since}" if since else "")
-    if last.state == "unknown":
-        return f"writer: {told}, which cannot be seen from here" + (f"; last sign of it {since}" if since else "")
-    why = "it was closed" if last.state == "closed" else f"{told} (it has ended, or was killed)"
-    return f"no writer: {why}" + (f"; last sign of it {since}" if since else "")
+        before = {"closed": "; the run was closed", "gone": "; the run had not closed (killed?)"}.get(last.state, "")
+        return f"no writer: taken over {since or 'once'} to {printable(last.purpose)}{before}"
+    said = {
+        "alive": f"writer: {process} is running",
+        "unknown": f"writer: {process}{where}, which cannot be seen from here; it has not closed",
+        "closed": "no writer: it was closed, nothing is missing",
+        "gone": f"no writer: {process} is gone without closing (killed?)",
+    }[last.state]
+    return said + (f"; last sign of it {since}" if since else "")
 
 
 def printable(text: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any, Final
 
-__all__ = ["HtmlTable", "table"]
+__all__ = ["HtmlTable", "table", "text"]
 
 _MOST: Final = 12
 """Items of a list that are shown."""
@@ -34,25 +35,53 @@ class HtmlTable:
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        itself: Any = self  # a dataclass, which this class by itself is not
-        rows = [(field.name, _text(getattr(self, field.name))) for field in fields(itself) if field.repr]
-        return table(type(self).__name__, (), rows)
+        return table(type(self).__name__, (), _fields(self))
 
 
-def _text(value: Any) -> str:
-    """A value in a cell: what is long is cut, and says how long it is."""
+def _fields(thing: Any) -> list[tuple[str, str]]:
+    """Names and values of a dataclass's fields. What is called ``time`` is one, in seconds since the Unix epoch."""
+    found = []
+    for field in fields(thing):
+        if field.repr:
+            value = getattr(thing, field.name)
+            moment = field.name == "time" and isinstance(value, float)
+            found.append((field.name, _moment(value) if moment else text(value)))
+    return found
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def text(value: Any) -> str:
+    """A value in a cell: what is long is cut, and says how long it is; numbers are rounded to six digits."""
     if isinstance(value, str):
         return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}... ({len(value):,} letters)"
+    if value is None:
+        return "-"
     if isinstance(value, Mapping):
-        return _row([f"{key}: {_text(item)}" for key, item in list(value.items())[:_MOST]], len(value))
+        return _row([f"{key}: {text(item)}" for key, item in list(value.items())[:_MOST]], len(value), "; ")
     if isinstance(value, list | tuple):
-        return _row([_text(item) for item in value[:_MOST]], len(value))
+        nested = any(isinstance(item, list | tuple) or _anonymous(item) for item in value)
+        shown = [f"({text(item)})" if isinstance(item, list | tuple) else text(item) for item in value[:_MOST]]
+        return _row(shown, len(value), "; " if nested else ", ")
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    if _anonymous(value):  # one of many, in one cell: what it has of its own, without tables in it
+        return ", ".join(
+            f"{name} {told}" for name, told in _fields(value) if not isinstance(getattr(value, name), Mapping)
+        )
     name = getattr(value, "ref", None) if is_dataclass(value) else None
-    return name if isinstance(name, str) else _text(repr(value))
+    return name if isinstance(name, str) else text(repr(value))
 
 
-def _row(shown: list[str], count: int) -> str:
-    more = f", ... ({count:,} in all)" if count > len(shown) else ""
-    return f"{', '.join(shown)}{more}" if shown else "none"
+def _anonymous(value: Any) -> bool:
+    """A dataclass that is no checkpoint: those have a REF by which they are known."""
+    return is_dataclass(value) and not isinstance(getattr(value, "ref", None), str)
+
+
+def _row(shown: list[str], count: int, between: str) -> str:
+    more = f"{between}... ({count:,} in all)" if count > len(shown) else ""
+    return f"{between.join(shown)}{more}" if shown else "none"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["draw_growth"]
 
 _KINDS: Final = {"full": COLOURS["sub"], "delta": COLOURS["xor"], "gradient": COLOURS["sub-context"], "held": "#c5cad1"}
+_NAMES: Final = {"gradient": "step diff"}
+"""What a kind is called, where not as in the format."""
+_LINES: Final = ("#22272e", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_DOTS: Final = 200
+"""Points of a picture up to which each has a dot."""
+_WIDE: Final = 50
+"""A metric that changes by more than this factor is drawn on a logarithmic axis."""
+_TOLD_APART: Final = 8
+"""Terms up to which a legend names each."""
+_UNITS: Final = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _SUFFIXES: Final = (".svg", ".png", ".pdf")
 
 
@@ -47,25 +57,47 @@ def draw_growth(found: StoreStats, path: str | os.PathLike[str], metric: str = "
     except ModuleNotFoundError as error:
         raise MissingDependencyError("--plot draws with matplotlib: pip install 'ckptstore[plot]'") from error
     infos = sorted(found.checkpoints, key=lambda info: (info.step, info.term))
-    rated = [(info.step, value) for info in infos if (value := number(info.metadata, metric)) is not None]
+    rated: dict[int, list[tuple[int, float]]] = {}
+    for info in infos:
+        if (value := number(info.metadata, metric)) is not None:
+            rated.setdefault(info.term, []).append((info.step, value))
     with rc_context(STYLE):
         figure = Figure(figsize=(8.4, 5.6 if rated else 3.4), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(2 if rated else 1, 1, squeeze=False, sharex=True).ravel()
-        _bytes_over_steps(axes[0], found.steps)
+        _bytes_over_steps(axes[0], found.steps, infos[-1].step)
         if rated:
-            axes[1].plot([step for step, _ in rated], [value for _, value in rated], color="#22272e", marker=".")
-            axes[1].set_title(metric)
+            _metric_over_steps(axes[1], rated, metric)
         axes[-1].set_xlabel("step")
         figure.savefig(out, facecolor="white")
 
 
-def _bytes_over_steps(axes: Axes, stored: Sequence[tuple[int, str, int]]) -> None:
+def _bytes_over_steps(axes: Axes, stored: Sequence[tuple[int, str, int]], last: int) -> None:
+    """What was stored up to each step, and on to the `last`: a batch counts where it begins."""
+    stored = [*stored, (max([last, *(step for step, _, _ in stored)]), "full", 0)]
     steps = [step for step, _, _ in stored]
-    there = {kind for _, kind, _ in stored}
+    there = {kind for _, kind, size in stored if size}
     kinds = [kind for kind in _KINDS if kind in there] + sorted(there - set(_KINDS))
-    layers = [list(accumulate(size / 2**20 if one == kind else 0.0 for _, one, size in stored)) for kind in kinds]
-    axes.stackplot(steps, layers, labels=kinds, colors=[_KINDS.get(kind, "#999999") for kind in kinds], step="post")
-    axes.set_title("stored up to a step")
-    axes.set_ylabel("MiB")
+    total = sum(size for _, _, size in stored)
+    scale, unit = next((one for one in _UNITS if total >= one[0]), _UNITS[-1])
+    layers = [list(accumulate(size / scale if one == kind else 0.0 for _, one, size in stored)) for kind in kinds]
+    names = [_NAMES.get(kind, kind) for kind in kinds]
+    colours = [_KINDS.get(kind, "#999999") for kind in kinds]
+    axes.stackplot(steps, layers, labels=names, colors=colours, step="post")
+    text = f"{total / scale:.3g}" if total < 1000 * scale else f"{total / scale:,.0f}"
+    axes.set_title(f"{text} {unit} stored up to step {steps[-1]:,}")
+    axes.set_ylabel(unit)
     axes.legend(loc="upper left")
+
+
+def _metric_over_steps(axes: Axes, rated: Mapping[int, Sequence[tuple[int, float]]], metric: str) -> None:
+    """A line for each term: terms that fork have the same steps."""
+    values = [value for points in rated.values() for _, value in points]
+    marker = "." if len(values) < _DOTS else ""
+    for order, (term, points) in enumerate(sorted(rated.items())):
+        axes.plot(*zip(*points, strict=True), color=_LINES[order % len(_LINES)], marker=marker, label=f"term {term}")
+    if min(values) > 0 and max(values) > _WIDE * min(values):
+        axes.set_yscale("log")
+    axes.set_title(metric if len(rated) == 1 else f"{metric}, a line for each term")
+    if 1 < len(rated) <= _TOLD_APART:
+        axes.legend(loc="upper right", ncols=2)

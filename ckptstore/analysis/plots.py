@@ -1,5 +1,5 @@
 """The plots of the report, drawn with matplotlib (extra ``plot``) as SVG. Colours are Okabe and Ito's.
-
+        axes.plot
 Each function returns one SVG text; matplotlib is imported when the first one is called.
 """
 
@@ -52,6 +52,7 @@ _CLASS_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", 
 _INK: Final = "#22272e"
 _FAINT: Final = "#8a929c"
 _PER_ROW: Final = 3
+_TICK: Final[Any] = {"color": _INK, "marker": "|", "markersize": 11, "markeredgewidth": 2, "linestyle": "none"}
 STYLE: Final[Any] = {  # Any: matplotlib types every key
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -160,19 +161,16 @@ def ratios(found: Analysis) -> str:
         longest = max(values + [tip for tip in tips if math.isfinite(tip)], default=1.0)
         for row, one in enumerate(shown):
             if (interval := one.estimate.interval) is not None and interval[1] > interval[0]:
-                axes.plot(interval, [row, row], color=_INK, linewidth=1)
+                axes.plot(interval, [row, row], color=_INK, linewidth=1, label="95 % confidence")
             bound = cells.get({"planes": "bound", "xor": "bound-xor", "sub": "bound-sub"}.get(one.method, ""))
             if bound is not None and bound.estimate.fraction:
-                axes.plot([bound.estimate.ratio] * 2, [row - 0.42, row + 0.42], color=_INK, linewidth=1.6)
+                axes.plot(bound.estimate.ratio, row, label="bound", **_TICK | {"markersize": 15})
                 longest = max(longest, bound.estimate.ratio)
             at = max(one.estimate.ratio, interval[1] if interval and math.isfinite(interval[1]) else 0.0)
             at = max(at, bound.estimate.ratio if bound is not None and bound.estimate.fraction else 0.0)
-            axes.annotate(f"{one.estimate.ratio:.2f}×", (at, row), (5, 0), textcoords="offset points", va="center")
+            _number(axes, f"{one.estimate.ratio:.2f}×", (at, row), 5)
         axes.set_yticks(range(len(shown)), [one.method for one in shown])
-        axes.axvline(1, color=_FAINT, linewidth=1)
-        axes.annotate(
-            "raw", (1, 1), (3, 1), xycoords=("data", "axes fraction"), textcoords="offset points", color=_FAINT
-        )
+        axes.axvline(1, color=_FAINT, linewidth=1, label="raw")
         axes.set_xlim(0, longest * 1.28)
         axes.set_xlabel("times smaller")
         axes.grid(axis="y", visible=False)
@@ -180,7 +178,7 @@ def ratios(found: Analysis) -> str:
         note = "\nderive: costs nothing" if derived is not None and not derived.estimate.fraction else ""
         axes.set_title(found.label(number) + note)
 
-    return _grid(len(found.major), draw, height=3.1)
+    return _grid(len(found.major), draw, height=3.1, legend=True)
 
 
 def training(found: Analysis) -> str:
@@ -200,16 +198,7 @@ def training(found: Analysis) -> str:
                     low, high = ([line[side] for line in lines if line] for side in (0, 1))
                     axes.fill_between(steps, low, high, color=COLOURS[method], alpha=0.13, linewidth=0)
         axes.set_ylim(bottom=min(1.0, axes.get_ylim()[0]))
-        axes.axhline(1, color=_FAINT, linewidth=1)
-        axes.annotate(
-            "1.0: raw",
-            (1, 1),
-            (-2, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            color=_FAINT,
-            ha="right",
-        )
+        axes.axhline(1, color=_FAINT, linewidth=1, label="raw")
         axes.set_title(found.label(number))
         axes.set_xlabel("step")
         if position % _columns(len(found.major)) == 0:
@@ -336,23 +325,15 @@ def shipping(found: Analysis) -> str:
         send, encode = [one.send * scale for one in rows], [one.encode * scale for one in rows]
         axes.barh(range(len(rows)), send, color="#56B4E9", height=0.7, label="send")
         axes.barh(range(len(rows)), encode, left=send, color="#E69F00", height=0.7, label="encode")
-        style: dict[str, Any] = {
-            "color": _INK,
-            "marker": "|",
-            "markersize": 11,
-            "markeredgewidth": 2,
-            "linestyle": "none",
-        }
-        axes.plot([one.overlapped * scale for one in rows], range(len(rows)), label="when they overlap", **style)
-        axes.axvline(raw * scale, color=_FAINT, linewidth=1, linestyle="--")
+        axes.plot([one.overlapped * scale for one in rows], range(len(rows)), label="when they overlap", **_TICK)
+        axes.axvline(raw * scale, color=_FAINT, linewidth=1, linestyle="--", label="raw")
         limit = 1.3 * longest * scale
         for row, one in enumerate(rows):
             outside = one.serial * scale > limit
             text = f"{'▸ ' if outside else ''}{_three(one.serial * scale)}"
             at, align = (limit, "right") if outside else (one.serial * scale, "left")
             weight = "bold" if one.serial < raw else "normal"
-            offset = (-4 if outside else 5, 0)
-            axes.annotate(text, (at, row), offset, textcoords="offset points", va="center", ha=align, weight=weight)
+            _number(axes, text, (at, row), -4 if outside else 5, ha=align, weight=weight)
         axes.set_xlim(0, limit)
         axes.set_yticks(range(len(rows)), [one.method for one in rows])
         axes.grid(axis="y", visible=False)
@@ -360,6 +341,16 @@ def shipping(found: Analysis) -> str:
         axes.set_xlabel(unit)
 
     return _grid(len(links), draw, height=3.3, legend=True)
+
+
+def _below(axes: Axes, text: str, where: tuple[float, float]) -> None:
+    axes.annotate(text, where, (0, -12), textcoords="offset points", ha="center", va="center", color=_FAINT, fontsize=8)
+
+
+def _number(axes: Axes, text: str, where: tuple[float, float], offset: float, **style: Any) -> None:
+    """A number beside a bar, on a ground that keeps lines from going through it."""
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    axes.annotate(text, where, (offset, 0), textcoords="offset points", va="center", bbox=ground, zorder=4, **style)
 
 
 def _three(value: float) -> str:
@@ -397,12 +388,15 @@ def intervals(found: Analysis) -> str:
             box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
             where = (best.interval, value)
             axes.annotate(text, where, (0, 13), textcoords="offset points", bbox=box, **style)
+        if number == 1:
+            for one, value in zip(costs, values, strict=True):  # why the curve falls where a chain loses a delta
+                _below(axes, str(one.deltas), (one.interval, value))
         if number == 1 and math.isfinite(advice.limit):
             axes.axhline(advice.limit / advice.full, color=_FAINT, linestyle="--", linewidth=1.2, label="restore bound")
         axes.set_xscale("log", base=2)
         _plain(axes.xaxis, _drop_crowded(steps))
         axes.margins(y=0.35)
-        axes.set_title("bytes per checkpoint" if number == 0 else "the dearest restore")
+        axes.set_title("bytes per checkpoint" if number == 0 else "the dearest restore (small: deltas in its chain)")
         axes.set_ylabel("% of raw" if number == 0 else "times a full")
         axes.set_xlabel("T: checkpoints that share one base")
 

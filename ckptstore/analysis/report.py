@@ -90,10 +90,9 @@ def _plotted(found: Analysis) -> list[str]:
             titles.codecs_title(found),
             "How many times smaller each codec makes each class: longer is better. "
             f"Deltas are against the checkpoint {_apart(found)} before. "
-            "Black ticks are the bounds for a codec without context: the order‑0 entropy of the byte planes, the sign "
-            "where it is best. "
-            "Thin lines: 95 % confidence. (The first line of this page counts the fulls between the deltas, too, so "
-            "its number is smaller than those of single deltas.)",
+            "The bound of a codec without context: the order‑0 entropy of the byte planes, the sign where it is best. "
+            "These are single deltas; the first line of this page counts the fulls between them, too, and the mean "
+            "delta of its interval, which has a larger gap: so its number is smaller.",
             plots.ratios(found),
         ),
         _section(
@@ -110,14 +109,15 @@ def _plotted(found: Analysis) -> list[str]:
         _section(
             titles.intervals_title(found),
             "T is how many checkpoints share one base. A larger T makes deltas larger and chains "
-            "shorter. Each T is shown with the longest chain that keeps the "
-            "restore bound.",
+            "shorter. Each T is shown with the longest chain that keeps the restore bound; the small numbers are its "
+            "deltas. Where one delta fewer fits, a restore gets cheaper at once, and fulls come more often.",
             plots.intervals(found),
         ),
         _section(
             titles.shipping_title(found),
             f"Time to encode with {_cores(found)} and send one checkpoint (Fig. 4 and 5 of {_PAPER}). Left of the "
-            "dashed line, compressing beats sending raw bytes. The black tick is the time when both overlap.",
+            "dashed line, compressing beats sending raw bytes. The black tick is the time when both overlap."
+            + titles.why_not_soonest(found),
             plots.shipping(found),
         ),
         _section(
@@ -140,7 +140,11 @@ def _cards(found: Analysis) -> str:
     margin = f"± {amount(advice.margin)}; " if advice.margin else ""
     cards = [
         ("per checkpoint", amount(best.mean), f"{margin}raw is {amount(advice.nbytes)}"),
-        ("smaller", ratio(Estimate(best.mean / advice.nbytes, None)), f"a full is {amount(advice.full)}"),
+        (
+            "smaller, fulls and deltas together",
+            ratio(Estimate(best.mean / advice.nbytes, None)),
+            f"a full is {amount(advice.full)}",
+        ),
         (
             "interval T: checkpoints on one base",
             str(best.interval) if best.interval else "fulls only",
@@ -173,7 +177,14 @@ def _recommended(found: Analysis) -> str:
             ]
         )
     heads = ["class", "dtype", ">tensors", ">size", "codec", ">ratio", ">stored in a delta", ">best T alone"]
-    return f"<section><h2>Recommended</h2>{_table(heads, rows)}</section>"
+    gaps = [one.gap for one in found.advice.groups if one.gap is not None]
+    note = (
+        f"<p>Ratios here are of deltas over a gap of {gaps[0]:,}, the measured one that is nearest to the mean gap of "
+        f"T = {found.advice.best.interval}. Below, where codecs are compared, the gap is {found.gap:,}.</p>"
+        if gaps and gaps[0] != found.gap
+        else ""
+    )
+    return f"<section><h2>Recommended</h2>{note}{_table(heads, rows)}</section>"
 
 
 def _every_codec(found: Analysis) -> str:

@@ -10,7 +10,7 @@ STYLE: Final = """
 :root{--ink:#22272e;--soft:#5b6470;--line:#e2e6eb;--blue:#0072b2;color-scheme:light}
 *{box-sizing:border-box}
 body{margin:0;background:#f4f6f8;color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
-  "DejaVu Sans",sans-serif}
+  "DejaVu Sans",sans-serif;overflow-wrap:anywhere}
 main{max-width:1160px;margin:0 auto;padding:40px 24px 64px}
 header{margin:0 0 28px}
 .kicker{color:var(--soft);margin:0;font-size:14px}
@@ -21,9 +21,8 @@ h3{font-size:15px;margin:18px 0 6px}
 section{background:#fff;border:1px solid var(--line);border-radius:10px;padding:22px 24px;margin:0 0 18px}
 section p{color:var(--soft);margin:0 0 14px;max-width:92ch}
 section img{display:block;max-width:100%;min-width:900px;height:auto;margin:0 auto}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:1px;padding:0;overflow:hidden;
-  background:var(--line)}
-.cards div{background:#fff;padding:18px 20px;display:flex;flex-direction:column}
+.cards{display:flex;flex-wrap:wrap;gap:1px;padding:0;overflow:hidden;background:var(--line)}
+.cards div{flex:1 1 170px;background:#fff;padding:18px 20px;display:flex;flex-direction:column}
 .cards b{font-size:26px;line-height:1.2;color:var(--blue);white-space:nowrap}
 .cards span{font-weight:600;font-size:14px}
 .cards small{color:var(--soft);font-size:13px}

@@ -18,13 +18,19 @@ __all__ = [
     "shipping_title",
     "speeds_title",
     "training_title",
+    "why_not_soonest",
 ]
 
 
 def codecs_title(found: Analysis) -> str:
-    """The smallest codec of each class."""
+    """The recommended codec of each class, and what it does at the gap that the picture shows."""
+    cells = {(one.group, one.method): one.estimate for one in found.summaries if one.gap in (None, found.gap)}
     best = [one for one in found.advice.groups if one.group in found.major]
-    return "; ".join(f"{found.label(one.group)}: {_smaller(one.estimate)} by {one.method}" for one in best[:3])
+    said = "; ".join(
+        f"{found.label(one.group)}: {_smaller(cells.get((one.group, one.method), one.estimate))} by {one.method}"
+        for one in best[:3]
+    )
+    return said[:1].upper() + said[1:]
 
 
 def _smaller(estimate: Estimate) -> str:
@@ -79,6 +85,25 @@ def shipping_title(found: Analysis) -> str:
     if others := [speed(link) for link in links if link in sooner]:
         return f"Compressing before sending pays at {', '.join(others)}, but not as recommended"
     return "Sending raw is fastest on every link"
+
+
+def why_not_soonest(found: Analysis) -> str:
+    """Why something else than what is recommended may be sent sooner: sentences, or nothing where nothing is."""
+    sooner: dict[str, list[str]] = {}
+    for link in dict.fromkeys(one.link for one in found.shipping):
+        rows = {one.method: one for one in found.shipping if one.link == link}
+        quickest = min(rows.values(), key=lambda one: one.serial)
+        if quickest.serial < 0.99 * rows["recommended"].serial:
+            sooner.setdefault(quickest.method, []).append(speed(link))
+    if not sooner:
+        return ""
+    where = "; ".join(f"{method} at {', '.join(links)}" for method, links in sooner.items())
+    said = f" What is recommended stores least; something else is sent soonest: {where}."
+    if any(one.method == "sub-context" for one in found.advice.groups if one.group in found.major):
+        said += (
+            " If sending has to keep up with saving, leave policy=SMALL_POLICY out: codecs without context are faster."
+        )
+    return said
 
 
 def speeds_title(found: Analysis) -> str:

@@ -73,7 +73,8 @@ def _packages() -> Finding:
     found, wanting = _wanting(None)
     values = {"ckptstore": metadata.version("ckptstore"), **found}
     if wanting:
-        return Finding("software", "packages", "fails", "; ".join(wanting), "pip install --upgrade ckptstore", values)
+        asked = " ".join(f"'{name}>={least}'" if least else name for name, least in _required(None).items())
+        return Finding("software", "packages", "fails", "; ".join(wanting), f"pip install {asked}", values)
     told = ", ".join(f"{name} {version}" for name, version in values.items())
     return Finding("software", "packages", "works", told, None, values)
 

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -127,8 +127,8 @@ class Successor:
         self.owned: int | None = self._term.number
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
-        """Commit. Raises as `Term.commit`."""
-        self._term.commit(change.record(term))
+        """Commit, and say that the term may end with it. Raises as `Term.commit`."""
+        self._term.commit(replace(change, extra={**change.extra, CLOSED: True}).record(term))
         return _ACCEPTED
 
     def catalog(self) -> Catalog:
@@ -168,7 +168,8 @@ class LastWriter:
         host, pid: where that writer is, or was; None: it did not say.
         time: seconds since the Unix epoch of the newest checkpoint of the newest term or, if that is later, of that
             term's beginning, by the writer's clock; None: nobody has written.
-        purpose: what a take-over opened the newest term for, in a word (``tag``, ``prune``); None: it is a run's.
+        purpose: what a take-over opened the newest term for, in a word (``tag``, ``prune``); None: it is a run's. Of a
+            take-over `state` is how the run before it ended: ``closed``, or else ``gone``; the rest is the take-over's.
     """
 
     state: WriterState = "none"
@@ -184,8 +185,26 @@ def last_writer(catalog: Catalog) -> LastWriter:
     highest = catalog.checkpoints.highest(catalog.term)
     times = [] if opened is None or not opened.known else [opened.time]
     times += [] if highest is None else [catalog.checkpoints[highest].time]
-    purpose = None if opened is None else opened.writer.get("for")
-    return LastWriter(*known_writer(catalog), max(times, default=None), purpose if isinstance(purpose, str) else None)
+    state, host, pid = known_writer(catalog)
+    purpose = None if opened is None else _purpose(opened)
+    if purpose is not None:
+        state = _run_before(catalog)
+    return LastWriter(state, host, pid, max(times, default=None), purpose)
+
+
+def _purpose(opened: TermEntry) -> str | None:
+    """What a take-over opened a term for; None: a run did."""
+    purpose = opened.writer.get("for")
+    return purpose if isinstance(purpose, str) else None
+
+
+def _run_before(catalog: Catalog) -> WriterState:
+    """How the newest term that a run opened ended. Whoever took it over has fenced it, so that it writes no more."""
+    runs = (term for term, opened in catalog.terms.items() if _purpose(opened) is None)
+    last = max(runs, default=None)
+    if last is None:
+        return "closed"
+    return "closed" if catalog.terms[last].extra.get(CLOSED) is True else "gone"
 
 
 def known_writer(catalog: Catalog) -> tuple[WriterState, str | None, int | None]:

@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from ckptstore.errors import CkptError
-from ckptstore.formats.markup import table
+from ckptstore.formats.markup import table, text
 from ckptstore.log.checkpoints import describe
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -30,7 +30,7 @@ def store_html(journal: Journal) -> str:
             "step diff" if info.kind == "gradient" else info.kind,
             f"{info.stored:,}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.time)),
-            ", ".join(f"{key} {value}" for key, value in info.metadata.items())[:200],
+            ", ".join(f"{key} {text(value)}" for key, value in info.metadata.items())[:200],
             ", ".join(info.tags),
         )
         for info in infos

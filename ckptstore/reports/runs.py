@@ -44,10 +44,11 @@ class RunInfo(HtmlTable):
         growth: see `StoreStats.growth`.
         time: seconds since the Unix epoch of the newest checkpoint or, if that is later, of the newest term's
             beginning, by the writer's clock; None: nobody has written to it.
-        writer: of the newest term. ``alive``: on this host the process that opened the term is running; it may have
-            closed the writer. ``gone``: this host has no process of its number. ``closed``: the log says that the term
-            has ended. ``unknown``: it is another host's, or nothing can be said: look at `time`. ``none``: nobody has
-            written to it.
+        writer: of the newest term, which has not closed: ``alive``: on this host the process that opened it is running.
+            ``gone``: this host has no process of its number, so it was killed, or a save failed after its last one.
+            ``unknown``: it is another host's, or nothing can be said: look at `time`. ``closed``: the log says that the
+            term has ended and that nothing it was given is missing. After a take-over (``ckpt tag --take-over``): how
+            the run before it ended, ``closed`` or ``gone``. ``none``: nobody has written to it.
         host, pid: where that writer is, or was; None: it did not say.
     """
 

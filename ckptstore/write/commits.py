@@ -105,8 +105,9 @@ class Commits:
             self.log.commit(replace(change, drops=(*change.drops, *drops)).record(self.log.number))
 
     def note_end(self) -> None:
-        """Note in the log that no step was lost, if that is so: of those that may wait in memory, too."""
-        if self.ended is None and not self.missing:
+        """Note in the log that the term may end here and no step is lost, if that is so and not noted already."""
+        opened = self.log.catalog.terms[self.log.number]
+        if self.ended is None and not self.missing and opened.extra.get(CLOSED) is not True:
             with contextlib.suppress(CkptError):
                 self.commit(Change(extra={CLOSED: True}))
 

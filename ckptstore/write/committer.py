@@ -320,6 +320,7 @@ class Committer(Commits):
     def finish(self) -> None:
         """The last thing a term does."""
         self.flush_and_close()
+        self.note_end()  # whoever looks shall see that the term was closed, and that nobody was killed
         self.finish_folds()
         if self._diffs is not None:
             self._diffs.restart()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptstore.analysis import Analysis, Options, analyze, write_report
-from ckptstore.analysis.titles import shipping_title
+from ckptstore.analysis.titles import codecs_title, shipping_title, why_not_soonest
 from ckptstore.analysis.wording import amount, percent, ratio
 from ckptstore.errors import MissingDependencyError, StorageError
 from tests.analysis.analysis_data import trajectory, write
@@ -96,6 +96,24 @@ def test_what_is_said_of_links(found: Analysis, quick: tuple[str, ...], title: s
     ]
     rows = [replace(row, encode=0.0) if row.method in quick and row.link == 1e9 else row for row in rows]
     assert shipping_title(replace(found, shipping=rows)) == title
+
+
+def test_what_is_sent_sooner_than_what_is_recommended(found: Analysis) -> None:
+    """The recommendation stores least; where something else arrives first, the page says what, and on which link."""
+    seconds = {"recommended": 3.0, "xor": 1.0, "raw": 2.0}
+    rows = [replace(row, encode=0.0, send=seconds.get(row.method, 9.0)) for row in found.shipping]
+    links = [row for row in rows if row.method == "raw"]
+    said = why_not_soonest(replace(found, shipping=rows))
+    assert "stores least; something else is sent soonest: xor at " in said
+    assert said.count("bit/s") == len(links)
+    rows = [replace(row, send=0.5) if row.method == "recommended" else row for row in rows]
+    assert why_not_soonest(replace(found, shipping=rows)) == ""
+
+
+def test_a_title_says_the_numbers_of_its_picture(found: Analysis) -> None:
+    """The picture is of one gap; the recommendation may have been measured at another."""
+    wrong = [replace(one, estimate=replace(one.estimate, fraction=1e-9)) for one in found.advice.groups]
+    assert codecs_title(replace(found, advice=replace(found.advice, groups=tuple(wrong)))) == codecs_title(found)
 
 
 def test_wording(found: Analysis) -> None:

@@ -241,8 +241,10 @@ def test_a_terminal_says_who_writes(run: Path) -> None:
     store.tag("best", 4, take_over=True)
     lines = on_a_terminal("log", run, columns=120).splitlines()
     assert lines[1].startswith("no writer: taken over ")
-    assert lines[1].endswith(" ago to tag")
+    assert lines[1].endswith(" ago to tag; the run was closed")
     assert lines[-1].endswith(" from 5@3 by a take-over, to tag")
-    script = "import sys, ckptstore\nwith ckptstore.open(sys.argv[1]).writer() as w: w.save({'x': 1}, 9)"
-    subprocess.run([sys.executable, "-c", script, str(run)], check=True)
-    assert " is gone (it has ended, or was killed); last sign of it " in on_a_terminal("log", run, columns=120)
+    script = "import os, sys, ckptstore as c\nc.open(sys.argv[1]).writer().save({'x': 1}, 9)\nos.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", script, str(run)], check=False).returncode == -9
+    assert " is gone without closing (killed?); last sign of it " in on_a_terminal("log", run, columns=120)
+    store.tag("best", 4, take_over=True)
+    assert on_a_terminal("log", run, columns=120).splitlines()[1].endswith("; the run had not closed (killed?)")

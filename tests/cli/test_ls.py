@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,15 @@ def test_text_and_json(ckpt: Run, run: Path) -> None:
     assert lines[0].split() == ["RUN", "NEWEST", "CHECKPOINTS", "STORED", "IN", "1,000", "STEPS", "LAST", "WRITER"]
     assert lines[1].split() == [str(run.parent / "empty"), "-", "0", "0", "B", "-", "-", "-"]
     assert lines[2].split()[:3] == [str(run), "5@3", "7"]
-    assert lines[2].endswith(f"process {os.getpid()} is running")
+    assert lines[2].endswith("  closed, nothing missing")
+
+
+def test_who_is_writing_and_who_was_killed(ckpt: Run, run: Path) -> None:
+    with ckptstore.open(run).writer():
+        assert ckpt("ls", run.parent).out.splitlines()[-1].endswith(f"  process {os.getpid()} is writing")
+    script = "import os, sys, ckptstore\nckptstore.open(sys.argv[1]).writer()\nos.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", script, run], check=False).returncode == -9
+    assert ckpt("ls", run.parent).out.splitlines()[-1].endswith("  gone without closing (killed?)")
 
 
 def test_the_current_folder_and_nothing_in_it(ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

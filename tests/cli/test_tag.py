@@ -45,14 +45,15 @@ def test_beside_a_run(ckpt: Run, run: Path) -> None:
 
 
 def test_nobody_answers(ckpt: Run, run: Path) -> None:
-    outcome = ckpt("tag", run, "old", "3@1", "--timeout", "0.01")
+    with ckptstore.open(run).writer(poll_seconds=None):
+        outcome = ckpt("tag", run, "old", "3@1", "--timeout", "0.01")
+        found = ckpt("retire", run, "3@1", "--timeout", "0", "--json")
     assert outcome.code == 10
     assert outcome.err.splitlines()[0] == (
         f"note: asked the writer ({platform.node()}, pid {os.getpid()}); waiting up to 0.01 s (--timeout)"
     )
     assert "did not answer" in outcome.err
     assert "--take-over" in outcome.err.splitlines()[-1]
-    found = ckpt("retire", run, "3@1", "--timeout", "0", "--json")
     assert (found.code, found.json["error"]["type"]) == (10, "RequestTimeoutError")
 
 

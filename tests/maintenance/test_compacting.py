@@ -201,7 +201,8 @@ class TestOptions:
 
     def test_nobody_answers(self, store: Store) -> None:
         filled(store, range(1, 25), keep=RULES)
-        report = store.compact(timeout=0.1)
+        with store.writer(poll_seconds=None):
+            report = store.compact(timeout=0.1)
         assert [move.result for move in report.moves] == ["waiting", *["left"] * (len(report.moves) - 1)]
         assert not report.complete
 

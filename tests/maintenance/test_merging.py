@@ -6,6 +6,7 @@ import functools
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -485,9 +486,10 @@ def test_a_change_against_the_rules_is_not_asked_for(store: Store, monkeypatch: 
     (needed,) = store.checkpoint("1").segments
     unneeded = preparing_module.unneeded
     monkeypatch.setattr(preparing_module, "unneeded", lambda *arguments: (*unneeded(*arguments), needed))
-    for dry_run in (True, False):
-        with pytest.raises(CheckpointNotFoundError, match="cannot be restored any more"):
-            merge(store.journal, "2..6", timeout=0, dry_run=dry_run)
+    with store.writer(poll_seconds=None):
+        for dry_run in (True, False):
+            with pytest.raises(CheckpointNotFoundError, match="cannot be restored any more"):
+                merge(store.journal, "2..6", timeout=0, dry_run=dry_run)
     assert store.backend.list("req/") == []
     assert segments(store) == before
 
@@ -578,8 +580,9 @@ def test_its_own_newest_checkpoints(store: Store, states: list[dict[str, Any]], 
 
 
 def test_nobody_answers(store: Store, states: list[dict[str, Any]]) -> None:
-    done = merge(store.journal, "2..6", timeout=0)
-    assert done.answer == "waiting"
+    with store.writer(poll_seconds=None):
+        done = merge(store.journal, "2..6", timeout=0)
+        assert done.answer == "waiting"
     assert len(store.backend.list("req/")) == 1
     check(store, states, *range(1, 9))  # as if nothing had been asked
     with store.writer(poll_seconds=None):  # a newer term voids it
@@ -653,9 +656,16 @@ def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.
     assert segments(store) == before
 
 
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Writers that are closed at the end of the test."""
+    with ExitStack() as found:
+        yield found
+
+
 @pytest.mark.parametrize("ends", [1, 9])
 def test_a_term_that_ends_meanwhile_takes_along_what_was_written_in_it(
-    store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, ends: int
+    store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, stack: ExitStack, ends: int
 ) -> None:
     """Before the new segment is read back a newer term begins, and gc deletes what nobody committed."""
     check_copies = preparing_module.check_copies
@@ -665,12 +675,12 @@ def test_a_term_that_ends_meanwhile_takes_along_what_was_written_in_it(
         nonlocal left
         if left:
             left -= 1
-            with Store(store.backend).writer(poll_seconds=None):
-                pass
+            stack.enter_context(Store(store.backend).writer(poll_seconds=None))
             assert len(collect(store.journal).segments) == 1
         check_copies(*arguments)
 
     monkeypatch.setattr(preparing_module, "check_copies", meanwhile)
+    stack.enter_context(store.writer(poll_seconds=None))
     if ends > 1:
         with pytest.raises(FencedError, match="began while the merge was prepared"):
             merge(store.journal, "2..6", keep_steps=True, timeout=0)
@@ -681,7 +691,7 @@ def test_a_term_that_ends_meanwhile_takes_along_what_was_written_in_it(
 
 @pytest.mark.parametrize("ends", [1, 9])
 def test_a_term_that_ends_takes_along_what_is_still_being_written_in_it(
-    store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, ends: int
+    store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, stack: ExitStack, ends: int
 ) -> None:
     """Between the last block of the new segment and its seal a newer term begins, and gc deletes the file."""
     seal = FileSink.seal
@@ -691,11 +701,11 @@ def test_a_term_that_ends_takes_along_what_is_still_being_written_in_it(
         nonlocal left
         if left:
             left -= 1
-            with Store(store.backend).writer(poll_seconds=None):
-                pass
+            stack.enter_context(Store(store.backend).writer(poll_seconds=None))
             assert len(collect(store.journal).segments) == 1
         seal(sink, size)
 
+    stack.enter_context(store.writer(poll_seconds=None))
     monkeypatch.setattr(FileSink, "seal", late)
     if ends > 1:
         with pytest.raises(FencedError, match="began while the merge was prepared"):
@@ -712,7 +722,7 @@ def test_a_medium_that_fails_leaves_nothing_behind(store: Store, monkeypatch: py
         raise StorageError("no space for a pin")
 
     monkeypatch.setattr(preparing_module, "check_state", fails)
-    with pytest.raises(StorageError):
+    with store.writer(poll_seconds=None), pytest.raises(StorageError):
         merge(store.journal, "2..6", timeout=0)
     assert segments(store) == before
     assert store.backend.list("req/") == []

@@ -233,20 +233,21 @@ def fill_tag(store: ckptstore.Store, name: str, ref: str) -> None:
 
 class TestWithoutAWriter:
     def test_nobody_answers(self, store: ckptstore.Store) -> None:
-        before = refs(store)
+        before, silent = refs(store), store.writer(poll_seconds=None)
         for call in (
             lambda: store.tag("best", 3, timeout=0.01),
             lambda: store.retire(3, timeout=0.01),
         ):
-            why = r"term 2 \(host .*, pid \d+\) did not answer .* in 0.01 s.* void.*take_over=True \(--take-over"
+            why = r"term 3 \(host .*, pid \d+\) did not answer .* in 0.01 s.* void.*take_over=True \(--take-over"
             with pytest.raises(ckptstore.RequestTimeoutError, match=why) as caught:
                 call()
             assert isinstance(caught.value, TimeoutError)
         assert refs(store) == before
+        silent.close()
         assert store.tags() == {}
         with store.writer() as writer:  # a newer term: the requests to the old one are void
-            assert writer.save(state(6), 6).ref == "6@3"
-        assert refs(store) == [*before, "6@3"]
+            assert writer.save(state(6), 6).ref == "6@4"
+        assert refs(store) == [*before, "6@4"]
         assert store.tags() == {}
         assert store.backend.list("req/") == []
 

@@ -56,16 +56,32 @@ def test_who_writes(tmp_path: Path) -> None:
         assert run.time is not None
 
 
-def test_a_process_that_has_ended_is_gone(tmp_path: Path) -> None:
-    script = "import ckptstore\nwith ckptstore.open('s').writer() as w: w.save({'x': 1}, 1)"
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+KILLED = """
+import os, signal, sys, ckptstore
+with ckptstore.open(sys.argv[1]).writer() as writer:
+    writer.save({"x": 1}, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_was_killed_is_gone(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED, "s"], cwd=tmp_path, check=False).returncode == -9
     run = only(tmp_path)
     assert (run.writer, run.latest) == ("gone", "1@1")
-
-
-def test_a_term_that_has_ended_says_so(tmp_path: Path) -> None:
-    fill(tmp_path / "s", diffs=DiffOptions(batch=2))
+    ckptstore.open(tmp_path / "s").tag("best", 1, take_over=True)
+    assert only(tmp_path).writer == "gone"  # the run's own end, not that of the command
+    with ckptstore.open(tmp_path / "s").writer():
+        assert only(tmp_path).writer == "alive"
+    ckptstore.open(tmp_path / "s").tag("best", 1, take_over=True)
     assert only(tmp_path).writer == "closed"
+
+
+@pytest.mark.parametrize("options", [{}, {"diffs": DiffOptions(batch=2)}], ids=["fulls", "diffs"])
+def test_a_term_that_was_closed_says_so(tmp_path: Path, options: dict[str, Any]) -> None:
+    fill(tmp_path / "s", **options)
+    assert only(tmp_path).writer == "closed"
+    ckptstore.open(tmp_path / "s").copy(tmp_path / "copy")
+    assert only(tmp_path / "copy").writer == "closed"
 
 
 @pytest.mark.parametrize(

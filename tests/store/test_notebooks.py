@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ def test_stores_checkpoints_and_reports_are_tables(store: ckptstore.Store, tmp_p
     assert HOSTILE in shown(checkpoint)
     assert "(13 in all)" in shown(store.verify())
     assert "13@1" in shown(store.stats())
+    assert "Share(" not in shown(store.stats())  # what is in a cell reads as words
+    assert "checkpoints 13, nbytes " in shown(store.stats())
+    assert time.strftime("%Y-%m-%d", time.localtime(checkpoint.time)) in shown(checkpoint)
+    assert str(checkpoint.time) not in shown(checkpoint)
     assert "weight" in shown(store.compare(1, 2)[0])
     assert shown(store.terms()[0])
     assert shown(store.explain())

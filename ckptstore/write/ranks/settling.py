@@ -189,8 +189,7 @@ class Settling:
         if committer is None:
             return
         committer.retire_rest()
-        if self._diffs is not None and self._diffs.options.waits:
-            committer.note_end()
+        committer.note_end()
         committer.finish_folds()
         seconds, ended = min(_FAREWELL, self._means.ranks.timeout), self._means.group.ended
         with contextlib.suppress(MailboxError, AgentLostError):  # who is gone hears of nothing
