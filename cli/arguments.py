@@ -9,11 +9,12 @@ then it is that. This depends on nothing but the text, never on what exists: a f
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
+
+from ckptstore.cli.written import LIKE_A_RANGE, LIKE_A_REF
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -34,21 +35,12 @@ __all__ = [
     "TENSOR",
     "answer_options",
     "command",
-    "like_a_ref",
     "opened",
     "select_option",
 ]
 
 DEFAULT_STORE: Final = "CKPT_STORE"
 """The environment variable."""
-_A_REF: Final = r"(?:latest|[0-9]{1,16}(?:@[0-9]{1,10})?|tag:.+)"
-_LIKE_A_REF: Final = re.compile(rf"{_A_REF}\Z")
-_LIKE_A_RANGE: Final = re.compile(rf"{_A_REF}\.\.{_A_REF}\Z")
-
-
-def like_a_ref(word: str) -> bool:
-    """Whether `word` is written like a REF."""
-    return _LIKE_A_REF.match(word) is not None
 
 
 class _Command(click.Command):
@@ -90,7 +82,7 @@ class _Command(click.Command):
 
     def _left_out(self, ctx: click.Context, args: Sequence[str], rest: Sequence[click.Argument]) -> bool:
         words = self._words(ctx, args)
-        like = {id(REF): _LIKE_A_REF, id(RANGE): _LIKE_A_RANGE}.get(id(rest[0].type)) if rest else None
+        like = {id(REF): LIKE_A_REF, id(RANGE): LIKE_A_RANGE}.get(id(rest[0].type)) if rest else None
         if not words:  # a shell that completes the first word gets folders where that cannot be a REF
             return words is not None and (like is not None or not ctx.resilient_parsing)
         return like is not None and like.match(words[0]) is not None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore import errors
+from ckptstore.cli.written import like_a_ref
 
 __all__ = ["TYPED", "hint_for", "near_names"]
 
@@ -43,7 +44,8 @@ def hint_for(error: BaseException) -> str | None:
     typed = TYPED.get() or {}
     store = typed.get("store")
     if isinstance(error, errors.StoreNotFoundError):
-        return _no_store(error, [typed.get("store"), typed.get("other"), typed.get("folder")])
+        given = [typed.get("store"), typed.get("other"), typed.get("folder")]
+        return _store_first(store, typed) or _no_store(error, given)
     if type(error) is errors.NotFoundError and isinstance(typed.get("folder"), str):
         folders = [near for near in near_names(typed["folder"]) if Path(near).is_dir()]
         return f"did you mean {shlex.quote(folders[0])}?" if folders else None
@@ -91,6 +93,15 @@ def near_names(path: str) -> list[str]:
     return [str(Path(path).parent / name) for name in get_close_matches(place.name, beside, n=1)]
 
 
+def _store_first(store: Any, typed: Mapping[str, Any]) -> str | None:
+    """What to type where a REF was written before the STORE."""
+    if not isinstance(store, str) or not like_a_ref(store):
+        return None
+    words = [word for one in typed.values() for word in (one if isinstance(one, tuple) else (one,))]
+    stores = [one for one in words if isinstance(one, str) and Path(one).expanduser().joinpath("FORMAT").is_file()]
+    return f"STORE comes before the REF: {shlex.quote(stores[0])} {shlex.quote(store)}" if stores else None
+
+
 def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     named = [path for path in typed if isinstance(path, str) and path in str(error)]
     if not named:
@@ -107,6 +118,8 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
         if below is not None:
             return f"did you mean {shlex.quote(str(Path(path) / below.name))}? `ckpt ls {shlex.quote(path)}` lists them"
     quoted = shlex.quote(path)
+    if "://" not in path and place.is_dir() and not any(place.iterdir()):
+        return f"nothing was saved there yet; `ckpt import {quoted} FILE...` makes a store of files"
     return f"`ckpt import {quoted} FILE...` creates one; so does ckptstore.open({path!r}, create=True)"
 
 

@@ -77,6 +77,11 @@ class CountedBatches:
         rng.restored(now)  # what training has drawn meanwhile, dropout above all, was not drawn again
         return batches
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has iterated over this, since it was made or sent to a place."""
+        return self._begun is None or self._resuming
+
     def state_dict(self) -> dict[str, Any]:
         """Epoch, batches given out, and the generators as the epoch found them."""
         return {"epoch": self.epoch, "given": self.given, "begun": self._begun}

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ckptstore.errors import FormatError, UsageError
+from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training import rng
 from ckptstore.training.batches import CountedBatches, is_stateful
 from ckptstore.training.environment import described
@@ -135,6 +136,12 @@ class Captured:
         found["environment"] = self.environment(ranks)
         return found
 
+    @property
+    def may_have_schedule(self) -> bool:
+        """Whether something that was given may be the optimizers' schedule."""
+        others = [one for one in self._given.values() if is_stateful(one) and not isinstance(one, torch.nn.Module)]
+        return self._scheduler is not None or bool(others)
+
     def environment(self, ranks: int) -> dict[str, str]:
         """What of the script decides its bits, on so many ranks."""
         return described(self.optimizers, ranks, self.sharding)
@@ -202,7 +209,18 @@ class Captured:
         parts += [("loader", self.loader is not None), ("extra", bool(self._extra))]
         for name, wanted in parts:
             if wanted and name not in state:
-                raise FormatError(f"the checkpoint holds no {name}: it was saved without")
+                raise FormatError(
+                    f"the checkpoint holds no {name}: it was saved by a Checkpointer that was given none. Without "
+                    f"{name}= the others are restored"
+                )
+        left = [name for name, wanted in parts if not wanted and state.get(name)]
+        left += [f"extra[{name!r}]" for name in state.get("extra") or () if self._extra and name not in self._extra]
+        if left:
+            warn(
+                f"the checkpoint also holds {', '.join(left)}, which this Checkpointer was not given and does not "
+                "restore: the run will not be the one that was saved",
+                DeterminismWarning,
+            )
         _load("model", self._model, state["model"], lambda model, one: model.load_state_dict(one))
         if self._optimizer is not None:
             _load("optimizer", self._optimizer, state["optimizer"], _load_optimizer)
@@ -216,7 +234,9 @@ class Captured:
             self._compressor.load_state_dict(state["compressor"])
         for name, (_, put) in self._extra.items():
             if name not in state["extra"]:
-                raise FormatError(f"the checkpoint holds no extra[{name!r}]: it was saved without")
+                raise FormatError(
+                    f"the checkpoint holds no extra[{name!r}]: it was saved by a Checkpointer that was not given it"
+                )
             put(state["extra"][name])
         rng.restored(state["random"])
         step: int = state["step"]

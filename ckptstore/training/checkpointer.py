@@ -13,10 +13,13 @@ What a checkpoint holds is gathered in `captured`, what the optimizers did in `t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, Unpack, cast
 
@@ -31,6 +34,7 @@ from ckptstore.training import strategies
 from ckptstore.training.captured import Captured
 from ckptstore.training.environment import compared
 from ckptstore.training.explained import Explained
+from ckptstore.training.overlooked import Overlooked
 from ckptstore.training.pacing import Pacing
 from ckptstore.training.replicas import check_replicable
 from ckptstore.training.replicated import ReplicaSaving
@@ -47,9 +51,6 @@ from ckptstore.write.ranks.options import RankOptions
 __all__ = ["Checkpointer"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
-
-_IDLE: Final = 100
-"""Calls without an optimizer's step after which that is remarked upon: more micro-batches than anybody accumulates."""
 
 
 class Checkpointer:
@@ -107,9 +108,10 @@ class Checkpointer:
         self._retention: Retention | None = None
         self._strategy: strategies.Strategy | None = None
         self._group: Group | None = None
+        self._at_exit = partial(_exited, weakref.ref(self), os.getpid())
         self._done = 0
         self._unsaved: Mapping[str, Any] | None = None  # the metrics of the last step, if it was not saved
-        self._idle = 0
+        self._overlooked = Overlooked(self._captured, self._settings.keep.metric)
         self._stopped = False
         self._closed = False
         self._taken.install(predict=False)
@@ -229,6 +231,8 @@ class Checkpointer:
         self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], save: bool | None
     ) -> PendingSave | None:
         self._check_open()
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise UsageError(f"metrics: {type(metrics).__name__}; numbers by name are wanted: {{'loss': loss}}")
         if self._writer is None:
             self._begin_from_nothing()
         if self._taken.loaded and self._done:
@@ -242,7 +246,7 @@ class Checkpointer:
         moved = self._taken.any or skipped or not self._captured.optimizers
         urgent = self._is_urgent(moved)
         due = urgent or (moved and self._pacing.due(self._done) if save is None else save)
-        self._remark_idle(moved)
+        self._overlooked.stepped(moved)
         if moved:  # a call without an optimizer's step takes nothing from the step before
             self._unsaved = None if due else metrics or {}
         if not moved and (save or tags) and not self._stopped:
@@ -309,6 +313,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._at_exit)
         try:
             with contextlib.ExitStack() as last:
                 if self._owns_store:
@@ -328,6 +333,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._remark_unsaved(f"{type(error).__name__} ended the with")
         try:
             self.close(save=error is None)
         except BaseException:
@@ -372,6 +379,8 @@ class Checkpointer:
         else:
             writer = self.store.writer(ref, **told)
         self._writer = writer
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
         self._taken.install(predict=self._strategy == "gradient")
         if (self._group is None or self._group.rank == 0) and (settings.keep.best is not None or self.store.rules()):
             self._retention = Retention(self.store, writer, settings.keep)
@@ -435,6 +444,7 @@ class Checkpointer:
         assert self._saving is not None  # a writer is open
         self._saving.settle()
         pending = self._saving.offer(self._done, metrics, tags, due=due, forced=forced)
+        self._overlooked.measured(metrics)
         self._draw(metrics or {})
         remark = self._explained.remark()
         if remark is not None and not self._follows:  # where steps are passed over, diffs span several
@@ -452,16 +462,6 @@ class Checkpointer:
         """The save that is durable: another one, where its agent died with it."""
         assert self._saving is not None
         return self._saving.durable(pending)
-
-    def _remark_idle(self, moved: bool) -> None:
-        """Say once that nothing is saved, because no optimizer that was given is seen to step."""
-        self._idle = 0 if moved else self._idle + 1
-        if self._idle == _IDLE:
-            warn(
-                f"none of the last {_IDLE} steps was saved, because no optimizer that the Checkpointer was given has "
-                "stepped: were they made anew, or are others used?",
-                UnsavedStepWarning,
-            )
 
     def _skipped(self) -> bool:
         """Whether the scaler has skipped a step since the last call: its scale has fallen."""
@@ -486,7 +486,14 @@ class Checkpointer:
         what = "no step is saved any more" if self._stopped else f"step {self._done} or one before it was not saved"
         warn(f"{self.store.url}: {what}, and training goes on: {type(error).__name__}: {error}", UnsavedStepWarning)
 
+    def _remark_unsaved(self, why: str) -> None:
+        """Say that the last step is in no checkpoint: its state may have been changed since, so it is not saved now."""
+        if self._unsaved is not None and not self._stopped:
+            what = f"step {self._done} was not to be saved (save_every={self._settings.save_every}), and is lost"
+            _LOG.warning("%s: %s: %s", self.store.url, what, why)
+
     def _finish(self, save: bool) -> None:
+        self._overlooked.ended()
         if save and self._unsaved is not None:
             self._save(self._unsaved, ())
         if self._saving is not None and (self._retention is not None or self._settings.agent):
@@ -510,3 +517,10 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise WriterClosedError(f"{self.store.url}: this Checkpointer is closed")
+
+
+def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
+    """The script is over without `close`: what it was given the writer finishes (`host.exiting`)."""
+    checkpointer = made()
+    if checkpointer is not None and os.getpid() == process:
+        checkpointer._remark_unsaved("the script ended without leaving a with")

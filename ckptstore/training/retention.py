@@ -42,7 +42,8 @@ class Keep:
     Attributes:
         last: so many newest ones.
         every: those whose step is a multiple of it.
-        best: the metric by which one more is kept, and tagged `BEST`: the lowest, or with ``max:NAME`` the highest.
+        best: the metric by which one more is kept, and tagged `BEST`: the lowest (``min:NAME`` says so), or with
+            ``max:NAME`` the highest.
         rules: instead of `last` and `every`: rules as `Store.keep` takes them.
     """
 
@@ -56,7 +57,7 @@ class Keep:
             whole("keep_last", self.last, 1)
         if self.every is not None:
             whole("keep_every", self.every, 1)
-        if self.best is not None and (not isinstance(self.best, str) or not self.best.removeprefix("max:")):
+        if self.best is not None and (not isinstance(self.best, str) or not self.metric):
             raise UsageError(f"keep_best: {self.best!r}; the name of a metric, or 'max:NAME'")
         if self.rules is not None and (self.last is not None or self.every is not None):
             raise UsageError("keep: rules stand for keep_last and keep_every: ['last:N', 'every:N']")
@@ -72,7 +73,7 @@ class Keep:
         if not found:
             return None
         if self.best is not None:
-            found.append(f"best:{self._metric}:1" + (":max" if self._highest else ""))
+            found.append(f"best:{self.metric}:1" + (":max" if self._highest else ""))
         return (*found, "branches")  # where a run went back, what it left behind stays
 
     @property
@@ -80,18 +81,20 @@ class Keep:
         return self.best is not None and self.best.startswith("max:")
 
     @property
-    def _metric(self) -> str:
-        return (self.best or "").removeprefix("max:")
+    def metric(self) -> str | None:
+        """The name of the metric of `best`."""
+        return None if self.best is None else self.best.removeprefix("max:").removeprefix("min:")
 
     def best_of(self, catalog: Catalog) -> CheckpointEntry | None:
         """The best of the newest's line; of equals the newest. None: nobody said how good they are, or asked."""
-        if self.best is None:
+        wanted = self.metric
+        if wanted is None:
             return None
         on_line, sign = line(catalog), -1 if self._highest else 1
         rated = [
             (sign * value, -entry.step, entry)
             for node, entry in catalog.checkpoints.items()
-            if on_line(node) and (value := metric(entry, self._metric)) is not None
+            if on_line(node) and (value := metric(entry, wanted)) is not None
         ]
         return min(rated, key=lambda one: one[:2])[2] if rated else None
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ckptstore.cli.arguments import PLACE, REF, STORE, like_a_ref, opened, select_option
+from ckptstore.cli.arguments import PLACE, REF, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, number, progress, shape, table
+from ckptstore.cli.written import like_a_ref
 
 if TYPE_CHECKING:
     from ckptstore import CheckpointInfo

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptstore.cli.arguments import PLACE, STORE, like_a_ref, opened
+from ckptstore.cli.arguments import PLACE, STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, moment, note, number, paged, printable, size, table, writing
 from ckptstore.cli.ranges import counted, kind_name
 from ckptstore.cli.wrapping import columns, fitted
+from ckptstore.cli.written import like_a_ref
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo, TermInfo

@@ -114,7 +114,10 @@ def _told(result: ExportResult, seconds: float, as_json: bool, piped: bool) -> N
     if result.tied:
         some = ", ".join(f"{name} (as {there})" for name, there in result.tied[:3])
         more = " ..." if len(result.tied) > 3 else ""
-        note(f"a .safetensors file has a tied tensor once; left out ({len(result.tied)}): {some}{more}")
+        note(
+            f"a .safetensors file has a tied tensor once; left out ({len(result.tied)}): {some}{more}; a model that "
+            "ties them takes it with load_state_dict(..., strict=False)"
+        )
     if result.lossy:
         note(f"{result.ref} is lossy: not the bits that training had; it was stored so on request")
     if as_json:

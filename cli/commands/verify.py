@@ -105,7 +105,11 @@ def _print(report: VerificationReport, store: str) -> None:
                 note(f"`{command}` writes it to a file; `ckpt repair {place} DST` makes a store of what is intact")
     if report.orphans:
         hidden = any(damage.key.startswith("log/") for damage in report.damage)
-        why = "or to one that a damaged log slot hides: keep them" if hidden else "left by interrupted saves; harmless"
+        why = (
+            "or to one that a damaged log slot hides: keep them"
+            if hidden
+            else "of retired checkpoints or interrupted saves; harmless, ckpt gc deletes them"
+        )
         say(f"{counted(len(report.orphans), 'segment', 'belongs', 'belong')} to no checkpoint ({why})")
     if report.strangers:
         say(f"{counted(len(report.strangers), 'file', 'is', 'are')} not part of the store: {some(report.strangers)}")
