@@ -30,12 +30,14 @@ from ckptstore.formats.records import (
 from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
 
-__all__ = ["CLOSED", "REMOTE", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
+__all__ = ["CLOSED", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
 
 _K = TypeVar("_K")
 
 CLOSED: Final = "closed"
 """Member of a COMMIT: the term has ended, and nothing that it was given is missing. Kept in `TermEntry.extra`."""
+REACHED: Final = "reached"
+"""Member of an OPEN: the highest step of the newest term before it that was promised there, retired since or not."""
 REMOTE: Final = "remote"
 """Member of an OPEN: the URL of the store's second tier. Each OPEN repeats that of the one before."""
 
@@ -216,6 +218,11 @@ class Catalog:
                     seen.add(base.node)
                     stack.append(base.node)
         return False
+
+    def reached(self) -> int | None:
+        """The highest step that the newest term ever promised; None: none."""
+        node = self.checkpoints.highest(self.term)
+        return max((step for step in (node and node[1], self.spent.highest) if step is not None), default=None)
 
     def latest(self) -> CheckpointEntry | None:
         """The newest checkpoint: the highest step of the newest term; of an empty term, its parent.

@@ -36,6 +36,7 @@ from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
 from ckptstore.formats.texts import SLOT_LIMIT, decode_record, unseal
 from ckptstore.log.journal import Journal
+from ckptstore.log.strays import all_foreign
 
 __all__ = ["PATIENT", "Patience", "View", "anchor_above", "exists", "never_deleted", "read"]
 
@@ -207,9 +208,13 @@ class _Reading:
             return
 
     def _lost_term(self, folders: Sequence[str]) -> int:
-        """The highest term that has segments and no OPEN, above the newest that is known; 0: none."""
+        """The highest term that has segments of this run and no OPEN, above the newest that is known; 0: none."""
         above = (term for name in folders if (term := folder_term(name)) > self.builder.catalog.term)
-        return max((term for term in above if self.backend.list(f"seg/{term:010d}/")), default=0)
+        return max((term for term in above if self._has_segments(term)), default=0)
+
+    def _has_segments(self, term: int) -> bool:
+        keys = self.backend.list(f"seg/{term:010d}/")
+        return bool(keys) and not all_foreign(self.backend, self.fmt.run, keys)
 
     def _check_fold(self) -> None:
         """Where the fold ends the log may have another writer's record: one of them belongs to another history.

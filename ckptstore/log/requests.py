@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import (
@@ -30,9 +30,8 @@ from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_reque
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
-from ckptstore.log.term import Term
 
-__all__ = ["Outcome", "handle", "outcome", "post", "wait"]
+__all__ = ["Outcome", "Owner", "handle", "outcome", "post", "wait"]
 
 _LONGEST_REASON = 500
 
@@ -40,12 +39,40 @@ _LONGEST_REASON = 500
 # ------------------------------------------------------------------------------------------------ the writer's side
 
 
-def handle(term: Term, prepare: Callable[[], None] = lambda: None) -> int:
+class Owner(Protocol):
+    """Who owns the term that is asked: a `Term`, or whoever commits in its stead."""
+
+    @property
+    def journal(self) -> Journal:
+        """The store's medium and FORMAT file."""
+
+    @property
+    def number(self) -> int:
+        """The term."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """What it has acknowledged."""
+
+    def commit(self, record: CommitRecord) -> object:
+        """COMMIT."""
+
+
+def _nothing(_request: Request) -> str | None:
+    return None
+
+
+def handle(
+    term: Owner,
+    prepare: Callable[[], None] = lambda: None,
+    objection: Callable[[Request], str | None] = _nothing,
+) -> int:
     """Answer every request to `term` that waits -> the number of commits this took.
 
     Args:
         prepare: called before each request is compared with the catalog, so that what its writer still holds back is
             in there.
+        objection: why a request is refused whatever the catalog says; None: it is not.
 
     Raises:
         FencedError, CommitUnknownError: the term ended.
@@ -66,13 +93,13 @@ def handle(term: Term, prepare: Callable[[], None] = lambda: None) -> int:
         except (KeyNotFoundError, ForeignObjectError):  # the requester took it back; nobody's request
             continue
         prepare()
-        _answer(term, key, identity, data)
+        _answer(term, key, identity, data, objection)
         commits += 1
         term.journal.backend.delete(key)
     return commits
 
 
-def _answer(term: Term, key: str, identity: str, data: bytes) -> None:
+def _answer(term: Owner, key: str, identity: str, data: bytes, objection: Callable[[Request], str | None]) -> None:
     try:
         request = decode_request(data, run=term.journal.run, what=key)
         if (request.term, request.id) != (term.number, identity):
@@ -81,7 +108,7 @@ def _answer(term: Term, key: str, identity: str, data: bytes) -> None:
         term.commit(_refusal(term, identity, (), str(error)))
         return
     record = _as_commit(request)
-    if reason := _objection(term, request, record):
+    if reason := objection(request) or _objection(term, request, record):
         # Refused: its segments will never be committed, and are dropped by name so that gc may take them.
         live = term.catalog.segments
         strays = tuple(segment.id for segment in request.segments if segment.id not in live)
@@ -95,12 +122,12 @@ def _as_commit(request: Request) -> CommitRecord:
     return replace(change, requests={request.id: None}, keep=request.keep).record(request.term)
 
 
-def _refusal(term: Term, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
+def _refusal(term: Owner, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
     reason = reason[:_LONGEST_REASON]
     return CommitRecord(term.number, drops=drops, requests={identity: reason})
 
 
-def _objection(term: Term, request: Request, record: CommitRecord) -> str | None:
+def _objection(term: Owner, request: Request, record: CommitRecord) -> str | None:
     """Why the request must be refused; None if it may be committed."""
     catalog = term.catalog
     for segment in request.drops:

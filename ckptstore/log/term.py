@@ -34,7 +34,7 @@ from ckptstore.errors import (
     StoreReplacedError,
     WriterError,
 )
-from ckptstore.formats.catalog import REMOTE, Catalog, CatalogBuilder
+from ckptstore.formats.catalog import REACHED, REMOTE, Catalog, CatalogBuilder
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import (
     FORMAT_KEY,
@@ -233,6 +233,9 @@ def _opening(
         raise FencedError(f"term {like.term} of the other tier: this one has term {newest} already")
     before = catalog.terms.get(catalog.term)
     remote = remote or (None if before is None else before.extra.get(REMOTE))
+    extra: dict[str, Any] = {} if remote is None else {REMOTE: remote}
+    if (reached := catalog.reached()) is not None:
+        extra[REACHED] = reached
     return OpenRecord(
         newest + 1 if like is None else like.term,
         parent,
@@ -240,7 +243,7 @@ def _opening(
         time.time() if like is None else like.time,
         dict(info or {}),
         previous=catalog.last,
-        extra={} if remote is None else {REMOTE: remote},
+        extra=extra,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -96,13 +96,14 @@ def prune(
     dry_run: bool = False,
     take_over: bool = False,
     timeout: float | None = 60.0,
-    drained: Catalog | None = None,
+    drained: Callable[[Node], bool] | None = None,
 ) -> Pruned:
     """Retire what no rule keeps, and drop what was retired before and nothing needs any more.
 
     Args:
         wanted: rules instead of the store's, this time; None: the store's.
-        drained: what the store's second tier has: nothing else is retired; None: it has none.
+        drained: whether the store's second tier has a checkpoint, or had it: nothing else is retired; None: there is
+            none.
 
     Raises:
         UsageError: one is no rule, or there are none; or the store's are not all known to this version.
@@ -166,7 +167,7 @@ def _retire_some(
     chosen: tuple[str, ...] | None,
     take_over: bool,
     until: float,
-    drained: Catalog | None,
+    drained: Callable[[Node], bool] | None,
 ) -> tuple[_Plan, Catalog]:
     """One record that retires -> what it does, and a catalog that has it; nothing: there was nothing to do."""
     found = _Plan()
@@ -197,11 +198,11 @@ def _plan(
     *,
     all_at_once: bool = False,
     among: Catalog | None = None,
-    drained: Catalog | None = None,
+    drained: Callable[[Node], bool] | None = None,
 ) -> _Plan:
     _, gone = reasons_of(catalog, _rules_for(journal, catalog, chosen))
     if drained is not None:
-        gone = [node for node in gone if drained.find(node) is not None]
+        gone = [node for node in gone if drained(node)]
     if among is not None:
         gone = [node for node in gone if among.find(node) is not None]
     retires = tuple(gone if all_at_once else gone[:_AT_ONCE])

@@ -277,10 +277,10 @@ class Upkeep(Handle):
 
         drained = None
         if not dry_run and (pair := self._pair()) is not None:
-            from ckptstore.tiers.syncing import drained_catalog
+            from ckptstore.tiers.syncing import drained as drained_there
 
             with pair.reaching("nothing was pruned"):
-                drained = drained_catalog(pair)
+                drained = drained_there(pair)
         return prune(
             self.journal, rules or None, dry_run=dry_run, take_over=take_over, timeout=timeout, drained=drained
         )

@@ -86,8 +86,7 @@ class Draining:
 
     def has(self, node: Node) -> bool:
         """See `SecondTier.has`."""
-        there = self._drain.remote
-        return there is not None and there.catalog.find(node) is not None
+        return self._drain.had(node)
 
     def wait(self, node: Node, timeout: float | None) -> None:
         """See `SecondTier.wait`."""
@@ -164,6 +163,6 @@ class Draining:
                 wanted, self._wanted = self._wanted, False
                 if wanted or self._closing:
                     return wanted
-            if self._drain.behind():
+            if self._drain.behind() or self._drain.asked():
                 return True
             pause = 0.0

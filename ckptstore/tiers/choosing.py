@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
+from itertools import pairwise
 
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.catalog import REACHED, Catalog
 from ckptstore.formats.records import Encoding, Node, ref_of
 from ckptstore.maintenance.copies.choosing import part_of, with_paths
 from ckptstore.write.second_tier import Lag
 
-__all__ = ["drainable", "foreign_terms", "lag_between"]
+__all__ = ["drainable", "foreign_terms", "lag_between", "pruned"]
 
 
 def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
@@ -21,39 +22,94 @@ def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
     ]
 
 
+def pruned(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
+    """Says of a checkpoint of the store whether the remote had it, and has retired it since: it never gets it again.
+
+    Of the remote's newest term each step is known; of an earlier one, how far it had come when the next term began.
+    A drain goes by steps, so what is below was there. (But for a save that was overtaken by later ones, on a machine
+    that then lost the run to another before the next pass: it is older than what that continued from, and is taken for
+    one that was there. The store keeps it as long as its own rules do.)
+    """
+    shared = {number for number, opened in there.terms.items() if _same(here, number, opened.nonce)}
+    reached = _reached(there)
+
+    def gone(node: Node) -> bool:
+        term, step = node
+        if term not in shared or node in there.checkpoints:
+            return False
+        if node in there.held:
+            return True
+        return step in there.spent if term == there.term else step <= reached.get(term, -1)
+
+    return gone
+
+
+def _same(here: Catalog, number: int, nonce: str) -> bool:
+    return number in here.terms and here.terms[number].nonce == nonce
+
+
+def _reached(there: Catalog) -> dict[int, int]:
+    """Earlier term -> the highest step that was ever promised in it, as far as later OPENs say."""
+    found: dict[int, int] = {}
+
+    def note(term: int, step: int) -> None:
+        found[term] = max(step, found.get(term, -1))
+
+    for opened in there.terms.values():
+        if opened.parent is not None:
+            note(opened.parent.term, opened.parent.step)
+    for before, number in pairwise(sorted(there.terms)):
+        step = there.terms[number].extra.get(REACHED)
+        if type(step) is int:
+            note(before, step)
+    return found
+
+
 def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) -> tuple[Catalog, tuple[Node, ...]]:
     """What the remote is to have in the end -> a catalog, and the checkpoints that it never gets, ascending.
 
     Of segments that are `damaged` nothing is wanted, nor of what cannot be restored without them. A term is still
     written to if it is the remote's newest, or newer. What the remote does not have of earlier ones is a branch:
-    somebody continued the run without it.
+    somebody continued the run without it. What the remote had and has retired (`pruned`) is neither.
     """
     whole = part_of(here, None)
     foreign = foreign_terms(here, there)
     live = set() if foreign else {number for number in here.terms if number >= there.term}
+    gone = pruned(here, there)
 
     def is_there(node: Node) -> bool:
         mine, theirs = here.find(node), there.find(node)
         return mine is not None and theirs is not None and mine.state == theirs.state
 
     def wanted(node: Node) -> bool:
-        return node[0] in live or is_there(node)
+        return (node[0] in live or is_there(node)) and not gone(node)
+
+    def leads(edge: Encoding) -> bool:
+        """Whether an encoding is in the remote, or may be added to it still: by a term that is written to."""
+        if _is_there(edge, there):
+            return is_there(edge.checkpoint)
+        newest = max(here.segments[segment].term for segment in edge.segments)
+        return newest in live and wanted(edge.checkpoint) and there.dropped.isdisjoint(edge.segments)
+
+    absent = {node for node in (*whole.checkpoints, *whole.held) if gone(node) and there.find(node) is None}
+
+    def sound(edge: Encoding) -> bool:
+        """Whether nothing of it is damaged, and what it builds on is not gone."""
+        return damaged.isdisjoint(edge.segments) and (edge.base is None or edge.base.node not in absent)
 
     part = Catalog(term=whole.term, keep=whole.keep, keep_seq=whole.keep_seq)
     nodes = [node for node in whole.checkpoints if wanted(node)]
-    edges = [edge for edge in _edges(whole) if wanted(edge.checkpoint) and _leads_there(edge, here, there, live)]
-    with_paths(part, here, nodes, edges)
-    if not damaged.isdisjoint(part.segments):
-        part = _without(part, here, damaged)
+    with_paths(part, here, nodes, [edge for edge in _edges(whole) if leads(edge)])
+    if absent or not damaged.isdisjoint(part.segments):
+        part = _with_only(part, here, [edge for edge in _edges(part) if sound(edge)])
     part.terms.update((number, opened) for number, opened in whole.terms.items() if number not in foreign)
-    branch = sorted(node for node in whole.checkpoints if not wanted(node))
+    branch = sorted(node for node in whole.checkpoints if not wanted(node) and not gone(node))
     return part, tuple(branch)
 
 
-def _without(part: Catalog, here: Catalog, damaged: Set[str]) -> Catalog:
-    """`part` without segments that are damaged, and without what then has no chain."""
+def _with_only(part: Catalog, here: Catalog, sound: list[Encoding]) -> Catalog:
+    """`part` with no other encodings than these, and without what then has no chain."""
     fewer = Catalog(term=part.term, keep=part.keep, keep_seq=part.keep_seq)
-    sound = [edge for edge in _edges(part) if damaged.isdisjoint(edge.segments)]
     with_paths(fewer, here, part.checkpoints, sound)
     entries = {**fewer.checkpoints, **fewer.held}
     whole = {node for node, entry in entries.items() if fewer.restorable(entry.id)}
@@ -67,11 +123,9 @@ def _edges(catalog: Catalog) -> Iterable[Encoding]:
     return (edge for node in sorted(catalog.encodings) for edge in catalog.encodings[node])
 
 
-def _leads_there(edge: Encoding, here: Catalog, there: Catalog, live: set[int]) -> bool:
-    """Whether an encoding is in the remote, or may be added to it still: by a term that is written to."""
-    if any((one.segments, one.base) == (edge.segments, edge.base) for one in there.encodings.get(edge.checkpoint, ())):
-        return True
-    return max(here.segments[segment].term for segment in edge.segments) in live
+def _is_there(edge: Encoding, there: Catalog) -> bool:
+    known = there.encodings.get(edge.checkpoint, ())
+    return any((one.segments, one.base) == (edge.segments, edge.base) for one in known)
 
 
 def lag_between(here: Catalog, there: Catalog, error: str | None = None, damaged: Set[str] = frozenset()) -> Lag:

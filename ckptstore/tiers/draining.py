@@ -25,7 +25,8 @@ from ckptstore.log.replica import Origin, Replica
 from ckptstore.maintenance.copies.copying import check_apart, check_known
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
-from ckptstore.tiers.choosing import drainable, foreign_terms, lag_between
+from ckptstore.tiers.answering import Answers
+from ckptstore.tiers.choosing import drainable, foreign_terms, lag_between, pruned
 from ckptstore.tiers.pair import Pair, alone
 from ckptstore.write.second_tier import Lag
 
@@ -34,6 +35,7 @@ __all__ = ["Drain", "Drained", "lag_of"]
 _TRIES = 8
 """Times in a row that another drain of the same run may be faster."""
 _THREADS = 2
+_BASE_GONE = "what it builds on was retired there; what does not build on that goes there again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,24 @@ class Drain:
         self._local: View | None = None
         self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
         self._advance = held_to(pair.bandwidth, advance)
+        self._answers = Answers(pair.remote)
         check_apart(pair.local.backend, pair.remote.backend)
 
     @property
     def damaged(self) -> Set[str]:
         """Segments that are damaged here, and left out."""
         return self._damaged.keys()
+
+    def had(self, node: Node) -> bool:
+        """Whether the remote has a checkpoint of the store, or had it and has retired it since, as far as is known."""
+        here, there = self._local, self.remote
+        if there is None:
+            return False
+        return there.catalog.find(node) is not None or (here is not None and pruned(here.catalog, there.catalog)(node))
+
+    def asked(self) -> bool:
+        """Whether somebody asks for a change of the remote. Looks now and then: that is a listing."""
+        return self._answers.asked()
 
     def once(self, patience: Callable[[], bool] = lambda: True) -> Drained:
         """Bring there all that is there now. If another process is at it, wait for that.
@@ -136,6 +150,8 @@ class Drain:
             self._note(replica)
             try:
                 done = self._pass(replica)
+                if done.over is None:
+                    self._answers.give(replica, Journal(replica.backend, self.pair.local.format))
             except CorruptSegmentError as error:
                 self._leave_out(error)
                 continue
@@ -183,12 +199,12 @@ class Drain:
             if replica.begun:
                 replica.finish()
         crash_point("drain.done")
-        lost: tuple[str, ...] = ()
-        if self._damaged:
-            lost = tuple(ref_of(node) for node in sorted(here.checkpoints) if node not in wanted.checkpoints)
-            lost = tuple(ref for ref in lost if ref not in refs)
-        why = next(iter(self._damaged.values())) if lost else None
-        return Drained(len(there.checkpoints) - had, copies.brought, copies.nbytes, refs, damaged=lost, why=why)
+        left = _left_out(here, there, wanted, branch)
+        why = None
+        if left:
+            why = next(iter(self._damaged.values()), _BASE_GONE)
+        brought = len(there.checkpoints) - had
+        return Drained(brought, copies.brought, copies.nbytes, refs, damaged=tuple(map(ref_of, left)), why=why)
 
     @contextlib.contextmanager
     def _claimed(self, replica: Replica) -> Iterator[tuple[Catalog, Catalog, tuple[Node, ...]]]:
@@ -237,8 +253,17 @@ def _over(here: Catalog, there: Catalog) -> str | None:
         return None
     number = foreign[0] if foreign and foreign[0] in there.terms else there.term
     writer = there.terms[number].writer
-    about = ", ".join(f"{name} {writer[name]}" for name in ("host", "pid") if name in writer)
+    about = ", ".join(f"{name} {writer[name]}" for name in ("host", "pid", "for") if name in writer)
     return f"term {number}" + (f" ({about})" if about else "")
+
+
+def _left_out(here: Catalog, there: Catalog, wanted: Catalog, branch: Sequence[Node]) -> list[Node]:
+    """What the remote is to have and does not get: it is damaged, or what it builds on is."""
+    if len(wanted.checkpoints) + len(branch) == len(here.checkpoints):
+        return []
+    gone, others = pruned(here, there), set(branch)
+    left = (node for node in sorted(here.checkpoints) if node not in wanted.checkpoints and node not in others)
+    return [node for node in left if there.find(node) is None and not gone(node)]
 
 
 def _check_sound(journal: Journal, catalog: Catalog) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckptstore.errors import StorageError
-from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.records import Node
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.tiers.draining import Drain
 from ckptstore.tiers.pair import Pair
 
-__all__ = ["Synced", "drained_catalog", "follow", "sync"]
+__all__ = ["Synced", "drained", "follow", "sync"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,11 @@ def sync(pair: Pair, progress: Progress | None = None) -> Synced:
     return _once(Drain(pair, tally.advance), pair)
 
 
-def drained_catalog(pair: Pair) -> Catalog:
-    """What the remote has, when everything that is here now was brought there. Raises as `Drain.once`."""
+def drained(pair: Pair) -> Callable[[Node], bool]:
+    """Says what the remote has or had, when everything that is here now was brought there. Raises as `Drain.once`."""
     drain = Drain(pair)
     drain.once()
-    assert drain.remote is not None  # a pass reads it
-    return drain.remote.catalog
+    return drain.had
 
 
 def _once(drain: Drain, pair: Pair) -> Synced:

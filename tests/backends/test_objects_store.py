@@ -157,6 +157,34 @@ def test_a_store_that_is_replaced_gets_no_foreign_slot(s3: Server) -> None:
     assert backend.list("log/") == []
 
 
+def test_what_a_writer_sends_before_it_finds_its_store_gone_is_no_damage_of_the_next_one(s3: Server) -> None:
+    url = s3.url()
+    store = open_store(s3, url, create=True)
+    store.writer(poll_seconds=None).close()
+    writer = store.writer(poll_seconds=None)
+    writer.save(state(1), step=1)
+    backend = ObjectBackend(url, s3.options)
+    for key in backend.list(""):
+        backend.delete(key)
+    new = open_store(s3, url, create=True)
+    with new.writer(poll_seconds=None) as other:
+        other.save(state(7), step=7)
+    with pytest.raises(ckptstore.StoreReplacedError):
+        writer.save(state(2), step=2)
+    writer.close()
+    left = backend.list("seg/0000000002/")
+    assert left, "the segment goes up before the slot, and nothing is deleted by who does not know whose it is"
+    report = new.verify()
+    assert report.ok
+    assert list(report.strangers) == left
+    assert not report.orphans
+    assert new.latest_step() == 7
+    for _ in range(2):
+        new.writer(poll_seconds=None).close()
+    new.gc()
+    assert backend.list("seg/0000000002/") == [], "once the new store's own terms have passed its number"
+
+
 KILLED = """
 import os, sys
 import ckptstore

@@ -83,6 +83,7 @@ class Findings:
         unread_segments: those of them that may be all right.
         bad_chunks: id of a segment -> where its damaged chunks begin.
         flaws: what is wrong with encodings.
+        strangers: objects below ``seg/`` that are of another run.
         objects, nbytes: what was checked.
     """
 
@@ -93,6 +94,7 @@ class Findings:
     unread_segments: set[str] = field(default_factory=set)
     bad_chunks: dict[str, set[int]] = field(default_factory=dict)
     flaws: dict[Edge, Flaw] = field(default_factory=dict)
+    strangers: set[str] = field(default_factory=set)
     objects: int = 0
     nbytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)

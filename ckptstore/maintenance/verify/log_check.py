@@ -14,6 +14,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import fold_of, object_of, slot_key
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import anchor_above
+from ckptstore.log.strays import all_foreign
 from ckptstore.maintenance.verify.findings import Findings
 
 __all__ = ["SlotHashes", "check_log"]
@@ -27,16 +28,16 @@ class SlotHashes(NamedTuple):
 
 
 def check_log(
-    journal: Journal, catalog: Catalog, slots: Mapping[int, SlotHashes], keys: Iterable[str], found: Findings
+    journal: Journal, catalog: Catalog, slots: Mapping[int, SlotHashes], objects: Iterable[str], found: Findings
 ) -> None:
     """Report slots that are missing or do not continue the log, terms without their parent, and a lost end.
 
     Args:
-        catalog: of a READ that came after the listing of `keys`, with a look above its end.
+        catalog: of a READ that came after the listing of `objects`, with a look above its end.
         slots: every intact slot, by its number.
-        keys: every object of the store.
+        objects: every object of the store.
     """
-    listed = set(keys)
+    listed = set(objects)
     for seq in catalog.damage:
         if slot_key(seq) not in listed:
             found.add(slot_key(seq), CorruptionError("the slot is missing, and later ones exist"))
@@ -52,11 +53,17 @@ def check_log(
         if opened.parent is not None and not opened.parent_found:
             what = f"term {opened.term} continues from {opened.parent.ref}, and no record before it promises that"
             found.add(slot_key(opened.seq), CorruptionError(what))
-    terms = {place[0]: key for key in sorted(listed) if (place := object_of(key)) is not None}
-    for term, key in terms.items():
-        if term not in catalog.terms:
-            what = f"of term {term}, which the log does not have: its end was lost, or an older copy put back"
-            found.add(key, CorruptionError(what))
+    unknown: dict[int, list[str]] = {}
+    for key in sorted(listed):
+        place = object_of(key)
+        if place is not None and place[0] not in catalog.terms:
+            unknown.setdefault(place[0], []).append(key)
+    for term, keys in unknown.items():
+        if all_foreign(journal.backend, journal.run, keys):
+            found.strangers.update(keys)
+            continue
+        what = f"of term {term}, which the log does not have: its end was lost, or an older copy put back"
+        found.add(keys[-1], CorruptionError(what))
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

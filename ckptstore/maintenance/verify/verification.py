@@ -65,7 +65,7 @@ class VerificationReport(HtmlTable):
         unknown: REFs of those of which it cannot be said, because of what was not read.
         latest: the checkpoint to continue from: the newest restorable one, or None.
         orphans: segments that nothing refers to (crashed saves, gc's prey); not damage, and not checked.
-        strangers: objects that are not part of a store.
+        strangers: objects that are not part of a store, or of another run: left by a writer whose store was deleted.
         objects: how many objects were checked.
         nbytes: how many bytes were checked.
         deep: whether everything was decoded.
@@ -232,7 +232,7 @@ def _report(
             affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
     live = {entry.key for entry in catalog.segments.values()}
     manifests = {f"seg/{term:010d}/{identity}.json" for identity, (term, _) in catalog.manifests.items()}
-    others = [key for key in keys if key.startswith("seg/") and key not in live | manifests]
+    others = [key for key in keys if key.startswith("seg/") and key not in live | manifests | found.strangers]
     known = ("seg/", "log/", "fold/", "pins/", "req/", "probe/")
     return VerificationReport(
         damage=tuple(Damage(key, what, tuple(affected.get(key, ()))) for key, what in sorted(found.damage)),
@@ -242,7 +242,9 @@ def _report(
         unknown=tuple(unknown),
         latest=None if latest is None else describe_checkpoint(catalog, latest),
         orphans=tuple(key for key in others if PurePath(key).suffix in (".safetensors", ".json")),
-        strangers=tuple(key for key in keys if key != FORMAT_KEY and not key.startswith(known)),
+        strangers=tuple(
+            key for key in keys if key in found.strangers or (key != FORMAT_KEY and not key.startswith(known))
+        ),
         objects=found.objects,
         nbytes=found.nbytes,
         deep=deep,

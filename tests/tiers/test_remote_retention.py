@@ -1,0 +1,166 @@
+"""A remote that is pruned: what it had and gave up is no branch, is not brought again, and holds up nothing here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ckptstore
+from ckptstore import RequestRefusedError
+from ckptstore.formats.catalog import CatalogBuilder
+from ckptstore.formats.records import (
+    CheckpointEntry,
+    CheckpointId,
+    CommitRecord,
+    Encoding,
+    OpenRecord,
+    SegmentEntry,
+)
+from ckptstore.tiers import answering
+from ckptstore.tiers.choosing import drainable, pruned
+from tests.tiers.conftest import Place
+from tests.tiers.test_tiers import LONG, check, fill, state, steps
+
+pytestmark = pytest.mark.filterwarnings("error::ckptstore.BranchWarning")
+
+
+def segments(store: ckptstore.Store) -> set[str]:
+    return set(store.backend.list("seg/"))
+
+
+def test_a_remote_that_was_pruned_by_its_url(place: Place) -> None:
+    fill(place.open(), 1, 6)
+    theirs = place.theirs()
+    theirs.prune("last:2", take_over=True)
+    theirs.gc()
+    kept = segments(theirs)
+    store = place.open()
+    for _ in range(2):
+        done = store.sync()
+        assert (done.branch, done.damaged, done.segments) == ((), (), 0)
+    assert store.lag() == ckptstore.Lag()
+    assert steps(store) == [f"{step}@1" for step in range(1, 7)], "this machine keeps longer"
+    fill(store, 7, 8)
+    assert steps(place.theirs()) == ["5@1", "6@1", "7@3", "8@3"]
+    assert len(segments(theirs) - kept) == 2, "and of what was pruned there nothing came back"
+    fill(place.open(), 9, 10, keep=["last:3"])
+    assert steps(store) == ["8@3", "9@4", "10@4"], "its own rules retire what the remote gave up"
+    assert steps(place.theirs()) == ["5@1", "6@1", "7@3", "8@3", "9@4", "10@4"], "which keeps longer now"
+    for one in (store, place.theirs()):
+        assert one.verify(deep=True).ok
+
+
+def test_a_remote_is_pruned_beside_a_live_drain(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "EVERY", 0.1)
+    with place.open().writer(deltas=3, poll_seconds=None) as writer:
+        for step in range(1, 7):
+            writer.save(state(step), step)
+        writer.save_async(state(7), 7).result(tier="remote", timeout=LONG)
+        theirs = place.theirs()
+        assert theirs.prune("last:2", timeout=LONG).retired == ("1@1", "2@1", "3@1", "4@1", "5@1")
+        theirs.tag("kept", 6, timeout=LONG)
+        with pytest.raises(RequestRefusedError, match="second tier"):
+            theirs.keep("last:1", timeout=LONG)
+        for step in range(8, 11):
+            writer.save_async(state(step), step).result(tier="remote", timeout=LONG)
+            assert writer.lag() == ckptstore.Lag()
+    assert steps(theirs) == [f"{step}@1" for step in range(6, 11)], "nobody was fenced"
+    theirs.gc()
+    store = place.open()
+    done = store.sync()
+    assert (done.branch, done.damaged, done.checkpoints, done.segments) == ((), (), 0, 0)
+    assert steps(store) == [f"{step}@1" for step in range(1, 11)]
+    store.prune("last:3", take_over=True)
+    assert steps(store) == ["8@1", "9@1", "10@1"]
+    for one in (store, theirs):
+        assert one.verify(deep=True).ok
+    check(theirs.load("tag:kept", framework="numpy"), 6)
+
+
+def test_what_was_gone_back_from_and_pruned_there_is_no_branch(folders: Place) -> None:
+    """The next term continues from below it, so that only the OPEN says how far the earlier one had come."""
+    with folders.open().writer(poll_seconds=None) as writer:
+        for step in range(1, 7):
+            writer.save(state(step), step)
+        writer.rollback(3)
+        writer.save(state(4), 4)
+    theirs = folders.theirs()
+    theirs.prune("last:1", take_over=True)
+    assert steps(theirs) == ["4@2"]
+    store = folders.open()
+    done = store.sync()
+    assert (done.branch, done.segments) == ((), 0)
+    fill(store, 5, 5, keep=["last:2"])
+    assert steps(store) == ["4@2", "5@4"]
+
+
+def test_what_was_not_drained_when_the_remote_was_pruned_is_a_branch_still(folders: Place) -> None:
+    fill(folders.open(), 1, 4)
+    alone = ckptstore.open(folders.here, remote=False)
+    fill(alone, 5, 6)  # a term of this machine's own, which the remote's take-over gets ahead of
+    folders.theirs().prune("last:1", take_over=True)
+    done = folders.open().sync()
+    assert done.branch == ("5@2", "6@2")
+
+
+# ------------------------------------------------------------------------------------------------ of catalogs alone
+
+
+def log(*commits: CommitRecord, opened: OpenRecord | None = None) -> CatalogBuilder:
+    builder = CatalogBuilder()
+    builder.apply(opened or OpenRecord(1, None, "a" * 32, 0.0, {}), 0)
+    for seq, commit in enumerate(commits, 1):
+        builder.apply(commit, seq)
+    return builder
+
+
+def saved(step: int, base: int | None = None) -> CommitRecord:
+    name = f"{step:032x}"
+    identity = None if base is None else CheckpointId(1, base, f"{base:032x}")
+    entry = CheckpointEntry(1, step, name, 0.0, 1, 8)
+    edge = Encoding((1, step), "full" if base is None else "delta", identity, (name,), False, 8)
+    return CommitRecord(1, segments=(SegmentEntry(name, 1, 8, 4, ""),), checkpoints=(entry,), encodings=(edge,))
+
+
+def gives_up(*numbers: int) -> CommitRecord:
+    return CommitRecord(1, retires=tuple((1, n) for n in numbers), drops=tuple(f"{n:032x}" for n in numbers))
+
+
+def known(commits: list[CommitRecord]) -> Any:
+    return log(*commits).catalog
+
+
+def test_what_builds_on_what_is_gone_there_waits_for_what_does_not() -> None:
+    history = [saved(1), saved(2, 1), saved(3, 2), saved(4)]
+    here, there = known(history), known([*history[:2], gives_up(1, 2)])
+    wanted, branch = drainable(here, there)
+    assert branch == ()
+    assert list(wanted.checkpoints) == [(1, 4)], "3 builds on 2, which gc may have deleted there"
+    assert [node for node in here.checkpoints if pruned(here, there)(node)] == [(1, 1), (1, 2)]
+    whole, _ = drainable(here, known(history[:2]))
+    assert list(whole.checkpoints) == [(1, 1), (1, 2), (1, 3), (1, 4)]
+
+
+def test_a_base_that_the_remote_holds_is_built_on() -> None:
+    history = [saved(1), saved(2, 1), saved(3, 2)]
+    there = known([*history[:2], CommitRecord(1, retires=((1, 1),))])
+    wanted, branch = drainable(known(history), there)
+    assert branch == ()
+    assert list(wanted.checkpoints) == [(1, 2), (1, 3)]
+    assert list(wanted.held) == [(1, 1)]
+    assert wanted.segments.keys() - there.segments.keys() == {f"{3:032x}"}
+
+
+def test_another_machines_term_of_the_same_number_was_never_ours() -> None:
+    here = known([saved(1)])
+    there = log(saved(1), gives_up(1), opened=OpenRecord(1, None, "b" * 32, 0.0, {})).catalog
+    assert not pruned(here, there)((1, 1))
+    assert drainable(here, there)[1] == ((1, 1),)
+
+
+def test_without_the_member_the_parents_say_how_far_a_term_had_come() -> None:
+    builder = log(saved(1), saved(2), gives_up(1))
+    builder.apply(OpenRecord(2, CheckpointId(1, 2, f"{2:032x}"), "c" * 32, 0.0, {}), 4)
+    gone = pruned(known([saved(1), saved(2), saved(3)]), builder.catalog)
+    assert [step for step in (1, 2, 3) if gone((1, step))] == [1]
