@@ -258,6 +258,8 @@ class Checkpointer:
         if self._stopped or not moved or not (due or self._follows):
             if urgent and self._stopped:
                 self._urgency.settled(self._done)
+            if moved and self._saving is not None and not self._stopped:
+                self._saving.passed(self._done)
             return None
         try:
             forced = due and (urgent or save is True or bool(tags))

@@ -76,6 +76,9 @@ class Fills(Protocol):
     ) -> PendingSave:
         """See `AgentWriter.save_filled`."""
 
+    def prepare(self, state: Any) -> None:
+        """See `AgentWriter.prepare`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Labels:
@@ -110,6 +113,8 @@ class PlannedSaves:
         self._lock = threading.Lock()
         self._in_vain = 0
         self._pause = 0
+        self._looked = False  # ahead
+        self._touching: dict[int, Touching] = {}
 
     @property
     def predicts(self) -> bool:
@@ -129,6 +134,25 @@ class PlannedSaves:
         if isinstance(self._writer, Adopts):
             return self._adopted(self._writer, (plan, light), step, collected, labels, began)
         return self._filled(self._writer, (plan, light), step, collected, labels, began)
+
+    def foresee(self, step: int, ranks: int) -> None:
+        """Of a step that is not saved: have memory for the next that is touched in the background. Once, if at all.
+
+        Raises nothing: what cannot be saved the first save says.
+        """
+        if self._looked or self._plan is not None:
+            return
+        self._looked = True
+        try:
+            plan, light = self._taken(step, ranks)
+            if plan is None or light is None:
+                return
+            if isinstance(self._writer, Adopts):
+                self._pool.submit(self._make_ready, plan)
+            else:
+                self._writer.prepare(PlannedState(light.tree, plan.tensors, (), plan.nbytes))
+        except Exception as error:  # noqa: BLE001  # it concerns no step that is to be saved
+            _LOG.info("nothing is made ready for the first save: %s", error)
 
     def _adopted(
         self,
@@ -224,7 +248,10 @@ class PlannedSaves:
         with self._lock:
             while self._free:
                 place = self._free.pop()
+                touching = self._touching.pop(id(place), None)
                 if place.plan is plan:
+                    if touching is not None:
+                        touching.use()
                     return place
             first, self._made = not self._made, self._made + 1
         place = Place(plan, aligned(plan.size))
@@ -261,10 +288,16 @@ class PlannedSaves:
                 self._made += 1
             try:
                 room = aligned(plan.size)
-                Touching(room).run()
-                self._give(Place(plan, room))
             except MemoryError:
                 return  # who needs it will say so
+            touching, place = Touching(room), Place(plan, room)
+            with self._lock:
+                if plan is not self._plan:
+                    return
+                # There already for who comes earlier: a place more than are needed would take longer. Behind others.
+                self._free.insert(0, place)
+                self._touching[id(place)] = touching
+            touching.run()
 
     def _give(self, place: Place) -> None:
         with self._lock:
@@ -275,6 +308,9 @@ class PlannedSaves:
         with self._lock:
             self._plan = self._foreseen = None
             self._free.clear()
+            for touching in self._touching.values():
+                touching.stop()
+            self._touching.clear()
             self._offsets = ()
             self._made = 0
 

@@ -99,6 +99,11 @@ class Saving:
         """
         return self.save(step, metrics, tags) if due or forced else None
 
+    def passed(self, step: int) -> None:
+        """A step is not saved: what the first save needs is made ready meanwhile, as far as it is known."""
+        if self._planned is not None:
+            self._planned.foresee(step, self._ranks)
+
     def restored(self) -> None:
         """The script's state is another one from here on, as after a rollback."""
 

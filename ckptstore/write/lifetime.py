@@ -76,7 +76,9 @@ class Lifetime:
         self._failures = Failures()
         self._staging = Staging.for_chunks(budget=options.staging_bytes)
         self._background = started_pool(1, "ckptstore-touch")
-        self._snapshots = SnapshotPool(options.max_in_flight, self._background.submit, self._backend.segment_bytes)
+        self._snapshots = SnapshotPool(
+            options.max_in_flight, self._background.submit, self._backend.segment_bytes, kept=int(options.keeps_copies)
+        )
         cores = os.cpu_count() or 1
         # Payloads under way take no more memory than the staging blocks do. What is not coded has none.
         encoders = max(self._staging.blocks - 1, options.max_in_flight * options.threads if options.plain else 1)

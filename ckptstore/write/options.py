@@ -55,6 +55,13 @@ class WriterOptions:
         """Whether every checkpoint is an uncompressed full."""
         return self.deltas is None and self.diffs is None
 
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether a state that was copied as a whole stays in memory: the next ones are coded against it."""
+        if self.memory is not None:
+            return False
+        return self.diffs is not None or (self.deltas is not None and self.deltas.memory is None)
+
     def __post_init__(self) -> None:
         exiting.check()
         # Says what is wrong with it, before a term is opened and another one fenced.

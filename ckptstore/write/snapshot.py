@@ -118,15 +118,19 @@ class SnapshotPool:
         limit: int,
         background: Callable[[Callable[[], None]], object],
         segment_bytes: int = SEGMENT_BYTES,
+        *,
+        kept: int = 0,
     ) -> None:
         """
         Args:
             limit: snapshots in flight.
             background: has memory touched while others work.
             segment_bytes: `Backend.segment_bytes` of the medium: copies lie as their segments will.
+            kept: how many stay in memory beside those, for others to build on, as soon as there are any.
         """
         self._slots = threading.BoundedSemaphore(limit)
         self._limit = limit
+        self._kept = kept
         self._segment_bytes = segment_bytes
         self._background = background
         self._free: list[_Free] = []
@@ -138,8 +142,11 @@ class SnapshotPool:
         self._prepare(nbytes + nbytes // 512 + (1 << 16), 1)
 
     def prepare(self, flat: FlatState) -> None:
-        """Touch memory for a state like `flat` in the background. A second time does nothing."""
-        self._prepare(self._plan(flat).size, 1)
+        """Touch memory for a state like `flat`, and for those that stay, in the background, once.
+
+        The first save stays, so that the second takes memory of its own: asked for now, it is touched by then.
+        """
+        self._prepare(self._plan(flat).size, 1 + self._kept)
 
     def kept(self, flat: FlatState) -> None:
         """A copy of `flat` stays in memory: the next one will need memory of its own, which is touched by then."""
@@ -153,7 +160,7 @@ class SnapshotPool:
         try:
             snapshot = self.copy(flat, pool, self._slots.release)
             size = self._plan(flat).size
-            self._prepare(size, self._limit)
+            self._prepare(size, self._limit + self._kept)
             if size >= streaming.LARGE:
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
                     self._background(streaming.prepare)

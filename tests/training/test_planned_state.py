@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import signal
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,10 +19,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.agent import AgentWriter  # noqa: E402
 from ckptstore.formats import streaming  # noqa: E402
 from ckptstore.frameworks import bridge  # noqa: E402
 from ckptstore.host.gathering import Gathering  # noqa: E402
 from ckptstore.host.threads import started_pool  # noqa: E402
+from ckptstore.host.touching import Touching  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook, imprints  # noqa: E402
 from ckptstore.training.plan import StatePlan  # noqa: E402
 from tests.store.states import same  # noqa: E402
@@ -458,6 +461,34 @@ def test_a_save_that_is_refused_gives_its_memory_back(tmp_path: Path, monkeypatc
                 run.checkpointer.step(tags="not a tag")
         run.train()
     assert run.made == 1
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_memory_is_touched_before_the_first_step_that_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: bool
+) -> None:
+    """At the end of the first step it is known how much; that one is not saved."""
+    told: list[int] = []
+    touch = Touching.run
+    monkeypatch.setattr(Touching, "run", lambda one: (touch(one), told.append(one.touched))[0])
+    if agent:
+        prepare = AgentWriter.prepare
+        monkeypatch.setattr(AgentWriter, "prepare", lambda one, flat: (prepare(one, flat), told.append(flat.nbytes))[0])
+    options: dict[str, Any] = {"agent": True, "linger_seconds": 5} if agent else {}
+    run = Run(tmp_path, monkeypatch, "full", save_every=3, max_in_flight=1, **options)
+    with run.checkpointer:
+        for _ in range(2):
+            run.model(torch.randn(6, 8)).square().mean().backward()
+            run.optimizer.step()
+            assert run.checkpointer.step() is None
+        until = time.monotonic() + 60
+        while not told and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(told) == 1
+        assert told[0] > 0
+        run.train()
+    assert run.made == 1
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("form", ["compiled", "system"])

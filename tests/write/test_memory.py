@@ -171,6 +171,25 @@ def test_what_a_process_takes(tmp_path: Path, mode: str) -> None:
     assert float(done.stdout) < 1.9
 
 
+@pytest.mark.parametrize(
+    ("options", "copies"), [({"diffs": DiffOptions()}, 2), ({"deltas": DeltaOptions(memory=0)}, 1)]
+)
+def test_memory_of_what_stays_is_touched_with_that_of_the_first_save(options: dict[str, Any], copies: int) -> None:
+    state = {"a": np.ones(32 * MIB, np.uint8)}
+    with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(poll_seconds=None, **options) as writer:
+        before = resident()
+        writer.prepare(state)
+        until = time.monotonic() + 60
+        while resident() - before < (copies - 0.2) * 32 * MIB and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (copies - 0.2) * 32 * MIB < resident() - before < (copies + 0.8) * 32 * MIB
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
 _PEAK = """
 from pathlib import Path
 import numpy as np
