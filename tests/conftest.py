@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import compiled
@@ -62,7 +62,9 @@ LONGEST = (
 )
 """Files of 15 seconds and more. A worker that comes to one of them last would leave the others without work."""
 
-settings.register_profile("tests", max_examples=short_or(40, 100))
+# A machine may be slow: neither a time-out of an example nor one of drawing it says anything.
+slow = [HealthCheck.too_slow]
+settings.register_profile("tests", max_examples=short_or(40, 100), deadline=None, suppress_health_check=slow)
 settings.load_profile("tests")
 
 

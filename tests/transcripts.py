@@ -12,8 +12,8 @@ from pathlib import Path
 from tests import warmth
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_PLAIN = re.compile(r"((?:[A-Z_]+=\w+ )*)(python|ckpt) ([^|&;<>$'\"*?~`#]*)")
-"""A line of which a shell would make one process of ours, and nothing else."""
+_PLAIN = re.compile(r"((?:[A-Z_]+=\w+ )*)(python|ckpt) ([^|&;<>$'\"*?~`#]*?)(?P<last> 2>&1 \| tail -n 1)?")
+"""A line of which a shell would make one process of ours, and nothing else; or show its last line."""
 
 
 def plain(text: str) -> list[str]:
@@ -56,6 +56,8 @@ def played(text: str, folder: Path) -> str:
             given = dict(word.split("=") for word in plain[1].split())
             module = ["-m", "ckptstore"] if plain[2] == "ckpt" else []
             printed, code = printed_by([*module, *shlex.split(plain[3])], given)
+            if plain["last"]:
+                printed, code = "".join(printed.splitlines(keepends=True)[-1:]), 0
         else:
             done = subprocess.run(
                 ["sh", "-c", line],

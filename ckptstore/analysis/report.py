@@ -45,11 +45,14 @@ def write_report(found: Analysis, folder: Path) -> Path:
     """
     refuse_store(folder / "index.html")
     plots.need_matplotlib()
-    text = render(found)
     page = folder / "index.html"
     temporary = folder / f".index.html.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # before what takes seconds
+        raise StorageError(error.errno, error.strerror, str(page)) from error
+    text = render(found)
+    try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(page)
     except OSError as error:

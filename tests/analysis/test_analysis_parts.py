@@ -21,6 +21,7 @@ from ckptstore.analysis.series import TensorType, open_series, shared_tensors
 from ckptstore.errors import UsageError
 from ckptstore.write.interval import DeltaSizes, RestoreBound, Schedule, best_interval
 from tests.analysis.analysis_data import trajectory, write
+from tests.forms import short_or
 
 # -- series
 
@@ -246,7 +247,7 @@ def test_an_uneven_series_loses_no_pair_to_a_gap_that_is_nearly_the_same() -> No
 
 
 @given(st.sets(st.integers(0, 10**6), min_size=2, max_size=40), st.integers(2, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=short_or(24, 60), deadline=None)
 def test_any_series_can_be_planned(steps: set[int], points: int) -> None:
     plan = plan_targets(sorted(steps), (), points)
     assert 1 <= len(plan.gaps) <= 7

@@ -26,9 +26,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
     return analyze(write(tmp_path_factory.mktemp("series"), hostile), Options(sample=None))
 
 
-def test_the_page_is_complete_and_loads_nothing(found: Analysis, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def page(found: Analysis, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Drawn once: its seven pictures take seconds."""
     pytest.importorskip("matplotlib")
-    page = write_report(found, tmp_path / "new" / "report")
+    return write_report(found, tmp_path_factory.mktemp("page") / "new" / "report")
+
+
+def test_the_page_is_complete_and_loads_nothing(found: Analysis, page: Path) -> None:
     assert [path.name for path in page.parent.iterdir()] == ["index.html"]
     text = page.read_text()
     assert not re.findall(r'(?:src|href)\s*=\s*"?(?!data:)[^"\s>]+', text)
@@ -51,10 +56,8 @@ def test_the_page_is_complete_and_loads_nothing(found: Analysis, tmp_path: Path)
         assert f"<h3>{found.label(number)}</h3>" in text
 
 
-def test_the_same_analysis_gives_the_same_page(found: Analysis, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    pages = [write_report(found, tmp_path / name).read_bytes() for name in ("a", "b")]
-    assert pages[0] == pages[1]
+def test_the_same_analysis_gives_the_same_page(found: Analysis, page: Path, tmp_path: Path) -> None:
+    assert write_report(found, tmp_path / "again").read_bytes() == page.read_bytes()
 
 
 def test_two_checkpoints_of_one_tensor_are_enough(tmp_path: Path) -> None:

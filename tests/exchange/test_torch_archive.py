@@ -23,6 +23,7 @@ from ckptstore.exchange.torch_archive import TensorReference, TorchObject, write
 from ckptstore.formats import dtypes
 from ckptstore.frameworks.torch_tensors import torch_dtype
 from tests.exchange import inside
+from tests.forms import short_or
 
 
 def archive(state: Any, data: dict[str, bytes] | None = None) -> tuple[io.BytesIO, list[str]]:
@@ -170,7 +171,7 @@ STATES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=short_or(24, 60), deadline=None)
 @given(STATES)
 def test_any_state(state: Any) -> None:
     out, converted = archive(state)

@@ -29,6 +29,7 @@ from ckptstore.exchange.checkpoint_folders import survey
 from ckptstore.exchange.safetensors_files import FileTensor
 from ckptstore.exchange.weight_files import open_file
 from ckptstore.formats.state import unflatten
+from tests.forms import short_or
 from tests.store.states import every_dtype, same, tensor_bytes, training_state
 
 
@@ -196,7 +197,7 @@ def test_not_a_checkpoint(tmp_path: Path, data: bytes) -> None:
         open_file(tmp_path / "x")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=short_or(60, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_damaged_header_never_does_worse_than_an_error(tmp_path: Path, data: st.DataObject) -> None:
     good = json.dumps({"__metadata__": {"ckptstore.dtypes": '{"c": "C64"}'}, **GOOD, "c": entry("F32", [1, 2], 24, 32)})

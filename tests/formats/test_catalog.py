@@ -38,6 +38,7 @@ from ckptstore.formats.retention import check_commit, droppable, needed
 from tests.formats import log_strategies as some
 from tests.formats.fold_data import Columns, body, parted, sealed, sealed_frame
 from tests.formats.log_strategies import RUN, digest
+from tests.forms import short_or
 
 
 def applied(records: list[Record], start: Catalog | None = None) -> Catalog:
@@ -84,7 +85,7 @@ CHAIN: list[Record] = [opened(), save(1), save(2, 1), save(3, 2), save(4)]
 
 class TestFold:
     @given(st.lists(some.records, min_size=1, max_size=8), st.lists(some.records, max_size=4))
-    @settings(max_examples=50)
+    @settings(max_examples=short_or(20, 50))
     def test_folding_anywhere_changes_nothing(self, before: list[Record], after: list[Record]) -> None:
         whole = applied(before)
         folded = refold(whole)
@@ -165,7 +166,7 @@ class TestHostileFold:
             assert refold(catalog) == catalog
 
     @given(st.data())
-    @settings(max_examples=200)
+    @settings(max_examples=short_or(80, 200))
     def test_any_change_of_the_document_gives_a_catalog_or_a_format_error(self, data: st.DataObject) -> None:
         found, columns = document(self.MANY)
         value: Any = found
@@ -184,7 +185,7 @@ class TestHostileFold:
         self.refuses_or_holds(text, name)
 
     @given(st.data())
-    @settings(max_examples=200)
+    @settings(max_examples=short_or(80, 200))
     def test_any_change_of_a_column_gives_a_catalog_or_a_format_error(self, data: st.DataObject) -> None:
         found, columns = document(self.MANY)
         column = columns[data.draw(st.sampled_from([name for name in columns if columns[name]]))]
@@ -507,7 +508,7 @@ class TestCheckCommit:
             check_commit(catalog, change(requests={digest(5): None}))
 
     @given(st.lists(st.data(), min_size=4, max_size=10))
-    @settings(max_examples=60)
+    @settings(max_examples=short_or(24, 60))
     def test_a_log_of_accepted_records_keeps_every_promise(self, draws: list[st.DataObject]) -> None:
         builder = CatalogBuilder(applied(CHAIN))
         for data in draws:

@@ -16,6 +16,7 @@ from ckptstore.errors import FormatError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs.blocks import OVERHEAD, block_count
 from tests.formats.codec_data import ALL_DTYPES, CHANGES, CLASSES, base_of, codecs_of, image, pair
+from tests.forms import short_or
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -114,7 +115,7 @@ def test_classes_of_few_words_are_coded_together() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "narrow"), [("BF16", ml_dtypes.bfloat16), ("F16", np.float16)])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.sampled_from(["noise", "specials", "numbers", "sparse"]), st.integers(0, 5000), st.integers(0, 2**32))
 def test_a_rounded_copy_costs_nothing(dtype: str, narrow: type, kind: str, count: int, seed: int) -> None:
     master = image("F32", kind, count, seed).view("<f4")

@@ -15,6 +15,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs, compiled
 from ckptstore.formats.codecs import planecoder
 from tests.formats.codec_data import base_of, both_forms, codecs_of, pair
+from tests.forms import short_or
 
 form = both_forms
 DTYPES = ("F32", "BF16", "U8", "F64")
@@ -34,7 +35,7 @@ def attempt(codec: codecs.Codec, payload: bytes, length: int, base: np.ndarray |
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.data(), st.sampled_from(["numbers", "sparse", "bits", "specials"]), st.integers(0, 2**32))
 def test_damaged_payloads(dtype: str, data: st.DataObject, kind: str, seed: int) -> None:
     count = data.draw(st.sampled_from([3, 60, 600, 5000]))
@@ -49,7 +50,7 @@ def test_damaged_payloads(dtype: str, data: st.DataObject, kind: str, seed: int)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.binary(max_size=200), st.sampled_from([0, 1, 8, 64, 1000, 70_000]))
 def test_random_payloads(dtype: str, payload: bytes, length: int) -> None:
     base = np.zeros(length * 2, np.uint8)

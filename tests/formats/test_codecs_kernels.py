@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ckptstore.formats import codecs, compiled
 from ckptstore.formats.codecs import bitpacking, kernels, rounding
 from tests.formats.codec_data import CHANGES, CLASSES, base_of, both_forms, codecs_of, pair
+from tests.forms import short_or
 
 WORD_SIZES = (1, 2, 4, 8)
 SPLITS = [(1, 1), (2, 1, 1), (1, 1, 1, 1), (2, 2), (4, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1), (1,) * 8, (4, 4)]
@@ -109,7 +110,7 @@ def test_small_numbers_pack(values: list[int], bits: int) -> None:
 
 
 @pytest.mark.parametrize("word", WORD_SIZES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.data())
 def test_numbers_of_any_width_pack(word: int, data: st.DataObject) -> None:
     bits = data.draw(st.integers(0, 8 * word))
@@ -155,7 +156,7 @@ def test_gaps_about_the_longest_step() -> None:
 
 
 @pytest.mark.parametrize("word", WORD_SIZES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=short_or(24, 60))
 @given(
     st.integers(0, 3000),
     st.sampled_from([0, 0.001, 0.02, 0.5, 1]),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckptstore.formats import compiled
 from ckptstore.formats import digest as d
+from tests.forms import short_or
 
 MASK = (1 << 64) - 1
 B = d.BLOCK_WORDS
@@ -58,13 +59,13 @@ def test_golden_values() -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=60)
+@settings(max_examples=short_or(24, 60))
 def test_the_definition_on_any_bytes(data: bytes) -> None:
     assert d.digest(data) == by_definition(data)
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=short_or(20, 50), deadline=None)
 def test_parts_combine_in_any_order(data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([0, 7, 999, 4 * B + 3, 12 * B + 5]))
     image = noise(size)
@@ -87,7 +88,7 @@ def test_weights_are_odd_and_distinct_up_to_sign_where_only_the_sign_bit_counts(
 
 
 @given(st.integers(0, 3 * B - 1), st.integers(0, 3 * B - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=short_or(80, 200), deadline=None)
 def test_two_flipped_sign_bits(first: int, second: int) -> None:
     words = noise(12 * B).view("<u4")
     before = d.digest(words)
@@ -98,7 +99,7 @@ def test_two_flipped_sign_bits(first: int, second: int) -> None:
 
 
 @given(st.integers(0, 3 * B - 1), st.integers(0, 3 * B - 1), st.integers(0, 31))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=short_or(40, 100), deadline=None)
 def test_two_swapped_words_that_differ_in_one_bit(first: int, second: int, bit: int) -> None:
     words = np.full(3 * B, 0x3F800000, "<u4")
     words[first] ^= np.uint32(1 << bit)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import optim
 from ckptstore.formats.optim import stepping
+from tests.forms import short_or
 
 ADAM = optim.AdamW(beta2=0.95, weight_decay=0.1)
 STEP = optim.Step(count=40, lr=1e-3, clip=0.5)
@@ -86,7 +87,7 @@ def test_every_encoding_restores_a_step(name: str, count: int):
         assert equal(state, new)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=short_or(24, 60), deadline=None)
 @given(
     st.integers(0, 1 << 32),
     st.sampled_from(sorted(GROUPS)),
@@ -289,7 +290,7 @@ def test_cut_extended_and_changed_payloads():
                 continue
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=short_or(60, 150), deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(("predicted", "replayed", "sparse")), st.integers(0, 2000))
 def test_any_bytes_are_a_payload_or_an_error(data: bytes, encoding: str, count: int):
     rule = ADAM.rule(STEP)

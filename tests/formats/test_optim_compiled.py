@@ -13,6 +13,7 @@ pytest.importorskip("numba", reason="the compiled kernels need numba: pip instal
 
 from ckptstore.formats import compiled, optim
 from ckptstore.formats.optim import adam, arithmetic, residuals, sgd
+from tests.forms import short_or
 
 GROUPS: dict[str, optim.Optimizer] = {
     "adamw": optim.AdamW(beta2=0.95, weight_decay=0.1),
@@ -63,7 +64,7 @@ def both(work: object) -> tuple[object, object]:
         return wanted, work()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=short_or(60, 150), deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from(CASES), st.integers(0, 1200))
 def test_steps_and_predictions_are_the_references(seed: int, case: tuple[str, str], count: int) -> None:
     rng = np.random.default_rng(seed)
@@ -96,7 +97,7 @@ def test_steps_and_predictions_are_the_references(seed: int, case: tuple[str, st
     assert found == wanted
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=short_or(40, 100), deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(0, 600), st.sampled_from(["new", "a", "b", "c"]), st.booleans())
 def test_fused_products_are_the_references(seed: int, count: int, target: str, scalar: bool) -> None:
     rng = np.random.default_rng(seed)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext, ranked
 from ckptstore.formats.state import flatten, unflatten
+from tests.forms import short_or
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(0, 2), st.sampled_from([0.0, -0.0, 1.0, "a", "b", b"x"]))
 KEYS = st.sampled_from(["a", "b", "c", "$odd", "d.e"])
@@ -31,7 +32,7 @@ def text(tree: Any) -> bytes:
     return jsontext.dumps(tree)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=short_or(120, 300), deadline=None)
 @given(st.lists(STATES, min_size=1, max_size=4), st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_every_rank_gets_its_own_back(states: list[Any], ranks: list[int]) -> None:
     trees = [flatten(states[rank % len(states)]).tree for rank in ranks]

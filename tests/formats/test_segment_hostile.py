@@ -24,7 +24,7 @@ from ckptstore.formats.members import Members
 from ckptstore.formats.segment import SegmentDoc, check_header, encode_packed, header_length, parse
 from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
 from ckptstore.formats.segment_steps import StepEncoding, read_steps, step_columns
-from tests.forms import LONG
+from tests.forms import LONG, short_or
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
 SEGMENTS = {path.stem.removeprefix("segment-1-"): path.read_bytes() for path in sorted(GOLDEN.glob("segment-1-*"))}
@@ -243,7 +243,7 @@ nasty = st.one_of(
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=short_or(160, 400), deadline=None)
 def test_any_value_anywhere_in_a_plain_header_is_survived(data: st.DataObject) -> None:
     header, document, rest = opened(SEGMENTS[data.draw(st.sampled_from(PLAIN))])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -258,7 +258,7 @@ def test_any_value_anywhere_in_a_plain_header_is_survived(data: st.DataObject) -
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=short_or(160, 400), deadline=None)
 def test_any_value_anywhere_in_a_packed_index_is_survived(data: st.DataObject) -> None:
     segment = SEGMENTS["packed-batch"]
     index = opened_index(segment)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.sources import NumpySource, blocks, write_into
+from tests.forms import short_or
 
 DTYPES: list[Any] = ["?", "<u1", "<i4", ">f4", "<f8", ">c16", "<c8", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
 
@@ -37,7 +38,7 @@ def image(array: np.ndarray) -> bytes:
 
 
 @given(arrays(), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=short_or(120, 300), deadline=None)
 def test_any_range_of_any_array(array: np.ndarray, data: st.DataObject) -> None:
     source = NumpySource(array)
     expected = image(array)
@@ -55,7 +56,7 @@ def test_any_range_of_any_array(array: np.ndarray, data: st.DataObject) -> None:
 
 
 @given(arrays(), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=short_or(120, 300), deadline=None)
 def test_writing_is_the_inverse_of_reading(array: np.ndarray, data: st.DataObject) -> None:
     target = np.array(array, order="K", copy=True)
     size = NumpySource(target).nbytes
@@ -70,7 +71,7 @@ def test_writing_is_the_inverse_of_reading(array: np.ndarray, data: st.DataObjec
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=short_or(80, 200), deadline=None)
 def test_blocks_cover_a_range_once_and_in_order(shape: list[int], data: st.DataObject) -> None:
     numbers = np.arange(math.prod(shape)).reshape(shape)
     start = data.draw(st.integers(0, numbers.size))

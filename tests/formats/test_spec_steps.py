@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import ckptstore.formats
 from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
 from ckptstore.formats import compiled, optim
+from tests.forms import short_or
 from tools.conformance.page import steps as page
 from tools.conformance.page.codecs import RefusedError
 
@@ -179,7 +180,7 @@ def test_several_blocks() -> None:
         assert same(found, ours(encoding, rule, payload, old)), encoding
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.data(), st.sampled_from(range(len(RULES))), st.integers(0, 2**32))
 def test_damage_is_taken_alike(data: st.DataObject, number: int, seed: int) -> None:
     """Both refuse the same payloads, and make the same of the others."""

@@ -23,6 +23,7 @@ from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext, values
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import MAX_DEPTH, Tagged, flatten, places, select, tensor_names, unflatten
+from tests.forms import short_or
 
 
 def there_and_back(state: Any) -> Any:
@@ -119,7 +120,7 @@ states = st.recursive(
 
 
 @given(states)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=short_or(80, 200), deadline=None)
 @example({"$t": "looks like a tensor"})
 @example([{"$a": 1, "b": 2}, {"$dict": []}, OrderedDict({"$x": 1})])
 @example({1.0: 1, "1": 2, None: 3, (1, (None, "a")): 4, b"x": 5, -0.0: 6})
@@ -131,7 +132,7 @@ def test_every_state_comes_back_identical(state: Any) -> None:
 
 
 @given(states)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=short_or(24, 60), deadline=None)
 def test_equal_states_have_equal_text(state: Any) -> None:
     tree = flatten(state).tree
     assert jsontext.dumps(flatten(there_and_back(state)).tree) == jsontext.dumps(tree)
@@ -567,7 +568,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=short_or(200, 500), deadline=None)
 def test_any_json_is_read_or_refused(tree: Any) -> None:
     for read in (
         lambda: unflatten(tree, lambda name, origin: name),

@@ -27,6 +27,7 @@ from ckptstore.formats.records import (
 from ckptstore.formats.tables import NodeTable, Table
 from tests.formats import log_strategies as some
 from tests.formats.log_strategies import RUN, digest
+from tests.forms import short_or
 
 TABLES = ("checkpoints", "slots", "held", "encodings", "segments")
 
@@ -111,7 +112,7 @@ def refold(catalog: Catalog) -> Catalog:
 
 
 @given(st.data(), st.integers(0, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=short_or(20, 50), deadline=None)
 def test_a_catalog_is_what_plain_dictionaries_are(data: st.DataObject, many: int) -> None:
     builder, plain = CatalogBuilder(), Plain()
     kept: list[tuple[Catalog, dict[str, dict[Any, Any]]]] = []

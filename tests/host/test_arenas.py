@@ -19,6 +19,7 @@ from ckptstore.host.arenas import LEAST, Arenas, Lease
 from ckptstore.host.buffers import aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.touching import Touching, populate
+from tests.forms import short_or
 
 MIB = 1 << 20
 UNIT = 16 * MIB + 2 * BLOCK
@@ -29,7 +30,7 @@ def place(lease: Lease) -> tuple[int, int]:
     return address, address + len(lease.memory)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=short_or(40, 100))
 @given(
     budget=st.one_of(st.none(), st.integers(LEAST, 6 * LEAST)),
     actions=st.lists(

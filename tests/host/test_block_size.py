@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forms import long_only
+
 SCRIPT = """
 import sys
 
@@ -57,7 +59,7 @@ assert ckptstore.verify(store).ok
 """
 
 
-@pytest.mark.parametrize("nbytes", [1 << 20, 32 << 20])
+@pytest.mark.parametrize("nbytes", [1 << 20, pytest.param(32 << 20, marks=long_only)])
 def test_deltas_and_merges_do_not_depend_on_it(tmp_path: Path, nbytes: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "store", str(nbytes)],

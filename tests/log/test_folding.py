@@ -12,6 +12,7 @@ from ckptstore.log import folding
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View
 from ckptstore.log.term import Term, open_term, read
+from tests.forms import short_or
 from tests.log.log_world import HASTE, Fate, FaultyBackend, World, save
 
 
@@ -150,7 +151,7 @@ def test_damaged_slots_stay_as_evidence() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=short_or(24, 60), deadline=None)
 def test_only_what_no_reader_needs_is_deleted(data: st.DataObject) -> None:
     world = World(every=data.draw(st.integers(1, 7), label="K"))
     term = opened(world)

@@ -23,6 +23,7 @@ from ckptstore.formats.texts import decode_pin
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import Pin, PinWatch, UnpinnedWarning, claim
 from ckptstore.log.term import Term, open_term, read
+from tests.forms import short_or
 from tests.log.log_world import HASTE, Actor, Fate, FaultyBackend, World, save, segments_of
 
 A, B = "a" * 32, "b" * 32
@@ -295,7 +296,7 @@ class TestWatch:
 
 
 @given(st.lists(st.sampled_from(["gc", "reader", "drop"]), max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=short_or(24, 60), deadline=None)
 def test_the_collectors_rule_and_the_readers_rule_keep_what_is_read(schedule: list[str]) -> None:
     """Whatever the order of their steps: GC reads the log, then the pins; the reader pins, then reads the log again."""
     world = World(every=1000)

@@ -18,6 +18,7 @@ import pytest
 import ckptstore
 from ckptstore import CompactOptions, CompactPass, DiffOptions, Store
 from ckptstore.errors import UsageError
+from tests.forms import long_only
 from tests.maintenance.test_compacting import CHAIN, check, save, state
 from tests.store.states import same
 from tests.write.test_diffs import Trainer
@@ -161,7 +162,14 @@ with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None, compact=options) 
 """
 
 
-@pytest.mark.parametrize("point", ["compact.rewritten", "compact.verified", "compact.committed"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("compact.rewritten", marks=long_only),
+        pytest.param("compact.verified", marks=long_only),
+        "compact.committed",
+    ],
+)
 def test_killed_at_any_step_of_a_move(store: Store, tmp_path: Path, point: str) -> None:
     environment = {**os.environ, "CKPTSTORE_CRASH_AT": point, "PYTHONPATH": str(Path.cwd())}
     died = subprocess.run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +16,11 @@ import ckptstore
 from ckptstore import StoreNotFoundError
 from ckptstore.formats.records import COPYING_KEY
 from ckptstore.host import crash_points
+from tests import warmth
 from tests.forms import LONG
 from tests.maintenance.stores import broken, flip, grown, states
 from tests.maintenance.test_prune_kills import killed_at
-from tools.objects.server import Server, serving
+from tools.objects.server import Server
 
 
 @pytest.fixture(scope="module")
@@ -117,27 +117,22 @@ def test_repair(damaged: Path, tmp_path: Path) -> None:
 # -- the same by a server of objects
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("objects")) as found:
-        yield found
-
-
 def killed(call: str, point: str, server: Server, *arguments: str) -> None:
-    environment = {**os.environ, **server.environment(), "CKPTSTORE_CRASH_AT": point}
-    command = [sys.executable, "-c", f"import sys, ckptstore; {call}", *arguments]
-    done = subprocess.run(command, env=environment, check=False, timeout=120, capture_output=True)
+    name, _, count = point.partition(":")
+    armed = f"from ckptstore.host.crash_points import arm; arm({name!r}, {int(count or 1)})"
+    command = [sys.executable, "-c", f"import sys, ckptstore; {armed}; {call}", *arguments]
+    done = warmth.nursery().run(command, env={**os.environ, **server.environment()}, timeout=120)
     assert done.returncode == -signal.SIGKILL, (point, done.stderr)
 
 
 @pytest.mark.slow
-def test_objects(source: Path, server: Server) -> None:
+def test_objects(source: Path, s3: Server) -> None:
     """A copy to a bucket, then the same store pruned and collected there."""
-    url, options = server.url(), server.options
+    url, options = s3.url(), s3.options
     origin = ckptstore.open(source)
     wanted = states(origin)
     for point in ("copy.claimed", "copy.before-header:2", "copy.sealed:3", "copy.brought", "copy.before-format"):
-        killed("ckptstore.open(sys.argv[1]).copy(sys.argv[2])", point, server, str(source), url)
+        killed("ckptstore.open(sys.argv[1]).copy(sys.argv[2])", point, s3, str(source), url)
         with pytest.raises(StoreNotFoundError):
             ckptstore.open(url, storage_options=options).checkpoints()
     store = ckptstore.open(url, storage_options=options)
@@ -146,12 +141,12 @@ def test_objects(source: Path, server: Server) -> None:
     assert states(store) == wanted
     prune = "ckptstore.open(sys.argv[1]).prune('last:3', take_over=True)"
     for point in ("prune.planned", "commit.before-create", "prune.retired"):
-        killed(prune, point, server, url)
+        killed(prune, point, s3, url)
         store = ckptstore.open(url, storage_options=options)
         assert {"2@1", "18@3", "19@4", "20@4"} <= states(store).keys()
     store.prune("last:3", take_over=True)
     for point in ("gc.surveyed", "gc.before-delete", "gc.deleted"):
-        killed("ckptstore.open(sys.argv[1]).gc()", point, server, url)
+        killed("ckptstore.open(sys.argv[1]).gc()", point, s3, url)
     store.gc()
     kept = {"2@1", "18@3", "19@4", "20@4"}  # 2@1 has a tag
     assert states(store) == {ref: wanted[ref] for ref in kept}

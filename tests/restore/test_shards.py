@@ -25,6 +25,7 @@ from ckptstore.restore import assembled, chain, filling, replay, stored_base
 from ckptstore.restore.filling import Filling, MemorySink, fill, jobs_of
 from ckptstore.restore.opened import opened
 from ckptstore.restore.stored_base import open_base
+from tests.forms import short_or
 from tools.golden.shard_stores import Array, Piece, ShardStore, by_rank, columns, cut, divided, rows
 
 DTYPES = ["<f4", "<f8", "u1", "?", "<i2", "<c16", "<c8"]
@@ -62,7 +63,7 @@ def small_chunks(nbytes: int) -> Iterator[None]:
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=short_or(60, 150), deadline=None)
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 2**32), st.sampled_from([64, 1 << 24]), st.booleans())
 def test_any_cut_is_put_together_and_cut_again(
     shape: tuple[int, ...], dtype: str, seed: int, chunk: int, packed: bool
@@ -85,7 +86,7 @@ def test_any_cut_is_put_together_and_cut_again(
             same(found.view(dtype).reshape(box.shape), whole[index].copy())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=short_or(24, 60), deadline=None)
 @given(SHAPES, st.integers(0, 2**32), st.sampled_from([64, 1 << 24]))
 def test_chains_of_shards_are_put_together_and_cut_again(shape: tuple[int, ...], seed: int, chunk: int) -> None:
     chance = random.Random(seed)
@@ -233,7 +234,7 @@ def test_a_box_is_given_by_slices() -> None:
 # -- into what the caller has
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=short_or(24, 60), deadline=None)
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 2**32), st.booleans())
 def test_any_part_of_any_cut_is_filled(shape: tuple[int, ...], dtype: str, seed: int, whole_stored: bool) -> None:
     """The link below `into=` with DTensors: memory and the box that it is."""
@@ -369,7 +370,7 @@ def test_damage_in_a_shard_names_it(verify: bool) -> None:
 # -- boxes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=short_or(80, 200), deadline=None)
 @given(SHAPES, st.integers(0, 2**32))
 def test_cover_is_decided_as_by_counting(shape: tuple[int, ...], seed: int) -> None:
     chance = random.Random(seed)

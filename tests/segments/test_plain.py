@@ -28,6 +28,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Staging
 from ckptstore.segments.plain import write_full
 from ckptstore.segments.regions import plan_regions
+from tests.forms import short_or
 from tests.store.states import every_dtype, same, training_state
 
 PAGE = 4096
@@ -217,7 +218,7 @@ def test_a_snapshot_that_was_laid_out_for_other_segments_is_copied(
     assert len(check(store, 1, STATES["large"](), 700_000)) == len(media.opened) > 9
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=short_or(60, 150))
 @given(
     st.lists(
         st.tuples(

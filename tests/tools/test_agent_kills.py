@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.forms import short_or
+from tests.forms import long_only, short_or
 from tools.agent_kills import MODES, Campaign, Truth, campaign
 from tools.crash.scenario import Violation
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", sorted(MODES))
+@pytest.mark.parametrize(
+    "mode", [pytest.param(one, marks=long_only) if one == "full" else one for one in sorted(MODES)]
+)
 def test_nothing_acknowledged_is_lost(tmp_path: Path, mode: str) -> None:
     done = campaign(tmp_path, mode, short_or(2, 3), seed=5)
     assert sum(done.kills.values()) == short_or(2, 3)

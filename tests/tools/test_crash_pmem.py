@@ -19,7 +19,7 @@ from ckptstore.backends.pmem import PmemBackend
 from ckptstore.errors import KeyNotFoundError, StorageError
 from ckptstore.host.pages import BLOCK
 from tests.backends.backend_conformance import filled
-from tests.forms import long_only
+from tests.forms import long_only, short_or
 from tools.crash import faultsweep, killcuts, kills, states
 from tools.crash.disk import LINE, Drain, Store
 from tools.crash.domain import Domain
@@ -323,7 +323,7 @@ def test_who_goes_on_after_a_kill_loses_nothing_in_a_power_cut(medium: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("medium", SAMPLED)
 def test_faults_surface_and_lose_nothing(medium: str) -> None:
-    done = faultsweep.sweep(every=97, cuts=2, medium=medium)
+    done = faultsweep.sweep(every=short_or(197, 97), cuts=short_or(1, 2), medium=medium)
     assert set(done.injected) == set(faultsweep.KINDS)
     assert done.surfaced["StorageError"] > 0
     assert done.states > 0
@@ -345,7 +345,8 @@ def shared() -> Iterator[Path]:
 def test_sigkill_at_crash_points(medium: str, shared: Path) -> None:
     if (why := obstacle(medium)) is not None:
         pytest.skip(why)
-    done = kills.sweep(24, folder=shared, medium=medium)
+    kill_count = short_or(12, 24)
+    done = kills.sweep(kill_count, folder=shared, medium=medium)
     assert {"save.first-block", "save.before-header", "save.before-seal", "save.sealed"} <= set(done.points)
-    assert done.kills == 24
+    assert done.kills == kill_count
     assert done.restored > 0

@@ -16,14 +16,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.Lo
 
 
 def test_every_state_after_a_power_cut_keeps_its_promises() -> None:
-    done = states.explore(limit=12)
-    assert done.states > 200
+    done = states.explore(limit=short_or(4, 12))
+    assert done.states > short_or(80, 200)
     assert done.restored > done.states
 
 
 def test_a_store_that_recycles_files_keeps_them_as_well() -> None:
-    done = states.explore(limit=4, medium="recycled")
-    assert done.restored > done.states > 100
+    done = states.explore(limit=short_or(2, 4), medium="recycled")
+    assert done.restored > done.states > short_or(50, 100)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_sigkill_at_every_crash_point(tmp_path: Path) -> None:
 
 
 def test_faults_surface_and_lose_nothing() -> None:
-    done = faultsweep.sweep(every=short_or(131, 17), cuts=short_or(2, 3))
+    done = faultsweep.sweep(every=short_or(197, 17), cuts=short_or(1, 3))
     _check_sweep(done)
 
 
 def test_faults_in_a_store_that_recycles_files_surface_and_lose_nothing() -> None:
-    _check_sweep(faultsweep.sweep(every=short_or(211, 29), cuts=short_or(2, 3), medium="recycled"))
+    _check_sweep(faultsweep.sweep(every=short_or(311, 29), cuts=short_or(1, 3), medium="recycled"))
 
 
 def _check_sweep(done: faultsweep.Sweep) -> None:

@@ -39,7 +39,7 @@ def in_short(*chosen: str) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", in_short("full", "gradient"))
+@pytest.mark.parametrize("strategy", in_short("gradient"))
 def test_one_process(sweeper: Sweeper, strategy: str) -> None:
     swept(sweeper, Job(strategy), short_or(2, 5))
 

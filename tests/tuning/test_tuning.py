@@ -14,6 +14,7 @@ from ckptstore.errors import UsageError
 from ckptstore.tuning import Configuration, Job, Model, best, continuous, fulls_only, neighbours, paper_optimum
 from ckptstore.tuning.model import Recovery
 from ckptstore.tuning.paper import TABLE_BATCHES, TABLE_I, TABLE_INTERVALS, TABLE_JOB, table
+from tests.forms import short_or
 
 
 def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
@@ -166,7 +167,7 @@ def test_the_continuous_optimum_is_equation_10_where_that_is_allowed(model: Mode
         assert found.batch == pytest.approx(1) or found.batch == pytest.approx(found.interval)
 
 
-@settings(max_examples=200)
+@settings(max_examples=short_or(80, 200))
 @given(EITHER, st.data())
 def test_nothing_real_beats_the_continuous_optimum(model: Model, data: st.DataObject) -> None:
     found = continuous(model)
@@ -191,7 +192,7 @@ def grid_least(model: Model, intervals: int, batches: int) -> float:
     return float(total.min())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=short_or(60, 150), deadline=None)
 @given(EITHER)
 def test_the_integer_optimum_is_the_least_of_the_whole_grid(model: Model) -> None:
     found = best(model)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import UsageError
 from ckptstore.tuning import Change, Configuration, Controller, Job, best
+from tests.forms import short_or
 
 JOB = Job(8.7e9, 2e9, mtbf=4 * 3600, iteration=0.5, load_full=5, merge_batch=0.15, replay_diff=0.02)
 
@@ -126,7 +127,7 @@ def test_a_crash_loop_keeps_a_configuration() -> None:
 FACTORS = st.floats(-1.0, 1.0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.floats(-6, 6), st.lists(FACTORS, max_size=60), st.sampled_from([0.01, 0.02, 0.1]))
 def test_no_flapping(start: float, noise: list[float], hysteresis: float) -> None:
     """Once at rest, noise of the estimate within the factor that the module's docstring proves changes nothing."""
@@ -141,7 +142,7 @@ def test_no_flapping(start: float, noise: list[float], hysteresis: float) -> Non
         assert controller.adapt() is None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.lists(st.floats(-0.2, 0.2), min_size=1, max_size=60), st.floats(-6, 6))
 def test_no_flapping_in_practice(noise: list[float], start: float) -> None:
     """At the default hysteresis writes that are 20% faster or slower than the mean never move it."""
@@ -155,7 +156,7 @@ def test_no_flapping_in_practice(noise: list[float], start: float) -> None:
 CONFIGURATIONS = st.builds(lambda b, more: Configuration(b + more, b), st.integers(1, 3000), st.integers(0, 200_000))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=short_or(40, 100))
 @given(CONFIGURATIONS, st.floats(-8, 8), st.floats(-6, 6))
 def test_from_anywhere_it_arrives_in_few_steps_that_each_help(
     start: Configuration, bandwidth: float, mtbf: float

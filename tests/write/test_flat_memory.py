@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import ckptstore
+from tests.forms import short_or
 
-SAVES, EARLY, LATE = 1500, (150, 250), (1400, 1500)
+SAVES = short_or(700, 1500)
+EARLY, LATE = (100, 200), (SAVES - 100, SAVES)
 """A window at the beginning, and one at the end: of each the least counts, since tables are tidied now and then."""
 MOST = 40.0
 """Bytes that a save may leave behind: it left twice as much while each step was kept as a number of its own."""

@@ -25,6 +25,7 @@ from ckptstore.host.arenas import LEAST
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.steps import encoding as step_encoding
+from tests.forms import long_only
 from tests.store.states import same
 from tests.write import inside
 from tests.write.rank_threads import as_ranks
@@ -43,6 +44,18 @@ CODED: dict[str, dict[str, Any]] = {
     "batch": {"diffs": DiffOptions(full_every=6, batch=3)},
 }
 CODING = [mode for mode in CODED if mode != "plain"]
+DIFFERENT = ("plain", "deltas", "batch")
+"""Of these each goes another way through the writer; the others are forms of them."""
+
+
+def in_turn(*values: object) -> list[Any]:
+    """Every mode with one of the values; with all of them in the long form."""
+    places = list(enumerate(CODED))
+    return [
+        pytest.param(mode, value, marks=() if place % len(values) == at else long_only, id=f"{mode}-{value}")
+        for place, mode in places
+        for at, value in enumerate(values)
+    ]
 
 
 def rows(group: Group, whole: np.ndarray[Any, Any]) -> tuple[slice, int]:
@@ -89,8 +102,7 @@ def train(path: Path, mode: str, memory: int | None, *, shards: bool, keep: floa
     return as_ranks(3, work)
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["replicas", "shards"])
-@pytest.mark.parametrize("mode", CODED)
+@pytest.mark.parametrize(("mode", "shards"), in_turn(False, True))
 def test_ranks_store_what_they_store_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shards: bool
 ) -> None:
@@ -211,8 +223,7 @@ def met(error: type[Exception], save: Callable[..., Any], *what: Any) -> Excepti
     return found.value
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("mode", CODED)
+@pytest.mark.parametrize(("mode", "who"), in_turn(0, 1))
 def test_a_copy_that_fails_is_told_on_that_rank_once_and_on_the_others(tmp_path: Path, mode: str, who: int) -> None:
     """What the base has become by then nobody builds on; and the step may be saved again."""
 
@@ -239,7 +250,7 @@ def test_a_copy_that_fails_is_told_on_that_rank_once_and_on_the_others(tmp_path:
     check(tmp_path, {1, 2, 3, 4})
 
 
-@pytest.mark.parametrize("mode", CODED)
+@pytest.mark.parametrize("mode", [mode if mode in DIFFERENT else pytest.param(mode, marks=long_only) for mode in CODED])
 def test_ctrl_c_while_a_share_is_copied(tmp_path: Path, mode: str) -> None:
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS, memory=LEAST, **CODED[mode]) as writer:

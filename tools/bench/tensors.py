@@ -156,9 +156,12 @@ def _show(count: int, nbytes: int, medians: dict[str, Numbers]) -> Table:
 @click.option("--elements", default=4096, show_default=True, type=click.IntRange(min=1), help="fp32 in each of them.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Measurements of each case.")
 @click.option("--dir", "parent", default=Path("bench-out"), type=click.Path(path_type=Path), help="Where states are.")
+@click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Cases to run; repeatable; default: all.")
 @click.option("--one", type=click.Choice(list(CASES)), hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
-def main(count: int, elements: int, rounds: int, parent: Path, one: str | None, as_json: bool) -> None:
+def main(
+    count: int, elements: int, rounds: int, parent: Path, only: tuple[str, ...], one: str | None, as_json: bool
+) -> None:
     """Save and load a state of very many tensors, beside torch.save and torch.load.
 
     Needs about four times the state on disk while it runs.
@@ -167,7 +170,7 @@ def main(count: int, elements: int, rounds: int, parent: Path, one: str | None, 
         click.echo(json.dumps(_one(one, count, elements, parent)))
         return
     parent.mkdir(parents=True, exist_ok=True)
-    names = list(CASES)
+    names = list(only or CASES)
     samples: dict[str, list[Numbers]] = {name: [] for name in names}
     for turn in range(rounds):
         for place in range(len(names)):

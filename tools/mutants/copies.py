@@ -45,7 +45,8 @@ class Copy:
         """Environment variables of processes that shall import the copy."""
         # Kernels in numpy: compiled ones would be compiled for every mutant. Tests of the latter ask for them.
         own = {"PYTHONPATH": str(self.root), "CKPTSTORE_MUTANTS": "1", "CKPTSTORE_KERNELS": "numpy"}
-        return {**os.environ, **own}
+        ours = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # a report, say
+        return ours | own
 
     def write(self, path: str, data: bytes) -> None:
         """Change one file. Python takes the change up: the time is new, which cached byte code is checked by."""
