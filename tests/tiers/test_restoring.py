@@ -104,3 +104,22 @@ def test_what_another_machine_saves_at_this_moment_is_what_a_term_continues_from
     with folders.open().writer(poll_seconds=None) as writer:
         assert (writer.term, writer.parent and writer.parent.ref) == (3, "3@2")
     check(ckptstore.open(folders.here, remote=False).load("3@2", framework="numpy"), 3)
+
+
+def test_what_is_being_drained_is_not_collected(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ckptstore.open(folders.here)
+    with store.writer(poll_seconds=None) as writer:
+        for step in (1, 2):
+            writer.save(state(step), step)
+
+    def passed(name: str) -> None:
+        if name == "drain.read":
+            monkeypatch.undo()
+            store.retire("1@1", take_over=True)
+            assert len(store.gc().segments) == 0
+            assert len(store.backend.list("seg/")) == 2
+
+    monkeypatch.setattr("ckptstore.tiers.draining.crash_point", passed)
+    assert store.sync(folders.remote).checkpoints == 2
+    check(folders.theirs().load(1, framework="numpy"), 1)
+    assert len(store.gc().segments) == 1
