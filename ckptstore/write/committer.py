@@ -364,7 +364,7 @@ class Committer(Commits):
         """
         try:
             if self.ended is not None:
-                raise self.ended
+                raise self.ended  # the log would refuse it, too: this says why
             if not claim():
                 raise WriterClosedError(f"step {made.entry.step} was not saved: interrupted")
             self.commit(made.change)

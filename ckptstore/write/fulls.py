@@ -323,14 +323,14 @@ class Full:
 
     def _check(self) -> None:
         """Raise why nothing more of it is to be written."""
-        self._check_wanted()
+        self._check_wanted()  # else what is copied already would be written first, in vain
         if self._committer.ended is not None:
             raise self._committer.ended
 
     def _begin(self) -> None:
         with self._lock:
             if not self._begun:
-                self._check_wanted()
+                self._check_wanted()  # `submit` would refuse it, too: what is being copied is only given up on closing
                 self._fulls.submit(self._work)
                 self._begun = True
 

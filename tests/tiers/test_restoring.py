@@ -75,3 +75,51 @@ def test_two_processes_that_restore_at_once_cost_nothing_that_one_of_them_saves_
     store = ckptstore.open(folders.there, remote=False)
     check(store.load(3, framework="numpy"), 3)
     assert store.verify(deep=True).ok
+
+
+def test_a_term_of_the_same_number_is_noticed_though_the_run_has_left_it(folders: Place) -> None:
+    """The line of the newest checkpoint goes past it: by that line alone nothing would be wrong."""
+    fill(folders.open(), 1, 1)
+    fill(ckptstore.open(folders.here, remote=False), 2, 2)
+    elsewhere = folders.open(folders.there)
+    fill(elsewhere, 2, 2)
+    fill(elsewhere, 5, 5, parent="1@1")
+    with pytest.raises(UsageError, match="it went on by itself in term 2"):
+        folders.open().writer()
+    assert [one.term for one in folders.theirs().terms()] == [1, 2, 3]  # and nobody was fenced
+    check(ckptstore.open(folders.here, remote=False).load("2@2", framework="numpy"), 2)
+
+
+def test_what_another_machine_saves_at_this_moment_is_what_a_term_continues_from(
+    folders: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(folders.open(), 1, 2)
+
+    def passed(name: str) -> None:
+        if name == "tiers.drained":
+            monkeypatch.undo()
+            fill(folders.open(folders.there), 3, 3)
+
+    monkeypatch.setattr("ckptstore.tiers.opening.crash_point", passed)
+    with folders.open().writer(poll_seconds=None) as writer:
+        assert (writer.term, writer.parent and writer.parent.ref) == (3, "3@2")
+    check(ckptstore.open(folders.here, remote=False).load("3@2", framework="numpy"), 3)
+
+
+def test_what_is_being_drained_is_not_collected(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ckptstore.open(folders.here)
+    with store.writer(poll_seconds=None) as writer:
+        for step in (1, 2):
+            writer.save(state(step), step)
+
+    def passed(name: str) -> None:
+        if name == "drain.read":
+            monkeypatch.undo()
+            store.retire("1@1", take_over=True)
+            assert len(store.gc().segments) == 0
+            assert len(store.backend.list("seg/")) == 2
+
+    monkeypatch.setattr("ckptstore.tiers.draining.crash_point", passed)
+    assert store.sync(folders.remote).checkpoints == 2
+    check(folders.theirs().load(1, framework="numpy"), 1)
+    assert len(store.gc().segments) == 1

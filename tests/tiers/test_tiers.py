@@ -340,6 +340,8 @@ def test_a_remote_that_is_not_there_is_no_new_one(folders: Place) -> None:
             folders.open().writer()
         with pytest.raises(StorageError, match="no store is there any more"):
             ckptstore.open(folders.here).sync()
+        with pytest.raises(StorageError, match="no store is there any more"):
+            ckptstore.open(folders.here).sync_forever()
         assert steps(ckptstore.open(folders.here)) == ["1@1", "2@1"]
     assert not list(remote.iterdir())
     assert folders.open().sync(folders.remote).checkpoints == 2  # by its name it is made anew

@@ -69,6 +69,13 @@ def test_others_than_were_saved(tmp_path: Path, had: Any, wanted: Any, told: str
         begun(tmp_path, model=models(wanted))
 
 
+def test_a_part_that_was_not_saved(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = linear()
+    with pytest.raises(FormatError, match="the checkpoint holds no optimizer: it was saved without"):
+        begun(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+
 def test_something_more_by_name_than_was_saved(tmp_path: Path) -> None:
     saved(tmp_path, extra={"a": torch.Generator()})
     with pytest.raises(FormatError, match=r"no extra\['b'\]"):
