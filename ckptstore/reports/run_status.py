@@ -15,7 +15,7 @@ from ckptstore.formats.columns import Rows
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import CheckpointEntry, Node, SegmentEntry, ref_of
 from ckptstore.formats.tables import Table
-from ckptstore.log.authors import WriterState, known_writer
+from ckptstore.log.authors import WriterState, known_writer, last_writer
 from ckptstore.log.reading import View
 
 __all__ = ["Pace", "RunStatus", "changes_between", "status_of"]
@@ -232,7 +232,8 @@ def changes_between(before: View, after: View) -> list[str]:
     if old.keep != new.keep:
         said.append(f"keeps {', '.join(new.keep) or 'every checkpoint'}")
     said += [f"log slot {seq} is damaged or missing" for seq in new.damage if seq not in old.damage]
-    if _closed(new) and not (_closed(old) and old.term == new.term):
+    taken_over = last_writer(new).purpose is not None  # its own change says enough
+    if _closed(new) and not taken_over and not (_closed(old) and old.term == new.term):
         said.append(f"term {new.term} is closed")
     records = after.end - before.end
     return said or [f"{records:,} record{'' if records == 1 else 's'} of upkeep"]

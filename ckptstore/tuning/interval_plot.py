@@ -61,7 +61,16 @@ def draw(
     figure.savefig(path, dpi=150)
 
 
+def _finish(axes: Any) -> None:
+    """What both pictures have. The numbers that a legend would hide stay in sight: it stands below."""
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+
+
 def _measured(axes: Any, timings: Sequence[Timing], choice: Choice) -> None:
+    scale, unit = (1, "seconds") if max(one.write for one in timings) >= 1 else (1000, "milliseconds")
     for number, threads in enumerate(sorted({one.setting.threads for one in timings})):
         line = sorted(
             (
@@ -75,14 +84,15 @@ def _measured(axes: Any, timings: Sequence[Timing], choice: Choice) -> None:
             continue
         colour, places = _COLOURS[number % len(_COLOURS)], [one.setting.in_flight for one in line]
         label = f"{threads} thread{'s' if threads > 1 else ''}"
-        axes.plot(places, [one.write for one in line], "o-", color=colour, label=f"T_w, {label}")
-        axes.plot(places, [one.per_save for one in line], "o--", color=colour, mfc="white", label=f"T_w / N, {label}")
+        axes.plot(places, [scale * one.write for one in line], "o-", color=colour, label=f"T_w: a save, {label}")
+        shares = [scale * one.per_save for one in line]
+        axes.plot(places, shares, "o--", color=colour, mfc="white", label=f"T_w / N, {label}")
     setting = choice.timing.setting
-    axes.plot(setting.in_flight, choice.timing.per_save, **_STAR)
-    axes.set(xlabel="N: saves in flight", ylabel="seconds", title="Measured", ylim=(0, None))
+    axes.plot(setting.in_flight, scale * choice.timing.per_save, **_STAR, label="chosen")
+    title = f"Measured: one save in {scale * choice.timing.per_save:.3g} {unit}, with N = {setting.in_flight}"
+    axes.set(xlabel="N: saves in flight", ylabel=unit, title=title, ylim=(0, None))
     axes.set_xticks(sorted({one.setting.in_flight for one in timings}))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    _finish(axes)
 
 
 def _modelled(axes: Any, timings: Sequence[Timing], choice: Choice, iteration: float, limits: Limits) -> None:
@@ -99,15 +109,18 @@ def _modelled(axes: Any, timings: Sequence[Timing], choice: Choice, iteration: f
     for number, one in enumerate(sorted(shown, key=lambda one: one.setting.in_flight)):
         values = [slowdown(one, interval, iteration) for interval in intervals]
         axes.plot(intervals, values, color=_COLOURS[number % len(_COLOURS)], label=f"N = {one.setting.in_flight}")
-    axes.axhline(limits.slowdown, color="0.4", linestyle=":", label=f"q = {limits.slowdown:g}")
+    axes.axhline(limits.slowdown, color="0.4", linestyle=":", label=f"q = {limits.slowdown:g}: allowed")
     axes.plot(
         choice.interval,
         slowdown(choice.timing, choice.interval, iteration),
         **_STAR,
-        label=f"f* = {choice.interval:,}",
+        label=f"f* = {choice.interval:,}: chosen",
     )
-    axes.set(xscale="log", xlabel="f: iterations from one save to the next", ylabel="slowdown", title="Model")
+    slowed = slowdown(choice.timing, choice.interval, iteration)
+    title = f"By the model: every {choice.interval:,} iterations, {slowed:.3f} times as slow"
+    title = title.replace("every 1 iterations", "every iteration")
+    axes.set(xscale="log", xlabel="f: iterations from one save to the next", ylabel="slowdown", title=title)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,g}"))
-    axes.set_ylim(0.98, max(1.5, min(4.0, 1.2 * max(slowdown(one, 1, iteration) for one in shown))))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    above = max(limits.slowdown, *(slowdown(one, 1, iteration) for one in shown)) - 1
+    axes.set_ylim(1 - 0.04 * min(above, 2.5), 1 + 1.15 * min(above, 2.5))
+    _finish(axes)

@@ -1,4 +1,4 @@
-"""The wasted time over (1/f, b) as a heat map. Needs matplotlib (the extra ``plot``)."""
+"""The wasted time over (full_every, batch) as a heat map. Needs matplotlib (the extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _CEILING = 5.0
 def heat_map(job: Job, path: str | os.PathLike[str]) -> None:
     """Write a picture (format by suffix) of the wasted time as a multiple of the least, the optimum marked.
 
-    Colours (viridis) and the grey of 1/f < b read the same with any colour vision; contour lines carry the numbers.
+    Colours (viridis) and the grey of full_every < batch read the same with any colour vision; contour lines carry the
+    numbers.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -75,7 +76,14 @@ def _draw(axes: Any, model: Model, intervals: Sequence[float], batches: Sequence
     axes.set(xscale="log", yscale="log", xlim=(intervals[0], intervals[-1]), ylim=(batches[0], batches[-1]))
     if batches[-1] > intervals[0] * 1.5:
         axes.text(
-            0.02, 0.97, "b > 1/f: impossible", transform=axes.transAxes, va="top", fontsize=9, color="0.3", zorder=4
+            0.02,
+            0.97,
+            "batch > full_every: impossible",
+            transform=axes.transAxes,
+            va="top",
+            fontsize=9,
+            color="0.3",
+            zorder=4,
         )
     return mesh
 
@@ -88,8 +96,8 @@ def _label(axes: Any, job: Job, intervals: list[float], batches: list[float]) ->
         axis.set_minor_formatter(NullFormatter())
     axes.set_xticks(_ticks(intervals), minor=False)
     axes.set_yticks(_ticks(batches), minor=False)
-    axes.set_xlabel("1/f: iterations from one full to the next")
-    axes.set_ylabel("b: diffs per write")
+    axes.set_xlabel("full_every: iterations from one full to the next")
+    axes.set_ylabel("batch: diffs per write")
     axes.set_title(
         f"Wasted time, MTBF {_short(job.mtbf)}, full {job.full_bytes / 1e9:.3g} GB at {job.bandwidth / 1e9:.3g} GB/s"
     )
@@ -114,7 +122,8 @@ def _mark(axes: Any, optimum: Configuration, least: float) -> None:
         markeredgecolor="white",
         linestyle="none",
         zorder=5,
-        label=f"least: 1/f = {optimum.interval:,}, b = {optimum.batch:,}\nwastes {least:.2%} of the time trained",
+        label=f"least: full_every = {optimum.interval:,}, batch = {optimum.batch:,}\n"
+        f"wastes {least:.2%} of the time trained",
     )
     axes.legend(loc="lower right", framealpha=0.95, fontsize=9).set_zorder(6)
 

@@ -61,7 +61,8 @@ def test_limits(ckpt: Run, chain: Path) -> None:
 
 
 def test_nobody_answers(ckpt: Run, chain: Path) -> None:
-    done = ckpt("compact", chain, "--timeout", "0")
+    with ckptstore.open(chain).writer(poll_seconds=None):
+        done = ckpt("compact", chain, "--timeout", "0")
     assert done.code == 10
     assert "--take-over" in done.err
     assert "waiting" in done.out

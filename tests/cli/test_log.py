@@ -246,5 +246,5 @@ def test_a_terminal_says_who_writes(run: Path) -> None:
     script = "import os, sys, ckptstore as c\nc.open(sys.argv[1]).writer().save({'x': 1}, 9)\nos.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", script, str(run)], check=False).returncode == -9
     assert " is gone without closing (killed?); last sign of it " in on_a_terminal("log", run, columns=120)
-    store.tag("best", 4, take_over=True)
+    store.tag("other", 4, take_over=True)
     assert on_a_terminal("log", run, columns=120).splitlines()[1].endswith("; the run had not closed (killed?)")

@@ -126,12 +126,13 @@ def test_a_live_run_is_asked(ckpt: Run, chain: Path) -> None:
 
 
 def test_nobody_answers(ckpt: Run, chain: Path) -> None:
-    outcome = ckpt("merge", chain, "4..6", "--timeout", "0.1")
+    with ckptstore.open(chain).writer(poll_seconds=None):
+        outcome = ckpt("merge", chain, "4..6", "--timeout", "0.1")
+        found = ckpt("merge", chain, "4..6", "--timeout", "0", "--json")
     assert outcome.code == 10
     assert "no answer in 0.1 s. A run that is alive looks for requests" in outcome.err
     assert "--take-over" in outcome.err
     assert steps(chain) == [1, 2, 3, 4, 5, 6]
-    found = ckpt("merge", chain, "4..6", "--timeout", "0", "--json")
     assert found.code == 10
     assert_documented(found.json, documented("ckpt merge")[0])
     assert found.json["answer"] == "waiting"

@@ -634,7 +634,8 @@ def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(preparing_module.Work, "prepare", meanwhile)
-    assert merge(store.journal, "2..6", timeout=60).answer == "void"
+    with store.writer(poll_seconds=None):
+        assert merge(store.journal, "2..6", timeout=60).answer == "void"
     with pytest.raises(FencedError):
         owned(store, "2..6")
     collect(store.journal)

@@ -121,7 +121,7 @@ def test_a_slot_lost_or_damaged(source: Path, tmp_path: Path, wanted: dict[str, 
 
 def test_what_was_lost_with_the_end_of_the_log(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
     """A copy that was taken while a writer went on: its log first, then its segments."""
-    old = broken(source, tmp_path / "old", lambda root: [path.unlink() for path in slots(root)[-3:]])
+    old = broken(source, tmp_path / "old", lambda root: [path.unlink() for path in slots(root)[-4:]])
     done = ckptstore.repair(old, tmp_path / "new")
     check(tmp_path / "new", done, wanted)
     assert done.lost == {}
@@ -399,7 +399,7 @@ def test_killed_anywhere_the_same_call_goes_on(source: Path, tmp_path: Path, wan
 
 def test_a_repaired_store_is_no_part_of_the_old_one(source: Path, tmp_path: Path) -> None:
     """The old one's `latest` was an error; the new one's is what is left, which `Repaired` says."""
-    old = broken(source, tmp_path / "old", lambda root: flip(slots(root)[-2]))
+    old = broken(source, tmp_path / "old", lambda root: flip(slots(root)[-3]))
     with pytest.raises(CorruptLogError):
         ckptstore.open(old).load("latest")
     done = ckptstore.repair(old, tmp_path / "new")

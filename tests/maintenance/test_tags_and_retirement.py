@@ -297,17 +297,19 @@ class TestANewerTerm:
             old.save(state(6), 6)
 
     def test_again_and_again(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        post = requests.post
+        post, writers = requests.post, [store.writer(poll_seconds=None)]
 
         def fenced(*arguments: Any, **changes: Any) -> Any:
             request = post(*arguments, **changes)
-            store.writer(poll_seconds=None).close()
+            writers.append(store.writer(poll_seconds=None))  # and writes on: of a closed one nothing would be asked
             return request
 
         monkeypatch.setattr(requests, "post", fenced)
         with pytest.raises(ckptstore.RequestError, match="3 times a newer term began before the request to retire 1@1"):
             store.retire(1)
         assert "1@1" in refs(store)
+        for writer in writers:
+            writer.close()
 
     def test_two_take_over_at_once(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         class Late(authors.Successor):

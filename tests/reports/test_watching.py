@@ -138,7 +138,7 @@ def test_a_fork_a_tag_and_what_else_is_committed_are_told(store: Store) -> None:
         assert [step for step, _ in status.values] == [1, 2, 3, 4]
     with store.writer(poll_seconds=None):
         pass
-    assert next(watched).changes == ("term 3 continues from 4@2",)
+    assert next(watched).changes == ("term 3 continues from 4@2", "term 3 is closed")
     store.retire("3@1", "3@2", take_over=True)
     assert next(watched).changes == ("term 4 continues from 4@2", "2 retired")
     store.keep("last:3", take_over=True)
@@ -260,7 +260,7 @@ def test_a_store_that_is_not_there(store: Store) -> None:
     assert (status.latest, status.term, status.writer, status.lag) == (None, 0, "none", None)
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1)
-    assert next(waiting).changes == ("term 1 begins from nothing", "saved 1@1")
+    assert next(waiting).changes == ("term 1 begins from nothing", "saved 1@1", "term 1 is closed")
 
 
 @pytest.mark.parametrize("how", ["delete", "move", "replace", "older copy", "another history", "format", "last slot"])
@@ -281,8 +281,8 @@ def test_a_store_that_is_taken_away(store: Store, tmp_path: Path, how: str) -> N
         (run / "FORMAT").unlink()
         expected = StoreNotFoundError, "it was removed"
     elif how == "last slot":
-        run.joinpath(slot_key(3)).write_bytes(b"garbage")
-        expected = CorruptLogError, "slot 3 is damaged.*last intact checkpoint is 2@1"
+        run.joinpath(slot_key(4)).write_bytes(b"garbage")
+        expected = CorruptLogError, "slot 4 is damaged.*last intact checkpoint is 3@1"
     else:
         run.rename(tmp_path / "moved")
         expected = StoreNotFoundError, "no checkpoint store here"
@@ -298,7 +298,7 @@ def test_a_store_that_is_taken_away(store: Store, tmp_path: Path, how: str) -> N
             save(other, 2, 3)
         watched_too = looks(ckptstore.open(tmp_path / "moved"))
         next(watched_too)
-        expected = StoreReplacedError, "another history of this run.*slot 3 is not the one"
+        expected = StoreReplacedError, "another history of this run.*slot 4 is not the one"
     with pytest.raises(expected[0], match=expected[1]):
         next(watched)
 

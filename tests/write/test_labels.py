@@ -44,7 +44,7 @@ def test_metadata_and_tags_come_back(store: ckptstore.Store) -> None:
         done = writer.save_async({"w": np.ones(5)}, 2, metadata={"loss": 2.25}, tags="best").result()
         assert (done.metadata, done.tags) == ({"loss": 2.25}, ("best",))
         assert writer.save({"w": np.ones(5)}, 3, metadata={}).metadata == {}
-    assert commits(store) == 4, "one record each"
+    assert commits(store) == 5, "one record each, and one that the writer was closed"
     assert [info.metadata for info in store.checkpoints()] == [SAID, {"loss": 2.25}, {}]
     assert [info.tags for info in store.checkpoints()] == [("first",), ("best",), ()]
     assert store.checkpoint("tag:first").metadata == SAID

@@ -301,7 +301,7 @@ def _lost_end(folder: Path) -> None:
     store = _small(folder)
     with store.writer(poll_seconds=None) as writer:
         writer.save({"step": 6}, 6)
-    for path in _slots(folder)[6:]:
+    for path in _slots(folder)[7:]:
         path.unlink()
 
 
@@ -411,8 +411,8 @@ STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "orphan": ("an empty term, whose parent was promised by a damaged slot: latest is an error", _orphan),
     "damage-after": ("the last slot is damaged: latest is an error", _damage_after),
     "lost-slot": ("a COMMIT of the first term is missing", _lost(3)),
-    "lost-open": ("the OPEN of the second term is missing", _lost(6)),
-    "lost-commit": ("the first COMMIT of the second term is missing", _lost(7)),
+    "lost-open": ("the OPEN of the second term is missing", _lost(7)),
+    "lost-commit": ("the first COMMIT of the second term is missing", _lost(8)),
     "lost-end": ("the second term is missing, of which there is a segment: latest is an error", _lost_end),
     "empty": ("nothing was promised: latest is null", _nothing),
     "empty-damaged": ("nothing is left but a damaged slot: latest is an error", _nothing_left),
