@@ -81,17 +81,16 @@ class Overlooked:
 
     def ended(self) -> None:
         """Training is over: what there was too little of to be sure about."""
-        if self._idle and not self._moved and not self._said_idle:
+        if self._idle > 1 and not self._moved and not self._said_idle:
             self._remark_idle()
         if not self._rated and self._metrics:
             self._remark_metric()
 
     def _remark_idle(self) -> None:
         self._said_idle = True
-        steps = f"none of the last {self._idle} steps was" if self._idle > 1 else "the last step was not"
         warn(
-            f"{steps} saved, because no optimizer that the Checkpointer was given has stepped: were they made anew, or "
-            "are others used?",
+            f"none of the last {self._idle} steps was saved, because no optimizer that the Checkpointer was given has "
+            "stepped: were they made anew, or are others used?",
             UnsavedStepWarning,
         )
 
