@@ -25,6 +25,7 @@ from ckptstore.log import folding
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import Patience
 from ckptstore.log.term import Term, View, open_term, read
+from tests.forms import short_or
 from tests.log.log_world import FATES, Actor, Fate, World, full, segments_of
 
 # Enough tries that no schedule of a run exhausts them: each needs slots folded and deleted under the reader's feet.
@@ -302,6 +303,9 @@ class LogMachine(RuleBasedStateMachine):
 
 
 LogMachine.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=short_or(20, 50),
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 TestLogMachine = LogMachine.TestCase

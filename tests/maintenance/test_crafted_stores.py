@@ -28,6 +28,7 @@ from ckptstore.restore.chain import iterate_chain
 from ckptstore.restore.opened import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
+from tests.forms import short_or
 from tests.maintenance.crafted import Crafted, mutate
 from tests.write.test_diffs import Trainer
 from tools.golden.shard_stores import Piece, ShardStore, by_rank, cut, rows
@@ -86,7 +87,7 @@ KINDS: dict[str, Callable[[ckptstore.Store], None]] = {
     "shards": _shards,
     "one shard": _steps,
 }
-TRIALS = int(os.environ.get("CRAFTED_TRIALS", "20"))
+TRIALS = int(os.environ.get("CRAFTED_TRIALS", short_or(10, 20)))
 """Changes of each kind for each store; a campaign sets more, and CRAFTED_SEED."""
 
 

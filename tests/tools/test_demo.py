@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.forms import short_or
 from tools.demo.config import FULL, QUICK, DemoConfig
 from tools.demo.corpus import CorpusError, read_corpus
 from tools.demo.events import Event
@@ -37,6 +38,8 @@ TINY = DemoConfig(
     layers=1,
     heads=2,
 )
+RUN = replace(TINY, kills=short_or(1, 2))
+"""What is run whole; `make demo` is a longer one, which CI has run before."""
 
 
 @pytest.fixture
@@ -293,7 +296,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[OutputFolder, An
 
     out = OutputFolder(tmp_path_factory.mktemp("demo") / "out")
     console = Console(file=io.StringIO(), width=140)
-    outcome = Demo(TINY, out, console).run()
+    outcome = Demo(RUN, out, console).run()
     report.conclude(console, outcome, out)
     assert isinstance(console.file, io.StringIO)
     return out, outcome, console.file.getvalue()
@@ -304,15 +307,15 @@ class TestWholeDemo:
     def test_ends_bit_identical_after_its_kills(self, finished: tuple[OutputFolder, Any, str]) -> None:
         out, outcome, printed = finished
         assert outcome.failures() == []
-        assert len(outcome.strikes) == TINY.kills
+        assert len(outcome.strikes) == RUN.kills
         assert any(strike.kill.point for strike in outcome.strikes)
-        assert len(outcome.checks.restored) == TINY.samples
+        assert len(outcome.checks.restored) == RUN.samples
         assert "bit-identical" in printed
         assert out.plot.read_bytes().startswith(b"\x89PNG")
         summary = json.loads(out.summary.read_text())
         assert summary["identical"] is True
-        assert summary["store"]["checkpoints"] == TINY.steps
-        assert summary["store"]["terms"] == TINY.kills + 1
+        assert summary["store"]["checkpoints"] == RUN.steps
+        assert summary["store"]["terms"] == RUN.kills + 1
 
     def test_the_supervisor_never_imports_torch(self, finished: tuple[OutputFolder, Any, str]) -> None:
         import subprocess
@@ -332,6 +335,6 @@ class TestWholeDemo:
         )
         flipped = bytes([weight.data[0] ^ 0x80]) + weight.data[1:]
         reference.final[index] = replace(weight, data=flipped)
-        found = replace(outcome, checks=check(ckptstore.open(out.store), reference, TINY, lambda: None))
+        found = replace(outcome, checks=check(ckptstore.open(out.store), reference, RUN, lambda: None))
         assert total(found.checks.parts) == {"weights": 1}
         assert any("positions.weight" in failure for failure in found.failures())

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.errors import FormatError
+from tests.forms import short_or
 from tools.fuzz import __main__ as command
 from tools.fuzz import campaign
 from tools.fuzz.guard import Target, Violation, attempt
@@ -22,7 +23,7 @@ from tools.fuzz.targets import TARGETS
 from tools.fuzz.worker import Recorder
 from tools.mutants.copies import repository
 
-RUNS = 150
+RUNS = short_or(50, 150)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -17,7 +17,7 @@ from tests.forms import long_only, short_or  # noqa: E402
 from tools.exact.recovery import HORIZON, choose, restore, resume, train  # noqa: E402
 from tools.exact.training import Recipe, Training, fingerprint  # noqa: E402
 
-STEPS = short_or(90, 150)
+STEPS = short_or(62, 150)
 RUNS = {
     "batch norm, gradients": (Recipe("batch", "fused", "grad", steps=STEPS), 60, 20),
     "layer norm, predicted": (Recipe("layer", "foreach", "none", steps=STEPS), 40, 7),
