@@ -72,7 +72,7 @@ def test_others_than_were_saved(tmp_path: Path, had: Any, wanted: Any, told: str
 def test_a_part_that_was_not_saved(tmp_path: Path) -> None:
     saved(tmp_path)
     model = linear()
-    with pytest.raises(FormatError, match="the checkpoint holds no optimizer: it was saved by a Checkpointer that was given"):
+    with pytest.raises(FormatError, match="the checkpoint holds no optimizer: it was saved by a Checkpointer"):
         begun(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
 
 
