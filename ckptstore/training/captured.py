@@ -213,6 +213,11 @@ class Captured:
                     f"the checkpoint holds no {name}: it was saved by a Checkpointer that was given none. Without "
                     f"{name}= the others are restored"
                 )
+        missing = [name for name in self._extra if name not in state["extra"]]
+        if missing:
+            raise FormatError(
+                f"the checkpoint holds no extra[{missing[0]!r}]: it was saved by a Checkpointer that was not given it"
+            )
         left = [name for name, wanted in parts if not wanted and state.get(name)]
         left += [f"extra[{name!r}]" for name in state.get("extra") or () if self._extra and name not in self._extra]
         if left:
@@ -233,10 +238,6 @@ class Captured:
         if self._compressor is not None:
             self._compressor.load_state_dict(state["compressor"])
         for name, (_, put) in self._extra.items():
-            if name not in state["extra"]:
-                raise FormatError(
-                    f"the checkpoint holds no extra[{name!r}]: it was saved by a Checkpointer that was not given it"
-                )
             put(state["extra"][name])
         rng.restored(state["random"])
         step: int = state["step"]
