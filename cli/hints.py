@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +22,8 @@ __all__ = ["TYPED", "hint_for", "near_names"]
 TYPED: ContextVar[Mapping[str, Any] | None] = ContextVar("TYPED", default=None)
 """The arguments and options of the command that runs."""
 
+_REFS = ("ref", "refs", "ref_a", "ref_b", "rest")
+"""Arguments of commands that take a STORE and REFs, in which the STORE stands if they were written the other way."""
 _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.CheckpointNotFoundError, "`ckpt log {store}` lists the checkpoints"),
     (errors.TensorNotFoundError, "`ckpt inspect {store} {ref} --tensors` lists the tensors"),
@@ -97,9 +100,15 @@ def _store_first(store: Any, typed: Mapping[str, Any]) -> str | None:
     """What to type where a REF was written before the STORE."""
     if not isinstance(store, str) or not like_a_ref(store):
         return None
-    words = [word for one in typed.values() for word in (one if isinstance(one, tuple) else (one,))]
-    stores = [one for one in words if isinstance(one, str) and Path(one).expanduser().joinpath("FORMAT").is_file()]
+    words = [word for name in _REFS for word in _words(typed.get(name))]
+    stores: list[str] = []
+    with suppress(OSError, RuntimeError):  # a name too long, the home of nobody
+        stores = [one for one in words if Path(one).expanduser().joinpath("FORMAT").is_file()]
     return f"STORE comes before the REF: {shlex.quote(stores[0])} {shlex.quote(store)}" if stores else None
+
+
+def _words(typed: Any) -> list[str]:
+    return [one for one in (typed if isinstance(typed, tuple) else (typed,)) if isinstance(one, str)]
 
 
 def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:

@@ -209,16 +209,18 @@ def who(writer: str, host: str | None, pid: int | None) -> str:
 
 
 def writing(last: LastWriter) -> str:
-    """Who writes, or since when nobody does: ``writer: process 411 is running``, ``no writer: it was closed, ...``."""
+    """Who writes, or since when nobody does: ``writer: process 411 is writing``, ``no writer: it was closed, ...``."""
     process, where = _named(last.host, last.pid)
     if last.state == "none":
         return "no writer yet"
     since = "" if last.time is None else f"{age(time.time() - last.time)} ago"
     if last.purpose is not None:  # a command did something while nobody wrote
-        before = {"closed": "; the run was closed", "gone": "; the run had not closed (killed?)"}.get(last.state, "")
+        before = {"closed": "; the run was closed", "gone": "; the run was gone without closing (killed?)"}.get(
+            last.state, ""
+        )
         return f"no writer: taken over {since or 'once'} to {printable(last.purpose)}{before}"
     said = {
-        "alive": f"writer: {process} is running",
+        "alive": f"writer: {process} is writing",
         "unknown": f"writer: {process}{where}, which cannot be seen from here; it has not closed",
         "closed": "no writer: it was closed, nothing is missing",
         "gone": f"no writer: {process} is gone without closing (killed?)",

@@ -1,5 +1,5 @@
 """The plots of the report, drawn with matplotlib (extra ``plot``) as SVG. Colours are Okabe and Ito's.
-        axes.plot
+
 Each function returns one SVG text; matplotlib is imported when the first one is called.
 """
 

@@ -314,6 +314,8 @@ class Checkpointer:
         """
         if self._closed:
             return
+        if not save:
+            self._remark_unsaved("close() does not save it, close(save=True) does")
         self._closed = True
         atexit.unregister(self._at_exit)
         try:
@@ -446,7 +448,8 @@ class Checkpointer:
         assert self._saving is not None  # a writer is open
         self._saving.settle()
         pending = self._saving.offer(self._done, metrics, tags, due=due, forced=forced)
-        self._overlooked.measured(metrics)
+        if self._group is None or self._group.rank == 0:
+            self._overlooked.measured(metrics)
         self._draw(metrics or {})
         remark = self._explained.remark()
         if remark is not None and not self._follows:  # where steps are passed over, diffs span several
@@ -491,17 +494,19 @@ class Checkpointer:
     def _remark_unsaved(self, why: str) -> None:
         """Say that the last step is in no checkpoint: its state may have been changed since, so it is not saved now."""
         if self._unsaved is not None and not self._stopped:
-            what = f"step {self._done} was not to be saved (save_every={self._settings.save_every}), and is lost"
+            every, self._unsaved = self._settings.save_every, None
+            what = f"step {self._done} was not saved (save_every={every}), and is lost"
             _LOG.warning("%s: %s: %s", self.store.url, what, why)
 
     def _finish(self, save: bool) -> None:
-        self._overlooked.ended()
         if save and self._unsaved is not None:
             self._save(self._unsaved, ())
+            self._unsaved = None
         if self._saving is not None and (self._retention is not None or self._settings.agent):
             self._saving.wait()
         if self._retention is not None:
             self._retention.close()
+        self._overlooked.ended()
 
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None

@@ -91,3 +91,21 @@ def test_a_file_or_folder_that_is_missing_is_a_2_everywhere(ckpt: Run, pristine:
         assert outcome.code == 2, arguments
         assert f"{gone}" in outcome.err
         assert "does not exist" in outcome.err
+
+
+def test_a_ref_before_the_store(run: Path, ckpt: Run, tmp_path: Path) -> None:
+    for words in (
+        ["restore", "2", run, "--out", tmp_path / "x.safetensors"],
+        ["diff", "1", "2", run],
+        ["retire", "1", run],
+    ):
+        outcome = ckpt(*words)
+        assert outcome.code != 0
+        assert outcome.err.splitlines()[-1] == f"hint: STORE comes before the REF: {run} {words[1]}"
+    assert "comes before" not in ckpt("copy", "2", run).err  # there both are places
+    assert "comes before" not in ckpt("restore", "2", "x" * 5000, "--out", tmp_path / "x.safetensors").err
+
+
+def test_a_run_that_has_not_saved_yet(ckpt: Run, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert "hint: nothing was saved there yet" in ckpt("log", tmp_path / "run").err

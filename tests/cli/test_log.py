@@ -236,7 +236,7 @@ def test_a_terminal_says_who_writes(run: Path) -> None:
     store = ckptstore.open(run)
     with store.writer(poll_seconds=None):
         said = on_a_terminal("log", run, columns=120).splitlines()[1]
-        assert said.startswith(f"writer: process {os.getpid()} is running; last sign of it ")
+        assert said.startswith(f"writer: process {os.getpid()} is writing; last sign of it ")
         assert said in on_a_terminal("inspect", run, columns=120) or "last sign of it" in said
     store.tag("best", 4, take_over=True)
     lines = on_a_terminal("log", run, columns=120).splitlines()

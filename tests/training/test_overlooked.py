@@ -72,27 +72,93 @@ def test_micro_batches_are_nothing_to_remark(tmp_path: Path, said: Callable[[], 
 
 def test_too_few_steps_to_be_sure_are_remarked_on_at_the_end(tmp_path: Path, said: Callable[[], list[str]]) -> None:
     script = Script()
-    with script.opened(tmp_path) as checkpointer:
-        checkpointer.step()
-        checkpointer.step()
+    other = torch.optim.AdamW(script.model.parameters())
+    with script.opened(tmp_path, optimizer=other) as checkpointer:
+        for _ in range(2):
+            script.one()
+            checkpointer.step()
         assert said() == []
     (text,) = said()
     assert text.startswith("UnsavedStepWarning: none of the last 2 steps was saved, because no optimizer")
 
 
+def test_a_hundred_calls_without_a_step_are_remarked_on_once(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    script = Script()
+    with script.opened(tmp_path) as checkpointer:
+        for _ in range(2):
+            for _ in range(120):
+                checkpointer.step()
+            script.one()
+            checkpointer.step()
+    (text,) = said()
+    assert text.startswith("UnsavedStepWarning: none of the last 100 steps was saved")
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_loader_that_nobody_iterates_over(tmp_path: Path, said: Callable[[], list[str]], counted: bool) -> None:
     script = Script()
-    data = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
-    for lives in (1, 2):  # the second resumes
+    data = torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2)
+    for until in (4, 8):  # the second resumes
         with script.opened(tmp_path, loader=data) as checkpointer:
             checkpointer.resume()
             for batch in checkpointer.loader if counted else data:
                 script.one(batch)
                 checkpointer.step()
+                if checkpointer.steps_done == until:
+                    break
         texts = said()
-        assert len(texts) == (0 if counted else lives)
+        assert checkpointer.steps_done == until
+        assert len(texts) == (0 if counted else until // 4)
         assert all("nothing iterates over Checkpointer.loader" in text for text in texts)
+
+
+def test_an_epoch_that_was_complete_is_not_gone_through_again(tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+    for until in (4, 12):
+        script = Script()
+        with script.opened(tmp_path, loader=data) as checkpointer:
+            checkpointer.resume()
+            while checkpointer.steps_done < until:
+                for batch in checkpointer.loader:
+                    script.one(batch)
+                    checkpointer.step()
+        assert checkpointer.steps_done == until
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_closing_says_what_it_does_not_save(tmp_path: Path, caplog: pytest.LogCaptureFixture, save: bool) -> None:
+    script = Script()
+    checkpointer = script.opened(tmp_path, save_every=2)
+    script.one()
+    checkpointer.step()
+    with caplog.at_level(logging.WARNING, "ckptstore.training"):
+        checkpointer.close(save=save)
+    assert ["step 1 was not saved" in text for text in caplog.messages] == ([] if save else [True])
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer, whose own __init__ never runs."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+def test_a_wrapper_that_is_an_optimizer_only_by_name(tmp_path: Path) -> None:
+    script = Script()
+    inner, script.optimizer = script.optimizer, Wrapper(script.optimizer)
+    inner.zero_grad()
+    with script.opened(tmp_path) as checkpointer:
+        script.model(torch.ones(3, 4)).square().mean().backward()
+        script.optimizer.step()
+        checkpointer.step()
+    assert ckptstore.open(tmp_path / "run").latest_step() == 1
 
 
 @pytest.mark.parametrize("given", ["scheduler", "extra", ""])
@@ -129,6 +195,16 @@ def test_parts_of_a_checkpoint_that_nobody_takes(tmp_path: Path) -> None:
         checkpointer.resume()
 
 
+def test_a_learning_rate_that_the_script_sets_is_no_schedule(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    script = Script()
+    for group in script.optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    with script.opened(tmp_path) as checkpointer:
+        script.one()
+        checkpointer.step()
+    assert said() == []
+
+
 @pytest.mark.parametrize("name", ["loss", "min:loss", "los", "max:accuracy", "text"])
 def test_a_metric_that_no_step_has(tmp_path: Path, said: Callable[[], list[str]], name: str) -> None:
     script = Script()
@@ -143,9 +219,28 @@ def test_a_metric_that_no_step_has(tmp_path: Path, said: Callable[[], list[str]]
         return
     assert found == {}
     (text,) = said()
-    wanted = "'text' is no number but str" if name == "text" else "they have 'loss', 'text'"
     assert text.startswith("UnsavedStepWarning: keep_best:")
-    assert wanted in text
+    assert ("'text' is no number but str" if name == "text" else "among its metrics ('loss', 'text')") in text
+
+
+@pytest.mark.parametrize("without", [{}, {"val": None}])
+def test_a_metric_that_few_steps_have(tmp_path: Path, said: Callable[[], list[str]], without: dict[str, None]) -> None:
+    script = Script()
+    with script.opened(tmp_path, keep_best="val", save_every=2) as checkpointer:
+        for step in range(211):  # the last one, which leaving saves, is the only one that was validated
+            script.one()
+            checkpointer.step(metrics={"loss": 1.0} | (without if step < 210 else {"val": 0.5}))
+    assert said() == []
+    assert ckptstore.open(tmp_path / "run").tags()["best"].step == 211
+
+
+def test_a_metric_with_a_slip_is_named_before_the_end(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    script = Script()
+    with script.opened(tmp_path, keep_best="vall") as checkpointer:
+        for step in range(100):
+            script.one()
+            checkpointer.step(metrics={"val": 1.0})
+            assert len(said()) == (step == 99)
 
 
 def test_metrics_are_by_name(tmp_path: Path) -> None:
@@ -170,7 +265,7 @@ def test_a_last_step_that_is_lost_is_named(tmp_path: Path, caplog: pytest.LogCap
         fail()
     assert ckptstore.open(tmp_path / "run").latest_step() == 2
     (text,) = caplog.messages
-    assert "step 3 was not to be saved (save_every=2), and is lost: ZeroDivisionError ended the with" in text
+    assert "step 3 was not saved (save_every=2), and is lost: ZeroDivisionError ended the with" in text
 
 
 def test_a_last_step_of_a_script_without_a_with_is_named(tmp_path: Path, warm: Warm) -> None:
@@ -180,7 +275,7 @@ def test_a_last_step_of_a_script_without_a_with_is_named(tmp_path: Path, warm: W
     _, said = run.communicate(timeout=120)
     assert run.returncode == 0, said
     assert ckptstore.open(tmp_path / "run").latest_step() == 2
-    assert "step 3 was not to be saved (save_every=2), and is lost: the script ended without leaving a with" in said
+    assert "step 3 was not saved (save_every=2), and is lost: the script ended without leaving a with" in said
 
 
 _WITHOUT = """
