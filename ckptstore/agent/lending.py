@@ -164,7 +164,10 @@ class Lending:
             shared = SharedMemory(descriptor, message.body["nbytes"])
             shared.close()
             self._maps[number] = shared
-        return Lent(link, number, self._maps[number].memory, layout, known)
+        mapped = self._maps.get(number)
+        if mapped is None:  # forgotten: it died after it had answered, and whoever hears of that was quicker
+            raise AgentLostError(f"the agent (process {link.pid}) is gone")
+        return Lent(link, number, mapped.memory, layout, known)
 
 
 def _release(link: Link, answer: Future[Message]) -> None:

@@ -134,6 +134,8 @@ def carried(call: Callable[[], _T]) -> _T:
     Where there is no carrier to be had, the call is simply made.
     """
     scope = scope_here() or _process_wide
+    if scope.abandoned:
+        raise AbandonedError
     job = _Job(call)
     try:
         _handed(job)

@@ -177,7 +177,7 @@ class Reading(Handle):
     ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         """One tensor after the other: (name, its logical bytes, 1-D uint8). Memory: one of them.
 
-        The checkpoint is opened once, where `read_tensor` opens it for each tensor.
+        The checkpoint is opened once, where `read_tensor` opens it for each tensor. Of two tiers here alone.
 
         Args:
             names: of tensors, or places, as for `read_tensor`; None: every tensor, in access order.

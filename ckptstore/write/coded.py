@@ -102,7 +102,7 @@ class Coded:
         """Have training's own tensors made durable; they may change once it is done, or `interrupted` is set.
 
         Args:
-            scope: of the caller's wait: abandoned, requests that are under way for this are left alone.
+            scope: of the caller's wait: abandoned, requests that are under way for this alone are left alone.
         """
         found = self.explaining.found(updates, flat)
 
@@ -111,7 +111,11 @@ class Coded:
                 return committer.persist(flat, step, progress=progress, interrupted=interrupted, labels=labels)[0]
             return committer.diff_now(flat, found, step, progress, interrupted, labels)
 
-        future: Future[CheckpointInfo] = self._submit(within(scope, work))
+        def job() -> CheckpointInfo:
+            # What waits for its batch is written with it, and was given by others, who are not interrupted.
+            return work() if committer.waiting else within(scope, work)()
+
+        future: Future[CheckpointInfo] = self._submit(job)
         self._tend()
         return future
 

@@ -76,6 +76,9 @@ class Commits:
             self.retainer.look_again()  # it counts checkpoints that are not there
             if isinstance(error, FencedError | CommitUnknownError):
                 self.ended = error
+            elif self.log.dead is not None:  # given up while the slot's request was under way
+                self.ended = self.log.dead
+                raise self.log.dead from error
             raise
         self.retainer.committed()
         del self._abandoned[: len(drops)]

@@ -166,7 +166,7 @@ def interrupt_after_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch, 
     class Impatient:
         """A future of which every wait is interrupted."""
 
-        def result(self) -> Any:
+        def result(self, _timeout: float | None = None) -> Any:
             when()
             raise KeyboardInterrupt
 

@@ -59,10 +59,12 @@ class _Chosen:
     """The checkpoints of a move, as they are restored at present."""
 
     plans: dict[Node, Plan]
+    besides: tuple[Plan, ...] = ()
 
     @property
     def segments(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(segment for chosen in self.plans.values() for segment in chosen.segments))
+        read = (*self.plans.values(), *self.besides)
+        return tuple(dict.fromkeys(segment for chosen in read for segment in chosen.segments))
 
 
 class Maker:
@@ -100,7 +102,8 @@ class Maker:
             with shop.nothing_left_behind(), shop.term_goes_on():
                 segments, encodings = self._write(catalog, chosen, move)
                 shop.remove({segment.id for segment in segments})
-                change = self._change(catalog, move, segments, encodings)
+                self._prove(catalog, chosen.besides)
+                change = self._change(catalog, move, chosen.besides, segments, encodings)
                 crash_point("compact.verified")
             shop.told()
         outcome = self._author.commit(catalog.term, f"compact: {move.kind}", change)
@@ -111,6 +114,14 @@ class Maker:
             tuple(segments),
             tuple(catalog.segments[segment] for segment in change.drops),
         )
+
+    def _prove(self, catalog: Catalog, besides: Sequence[Plan]) -> None:
+        """Read what the spared are restored from afterwards: nobody may have looked at it since it was written."""
+        for one in besides:
+            entry = _entry(catalog, one.target.node)
+            self._shop.tally.total += entry.nbytes
+            with opened_plan(self._backend, catalog, entry, one.encodings) as found:
+                self._shop.check(found)
 
     def _write(self, catalog: Catalog, chosen: _Chosen, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
         if move.kind == "drop":
@@ -174,12 +185,16 @@ class Maker:
         return segments, encodings
 
     def _change(
-        self, catalog: Catalog, move: Move, segments: Sequence[SegmentEntry], encodings: Sequence[Encoding]
+        self,
+        catalog: Catalog,
+        move: Move,
+        besides: Sequence[Plan],
+        segments: Sequence[SegmentEntry],
+        encodings: Sequence[Encoding],
     ) -> Change:
         if move.kind == "drop" and not move.spared:
             drops = droppable(catalog, catalog.held)
         else:
-            besides = _besides(catalog, move)
             kept = {segment for one in besides for segment in one.segments}
             given_up = {edge.checkpoint for edge in encodings} | {one.target.node for one in besides}
             last = [one.encodings[-1] for one in besides]
@@ -208,7 +223,8 @@ def _choose(catalog: Catalog, move: Move) -> _Chosen:
     for node in nodes:
         if node not in catalog.checkpoints:
             raise UsageError(f"{ref_of(node)} was retired meanwhile")
-    return _Chosen({node: plan(catalog, catalog.checkpoints[node].id) for node in dict.fromkeys(nodes)})
+    plans = {node: plan(catalog, catalog.checkpoints[node].id) for node in dict.fromkeys(nodes)}
+    return _Chosen(plans, tuple(_besides(catalog, move)))
 
 
 def _besides(catalog: Catalog, move: Move) -> list[Plan]:
