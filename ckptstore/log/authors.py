@@ -110,11 +110,12 @@ class Requester:
 class Successor:
     """Opens a term that continues from the latest checkpoint, which fences whoever wrote before."""
 
-    def __init__(self, journal: Journal, purpose: str) -> None:
+    def __init__(self, journal: Journal, purpose: str, *, several: bool = False) -> None:
         """Take the store over.
 
         Args:
             purpose: what for, in a word that the log keeps.
+            several: more changes may follow the first: none says that the term may end with it.
 
         Raises:
             FencedError: others opened terms first, every time.
@@ -125,10 +126,11 @@ class Successor:
         info = {"version": __version__, "host": platform.node(), "pid": os.getpid(), "for": purpose}
         self._term = open_term(journal, _latest, info)
         self.owned: int | None = self._term.number
+        self._extra = {} if several else {CLOSED: True}
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
-        """Commit, and say that the term may end with it. Raises as `Term.commit`."""
-        self._term.commit(replace(change, extra={**change.extra, CLOSED: True}).record(term))
+        """Commit, and of a single change say that the term may end with it. Raises as `Term.commit`."""
+        self._term.commit(replace(change, extra={**change.extra, **self._extra}).record(term))
         return _ACCEPTED
 
     def catalog(self) -> Catalog:

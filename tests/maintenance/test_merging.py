@@ -646,8 +646,8 @@ def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.
     before = segments(store)
 
     class Late(Successor):
-        def __init__(self, store: Store, purpose: str) -> None:
-            super().__init__(store, purpose)
+        def __init__(self, store: Store, purpose: str, *, several: bool = False) -> None:
+            super().__init__(store, purpose, several=several)
             with Store(store.backend).writer(poll_seconds=None):
                 pass
 

@@ -83,7 +83,7 @@ def compact(
     if dry_run or not planned.moves:
         done = tuple(_told(move, "planned", "", None) for move in planned.moves)
         return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
-    author = Successor(journal, "compact") if take_over else Requester(journal, timeout, catalog)
+    author = Successor(journal, "compact", several=True) if take_over else Requester(journal, timeout, catalog)
     made = make_moves(journal, author, planned, lambda advance: held_to(bandwidth, advance), progress)
     after = author.catalog()
     nbytes = sum(segment.size for segment in after.segments.values())

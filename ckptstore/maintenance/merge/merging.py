@@ -118,7 +118,7 @@ def merge(
         on_loss(tuple(map(ref_of, chosen.retired)))
     author: Author | None = None
     if not dry_run:
-        author = Successor(journal, "merge") if take_over else Requester(journal, timeout, catalog)
+        author = Successor(journal, "merge", several=True) if take_over else Requester(journal, timeout, catalog)
     owned = None if author is None else author.owned
     with Work(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, chosen_range, tries=1 if owned is not None else _TRIES)
