@@ -215,9 +215,7 @@ def writing(last: LastWriter) -> str:
         return "no writer yet"
     since = "" if last.time is None else f"{age(time.time() - last.time)} ago"
     if last.purpose is not None:  # a command did something while nobody wrote
-        before = {"closed": "; the run was closed", "gone": "; the run had not closed (killed?)"}.get(
-            last.state, ""
-        )
+        before = {"closed": "; the run was closed", "gone": "; the run had not closed (killed?)"}.get(last.state, "")
         return f"no writer: taken over {since or 'once'} to {printable(last.purpose)}{before}"
     said = {
         "alive": f"writer: {process} is writing",
