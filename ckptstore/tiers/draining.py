@@ -93,6 +93,7 @@ class Drain:
         """
         self.pair = pair
         self.remote: View | None = None
+        self._begun = False  # to make a store of the remote, which is not finished
         self._local: View | None = None
         self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
         self._advance = held_to(pair.bandwidth, advance)
@@ -143,9 +144,11 @@ class Drain:
             replica = Replica(
                 self.pair.remote.backend,
                 Origin(self.pair.local.format, "copy", "full: all of a tier"),
-                self.remote,
+                # Prevents: the next pass takes what this one has begun for a store, and never makes one of it.
+                None if self._begun else self.remote,
                 on_record=self._note,
             )
+            self._begun = replica.begun
             before = replica.view()
             self._note(replica)
             try:
@@ -198,6 +201,7 @@ class Drain:
             transfer.run()
             if replica.begun:
                 replica.finish()
+                self._begun = False
         crash_point("drain.done")
         left = _left_out(here, there, wanted, branch)
         why = None
