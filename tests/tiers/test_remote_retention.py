@@ -63,10 +63,18 @@ def test_a_remote_is_pruned_beside_a_live_drain(place: Place, monkeypatch: pytes
         writer.save_async(state(7), 7).result(tier="remote", timeout=LONG)
         theirs = place.theirs()
         assert theirs.prune("last:2", timeout=LONG).retired == ("1@1", "2@1", "3@1", "4@1", "5@1")
-        theirs.tag("kept", 6, timeout=LONG)
+        writer.tag("kept", 6)
+        writer.save_async(state(8), 8).result(tier="remote", timeout=LONG)
+        for change in (
+            lambda: theirs.tag("kept", 7, timeout=LONG),
+            lambda: theirs.tag("other", 7, timeout=LONG),
+            lambda: theirs.untag("kept", timeout=LONG),
+        ):
+            with pytest.raises(RequestRefusedError, match="tag and untag there"):
+                change()
         with pytest.raises(RequestRefusedError, match="second tier"):
             theirs.keep("last:1", timeout=LONG)
-        for step in range(8, 11):
+        for step in range(9, 11):
             writer.save_async(state(step), step).result(tier="remote", timeout=LONG)
             assert writer.lag() == ckptstore.Lag()
     assert steps(theirs) == [f"{step}@1" for step in range(6, 11)], "nobody was fenced"
@@ -76,7 +84,7 @@ def test_a_remote_is_pruned_beside_a_live_drain(place: Place, monkeypatch: pytes
     assert (done.branch, done.damaged, done.checkpoints, done.segments) == ((), (), 0, 0)
     assert steps(store) == [f"{step}@1" for step in range(1, 11)]
     store.prune("last:3", take_over=True)
-    assert steps(store) == ["8@1", "9@1", "10@1"]
+    assert steps(store) == ["6@1", "8@1", "9@1", "10@1"], "6 is tagged"
     for one in (store, theirs):
         assert one.verify(deep=True).ok
     check(theirs.load("tag:kept", framework="numpy"), 6)
