@@ -30,14 +30,16 @@ from ckptstore.formats.records import (
 from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
 
-__all__ = ["CLOSED", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
+__all__ = ["CLOSED", "LACKS", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
 
 _K = TypeVar("_K")
 
 CLOSED: Final = "closed"
 """Member of a COMMIT: the term has ended, and nothing that it was given is missing. Kept in `TermEntry.extra`."""
+LACKS: Final = "lacks"
+"""Member of a COMMIT in a second tier: the lowest step of the term that was left out there. In `TermEntry.extra`."""
 REACHED: Final = "reached"
-"""Member of an OPEN: the highest step of the newest term before it that was promised there, retired since or not."""
+"""Member of an OPEN: up to which step the newest term before it was promised there, retired since or not."""
 REMOTE: Final = "remote"
 """Member of an OPEN: the URL of the store's second tier. Each OPEN repeats that of the one before."""
 
@@ -220,9 +222,13 @@ class Catalog:
         return False
 
     def reached(self) -> int | None:
-        """The highest step that the newest term ever promised; None: none."""
+        """The highest step that the newest term ever promised, if nothing below it was left out; None: none."""
         node = self.checkpoints.highest(self.term)
-        return max((step for step in (node and node[1], self.spent.highest) if step is not None), default=None)
+        highest = max((step for step in (node and node[1], self.spent.highest) if step is not None), default=None)
+        lacks = self.terms[self.term].extra.get(LACKS) if self.term in self.terms else None
+        if highest is None or type(lacks) is not int:
+            return highest
+        return min(highest, lacks - 1) if lacks > 0 else None
 
     def latest(self) -> CheckpointEntry | None:
         """The newest checkpoint: the highest step of the newest term; of an empty term, its parent.
@@ -342,6 +348,7 @@ class CatalogBuilder:
             self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False, nonce=record.nonce))
         extra = dict(record.extra)
         self._mark_closed(record, extra.pop(CLOSED, None) is True)
+        self._mark_lacking(record.term, extra.pop(LACKS, None))
         if extra:
             catalog.unknown += ((seq, extra),)
         if record.keep is not None:
@@ -383,6 +390,15 @@ class CatalogBuilder:
         elif record.checkpoints and CLOSED in entry.extra:
             left = {name: value for name, value in entry.extra.items() if name != CLOSED}
             terms[record.term] = replace(entry, extra=left)
+
+    def _mark_lacking(self, term: int, step: object) -> None:
+        """Only ever lower: who brings what was left out need not know what else was, on another machine."""
+        entry = self.catalog.terms.get(term)
+        if entry is None or type(step) is not int:
+            return
+        known = entry.extra.get(LACKS)
+        lowest = min(step, known) if type(known) is int else step
+        self.catalog.terms[term] = replace(entry, extra={**entry.extra, LACKS: lowest})
 
     def _begin_term(self, entry: TermEntry) -> None:
         catalog = self.catalog

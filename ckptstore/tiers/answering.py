@@ -82,4 +82,7 @@ def _objection(request: Request) -> str | None:
         return "this is a second tier, which gets its segments from the store: merge and compact there"
     if request.keep is not None:
         return "this is a second tier, which has the rules of the store: give them there, and prune here with --keep"
+    if request.tags:
+        # Accepted, it would last until the next pass, which sends each tag as the store has it.
+        return "this is a second tier, which gets its tags from the store: tag and untag there"
     return None

@@ -92,7 +92,7 @@ class Draining:
         """See `SecondTier.wait`."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while not self.has(node):
+            while not self._drain.has(node):  # not `had`: success is told of what is certain alone
                 self.check()
                 if ref_of(node) in self._left.damaged:
                     raise CorruptSegmentError(self._left.damage)

@@ -25,10 +25,11 @@ def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
 def pruned(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
     """Says of a checkpoint of the store whether the remote had it, and has retired it since: it never gets it again.
 
-    Of the remote's newest term each step is known; of an earlier one, how far it had come when the next term began.
-    A drain goes by steps, so what is below was there. (But for a save that was overtaken by later ones, on a machine
-    that then lost the run to another before the next pass: it is older than what that continued from, and is taken for
-    one that was there. The store keeps it as long as its own rules do.)
+    Of the remote's newest term each step is known; of an earlier one, how far it had come when the next term began,
+    short of what a drain had left out. A drain goes by steps, so what is not above that was there. Where nothing says
+    so it was not: then it stays here, and is named. (But for a save that was overtaken by later ones, on a machine that
+    then lost the run to another before the next pass: it is older than what that continued from, and is taken for one
+    that was there. The store keeps it as long as its own rules do.)
     """
     shared = {number for number, opened in there.terms.items() if _same(here, number, opened.nonce)}
     reached = _reached(there)
@@ -49,20 +50,13 @@ def _same(here: Catalog, number: int, nonce: str) -> bool:
 
 
 def _reached(there: Catalog) -> dict[int, int]:
-    """Earlier term -> the highest step that was ever promised in it, as far as later OPENs say."""
-    found: dict[int, int] = {}
+    """Earlier term -> up to which step it was there, as far as the OPENs behind say.
 
-    def note(term: int, step: int) -> None:
-        found[term] = max(step, found.get(term, -1))
-
-    for opened in there.terms.values():
-        if opened.parent is not None:
-            note(opened.parent.term, opened.parent.step)
-    for before, number in pairwise(sorted(there.terms)):
-        step = there.terms[number].extra.get(REACHED)
-        if type(step) is int:
-            note(before, step)
-    return found
+    That a later term continued from a checkpoint proves nothing of those below it, nor of itself: of what a copied term
+    continued from there may be no more than the name.
+    """
+    steps = {before: there.terms[number].extra.get(REACHED) for before, number in pairwise(sorted(there.terms))}
+    return {term: step for term, step in steps.items() if type(step) is int}
 
 
 def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) -> tuple[Catalog, tuple[Node, ...]]:

@@ -70,7 +70,10 @@ class Drained:
     def fenced(self, pair: Pair) -> FencedError:
         """What a writer of the store is told when the run was continued elsewhere."""
         kept = self.kept(pair) if self.branch else "nothing is lost"
-        return FencedError(f"{pair.remote.url}: the run was continued elsewhere: {self.over}; {kept}")
+        # Of an older term is what was left out of it, or was overtaken then: nobody is at work elsewhere for that.
+        elsewhere = f"the run was continued elsewhere: {self.over}"
+        why = "a later term has begun without it" if self.over is None else elsewhere
+        return FencedError(f"{pair.remote.url}: {why}; {kept}")
 
     def kept(self, pair: Pair) -> str:
         """What the remote never gets, in words."""
@@ -93,6 +96,7 @@ class Drain:
         """
         self.pair = pair
         self.remote: View | None = None
+        self._begun = False  # to make a store of the remote, which is not finished
         self._local: View | None = None
         self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
         self._advance = held_to(pair.bandwidth, advance)
@@ -103,6 +107,13 @@ class Drain:
     def damaged(self) -> Set[str]:
         """Segments that are damaged here, and left out."""
         return self._damaged.keys()
+
+    def has(self, node: Node) -> bool:
+        """Whether the remote has a checkpoint, or a record of its newest term retired it: no guess, as `had` may be."""
+        if self.remote is None:
+            return False
+        there = self.remote.catalog
+        return there.find(node) is not None or (node[0] == there.term and node[1] in there.spent)
 
     def had(self, node: Node) -> bool:
         """Whether the remote has a checkpoint of the store, or had it and has retired it since, as far as is known."""
@@ -143,9 +154,11 @@ class Drain:
             replica = Replica(
                 self.pair.remote.backend,
                 Origin(self.pair.local.format, "copy", "full: all of a tier"),
-                self.remote,
+                # Prevents: the next pass takes what this one has begun for a store, and never makes one of it.
+                None if self._begun else self.remote,
                 on_record=self._note,
             )
+            self._begun = replica.begun
             before = replica.view()
             self._note(replica)
             try:
@@ -193,13 +206,15 @@ class Drain:
             had = len(there.checkpoints)
             crash_point("drain.read")
             copies = _Copies(local.backend, replica.backend, local.run, _THREADS, self._advance)
-            transfer = Transfer(wanted, replica, copies)
+            left = _left_out(here, there, wanted, branch)
+            lacks = dict(reversed(left))  # ascending, so the lowest of a term stays
+            transfer = Transfer(wanted, replica, copies, lacks)
             replica.backend.check_space(sum(entry.size for entry in transfer.missing()))
             transfer.run()
             if replica.begun:
                 replica.finish()
+                self._begun = False
         crash_point("drain.done")
-        left = _left_out(here, there, wanted, branch)
         why = None
         if left:
             why = next(iter(self._damaged.values()), _BASE_GONE)

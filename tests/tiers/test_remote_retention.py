@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptstore
-from ckptstore import RequestRefusedError
+from ckptstore import CorruptionError, FencedError, RequestRefusedError
 from ckptstore.formats.catalog import CatalogBuilder
 from ckptstore.formats.records import (
     CheckpointEntry,
@@ -19,6 +22,7 @@ from ckptstore.formats.records import (
 )
 from ckptstore.tiers import answering
 from ckptstore.tiers.choosing import drainable, pruned
+from ckptstore.tiers.pair import alone
 from tests.tiers.conftest import Place
 from tests.tiers.test_tiers import LONG, check, fill, state, steps
 
@@ -59,10 +63,18 @@ def test_a_remote_is_pruned_beside_a_live_drain(place: Place, monkeypatch: pytes
         writer.save_async(state(7), 7).result(tier="remote", timeout=LONG)
         theirs = place.theirs()
         assert theirs.prune("last:2", timeout=LONG).retired == ("1@1", "2@1", "3@1", "4@1", "5@1")
-        theirs.tag("kept", 6, timeout=LONG)
+        writer.tag("kept", 6)
+        writer.save_async(state(8), 8).result(tier="remote", timeout=LONG)
+        for change in (
+            lambda: theirs.tag("kept", 7, timeout=LONG),
+            lambda: theirs.tag("other", 7, timeout=LONG),
+            lambda: theirs.untag("kept", timeout=LONG),
+        ):
+            with pytest.raises(RequestRefusedError, match="tag and untag there"):
+                change()
         with pytest.raises(RequestRefusedError, match="second tier"):
             theirs.keep("last:1", timeout=LONG)
-        for step in range(8, 11):
+        for step in range(9, 11):
             writer.save_async(state(step), step).result(tier="remote", timeout=LONG)
             assert writer.lag() == ckptstore.Lag()
     assert steps(theirs) == [f"{step}@1" for step in range(6, 11)], "nobody was fenced"
@@ -72,7 +84,7 @@ def test_a_remote_is_pruned_beside_a_live_drain(place: Place, monkeypatch: pytes
     assert (done.branch, done.damaged, done.checkpoints, done.segments) == ((), (), 0, 0)
     assert steps(store) == [f"{step}@1" for step in range(1, 11)]
     store.prune("last:3", take_over=True)
-    assert steps(store) == ["8@1", "9@1", "10@1"]
+    assert steps(store) == ["6@1", "8@1", "9@1", "10@1"], "6 is tagged"
     for one in (store, theirs):
         assert one.verify(deep=True).ok
     check(theirs.load("tag:kept", framework="numpy"), 6)
@@ -102,6 +114,71 @@ def test_what_was_not_drained_when_the_remote_was_pruned_is_a_branch_still(folde
     folders.theirs().prune("last:1", take_over=True)
     done = folders.open().sync()
     assert done.branch == ("5@2", "6@2")
+
+
+def damaged(store: ckptstore.Store, ref: str) -> bytes:
+    """Damage the only segment of a checkpoint -> what it was."""
+    ((segment, _),) = store.describe(ref)
+    path = Path(store.backend.url) / segment.key
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-200] + bytes([sound[-200] ^ 1]) + sound[-199:])
+    return sound
+
+
+def saved_but_for_the_second(folders: Place) -> ckptstore.Store:
+    """1 to 4 are saved here, and brought to the remote but for 2, which is damaged, and then put right."""
+    with ckptstore.open(folders.here).writer(deltas=None, poll_seconds=None) as writer:
+        for step in range(1, 5):
+            writer.save(state(step), step)
+    store = folders.open()
+    sound = damaged(store, "2@1")
+    assert store.sync().damaged == ("2@1",)
+    ((segment, _),) = store.describe("2@1")
+    (folders.here / segment.key).write_bytes(sound)
+    assert steps(folders.theirs()) == ["1@1", "3@1", "4@1"]
+    return store
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_was_left_out_of_the_remote_was_never_there(folders: Place, tmp_path: Path, copied: bool) -> None:
+    store = saved_but_for_the_second(folders)
+    if copied:
+        place = replace(folders, remote=str(tmp_path / "copy"))
+        folders.theirs().copy(place.remote)
+    else:
+        place = folders
+    place.theirs().prune("last:1", take_over=True)
+    store = place.open()
+    done = store.sync()
+    assert "2@1" in done.branch, "the only one there is"
+    assert "2@1" in store.lag().branch
+    with pytest.warns(ckptstore.BranchWarning, match="2@1"):
+        fill(store, 5, 6, keep=["last:1"])
+    assert "2@1" in steps(store), "no rule retires it"
+    assert "1@1" not in done.branch, "that one was there"
+    assert steps(store)[-1] == "6@3"
+
+
+def test_nobody_is_told_that_the_remote_has_what_was_left_out(folders: Place) -> None:
+    store = folders.open()
+    writer = folders.open().writer(deltas=None, poll_seconds=None)
+    try:
+        writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
+        with alone(store.backend):  # the drain waits
+            pending = writer.save_async(state(2), 2)
+            pending.result()
+            damaged(store, "2@1")
+        with pytest.raises(CorruptionError, match="2@1"):
+            pending.result(tier="remote", timeout=LONG)
+        writer.save_async(state(3), 3).result(tier="remote", timeout=LONG)
+        folders.theirs().prune("last:1", take_over=True)
+        with pytest.raises(FencedError):
+            writer.save_async(state(4), 4).result(tier="remote", timeout=LONG)
+        with pytest.raises(FencedError):
+            pending.result(tier="remote", timeout=LONG)
+    finally:
+        with contextlib.suppress(FencedError):
+            writer.close()
 
 
 # ------------------------------------------------------------------------------------------------ of catalogs alone
@@ -159,8 +236,9 @@ def test_another_machines_term_of_the_same_number_was_never_ours() -> None:
     assert drainable(here, there)[1] == ((1, 1),)
 
 
-def test_without_the_member_the_parents_say_how_far_a_term_had_come() -> None:
+def test_without_the_member_nothing_is_known_to_have_been_there() -> None:
+    """A term that continues from 2 does not say that 1 was there: it may have been left out."""
     builder = log(saved(1), saved(2), gives_up(1))
     builder.apply(OpenRecord(2, CheckpointId(1, 2, f"{2:032x}"), "c" * 32, 0.0, {}), 4)
     gone = pruned(known([saved(1), saved(2), saved(3)]), builder.catalog)
-    assert [step for step in (1, 2, 3) if gone((1, step))] == [1]
+    assert [step for step in (1, 2, 3) if gone((1, step))] == []

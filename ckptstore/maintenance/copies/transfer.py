@@ -7,12 +7,12 @@ promises) is promised and retired again, as it was where it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.catalog import CLOSED, REACHED, Catalog, TermEntry
+from ckptstore.formats.catalog import CLOSED, LACKS, REACHED, Catalog, TermEntry
 from ckptstore.formats.records import (
     CheckpointEntry,
     CommitRecord,
@@ -51,15 +51,19 @@ class _Unit:
 class Transfer:
     """Brings a wanted catalog to a `Replica`."""
 
-    def __init__(self, wanted: Catalog, replica: Replica, supply: Supply) -> None:
+    def __init__(
+        self, wanted: Catalog, replica: Replica, supply: Supply, lacks: Mapping[int, int] | None = None
+    ) -> None:
         """
         Args:
             wanted: terms, checkpoints (promised and held), encodings, segments and tags that are to be there in the
                 end, besides what is. Every encoding's segments and base are in it.
+            lacks: term -> the lowest step that is left out, although the place is to have all: noted there.
         """
         self._wanted = wanted
         self._replica = replica
         self._supply = supply
+        self._lacks = lacks or {}
         self._orders = _by_term(wanted, replica.catalog)
         self._added: set[Node] = set()
 
@@ -78,6 +82,7 @@ class Transfer:
         self._check()
         for number, opened in sorted(self._wanted.terms.items()):
             self._open(opened)
+            self._note_lacking(number)
             self._fill(number)
             self._close(opened)
         self._settle()
@@ -121,6 +126,19 @@ class Transfer:
                 extra=extra,
             )
         )
+
+    def _note_lacking(self, number: int) -> None:
+        """Say what of a term is left out, before anything above it is there.
+
+        Prevents: whoever opens the next term, on whatever machine and after whatever crash, says that the term had come
+        further than that, and what was never here is taken for something that was retired here.
+        """
+        there, step = self._replica.catalog, self._lacks.get(number)
+        if step is None or number != there.term:
+            return
+        known = there.terms[number].extra.get(LACKS)
+        if type(known) is not int or step < known:
+            self._replica.commit(CommitRecord(term=number, extra={LACKS: step}))
 
     def _fill(self, number: int) -> None:
         there = self._replica.catalog
