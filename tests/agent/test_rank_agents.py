@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,24 @@ import pytest
 import ckptstore
 import ckptstore.agent
 from ckptstore.agent import AgentWriter
+from ckptstore.agent.place import Place
+from ckptstore.agent.ranks import ENDING, Job, RankSaves, place_name
 from ckptstore.errors import (
     AgentBusyError,
     AgentLostError,
+    CommitUnknownError,
     FailedRankError,
     RankMismatchError,
+    StorageError,
     UsageError,
     WriterClosedError,
 )
+from ckptstore.frameworks import bridge
+from ckptstore.log.reading import Patience
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
 from ckptstore.write.ranks.parts import pack
+from ckptstore.write.snapshot import SnapshotPool
 from tests.agent.lives import ROOT, agents, until
 from tests.agent.rank_trainer import OPTIONS, state
 from tests.forms import long_only
@@ -154,6 +164,48 @@ def test_an_agent_dies_and_every_rank_is_told(tmp_path: Path, runtime: Path, vic
     newest = steps(url)[-1]
     assert steps(url) == list(range(1, newest + 1))
     check(url, newest)
+
+
+def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both agents live, and nobody answers rank 0's slot: the trainers have to hear that their writers are finished.
+
+    What two agents do, in threads: in their own processes no medium fails as a test wants it.
+    """
+    url = str(tmp_path / "store")
+    ckptstore.open(url, create=True)
+    place, token = Place(url, place_name("", 0)), Job.new_token()
+    listener = place.listen(ENDING).detach()
+    saved = threading.Barrier(2, timeout=60)
+
+    def silent(key: str, _data: bytes) -> None:
+        raise StorageError(110, "no answer", key)
+
+    def work(group: Group) -> list[type[BaseException] | None]:
+        rank = group.rank
+        job = Job(rank, 2, OPTIONS, token, url, "", None if rank else listener)
+        store = ckptstore.open(url)
+        options = WriterOptions(poll_seconds=None)
+        saves = RankSaves.opened(store, "latest", options, job, {}, lambda _: None, lambda: True)
+        told = []
+        with ThreadPoolExecutor(1) as copiers:
+            pool = SnapshotPool(1, copiers.submit, store.backend.segment_bytes)
+            for step in (1, 2, 3):
+                if step == 2:
+                    saved.wait()
+                    medium: Any = store.backend
+                    medium.create = silent
+                snapshot, _ = pool.take(bridge.flattened(state(step, rank)), copiers)
+                error = saves.adopt(snapshot, step).exception(60)
+                told.append(None if error is None else type(error))
+        saves.close()
+        saves.leave(farewell=True)
+        return told
+
+    monkeypatch.setattr(Patience, "pause", lambda _patience, _done: None)
+    assert as_ranks(2, work) == [[None, CommitUnknownError, CommitUnknownError]] * 2
+    place.close()
 
 
 def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path) -> None:
