@@ -97,14 +97,15 @@ def _ending() -> WriterClosedError:
 def _finish_all() -> None:
     global _begun
     _begun = True
-    writers = [writer for writer in _open if writer not in _given_up]
+    # Copied at once: other threads may still open and close writers, and a set that changes cannot be gone through.
+    writers = [writer for writer in list(_open) if writer not in _given_up]
     try:
         _finish(writers)
     except BaseException:
         _given_up.update(writers)
         raise
     finally:
-        for writer in _given_up:
+        for writer in list(_given_up):
             if steps := writer._unfinished():
                 _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
         if _given_up:
