@@ -208,6 +208,53 @@ def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
     place.close()
 
 
+LEAVING = """
+import os, signal, sys, threading
+import numpy as np
+import ckptstore, ckptstore.agent
+from ckptstore.frameworks import bridge
+from ckptstore.host import carriers, exiting
+from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+
+exiting.SILENT_SECONDS = 0.2
+signal.signal(signal.SIGINT, signal.default_int_handler)
+url, state = sys.argv[1], {"w": np.ones(9)}
+press = lambda: os.kill(os.getpid(), signal.SIGINT)
+
+if sys.argv[2] == "of a rank":
+    store = ckptstore.open(url, create=True)
+    writer = store.writer(group=Group(0, 1, LocalMailbox()), poll_seconds=None)
+    save = lambda: writer.save_async(state, 1)
+    store.backend.create = lambda *_: carriers.nap(60)  # as a server that says nothing
+else:
+    writer = ckptstore.agent.writer(url)
+    stopped = lambda *_: os.kill(writer.agent_pid, signal.SIGSTOP) or ()
+    save = lambda: writer.save_filled(bridge.flattened(state), 1, stopped)
+
+def told(text, write=sys.stderr.write):
+    if "Ctrl-C gives up" in text:
+        threading.Timer(0.1, press).start()
+    return write(text)
+
+sys.stderr.write = told
+with writer:
+    save()
+    press()
+"""
+
+
+@pytest.mark.parametrize("whose", ["of a rank", "of an agent"])
+def test_a_second_ctrl_c_gives_up_what_closing_waits_for(tmp_path: Path, runtime: Path, whose: str) -> None:
+    """As of a `Writer`: it is said what is waited for, and the interpreter's end does not wait again."""
+    url = tmp_path / "store"
+    command = [sys.executable, "-c", LEAVING, str(url), whose]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=50, check=False)
+    assert [line for line in done.stderr.splitlines() if line.startswith("ckptstore: ")] == [
+        f"ckptstore: {url}: interrupted: closing ends once step 1 is written; Ctrl-C gives up",
+        f"ckptstore: {url}: interrupted: step 1 is perhaps not saved",
+    ], done.stderr
+
+
 def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path) -> None:
     with pytest.raises(UsageError, match="give group="):
         ckptstore.agent.writer(tmp_path, ranks=OPTIONS)
