@@ -27,6 +27,7 @@ from ckptstore.errors import (
     AgentLostError,
     CommitUnknownError,
     FailedRankError,
+    MissingRankError,
     RankMismatchError,
     StorageError,
     UsageError,
@@ -36,6 +37,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.log.reading import Patience
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
+from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import pack
 from ckptstore.write.snapshot import SnapshotPool
 from tests.agent.lives import ROOT, agents, until
@@ -275,6 +277,19 @@ def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path)
     box, others = LocalMailbox(), list[Any]()
     assert as_ranks(2, work) == [None, None]
     assert [type(one) for one in others] == [AgentBusyError, AgentBusyError], others
+    assert agents(runtime) == []
+
+
+def test_who_came_is_told_at_once_that_another_rank_did_not(tmp_path: Path, runtime: Path) -> None:
+    box, late = LocalMailbox(), RankOptions(timeout=2)
+
+    def work(group: Group) -> None:
+        ckptstore.agent.writer(tmp_path / "store", group=Group(group.rank, 3, box), ranks=late)
+
+    told = as_ranks(2, work, box)
+    assert isinstance(told[0], MissingRankError)
+    assert isinstance(told[1], FailedRankError), told[1]
+    assert "rank 2 of 3 did not come within 2 s" in str(told[1])
     assert agents(runtime) == []
 
 
