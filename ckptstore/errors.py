@@ -256,8 +256,8 @@ class AgentError(CkptError):
 
 
 class AgentLostError(AgentError):
-    """The agent is gone. A save that it had not acknowledged may or may not be in the store; the next one begins anew
-    with another agent."""
+    """The agent is gone. A save that it had not acknowledged may or may not be in the store; what comes next
+    begins anew with another agent. Where ranks save together it does not: their term is over, on all of them."""
 
 
 class AgentBusyError(AgentError):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from ckptstore.agent.forms import Layout, read_info
+from ckptstore.agent.frames import Message
 from ckptstore.agent.handing import Fill, FilledByOwner, HandingOver
 from ckptstore.agent.inherited import Inherited
 from ckptstore.agent.recipes import Recipe
 from ckptstore.agent.replicating import AREAS, Replicated
 from ckptstore.agent.starting import Started
-from ckptstore.errors import AgentLostError, CorruptionError, UsageError, WriterError
+from ckptstore.errors import CorruptionError, UsageError, WriterError
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import warn
@@ -266,7 +266,7 @@ class AgentWriter(HandingOver):
         """See `Writer.close`: the agent writes what waits, and ends."""
         if self._process != os.getpid():
             return  # a fork: threads and connection are the parent's
-        wait([self._end()])
+        exiting.await_end(self, interrupted=self._interrupted)
         if self._begun is not None:
             self._begun.abandon()
         self._beside.shutdown()
@@ -281,18 +281,28 @@ class AgentWriter(HandingOver):
         """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""
         with self._lock:
             if self._ended is None:
-                self._ended = self._beside.submit(self._finish)
+                ended: Future[None] = Future()
+                self._beside.submit(self._finish, ended)
+                self._ended = ended
             return self._ended
 
-    def _finish(self) -> None:
-        agent = self._agent
-        if agent is None:
-            return
-        with contextlib.suppress(AgentLostError):  # its saves say so
-            try:
-                agent.link.call("close")
-            except WriterError as error:
+    def _finish(self, ended: Future[None]) -> None:
+        def answered(answer: Future[Message]) -> None:
+            error = answer.exception()  # that the agent is lost its saves say
+            if error is None:
+                answer.result().close()
+            elif isinstance(error, WriterError):
                 self._over = error
+            ended.set_result(None)
+
+        if self._agent is None:
+            ended.set_result(None)
+            return
+        try:
+            # No thread of a pool waits for the answer: the interpreter, ending, would wait for it.
+            self._agent.link.ask("close").add_done_callback(answered)
+        except BaseException as error:  # noqa: BLE001  # whoever waits for the end need not
+            ended.set_exception(error)
 
     def _unfinished(self) -> list[int]:
         """The steps that are on their way, ascending (`host.exiting`)."""
@@ -308,6 +318,8 @@ class AgentWriter(HandingOver):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Who ends a run wonders what it waits for.
+        self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         try:
             self.close()
         except BaseException:

@@ -100,6 +100,7 @@ class HandingOver:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._ended: Future[None] | None = None
+        self._interrupted = False  # by Ctrl-C, so that whoever leaves is told what that waits for
         self._begun: Begun | None = None
         self._remarked = False
         self._laid_out: tuple[Mapping[str, TensorSource], Layout] = ({}, Layout(()))

@@ -145,6 +145,8 @@ class ServedMailbox:
             at += _KEY.size
             keys.append(request[at : at + length].decode())
             at += length
+        if not keys and operation in (_SET, _GET, _DELETE):
+            raise MailboxError(f"operation {operation} without a key")
         if operation == _SET:
             self.box.set(keys[0], request[at:])
         elif operation == _GET:

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from ckptstore.agent.forms import texts, whole_number
 from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
 from ckptstore.agent.place import Place
-from ckptstore.errors import AgentError, AgentLostError, CommitUnknownError, MailboxError, StoreReplacedError
+from ckptstore.errors import AgentError, AgentLostError, CommitUnknownError, MailboxError
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.store import Store
@@ -271,7 +271,10 @@ def _check_trainer(alive: Callable[[], bool]) -> None:
 
 
 def _told(error: BaseException) -> BaseException:
-    """Between agents, a mailbox that is gone is an agent that is."""
-    if isinstance(error, StoreReplacedError) or not isinstance(error, MailboxError | CommitUnknownError):
-        return error
-    return AgentLostError(str(error))
+    """Between agents, a mailbox that is gone is an agent that is.
+
+    A step that is in doubt for another reason, as where rank 0's slot was sent and nobody answered, is left as it is:
+    all agents live then, and the trainers have to hear that their writers are finished.
+    """
+    gone = error.__cause__ if isinstance(error, CommitUnknownError) else error
+    return AgentLostError(str(error)) if isinstance(gone, MailboxError) else error

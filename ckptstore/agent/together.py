@@ -101,8 +101,9 @@ class Together:
         if group.rank:
             token, same = self._joined(base, said, flaw)
             return Job(group.rank, group.size, self.options, token, url, name), same
-        others, session = self._gathered(base)
+        session = secrets.token_hex(16)
         try:
+            others = self._gathered(base, session)
             if flaw is not None:
                 raise flaw
             _check(said, others)
@@ -138,9 +139,9 @@ class Together:
             raise MissingRankError(f"rank 0 did not say within {seconds:g} s where its agent is; no agent was begun")
         return letter
 
-    def _gathered(self, base: str) -> tuple[dict[int, _Said], str]:
-        """Rank 0's side, until every other rank is there -> what they say, and the session."""
-        box, session, others = self.group.mailbox, secrets.token_hex(16), range(1, self.group.size)
+    def _gathered(self, base: str, session: str) -> dict[int, _Said]:
+        """Rank 0's side, until every other rank is there -> what they say."""
+        box, others = self.group.mailbox, range(1, self.group.size)
         here = {rank: f"{base}/here/{session}/{rank}" for rank in others}
         invited: dict[int, bytes] = {}
 
@@ -162,7 +163,7 @@ class Together:
         withdraw(box, [f"{base}/join/{rank}" for rank in others])
         withdraw(box, [f"{base}/invite/{unpack(asked, 'join')}" for asked in invited.values()])
         withdraw(box, here.values())
-        return found, session
+        return found
 
     def _answer(self, base: str, session: str, answer: list[Any]) -> None:
         with contextlib.suppress(CkptError):  # who hears nothing gives up in time

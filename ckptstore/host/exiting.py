@@ -23,7 +23,7 @@ from typing import Final, Protocol
 from ckptstore.errors import WriterClosedError
 from ckptstore.host.carriers import abandon_all
 
-__all__ = ["ADVICE", "SILENT_SECONDS", "check", "forget", "give_up", "tell", "under_way", "watch"]
+__all__ = ["ADVICE", "SILENT_SECONDS", "await_end", "check", "forget", "give_up", "under_way", "watch"]
 
 ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
 
@@ -74,7 +74,25 @@ def give_up(writer: _Ends) -> None:
     _given_up.add(writer)
 
 
-def tell(writer: _Ends, doing: str) -> None:
+def await_end(writer: _Ends, *, interrupted: bool) -> None:
+    """What closing a writer waits for. Ctrl-C meanwhile gives it up.
+
+    Args:
+        interrupted: by Ctrl-C, so that whoever leaves is told what that waits for.
+    """
+    # Prevents: a second close, after Ctrl-C in the first, that waits no more. A join that is interrupted makes
+    # Python (before 3.13) take the thread for ended, and every later one returns at once.
+    ended = [writer._end()]
+    try:
+        if interrupted and wait(ended, SILENT_SECONDS).not_done:
+            _tell(writer, "interrupted: closing ends")
+        wait(ended)
+    except (KeyboardInterrupt, SystemExit):
+        give_up(writer)
+        raise
+
+
+def _tell(writer: _Ends, doing: str) -> None:
     """Say what is waited for, and that one need not."""
     _say(writer, f"{doing} once {_named(writer._unfinished())} written; Ctrl-C gives up")
 
@@ -97,14 +115,15 @@ def _ending() -> WriterClosedError:
 def _finish_all() -> None:
     global _begun
     _begun = True
-    writers = [writer for writer in _open if writer not in _given_up]
+    # Copied at once: other threads may still open and close writers, and a set that changes cannot be gone through.
+    writers = [writer for writer in list(_open) if writer not in _given_up]
     try:
         _finish(writers)
     except BaseException:
         _given_up.update(writers)
         raise
     finally:
-        for writer in _given_up:
+        for writer in list(_given_up):
             if steps := writer._unfinished():
                 _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
         if _given_up:
@@ -115,7 +134,7 @@ def _finish(writers: Sequence[_Ends]) -> None:
     ends = [writer._end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
     if ends and wait(ends, SILENT_SECONDS).not_done:
         for writer in writers:
-            tell(writer, "the interpreter ends")
+            _tell(writer, "the interpreter ends")
     wait(ends)
     for writer in writers:
         _close(writer)

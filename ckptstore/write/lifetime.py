@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
@@ -250,7 +250,7 @@ class Lifetime:
         sigterm.forget(self)
         if self._companion is not None:
             self._companion.close()  # before the end: it may be waiting for a commit of its own
-        self._await_end()
+        exiting.await_end(self, interrupted=self._interrupted)
         if self._polls is not None:
             self._polls.stop()
         if self._fulls is not None:
@@ -271,18 +271,6 @@ class Lifetime:
             self._tier.close()
         exiting.forget(self)
         self._failures.raise_unseen()
-
-    def _await_end(self) -> None:
-        # Prevents: a second close, after Ctrl-C in the first, that waits no more. A join that is interrupted makes
-        # Python (before 3.13) take the thread for ended, and every later one returns at once.
-        ended = [self._end()]
-        try:
-            if self._interrupted and wait(ended, exiting.SILENT_SECONDS).not_done:
-                exiting.tell(self, "interrupted: closing ends")
-            wait(ended)
-        except (KeyboardInterrupt, SystemExit):
-            exiting.give_up(self)
-            raise
 
     def _end(self) -> Future[None]:
         """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +90,24 @@ def test_a_rank_that_is_gone_is_missed_and_one_that_took_leave_is_not(host: Host
     with pytest.raises(AgentLostError, match="rank 2"):
         host.served.check()
     host.served.box.set("k", b"what is there is there still")
+
+
+@pytest.mark.parametrize("operation", range(6))
+def test_a_rank_that_sends_no_whole_request_is_missed(host: Host, operation: int) -> None:
+    """No keys, where one is needed (1: asks for a value), or nothing that is done (5)."""
+    guest = socket.socket(socket.AF_UNIX)
+    guest.connect(host.path)
+    nonce, rank = guest.recv(32, socket.MSG_WAITALL), struct.pack(">I", 1)
+    guest.sendall(bytes(32) + rank + hmac.digest(TOKEN, b"rank" + nonce + rank, "sha256"))
+    guest.recv(32, socket.MSG_WAITALL)
+    guest.sendall(struct.pack(">IBH", 3, operation, 0))
+    answered = bool(guest.recv(9))
+    guest.close()
+    until(lambda: not host.served.here, 10)
+    assert answered == (operation in (2, 4))  # whether nothing is there, and a farewell
+    if operation != 4:
+        until(lambda: bool(host.lost), 10)
+        assert host.lost == ["the agent of rank 1 is gone"]
 
 
 def test_what_is_no_request_ends_the_connection_alone(host: Host) -> None:

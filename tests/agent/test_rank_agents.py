@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,26 @@ import pytest
 import ckptstore
 import ckptstore.agent
 from ckptstore.agent import AgentWriter
+from ckptstore.agent.place import Place
+from ckptstore.agent.ranks import ENDING, Job, RankSaves, place_name
 from ckptstore.errors import (
     AgentBusyError,
     AgentLostError,
+    CommitUnknownError,
     FailedRankError,
+    MissingRankError,
     RankMismatchError,
+    StorageError,
     UsageError,
     WriterClosedError,
 )
+from ckptstore.frameworks import bridge
+from ckptstore.log.reading import Patience
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
+from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import pack
+from ckptstore.write.snapshot import SnapshotPool
 from tests.agent.lives import ROOT, agents, until
 from tests.agent.rank_trainer import OPTIONS, state
 from tests.forms import long_only
@@ -156,6 +168,95 @@ def test_an_agent_dies_and_every_rank_is_told(tmp_path: Path, runtime: Path, vic
     check(url, newest)
 
 
+def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both agents live, and nobody answers rank 0's slot: the trainers have to hear that their writers are finished.
+
+    What two agents do, in threads: in their own processes no medium fails as a test wants it.
+    """
+    url = str(tmp_path / "store")
+    ckptstore.open(url, create=True)
+    place, token = Place(url, place_name("", 0)), Job.new_token()
+    listener = place.listen(ENDING).detach()
+    saved = threading.Barrier(2, timeout=60)
+
+    def silent(key: str, _data: bytes) -> None:
+        raise StorageError(110, "no answer", key)
+
+    def work(group: Group) -> list[type[BaseException] | None]:
+        rank = group.rank
+        job = Job(rank, 2, OPTIONS, token, url, "", None if rank else listener)
+        store = ckptstore.open(url)
+        options = WriterOptions(poll_seconds=None)
+        saves = RankSaves.opened(store, "latest", options, job, {}, lambda _: None, lambda: True)
+        told = []
+        with ThreadPoolExecutor(1) as copiers:
+            pool = SnapshotPool(1, copiers.submit, store.backend.segment_bytes)
+            for step in (1, 2, 3):
+                if step == 2:
+                    saved.wait()
+                    medium: Any = store.backend
+                    medium.create = silent
+                snapshot, _ = pool.take(bridge.flattened(state(step, rank)), copiers)
+                error = saves.adopt(snapshot, step).exception(60)
+                told.append(None if error is None else type(error))
+        saves.close()
+        saves.leave(farewell=True)
+        return told
+
+    monkeypatch.setattr(Patience, "pause", lambda _patience, _done: None)
+    assert as_ranks(2, work) == [[None, CommitUnknownError, CommitUnknownError]] * 2
+    place.close()
+
+
+LEAVING = """
+import os, signal, sys, threading
+import numpy as np
+import ckptstore, ckptstore.agent
+from ckptstore.frameworks import bridge
+from ckptstore.host import carriers, exiting
+from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+
+exiting.SILENT_SECONDS = 0.2
+signal.signal(signal.SIGINT, signal.default_int_handler)
+url, state = sys.argv[1], {"w": np.ones(9)}
+press = lambda: os.kill(os.getpid(), signal.SIGINT)
+
+if sys.argv[2] == "of a rank":
+    store = ckptstore.open(url, create=True)
+    writer = store.writer(group=Group(0, 1, LocalMailbox()), poll_seconds=None)
+    save = lambda: writer.save_async(state, 1)
+    store.backend.create = lambda *_: carriers.nap(60)  # as a server that says nothing
+else:
+    writer = ckptstore.agent.writer(url)
+    stopped = lambda *_: os.kill(writer.agent_pid, signal.SIGSTOP) or ()
+    save = lambda: writer.save_filled(bridge.flattened(state), 1, stopped)
+
+def told(text, write=sys.stderr.write):
+    if "Ctrl-C gives up" in text:
+        threading.Timer(0.1, press).start()
+    return write(text)
+
+sys.stderr.write = told
+with writer:
+    save()
+    press()
+"""
+
+
+@pytest.mark.parametrize("whose", ["of a rank", "of an agent"])
+def test_a_second_ctrl_c_gives_up_what_closing_waits_for(tmp_path: Path, runtime: Path, whose: str) -> None:
+    """As of a `Writer`: it is said what is waited for, and the interpreter's end does not wait again."""
+    url = tmp_path / "store"
+    command = [sys.executable, "-c", LEAVING, str(url), whose]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=50, check=False)
+    assert [line for line in done.stderr.splitlines() if line.startswith("ckptstore: ")] == [
+        f"ckptstore: {url}: interrupted: closing ends once step 1 is written; Ctrl-C gives up",
+        f"ckptstore: {url}: interrupted: step 1 is perhaps not saved",
+    ], done.stderr
+
+
 def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path) -> None:
     with pytest.raises(UsageError, match="give group="):
         ckptstore.agent.writer(tmp_path, ranks=OPTIONS)
@@ -176,6 +277,19 @@ def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path)
     box, others = LocalMailbox(), list[Any]()
     assert as_ranks(2, work) == [None, None]
     assert [type(one) for one in others] == [AgentBusyError, AgentBusyError], others
+    assert agents(runtime) == []
+
+
+def test_who_came_is_told_at_once_that_another_rank_did_not(tmp_path: Path, runtime: Path) -> None:
+    box, late = LocalMailbox(), RankOptions(timeout=2)
+
+    def work(group: Group) -> None:
+        ckptstore.agent.writer(tmp_path / "store", group=Group(group.rank, 3, box), ranks=late)
+
+    told = as_ranks(2, work, box)
+    assert isinstance(told[0], MissingRankError)
+    assert isinstance(told[1], FailedRankError), told[1]
+    assert "rank 2 of 3 did not come within 2 s" in str(told[1])
     assert agents(runtime) == []
 
 

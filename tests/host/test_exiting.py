@@ -246,6 +246,36 @@ def test_ctrl_c_gives_up(tmp_path: Path) -> None:
     check(tmp_path / "store", [1])
 
 
+def test_writers_that_come_and_go_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """As other threads open and close them, at the worst moments: while those that are there are gone through."""
+    code = """
+import ckptstore.host.exiting as exiting
+
+class Ending:
+    url = path
+
+    def __hash__(self):
+        if exiting.under_way() and others:
+            exiting.watch(others.pop())
+        return id(self)
+
+    def _unfinished(self):
+        exiting.forget(self)
+        return [7]
+
+others = [object(), object()]
+for _ in range(2):
+    one = Ending()
+    exiting.watch(one)
+    exiting.give_up(one)
+fill(path, [1])
+"""
+    done = run(code, tmp_path / "store")
+    said = f"ckptstore: {tmp_path / 'store'}: interrupted: step 7 is perhaps not saved"
+    assert (done.returncode, done.stderr.splitlines()) == (0, [said, said])
+    check(tmp_path / "store", [1])
+
+
 def test_a_thread_that_goes_on_saving_is_told_why_it_cannot(tmp_path: Path) -> None:
     code = """
 store, writer = fill(path, [1])

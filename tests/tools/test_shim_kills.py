@@ -69,6 +69,12 @@ def test_two_ranks_and_their_agents(sweeper: Sweeper, strategy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", [pytest.param("gradient", marks=long_only)])
+def test_two_ranks_of_a_model_in_shards_and_their_agents(sweeper: Sweeper, strategy: str) -> None:
+    swept(sweeper, Job(strategy, 2, sharded=True, by_agent=True), 1, "3")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "why"),
     [

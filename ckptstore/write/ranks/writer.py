@@ -62,6 +62,7 @@ class RankWriter:
         self._go_back = go_back
         self._explaining = Explaining(wanted=options.diffs is not None)
         self._ended: Future[None] | None = None
+        self._interrupted = False  # by Ctrl-C, so that whoever leaves is told what that waits for
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._polls: Periodic | None = None
@@ -336,7 +337,7 @@ class RankWriter:
         if self._process != os.getpid():
             return  # a fork: the threads are the parent's
         sigterm.forget(self)
-        wait([self._end()])
+        exiting.await_end(self, interrupted=self._interrupted)
         if self._polls is not None:
             self._polls.stop()
         self._means.close_threads()
@@ -385,6 +386,8 @@ class RankWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Who ends a run wonders what it waits for.
+        self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         try:
             self.close()
         except BaseException:
