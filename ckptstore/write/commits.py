@@ -76,8 +76,8 @@ class Commits:
             self.retainer.look_again()  # it counts checkpoints that are not there
             if isinstance(error, FencedError | CommitUnknownError):
                 self.ended = error
-            elif self.log.dead is not None:  # given up while the slot's request was under way
-                self.ended = self.log.dead
+            elif self.log.dead is not None and isinstance(error, Exception):
+                self.ended = self.log.dead  # it was given up while the slot's request was under way
                 raise self.log.dead from error
             raise
         self.retainer.committed()

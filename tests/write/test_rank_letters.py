@@ -38,13 +38,12 @@ class Crossing(LocalMailbox):
 
     def set(self, key: str, value: bytes) -> None:
         if key.endswith(self.second):
-            assert self.got.wait(20)
+            self.got.wait(20)  # no assertion: it would end a thread of the writer's, and hang the test
         super().set(key, value)
 
     def wait_for(self, end: str) -> None:
         until = time.monotonic() + 20
-        while not any(key.endswith(end) for key in self.keys()):
-            assert time.monotonic() < until, f"no letter {end}"
+        while time.monotonic() < until and not any(key.endswith(end) for key in self.keys()):
             time.sleep(0.001)
 
 
