@@ -134,6 +134,7 @@ class Follower:
         self._looks = Looks(journal)
         self._costs = journal.backend.costs
         self._closed = threading.Event()
+        self._looking = threading.Lock()
         self._held: list[HeldState] = []  # the newest, and what it was made of
         self._spare: list[Bytes] = []
         self._seen: Node | None = None
@@ -151,10 +152,21 @@ class Follower:
         self.close()
 
     def close(self) -> None:
-        """End: whoever waits in ``next`` gets `StopIteration` soon, and the memory is given back."""
+        """End: whoever waits in ``next`` gets `StopIteration` soon, and the memory is given back.
+
+        A look that another thread is at goes on to its end, which gives back what it uses.
+        """
         self._closed.set()
-        self._held, self._spare = [], []
-        self._looks.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give back memory and handles, unless a look is using them: its thread calls this when it has ended."""
+        if self._looking.acquire(blocking=False):
+            try:
+                self._held, self._spare = [], []
+                self._looks.close()
+            finally:
+                self._looking.release()
 
     @property
     def ended(self) -> bool:
@@ -179,6 +191,14 @@ class Follower:
 
     def look(self) -> Followed | None:
         """The next checkpoint if there is one already, else None: what ``next`` does without waiting."""
+        try:
+            with self._looking:
+                return self._looked()
+        finally:
+            if self._closed.is_set():
+                self._let_go()
+
+    def _looked(self) -> Followed | None:
         began = time.monotonic()
         before = None if self._costs is None else self._costs.spent
         journal, view = self._looks.look()

@@ -12,6 +12,7 @@ import pytest
 
 import ckptstore
 from ckptstore import CorruptSegmentError, Followed, Store, Update, UsageError
+from ckptstore.backends.local import LocalBackend
 from ckptstore.formats import codecs, optim
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import flatten
@@ -295,6 +296,31 @@ def test_it_waits_for_what_comes_and_ends_when_it_is_told(opener: Opener) -> Non
     waiting.join(60)
     assert not waiting.is_alive()
     assert seen[-1] == "3@1"
+
+
+def test_who_closes_it_waits_for_no_look_and_breaks_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ckptstore.open(tmp_path / "run").writer(poll_seconds=None) as writer:
+        writer.save(state(1), 1)
+    follower = ckptstore.open(tmp_path / "run").follow(poll=60.0, framework="numpy")
+    within, closed = threading.Event(), threading.Event()
+    listed = LocalBackend.list
+
+    def late(self: LocalBackend, prefix: str) -> list[str]:
+        within.set()
+        assert closed.wait(60)
+        return listed(self, prefix)
+
+    monkeypatch.setattr(LocalBackend, "list", late)
+    seen: list[Followed] = []
+    thread = threading.Thread(target=lambda: seen.extend(follower))
+    thread.start()
+    assert within.wait(60)
+    follower.close()
+    closed.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [one.info.ref for one in seen] == ["1@1"]  # the look that was under way found it, whole
+    assert same(seen[0].state, state(1))
 
 
 def test_what_cannot_be_meant_is_refused_at_once(tmp_path: Path) -> None:
