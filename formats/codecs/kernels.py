@@ -249,11 +249,16 @@ def steps(mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], Bytes]:
     """Where a mask is set, and the same as steps: a byte s < 255 passes s entries over and meets one that is set;
     255 passes over 255 entries and meets none."""
     where = positions(mask)
+    return where, steps_to(where)
+
+
+def steps_to(where: npt.NDArray[np.integer[Any]]) -> Bytes:
+    """The steps (:func:`steps`) to ascending positions."""
     strides = np.empty(len(where), np.intp)
     strides[:1] = where[:1] + 1
     np.subtract(where[1:], where[:-1], out=strides[1:])
     if not len(strides) or int(strides.max()) < 256:
-        return where, (strides - 1).astype(np.uint8)
+        return (strides - 1).astype(np.uint8)
     far = np.flatnonzero(strides > 255)
     strides -= 1
     skips = strides[far] // 255
@@ -264,7 +269,7 @@ def steps(mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], Bytes]:
     out = np.full(len(near) + int(skips.sum()), 255, np.uint8)
     shift += np.arange(len(near))
     out[shift] = near
-    return where, out
+    return out
 
 
 def positions_of_steps(stepped: Bytes) -> npt.NDArray[np.intp]:

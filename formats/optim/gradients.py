@@ -61,11 +61,16 @@ class SparseGradient:
 
     def dense(self) -> Floats:
         """The gradient as an fp32 array."""
-        out = np.zeros(self.size, FLOAT)
+        out = np.empty(self.size, FLOAT)
+        self.expand(out)
+        return out
+
+    def expand(self, out: Floats) -> None:
+        """Make ``out``, of ``size`` fp32 numbers, the gradient."""
         values = np.empty(len(self.values), FLOAT)
         widen(self.values, values)
+        patterns_of(out).fill(0)
         patterns_of(out)[self.indices] = patterns_of(values)
-        return out
 
 
 Gradient: TypeAlias = "Array | SparseGradient"
@@ -110,9 +115,7 @@ def write_gradient(gradient: Gradient, start: int, stop: int, out: Bytes, at: in
     """Write the block of numbers ``start`` to ``stop`` to ``out[at:]``; returns its end."""
     if isinstance(gradient, SparseGradient):
         part = gradient.part(start, stop)
-        mask = np.zeros(stop - start, np.bool_)
-        mask[part.indices] = True
-        at = write_positions(mask, out, at, level)
+        at = write_positions(part.indices, out, at, level)
         return _write_values(part.values, out, at, level) if len(part.values) else at
     return _write_values(gradient[start:stop], out, at, level)
 

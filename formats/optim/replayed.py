@@ -129,7 +129,7 @@ def _expand(gradient: Gradient, start: int, stop: int, out: Floats) -> None:
     if isinstance(gradient, np.ndarray):
         widen(gradient[start:stop], out)
     else:
-        copy_bits(gradient.part(start, stop).dense(), out)
+        gradient.part(start, stop).expand(out)
 
 
 def _is_flat(gradient: Array) -> bool:

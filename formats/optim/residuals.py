@@ -8,6 +8,7 @@ Whatever was predicted, adding it gives the true bits.
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,12 +63,12 @@ def read_residual(cursor: Cursor, predicted: Floats, out: Floats) -> None:
     _DIFFERENCE.read(cursor, as_bytes(predicted), as_bytes(out))
 
 
-def write_positions(mask: npt.NDArray[np.bool_], out: Bytes, at: int, level: int) -> int:
-    """Write where a mask is set to ``out[at:]``; returns the end.
+def write_positions(where: npt.NDArray[np.integer[Any]], out: Bytes, at: int, level: int) -> int:
+    """Write positions, which ascend, to ``out[at:]``; returns the end.
 
     u32 number of steps, u32 number of positions, the steps (``kernels.steps``) as the codec ``planes`` writes bytes.
     """
-    where, steps = kernels.steps(mask)
+    steps = kernels.steps_to(where)
     _counts.pack_into(out.data, at, len(steps), len(where))
     return _STEPS.write(steps, _NOTHING, out, at + 8, level)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -46,6 +47,35 @@ def test_the_largest_are_sent_and_the_rest_is_kept_for_later() -> None:
     one.grad = torch.zeros(4)
     hook.compress([one])
     assert one.grad.tolist() == [2.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+@pytest.mark.parametrize("what", ["normal", "heavy", "equal", "sparse", "rising", "nan"])
+@pytest.mark.parametrize("density", [1e-4, 0.01, 0.3])
+def test_of_many_the_largest_are_sent_too(scope: Any, what: str, density: float) -> None:
+    size = 200_003
+    noise = torch.randn(size, generator=torch.Generator().manual_seed(5))
+    gradient = {
+        "normal": noise,
+        "heavy": noise**9,
+        "equal": torch.ones(size),
+        "sparse": torch.where(torch.arange(size) % 5000 == 0, noise, 0.0),
+        "rising": torch.arange(size, dtype=torch.float32),  # the sample sees it in order
+        "nan": torch.where(torch.arange(size) == 77, torch.nan, noise),
+    }[what]
+    parts = [torch.nn.Parameter(torch.zeros(3, 50_000)), torch.nn.Parameter(torch.zeros(size - 150_000))]
+    for one, part in zip(parts, gradient.split([150_000, size - 150_000]), strict=True):
+        one.grad = part.clone().view(one.shape)
+    TopKHook(density, scope=scope).compress(parts)
+    whole = [(part, one.grad.reshape(-1)) for one, part in zip(parts, gradient.split([150_000, 50_003]), strict=True)]
+    if scope == "bucket":
+        whole = [(gradient, torch.cat([sent for _, sent in whole]))]
+    for given, sent in whole:
+        count = math.ceil(len(given) * density)
+        wanted = given.abs().topk(count).values.sort().values
+        found = sent.abs().topk(count).values.sort().values
+        assert torch.equal(torch.nan_to_num(found, nan=-1.0), torch.nan_to_num(wanted, nan=-1.0))
+        assert int((torch.nan_to_num(sent, nan=1.0) != 0).sum()) <= count
 
 
 def test_what_is_sent_adds_up_to_the_gradients() -> None:
