@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,7 +40,8 @@ _WIDE = 120
         "ckpt diff runs/gpt 1000@1 1000@2 --select 'model.*' --sort relative",
         "ckpt diff runs/gpt 1000 latest --all --json",
         "ckpt diff runs/gpt 1000@1 1000@2 --exit-code > changes.txt || echo they differ",
-        "ckpt diff runs/gpt 1000 1000 --in runs/gpt-again     # of another run",
+        "ckpt diff runs/gpt runs/gpt-again                    # what is latest in two runs",
+        "ckpt diff runs/gpt 1000 runs/gpt-again 1000          # the same as 1000 1000 --in runs/gpt-again",
     ],
 )
 @STORE
@@ -75,7 +76,7 @@ def command(
     the first; MAX the largest difference of a value.
     """
     if ref_b is None or rest:
-        _refuse(store, [one for one in (ref_a, ref_b, *rest) if one is not None])
+        ref_a, ref_b, other = _two_stores(store, [one for one in (ref_a, ref_b, *rest) if one is not None], other)
     target = opened(store)
     second = target if other is None else opened(other)
     infos = target.checkpoint(ref_a), second.checkpoint(ref_b)
@@ -121,18 +122,20 @@ def _told(metadata: list[str], state: list[str], shown: list[TensorDifference]) 
         click.echo("\n" + _table(shown))
 
 
-def _refuse(store: str, words: list[str]) -> NoReturn:
-    """Too few REFs, or too many; says how two stores are compared where the second one stands among them."""
-    stores = [word for word in words if not like_a_ref(word)]
+def _two_stores(store: str, words: list[str], other: str | None) -> tuple[str, str, str]:
+    """``STORE STORE`` compares what is latest in both, ``STORE REF STORE REF`` what is named -> REF, REF, other store.
+
+    Raises:
+        click.UsageError: too few REFs, or too many.
+    """
+    stores = [number for number, word in enumerate(words) if not like_a_ref(word)]
+    if other is None and len(stores) == 1 and (len(words) == 1 or (len(words) == 3 and stores == [1])):
+        return ("latest", "latest", words[0]) if len(words) == 1 else (words[0], words[2], words[1])
     error = click.UsageError(
         "Missing argument 'REF'." if len(words) < 2 else f"Got unexpected extra arguments ({' '.join(words[2:])})"
     )
-    if len(stores) == 1:
-        refs = [word for word in words if like_a_ref(word)][:2]
-        a, b = refs if len(refs) == 2 else ("latest", "latest")
-        error.add_note(f"two runs: ckpt diff {shlex.quote(store)} {a} {b} --in {shlex.quote(stores[0])}")
-    else:
-        error.add_note("`ckpt diff --help`")
+    found = shlex.quote(words[stores[0]]) if len(stores) == 1 else "STORE"
+    error.add_note(f"two runs: ckpt diff {shlex.quote(store)} REF {found} REF")
     raise error
 
 

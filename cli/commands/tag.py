@@ -15,7 +15,7 @@ from ckptstore.cli.output import emit, moment, note, table
     "tag",
     examples=[
         "ckpt tag runs/gpt                        # the tags",
-        "ckpt tag runs/gpt best 1000@2            # a training run is writing: it is asked",
+        "ckpt tag runs/gpt best 1000@2            # a training run is writing: it is asked (1000@2 best will do, too)",
         "ckpt tag runs/gpt released --take-over   # names the latest; no run is writing",
         "ckpt tag runs/gpt best --delete",
         "ckpt tag - best 1000                     # of the store that CKPT_STORE names",
@@ -53,7 +53,7 @@ def command(
         target.untag(name, take_over=take_over, timeout=timeout)
     else:
         if ref is not None and _names(ref) and not _names(name):
-            raise click.UsageError(f"the name comes before the REF: ckpt tag {store} {ref} {name}")
+            name, ref = ref, name  # no tag may be called like a REF, so either order says what is meant
         ref = target.tag(name, ref or "latest", take_over=take_over, timeout=timeout).ref
     if as_json:
         emit({"store": store, "tags": [_json(name, ref)]})

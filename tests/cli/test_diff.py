@@ -129,12 +129,20 @@ def test_two_runs_say_what_explains_them_before_the_tensors(ckpt: Run, tmp_path:
     assert lines[8].startswith("weight")
 
 
-def test_two_stores_as_arguments_are_told_how(ckpt: Run) -> None:
-    for words in (["runs/b"], ["latest", "runs/b", "latest"]):
-        told = main_says("diff", "runs/a", *words)
-        assert told == (2, "hint: two runs: ckpt diff runs/a latest latest --in runs/b")
-    assert main_says("diff", "runs/a", "60", "runs/b", "61")[1].endswith("ckpt diff runs/a 60 61 --in runs/b")
-    assert main_says("diff", "runs/a", "60") == (2, "hint: `ckpt diff --help`")
+def test_two_stores_as_arguments(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    assert ckpt("copy", pristine, tmp_path / "b").code == 0
+    newest = ckpt("diff", pristine, tmp_path / "b").out
+    assert newest == f"{pristine} 5@3 -> {tmp_path / 'b'} 5@3  tensors: 5 same\n"
+    named = ckpt("diff", pristine, "5", tmp_path / "b", "latest").out
+    assert named == newest == ckpt("diff", pristine, "5", "5", "--in", tmp_path / "b").out
+
+
+def test_what_is_no_two_checkpoints_is_told_how() -> None:
+    for words in (["latest", "runs/b"], ["60", "runs/b", "61", "62"], ["runs/b", "60", "61"]):
+        code, said = main_says("diff", "runs/a", *words)
+        assert (code, said[:5]) == (2, "hint:") or words == ["latest", "runs/b"]
+    assert main_says("diff", "runs/a", "60", "61", "runs/b") == (2, "hint: two runs: ckpt diff runs/a REF runs/b REF")
+    assert main_says("diff", "runs/a", "60") == (2, "hint: two runs: ckpt diff runs/a REF STORE REF")
 
 
 def main_says(*words: str) -> tuple[int, str]:
