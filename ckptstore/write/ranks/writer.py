@@ -183,7 +183,8 @@ class RankWriter:
         """
         refuse_within(self, _SAVING)
         labels, began = Labels.of(metadata, tags), time.monotonic()
-        return self._begun_async(self._begin(given, step, labels, updates or None, None, began, asynchronous=True))
+        used = (updates or None) if self._explaining.wanted else None  # nobody here need be told that they are not
+        return self._begun_async(self._begin(given, step, labels, used, None, began, asynchronous=True))
 
     def forgo(self, step: int, error: CkptError) -> None:
         """Say that this rank has no state of a step that the others are given: it fails at once, on all of them.
