@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ckptstore.errors import StoreNotFoundError as StoreNotFoundError
     from ckptstore.errors import StoreReplacedError as StoreReplacedError
     from ckptstore.errors import TensorNotFoundError as TensorNotFoundError
+    from ckptstore.errors import UnmadeStateError as UnmadeStateError
     from ckptstore.errors import UnsupportedBackendError as UnsupportedBackendError
     from ckptstore.errors import UnsupportedStateError as UnsupportedStateError
     from ckptstore.errors import UsageError as UsageError
@@ -146,7 +147,7 @@ _HOMES = {
         " RequestRefusedError RequestTimeoutError StepOrderError StorageError StoreNotFoundError"
         " StoreReplacedError TensorNotFoundError UnsupportedBackendError UnsupportedStateError UsageError"
         " WriterClosedError WriterError RankError MissingRankError FailedRankError RankMismatchError"
-        " DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError"
+        " UnmadeStateError DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError"
     ),
     "exchange.exporting": "ExportResult",
     "exchange.importing": "ImportedFile",

@@ -33,6 +33,7 @@
     ├── RankError                          1   ranks that save together could not: nothing was committed
     │   ├── MissingRankError (TimeoutError)    a rank did not hand in its part in time
     │   ├── FailedRankError                    a rank said that it failed, and why
+    │   │   └── UnmadeStateError               its agent could not make the state of a step (strategy replica)
     │   ├── RankMismatchError                  the ranks' states do not make one state
     │   ├── DivergedReplicasError              a tensor that all have alike is not
     │   └── MailboxError                       what carries the parts (the process group's store) is gone
@@ -225,6 +226,10 @@ class MissingRankError(RankError, TimeoutError):
 
 class FailedRankError(RankError):
     """A rank could not write its part, and said so. Names it, and says why."""
+
+
+class UnmadeStateError(FailedRankError):
+    """A rank's agent could not make the state of a step by the optimizers' arithmetic (strategy ``replica``)."""
 
 
 class RankMismatchError(RankError):

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from ckptstore.agent.forms import Layout, read_info
+from ckptstore.agent.forms import Layout, labels_form, read_info
 from ckptstore.agent.frames import Message
 from ckptstore.agent.handing import Fill, FilledByOwner, HandingOver
 from ckptstore.agent.inherited import Inherited
@@ -22,11 +22,13 @@ from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.reentrance import refuse_within
+from ckptstore.host.threads import run_all
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
 from ckptstore.write.filling import Filling
 from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
 from ckptstore.write.ledger import Labels, PendingSave
+from ckptstore.write.snapshot import copy_jobs
 from ckptstore.write.steps.updates import Updates
 
 __all__ = ["AgentWriter"]
@@ -160,6 +162,30 @@ class AgentWriter(HandingOver):
             layout = Layout.of(flat.tensors)
             self._laid_out = flat.tensors, layout
         return self._save(flat, step, Labels.of(metadata, tags), None, FilledByOwner(fill, layout, began))
+
+    def hold(
+        self, flat: FlatState, step: int, *, metadata: Mapping[str, Any] | None = None, tags: str | Sequence[str] = ()
+    ) -> None:
+        """Hand a state over that the agent keeps in memory alone, until `Replicated.persist` has it written.
+
+        Args:
+            flat, step, metadata, tags: as for `save_filled`.
+
+        Raises:
+            AgentError, MemoryError, WriterError: it cannot.
+        """
+        refuse_within(self, _SAVING)
+        labels = Labels.of(metadata, tags)
+        self._failures.raise_unseen()
+        agent = self._connected()
+        lent = self._lending.lend(agent.link, Layout.of(flat.tensors))
+        try:
+            run_all(self._copiers, copy_jobs([(one, lent.place(name)) for name, one in flat.tensors.items()]))
+            self.inherited = None  # its memory may be filled again from now on
+            lent.save({"step": step, "tree": flat.tree, "persist": False, **labels_form(labels)}, lambda _: None)
+        except BaseException:
+            lent.give_back()
+            raise
 
     def prepare_replica(self) -> None:
         """Say that `replicate` will come: the agent loads what it needs for that. Returns at once."""
@@ -335,6 +361,13 @@ def _text_of(ref: str | int | CheckpointInfo) -> str:
 
 
 _SAVING: Final = frozenset(
-    method.__code__ for method in (AgentWriter.save, AgentWriter.save_async, AgentWriter.save_filled, AgentWriter.begin)
+    method.__code__
+    for method in (
+        AgentWriter.save,
+        AgentWriter.save_async,
+        AgentWriter.save_filled,
+        AgentWriter.hold,
+        AgentWriter.begin,
+    )
 )
 """Calls that wait for others while they hold something that those may need."""

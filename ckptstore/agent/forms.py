@@ -22,6 +22,7 @@ from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.segments.regions import RegionPlan, plan_regions
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
+from ckptstore.write.ledger import Labels
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.steps.batcher import DiffOptions
 
@@ -30,6 +31,7 @@ __all__ = [
     "Layout",
     "error_form",
     "info_form",
+    "labels_form",
     "number",
     "number_form",
     "options_form",
@@ -281,6 +283,11 @@ def read_warning(form: Any) -> tuple[type[Warning], str]:
     found = getattr(caller_warnings, str(kind), None)
     known = isinstance(found, type) and issubclass(found, Warning)
     return (found if known else UserWarning), str(text)  # type: ignore[return-value]
+
+
+def labels_form(labels: Labels) -> dict[str, Any]:
+    """Metadata and tags as members of a message."""
+    return {"metadata": labels.extra.get(metadata_format.MEMBER), "tags": list(labels.tags)}
 
 
 def read_labels(body: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tuple[str, ...]]:

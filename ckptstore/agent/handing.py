@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ckptstore.agent.changes import Packed, updates_form
-from ckptstore.agent.forms import Layout, read_error, read_info, read_warning
+from ckptstore.agent.forms import Layout, labels_form, read_error, read_info, read_warning
 from ckptstore.agent.inherited import Inherited
 from ckptstore.agent.lending import Lending, Lent
 from ckptstore.agent.replicating import Failed
@@ -24,10 +24,10 @@ from ckptstore.errors import (
     CommitUnknownError,
     FencedError,
     StoreReplacedError,
+    UnmadeStateError,
     WriterClosedError,
     WriterError,
 )
-from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
@@ -189,9 +189,8 @@ class HandingOver:
         step, labels, done = save
         self._futures[step] = done
         self.inherited = None  # its memory may be filled again from now on
-        said = {"metadata": labels.extra.get(metadata_format.MEMBER), "tags": list(labels.tags), **changes}
         try:
-            lent.save({"step": step, "tree": tree, **said}, partial(self._failed, step))
+            lent.save({"step": step, "tree": tree, **labels_form(labels), **changes}, partial(self._failed, step))
         except BaseException:
             self._futures.pop(step, None)
             raise
@@ -292,7 +291,7 @@ class HandingOver:
             self._over = error
         if done is None or done.done():
             return
-        if isinstance(error, CancelledError):  # as was asked for: nobody need be told
+        if isinstance(error, CancelledError | UnmadeStateError):  # as was asked for, or training goes on without it
             self._saves.release(step, error)
             done.set_exception(error)
             return

@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from ckptstore.agent.changes import read_updates
 from ckptstore.agent.digests import hash_of
-from ckptstore.agent.forms import Layout, read, whole_number
-from ckptstore.agent.pool import Buffer, Pool
-from ckptstore.errors import AgentError, CkptError
-from ckptstore.formats.state import TensorSource, unflatten
+from ckptstore.agent.forms import read
+from ckptstore.agent.kept import Filled, Kept, Made, Standing, laid_out
+from ckptstore.agent.pool import Pool
+from ckptstore.errors import CkptError
 from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.segments.regions import LaidOutState
 from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
-from ckptstore.write.snapshot import HostTensor, Snapshot
+from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Adopting", "Filled", "Keeper", "Kept", "Made", "laid_out"]
+__all__ = ["Adopting", "Keeper", "Ranked"]
 
 
 class Adopting(Protocol):
@@ -67,74 +67,17 @@ class Adopting(Protocol):
         """See `Writer.close`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """What the trainer says of a buffer that it has filled.
+class Ranked(Adopting, Protocol):
+    """What it asks of the writer of one rank of many besides: its states are parts of checkpoints."""
 
-    Attributes:
-        buffer: its number.
-        layout: of what is in it.
-        tree: of the state.
-        metadata, tags: as `Writer.save` takes them.
-        updates: as `changes.updates_form` makes it; None: none.
-        gradients: the buffer that those refer to; None: none.
-    """
+    def conclude(self) -> None:
+        """See `RankSaves.conclude`."""
 
-    buffer: int
-    layout: Layout
-    tree: Any
-    metadata: Mapping[str, Any] | None = None
-    tags: Sequence[str] = ()
-    updates: Any = None
-    gradients: int | None = None
+    def forgo(self, step: int, why: BaseException) -> None:
+        """See `RankSaves.forgo`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A state that the agent has made (`replica`).
-
-    Attributes:
-        step: its step.
-        filled: what is said of it.
-        buffer, flat: where it is.
-        updates: what the optimizers did in this step.
-        due: it is to be written at the end, if it was not before.
-    """
-
-    step: int
-    filled: Filled
-    buffer: Buffer
-    flat: LaidOutState
-    updates: Sequence[Update]
-    due: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The newest state.
-
-    Attributes:
-        step: its step.
-        layout, buffer, flat: where it is.
-        pending: its save; None: it is in memory alone.
-        free: lets go of the memory.
-        made: what made it; None: the trainer has handed it over.
-    """
-
-    step: int
-    layout: Layout
-    buffer: Buffer
-    flat: LaidOutState
-    pending: PendingSave | None
-    free: Callable[[], None]
-    made: Made | None = None
-
-    @property
-    def durable(self) -> CheckpointInfo | None:
-        """The checkpoint that it became; None: none, or none yet."""
-        if self.pending is None or not self.pending.done() or self.pending.exception() is not None:
-            return None
-        return self.pending.result()
+    def agreed(self, held: Mapping[int, Standing], *, waits: bool) -> tuple[int, bool] | None:
+        """See `RankSaves.agreed`."""
 
 
 class Keeper:
@@ -148,18 +91,18 @@ class Keeper:
         workers: threads that copy and hash.
     """
 
-    def __init__(
-        self, store: Store, writer: Adopting, max_in_flight: int, conclude: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, store: Store, writer: Adopting, max_in_flight: int, ranked: Ranked | None = None) -> None:
         """
         Args:
-            conclude: of one rank of many, whose states are parts of checkpoints: told that the trainer is gone, and
-                that nothing more is given to the writer.
+            ranked: the writer, if it is that of one rank of many.
         """
-        self._conclude = conclude
+        self._ranked = ranked
         self.writer = writer
         self.pool = Pool(max_in_flight)
         self.newest: Kept | None = None
+        self._before: Kept | None = None  # the state before the newest, where two are kept
+        self._keeps_two = False
+        self._parted = False
         self.run = store.run
         self._store = store
         self._pending: dict[int, PendingSave] = {}
@@ -220,6 +163,21 @@ class Keeper:
 
         pending.when_done(done)
 
+    def hold(self, filled: Filled, step: int) -> None:
+        """Take a buffer that was filled for the newest state, in memory alone (`persist`).
+
+        Raises:
+            AgentError: what is said of the buffer cannot be. It is free again then.
+        """
+        buffer = self.pool.lent(filled.buffer)
+        try:
+            flat = laid_out(filled, buffer)
+        except BaseException:
+            self.pool.give_back(buffer)
+            raise
+        self.keep(Made(step, filled, buffer, flat, (), due=False))
+        self.pool.landed(buffer)
+
     def keep(self, made: Made) -> None:
         """A state that was made is the newest from now on, in memory alone (`persist`)."""
         free = self.pool.hold(made.buffer)
@@ -229,7 +187,7 @@ class Keeper:
     def persist(
         self, told: Callable[[PendingSave], None], labels: tuple[Mapping[str, Any] | None, Sequence[str]] | None = None
     ) -> None:
-        """Have the newest state written, if it was made here and is in memory alone.
+        """Have the newest state written, if it is in memory alone.
 
         Args:
             told: as for `save`.
@@ -259,11 +217,27 @@ class Keeper:
             self.newest = replace(newest, pending=pending)
         self._watch(pending, told)
 
+    def forgo(self, step: int, why: BaseException) -> None:
+        """A step that was to be written has no state here. Other ranks, which may have it, need not wait for that."""
+        if self._ranked is not None:
+            self._ranked.forgo(step, why)
+
+    def replicates(self) -> None:
+        """States will be made here. One of many ranks keeps two of them: another may be a step behind when it ends."""
+        self._keeps_two = self._ranked is not None
+
     def _keep(self, newest: Kept | None) -> None:
         with self._lock:
+            gone = [self._before]
             before, self.newest = self.newest, newest
-        if before is not None:
-            before.free()
+            if self._keeps_two and newest is not None:
+                self._before = before
+            else:
+                self._before = None
+                gone.append(before)
+        for one in gone:
+            if one is not None:
+                one.free()
 
     def _committed(self, info: CheckpointInfo) -> None:
         with self._lock:
@@ -294,19 +268,51 @@ class Keeper:
         """The trainer is gone: what it was filling is nothing, and what waits is written. Raises nothing."""
         self.pool.recall()
         self.persist_quietly()
-        if self._conclude is not None:
-            self._conclude()
+        if self._ranked is not None:
+            self._part(self._ranked)
+            return
         with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
             self.writer.wait()
 
+    def _part(self, ranked: Ranked) -> None:
+        """This rank is given no more: of the states that are kept, keep the newest that all ranks' agents have.
+
+        If that is in memory alone all of them write it.
+        """
+        ranked.conclude()
+        with contextlib.suppress(CkptError):  # told to nobody, as above
+            self.writer.wait()
+        if self._parted:
+            return
+        self._parted = True
+        held = {one.step: one for one in (self._before, self.newest) if one is not None}
+        for one in held.values():
+            if one.pending is not None:
+                one.pending.exception()  # whatever became of it, it has ended
+        standing = {step: one.standing for step, one in held.items()}
+        newest = self.newest
+        waits = self._keeps_two and newest is not None and newest.durable is None  # else all others had given it
+        agreed = ranked.agreed(standing, waits=waits)
+        if agreed is None:
+            return
+        step, write = agreed
+        if newest is not None and newest is not held[step]:  # no other rank can have that any more
+            with self._lock:
+                self.newest, self._before = held[step], None
+            newest.free()
+        if write:
+            with contextlib.suppress(CkptError):
+                self.persist(lambda _: None)
+                self.writer.wait()
+
     def persist_quietly(self, *, due: bool = False) -> None:
-        """As `persist`, with nobody there who could be told.
+        """As `persist`, with nobody there who could be told; not of one of many ranks, which all write the same steps.
 
         Args:
             due: only what was to be written.
         """
         newest = self.newest
-        if newest is None or newest.made is None or (due and not newest.made.due):
+        if self._ranked is not None or newest is None or newest.made is None or (due and not newest.made.due):
             return
         with contextlib.suppress(CkptError):
             self.persist(lambda _: None)
@@ -324,39 +330,21 @@ class Keeper:
     def hash_of(self, kept: Kept) -> str:
         """The hash of the newest state, as the store knows it; of one that it does not have, as it is in memory."""
         info = kept.durable
-        if info is not None and not info.lossy and info.step == kept.step and self._conclude is None:
+        if info is not None and not info.lossy and info.step == kept.step and self._ranked is None:
             return info.state
         return hash_of(kept.flat, self.workers)
 
-    def close(self) -> None:
-        """Write what waits, and end. Raises what `Writer.close` raises."""
+    def close(self, *, parts: bool = False) -> None:
+        """Write what waits, and end. Raises what `Writer.close` raises.
+
+        Args:
+            parts: of one of many ranks: first the newest state is written that is in memory alone on all of them.
+        """
         try:
+            if parts and self._ranked is not None:
+                self._part(self._ranked)
             self.writer.close()
         finally:
             self._keep(None)
             self.workers.shutdown()
             self.pool.close()
-
-
-def laid_out(filled: Filled, buffer: Buffer) -> LaidOutState:
-    """The state in a buffer. Raises `AgentError` if tree, layout and buffer do not fit together."""
-    plan = filled.layout.plan
-    if plan.size > buffer.nbytes:
-        raise AgentError(f"a state of {plan.size} bytes in a buffer of {buffer.nbytes}")
-    origins = {one.name: one.origin for one in filled.layout.tensors}
-    found: list[str] = []
-
-    def resolve(name: str, origin: str) -> None:
-        if origins.get(name) != origin:
-            raise AgentError(f"the tree names a tensor {name!r:.80} of {origin}, which the layout has not")
-        found.append(name)
-
-    read("tree", filled.tree, lambda tree: unflatten(tree, resolve))
-    if found != list(origins):
-        raise AgentError(f"the tree has {len(found)} tensors, the layout {len(origins)}, or in another order")
-    memory = buffer.shared.memory
-    tensors: dict[str, TensorSource] = {}
-    for form in filled.layout.tensors:
-        start = whole_number(plan.offsets[form.name])
-        tensors[form.name] = HostTensor(form, memory[start : start + form.nbytes])  # type: ignore[arg-type]
-    return LaidOutState(filled.tree, tensors, plan.regions(memory))

@@ -169,7 +169,7 @@ def _opened(
             keeper = Keeper(store, made, options.max_in_flight)
         else:
             ranked = RankSaves.opened(store, start.parent, options, start.job, start.environment, lost, alive)
-            keeper = Keeper(store, ranked, options.max_in_flight, ranked.conclude)
+            keeper = Keeper(store, ranked, options.max_in_flight, ranked)
     told = [warning_form(one.category, str(one.message)) for one in caught]
     return keeper, ranked, told
 

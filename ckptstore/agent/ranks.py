@@ -6,6 +6,7 @@ agent of a rank dies, all of them end, and tell their trainers: a term of many r
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
@@ -16,17 +17,19 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 from ckptstore.agent.forms import texts, whole_number
+from ckptstore.agent.kept import ALONE, Standing
 from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
 from ckptstore.agent.place import Place
-from ckptstore.errors import AgentError, AgentLostError, CommitUnknownError, MailboxError
+from ckptstore.errors import AgentError, AgentLostError, CkptError, CommitUnknownError, MailboxError, UnmadeStateError
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.options import WriterOptions
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post
 from ckptstore.write.ranks.opening import open_rank_writer
 from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.ranks.parts import pack, unpack
 from ckptstore.write.ranks.saving import Adopted
 from ckptstore.write.ranks.writer import RankWriter
 from ckptstore.write.snapshot import Snapshot
@@ -39,6 +42,8 @@ ENDING: Final = "box"
 _TOKEN: Final = 32
 _FAREWELL: Final = 10.0
 """Seconds that rank 0's agent, closing, waits for the others to close."""
+_PATIENCE: Final = 60.0
+"""Seconds that an agent whose trainer is gone waits for the others' to be so: whoever starts a job ends it whole."""
 _PAUSE: Final = 0.01
 
 
@@ -99,15 +104,21 @@ class Job:
 
 
 class RankSaves:
-    """A rank's writer, for who keeps states and waits for nothing (`keeper.Adopting`)."""
+    """A rank's writer, for who keeps states and waits for nothing (`keeper.Ranked`)."""
 
-    def __init__(self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, *, plain: bool) -> None:
+    def __init__(
+        self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, group: Group, *, plain: bool, patience: float
+    ) -> None:
         """
         Args:
+            group: of the agents.
+            patience: seconds that agents whose trainers are gone wait for the others to be so.
             plain: fulls alone are written: a state is in flight until it is durable as a whole.
         """
         self._writer = writer
         self._mailbox = mailbox
+        self._group = group
+        self._patience = patience
         self._plain = plain
         self._last = -1
         # Who agrees with other ranks waits for them; the agent's trainer must not.
@@ -155,7 +166,8 @@ class RankSaves:
             group = Group(job.rank, job.size, remote, ended)
         writer = open_rank_writer(store.journal, parent, group, options, job.options, environment=environment)
         del checks[0]  # from here on what a trainer has given is written, also when it is gone
-        return cls(writer, mailbox, plain=options.plain)
+        patience = min(job.options.timeout, _PATIENCE)
+        return cls(writer, mailbox, group, plain=options.plain, patience=patience)
 
     @property
     def term(self) -> int:
@@ -213,9 +225,56 @@ class RankSaves:
         self._thread.submit(hand_over)
         return PendingSave(step, done, lambda: None, hurry)
 
+    def forgo(self, step: int, why: BaseException) -> None:
+        """A step that the other ranks may be given has no state here: it fails at once, on all of them."""
+
+        def say() -> None:
+            with contextlib.suppress(CkptError, RuntimeError):  # a writer that is over says so to whoever asks next
+                self._writer.forgo(step, UnmadeStateError(str(why)))
+
+        self._last = max(self._last, step)
+        self._thread.submit(say)
+
     def conclude(self) -> None:
         """The trainer is gone: say so to the other ranks, which need not wait for more of this one."""
         self._writer.conclude(self._last)
+
+    def agreed(self, held: Mapping[int, Standing], *, waits: bool) -> tuple[int, bool] | None:
+        """The newest step whose state the agents of all ranks hold, once no trainer gives more; the same on each.
+
+        1. Each posts ``held/<rank>``: what it holds, and what became of that.
+        2. Where the newest that all hold is to be written, each says that it will give that step, and posts ``ready``.
+
+        Args:
+            held: the steps that are here, whose saves have ended.
+            waits: wait for the others; else they are only told.
+
+        Returns:
+            the step, and whether all ranks are to write it now; None: there is none, or a trainer is not gone.
+        """
+        try:
+            letters = self._exchanged("held", pack(sorted(held.items())), waits=waits)
+            every = [dict(unpack(letter, "held")) for letter in letters]
+            common = set(held).intersection(*every) if every else set()
+            if not common:
+                return None
+            step = max(common)
+            if any(one[step] != ALONE for one in every):
+                return step, False
+            self._last = max(self._last, step)
+            self.conclude()
+            return (step, True) if self._exchanged("ready", pack(step), waits=True) else None
+        except CkptError:  # another agent is gone
+            return None
+
+    def _exchanged(self, what: str, letter: bytes, *, waits: bool) -> list[bytes]:
+        """The letters of all ranks, after this one's; none: one does not come."""
+        group, box = self._group, self._group.mailbox
+        keys = [f"ckptstore/{what}/{self.term}/{rank}" for rank in range(group.size)]
+        post(box, keys[group.rank], letter)
+        if not waits or not Deadline(self._patience, group.ended).wait(lambda: box.has(keys)):
+            return []
+        return [fetch(box, key) or b"" for key in keys]
 
     def wait(self) -> None:
         """See `Writer.wait`."""

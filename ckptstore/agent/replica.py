@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from ckptstore.agent.forms import Layout, number, read, read_labels, whole_number
-from ckptstore.agent.keeper import Filled, Keeper, Made, laid_out
+from ckptstore.agent.keeper import Keeper
+from ckptstore.agent.kept import Filled, Made, laid_out
 from ckptstore.agent.pool import Buffer
 from ckptstore.agent.recipes import Proof, Recipe, read_recipe
 from ckptstore.errors import AgentError, CkptError, UnsupportedStateError

@@ -12,12 +12,12 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias
 
+from ckptstore.agent.forms import labels_form
 from ckptstore.agent.frames import Message
 from ckptstore.agent.lending import Lending, Lent
 from ckptstore.agent.link import Link
 from ckptstore.agent.recipes import Recipe
 from ckptstore.errors import AgentError, AgentLostError
-from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.state import FlatState
 from ckptstore.write.ledger import Labels, PendingSave
 
@@ -143,7 +143,7 @@ class Replicated:
         body = {"step": told.step, "after": told.after, "calls": told.calls, "threads": told.threads}
         body |= {"tree": told.flat.tree, "due": told.due, "persist": told.persist}
         body |= {"area": area.number, "replica": self._number}
-        self._ask("advance", body | _said(told.labels), failed, area)
+        self._ask("advance", body | labels_form(told.labels), failed, area)
         return pending
 
     def persist(self, flat: FlatState, step: int, labels: Labels, began: float) -> PendingSave:
@@ -153,7 +153,7 @@ class Replicated:
             as `Writer.save_async`.
         """
         pending, failed = self._promise(flat, step, began)
-        self._ask("persist", {"step": step} | _said(labels), failed, None)
+        self._ask("persist", {"step": step} | labels_form(labels), failed, None)
         return pending
 
     def _ask(self, do: str, body: Mapping[str, Any], failed: Failed | None, area: Lent | None) -> None:
@@ -198,7 +198,3 @@ class Replicated:
             self._changed.notify_all()
         for area in free:
             area.give_back()
-
-
-def _said(labels: Labels) -> dict[str, Any]:
-    return {"metadata": labels.extra.get(metadata_format.MEMBER), "tags": list(labels.tags)}

@@ -24,7 +24,8 @@ from ckptstore.agent.forms import (
     whole_number,
 )
 from ckptstore.agent.frames import Channel, End, Message
-from ckptstore.agent.keeper import Filled, Keeper
+from ckptstore.agent.keeper import Keeper
+from ckptstore.agent.kept import Filled, Made
 from ckptstore.agent.pool import Buffer
 from ckptstore.agent.replica import Replica, read_replica, warmed
 from ckptstore.errors import AgentError, CkptError
@@ -228,10 +229,17 @@ class Session:
             body.get("updates"),
             None if body.get("gradients") is None else whole_number(body["gradients"]),
         )
+
+        def work() -> None:
+            if body.get("persist", True):
+                self._keeper.save(filled, step, self._tell)
+            else:
+                self._keeper.hold(filled, step)
+
         if self._replicas:  # after the steps that the agent is still to take
-            self._in_turn(number, lambda: self._keeper.save(filled, step, self._tell))
+            self._in_turn(number, work)
             return
-        self._keeper.save(filled, step, self._tell)
+        work()
         self._reply(number)
 
     def _warm(self, number: int, _: dict[str, Any]) -> None:
@@ -241,6 +249,7 @@ class Session:
     def _replicate(self, number: int, body: dict[str, Any]) -> None:
         replica = read_replica(body, self._known(body), self._keeper)
         self._replicas = {number: replica}
+        self._keeper.replicates()
         self._later.submit(self._quietly, replica.prepare)
         self._reply(number, replica=number)
 
@@ -256,10 +265,12 @@ class Session:
 
         def work() -> dict[str, Any]:
             try:
-                made = read("advance", body, replica.advance)
-            except RuntimeError as error:  # torch's own, of whatever an optimizer cannot do with what it was given
-                raise AgentError(f"the step cannot be taken again: {error}") from error
+                made = self._made(replica, body)
+            except BaseException as error:
+                self._forgone(body, error)
+                raise
             if isinstance(made, list):
+                self._forgone(body, AgentError(f"{made[0]} is not what training has"))
                 return {"differs": made}
             self._keeper.keep(made)
             if body["persist"]:
@@ -268,6 +279,17 @@ class Session:
 
         self._in_turn(number, work)
 
+    def _made(self, replica: Replica, body: dict[str, Any]) -> Made | list[str]:
+        try:
+            return read("advance", body, replica.advance)
+        except RuntimeError as error:  # torch's own, of whatever an optimizer cannot do with what it was given
+            raise AgentError(f"the step cannot be taken again: {error}") from error
+
+    def _forgone(self, body: dict[str, Any], why: BaseException) -> None:
+        """A step that was not made is not written, either: other ranks, which may have made it, hear of that."""
+        if body.get("persist", True) and type(body.get("step")) is int:
+            self._keeper.forgo(body["step"], why)
+
     def _persist(self, number: int, body: dict[str, Any]) -> None:
         labels = read_labels(body)
         step = whole_number(body["step"])
@@ -275,7 +297,9 @@ class Session:
         def work() -> dict[str, Any]:
             newest = self._keeper.newest
             if newest is None or newest.step != step:
-                raise AgentError(f"step {step} is not the newest")
+                error = AgentError(f"step {step} is not the newest")
+                self._forgone(body, error)
+                raise error
             self._persisted(step, labels)
             return {}
 
@@ -357,7 +381,7 @@ class Session:
     def _close(self, number: int, _: dict[str, Any]) -> None:
         def work() -> None:
             self._keeper.persist_quietly(due=True)  # a step that the medium was too slow for
-            self._keeper.close()
+            self._keeper.close(parts=True)
 
         self._in_turn(number, work)
         self._over = Over.CLOSED

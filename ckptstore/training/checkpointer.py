@@ -364,8 +364,6 @@ class Checkpointer:
         self._group = ranks_of(settings.group, self._captured.sharding)
         if self._group is not None and settings.every is None:
             raise UsageError("save_every: the ranks' controllers would say different things; give a number")
-        if self._group is not None and settings.strategy == "replica":
-            raise UsageError("strategy='replica': not of ranks that save together; take 'gradient', or group=None")
         if self._strategy is None:
             self._strategy = self._choose()
         told = strategies.writer_options(
@@ -503,7 +501,7 @@ class Checkpointer:
             self._save(self._unsaved, ())
             self._unsaved = None
         if self._saving is not None and (self._retention is not None or self._settings.agent):
-            self._saving.wait()
+            self._saving.ended()
         if self._retention is not None:
             self._retention.close()
         self._overlooked.ended()

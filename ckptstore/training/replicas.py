@@ -33,6 +33,11 @@ def check_replicable(captured: Captured) -> None:
     other = "take strategy='gradient' or 'delta', which are as exact"
     if not captured.optimizers:
         raise UsageError("strategy='replica': there is no optimizer whose steps an agent could take again")
+    if captured.sharding:
+        raise UsageError(
+            "strategy='replica': parameters are DTensors (FSDP2), and the optimizer of a rank steps its "
+            f"shards alone, which no agent does: {other}"
+        )
     for optimizer in captured.optimizers:
         kind = type(optimizer)
         if kind.__name__ not in KINDS or kind is not getattr(torch.optim, kind.__name__):

@@ -22,7 +22,7 @@ from ckptstore.agent.lending import Lent
 from ckptstore.agent.recipes import Proof, Recipe
 from ckptstore.agent.replicating import Replicated
 from ckptstore.agent.replicating import Step as Told
-from ckptstore.errors import AgentError, AgentLostError, UsageError
+from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
@@ -56,22 +56,34 @@ class Replicates(Protocol):
     def replicate(self, recipe: Recipe) -> Replicated:
         """See `AgentWriter.replicate`."""
 
+    def hold(self, flat: FlatState, step: int, *, metadata: Any, tags: Any) -> None:
+        """See `AgentWriter.hold`."""
+
 
 class ReplicaSaving(Saving):
-    """As `Saving`, of states that an agent makes."""
+    """As `Saving`, of states that an agent makes.
+
+    Ranks that save together have an agent each, which makes all of the state: their optimizers consume the same
+    gradients. They know nothing of one another, so what is written may depend only on what all of them are told alike:
+    every step that is due, whatever the medium's pace, and no other.
+    """
 
     follows = True
-    given_again = (AgentLostError, CancelledError)
+    given_again: tuple[type[BaseException], ...] = (AgentLostError, CancelledError)
 
     def _begun_with(self, writer: StateWriter, settings: Settings) -> None:
         """See `Saving._begun_with`."""
         if not isinstance(writer, Replicates):
             raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
         self._agent: Replicates = writer
+        if self._ranked:
+            self.given_again = (CancelledError, UnmadeStateError)
         writer.prepare_replica()
         self._limit = settings.max_in_flight
         self._pool = started_pool(default_threads(), "ckptstore-replica")
-        self._consumed = Consumed(self._captured.optimizers, self._pool, early=not self._captured.scaled)
+        # Of ranks gradients are final when they were averaged, which a parameter's hook does not see.
+        early = not self._captured.scaled and not self._ranked
+        self._consumed = Consumed(self._captured.optimizers, self._pool, early=early)
         self._replicated: Replicated | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None
@@ -87,18 +99,18 @@ class ReplicaSaving(Saving):
     ) -> PendingSave | None:
         """See `Saving.offer`. None also of a step that the medium is too slow for: the agent has it in memory alone."""
         self._check_process()
-        under_way = sum(not one.done() for one in self._under_way)
-        persist = forced or (due and under_way < self._limit)
+        began = time.monotonic()
+        persist = forced or (due and self._has_place())
         try:
             said = _Said.of(metrics, tags)
             self._last = (step, metrics, tags)
             self._owed = True  # until it is given to the medium
             try:
-                pending = self._offered(step, said, due=due, persist=persist, forced=forced)
-            except AgentLostError as error:  # with an earlier save
+                pending = self._offered(step, said, began, due=due, persist=persist, forced=forced)
+            except self._forgiven as error:  # with an earlier save
                 self._remark_lost(error)
                 self._at = None
-                pending = self._offered(step, said, due=due, persist=persist, forced=forced)
+                pending = self._offered(step, said, began, due=due, persist=persist, forced=forced)
         except BaseException:
             self._missed()
             raise
@@ -108,6 +120,15 @@ class ReplicaSaving(Saving):
             if self._retention is not None:
                 pending.when_done(self._retention.durable)
         return pending
+
+    def _has_place(self) -> bool:
+        """Whether a step that is due is written now. Ranks wait until it can be."""
+        under_way = [one for one in self._under_way if not one.done()]
+        if not self._ranked:
+            return len(under_way) < self._limit
+        for one in under_way[: max(0, len(under_way) - self._limit + 1)]:
+            one.exception()  # which `settle` hears of
+        return True
 
     def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
         """See `Saving.save`."""
@@ -139,13 +160,29 @@ class ReplicaSaving(Saving):
             self.save(*self._last)
         super().wait()
 
+    def ended(self) -> None:
+        """See `Saving.ended`.
+
+        Ranks may end after different steps, as where one of them failed. What is in memory alone their agents write:
+        the newest step that all have (`agent.keeper`).
+        """
+        if self._ranked:
+            super().wait()
+        else:
+            self.wait()
+
     def durable(self, pending: PendingSave) -> PendingSave:
         """See `Saving.durable`."""
         try:
             return super().durable(pending)
-        except CancelledError:  # the agent could not make it
+        except (CancelledError, UnmadeStateError):  # an agent could not make it
             self.wait()
             return self._under_way[-1] if self._under_way else pending
+
+    def _again(self) -> None:
+        """See `Saving._again`. All ranks hand it over whole, also those whose agents had made it."""
+        self._missed()
+        super()._again()
 
     def close(self) -> None:
         """See `Saving.close`."""
@@ -155,8 +192,9 @@ class ReplicaSaving(Saving):
 
     # -- one step
 
-    def _offered(self, step: int, said: _Said, *, due: bool, persist: bool, forced: bool) -> PendingSave | None:
-        began = time.monotonic()
+    def _offered(
+        self, step: int, said: _Said, began: float, *, due: bool, persist: bool, forced: bool
+    ) -> PendingSave | None:
         self._taken.collected()
         self._note_wrong()
         replicated = self._replicated
@@ -184,7 +222,7 @@ class ReplicaSaving(Saving):
             replicated.leave(consumed.area)
         if consumed.why is not None and follows:
             self._remark(f"{consumed.why}: such a step is handed over as a whole state, as without strategy='replica'")
-        return self._whole(step, flat, said)
+        return self._whole(step, flat, said, persist=persist or not self._ranked)
 
     def _persisted(self, replicated: Replicated, step: int, labels: Labels, began: float) -> PendingSave | None:
         held, self._held = self._held, None
@@ -214,10 +252,14 @@ class ReplicaSaving(Saving):
         self._held = None if persist else flat
         return pending
 
-    def _whole(self, step: int, flat: FlatState, said: _Said) -> PendingSave:
+    def _whole(self, step: int, flat: FlatState, said: _Said, *, persist: bool) -> PendingSave | None:
         """Hand a whole state over, of which the agent makes the next ones."""
         self._at = self._held = None
-        pending = self._writer.save_async(flat, step, metadata=said.metadata, tags=said.tags)
+        pending: PendingSave | None = None
+        if persist:
+            pending = self._writer.save_async(flat, step, metadata=said.metadata, tags=said.tags)
+        else:
+            self._agent.hold(flat, step, metadata=said.metadata, tags=said.tags)
         form, replicated = self._form, self._replicated
         refused = {name for name, times in self._wrong.items() if times >= _OFTEN}
         usable = replicated is not None and replicated.alive
@@ -226,6 +268,7 @@ class ReplicaSaving(Saving):
         if replicated is not None:
             replicated.again()
             self._at = step
+            self._held = None if persist else flat
         return pending
 
     def _begun(self, flat: FlatState, refused: set[str]) -> Replicated | None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
-from ckptstore.errors import AgentLostError, UsageError
+from ckptstore.errors import AgentLostError, UnmadeStateError, UsageError
 from ckptstore.host.caller_warnings import warn
 from ckptstore.store import Store
 from ckptstore.training.captured import Captured
@@ -30,6 +30,9 @@ from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.opening import to_group
 
 __all__ = ["Saving", "ranks_of"]
+
+_UNMADE: Final = (CancelledError, UnmadeStateError)
+"""What a save fails of whose state this rank's agent, or that of another, could not make."""
 
 
 class Saving:
@@ -70,7 +73,8 @@ class Saving:
         self._last: tuple[int, Mapping[str, Any] | None, str | Sequence[str]] | None = None
         self._process = os.getpid()
         self._forgiven: tuple[type[AgentLostError], ...] = (AgentLostError,)
-        if getattr(writer, "rank", None) is not None:  # no other agent takes the place of one of many
+        self._ranked = getattr(writer, "rank", None) is not None
+        if self._ranked:  # no other agent takes the place of one of many
             self._forgiven = self.given_again = ()
         self._planned: PlannedSaves | None = None
         if isinstance(writer, Adopts | Fills) and not captured.sharding:
@@ -150,14 +154,14 @@ class Saving:
         errors = [error for one in ended if (error := one.exception()) is not None]
         for lost in [one for one in errors if isinstance(one, self._forgiven)][:1]:
             self._remark_lost(lost)
-        dropped = [one.step for one in ended if isinstance(error := one.exception(), CancelledError) and error.args]
+        dropped = [one.step for one in ended if isinstance(error := one.exception(), _UNMADE) and error.args]
         if dropped := [step for step in dropped if step != again]:
             steps = ", ".join(map(str, dropped))
             warn(
                 f"{self._store.url}: not saved, because the agent could not make their states: {steps}",
                 UnsavedStepWarning,
             )
-        errors = [one for one in errors if not isinstance(one, (*self._forgiven, CancelledError))]
+        errors = [one for one in errors if not isinstance(one, (*self._forgiven, *_UNMADE))]
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and another save: {other}")
@@ -169,11 +173,17 @@ class Saving:
             self._writer.wait()
         except self._forgiven as error:
             self._remark_lost(error)
+        except UnmadeStateError:
+            pass  # `settle` says of which step
         last = self._under_way[-1] if self._under_way else None
         lost = last is not None and isinstance(last.exception(), self.given_again)
         self.settle(last.step if lost and last is not None else None)
         if lost:
             self._again()
+
+    def ended(self) -> None:
+        """No step comes any more: return when everything is durable."""
+        self.wait()
 
     def durable(self, pending: PendingSave) -> PendingSave:
         """Wait until the save of the last step is durable -> that, or the one that took its place."""
@@ -192,7 +202,7 @@ class Saving:
         self.save(*self._last)
         try:
             self._writer.wait()
-        except AgentLostError as error:  # of an earlier save, told a moment late by the thread that hears
+        except self._forgiven as error:  # of an earlier save, told a moment late by the thread that hears
             self._remark_lost(error)
             self._writer.wait()
 

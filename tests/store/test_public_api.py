@@ -115,6 +115,7 @@ EXPECTED = [
     "TensorStatistics",
     "TermInfo",
     "UnexplainedStepWarning",
+    "UnmadeStateError",
     "UnpinnedWarning",
     "Unread",
     "UnsupportedBackendError",

@@ -311,6 +311,8 @@ def refused(folder: Path) -> None:
         Checkpointer(folder / "refused", model=script.model, group=None).resume()
     with pytest.raises(UsageError, match="compressor"):
         Checkpointer(folder / "refused", model=script.model, compressor=TopKHook(density=0.1))
+    with pytest.raises(UsageError, match=r"DTensors .*strategy='gradient'"):
+        Checkpointer(folder / "refused", model=script.model, optimizer=script.optimizer, strategy="replica", agent=True)
 
 
 def other_ranks(folder: Path) -> None:

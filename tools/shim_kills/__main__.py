@@ -21,7 +21,7 @@ With ``--agent`` an agent saves, for one process, and the trainer, the agent or 
 is, the next life goes on from the agent's memory: at most the step in flight is lost. When the agent alone is, training
 goes on in the same life. With ``replica``, which needs an agent, that memory is what the agent has made of gradients.
 With ``--ranks 2`` or ``--fsdp`` each rank has an agent: what all of them were given is in the store when the ranks are
-killed; when an agent is, the ranks are told, and end.
+killed; when an agent is, the ranks are told, and end. ``replica`` is not for shards.
 
 The forms take turns, some kills at a time. With ``--out`` what came of each turn is a line of JSON there; the same
 command again goes on with the turns that are missing. ``--broken`` takes a checkpointer that is wrong on purpose.
@@ -119,13 +119,13 @@ def forms(options: argparse.Namespace) -> list[Job]:
     if options.every_form:
         found = [Job(strategy, ranks) for ranks in (1, 2) for strategy in plain if strategy != "replica"]
         found += [Job(strategy, by_agent=True) for strategy in agents]
-        found += [Job(strategy, 2, by_agent=True) for strategy in plain if strategy != "replica"]
+        found += [Job(strategy, 2, by_agent=True) for strategy in agents]
     elif options.agent and (options.fsdp or options.ranks):
         ranks = (2,) if options.fsdp else options.ranks
         found = [
             Job(strategy, count, by_agent=True, sharded=options.fsdp)
             for count in ranks
-            for strategy in (agents if count == 1 else plain)
+            for strategy in (plain if options.fsdp else agents)
         ]
     elif options.agent:
         found = [Job(strategy, by_agent=True) for strategy in agents]
@@ -156,6 +156,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if "replica" in (options.strategy or ()) and not (options.agent or options.every_form):
         parser.error("replica: an agent keeps the replica: --agent")
+    if "replica" in (options.strategy or ()) and options.fsdp:
+        parser.error("replica: not of shards: leave --fsdp out")
     return options
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ckptstore.errors import FailedRankError, MissingRankError
+from ckptstore.errors import FailedRankError, MissingRankError, UnmadeStateError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.write.ranks.mailbox import Deadline, Mailbox, fetch, post, withdraw
 from ckptstore.write.ranks.parts import pack, unpack
@@ -74,17 +74,19 @@ class Exchange:
         """Send a letter."""
         post(self.mailbox, self.key(what, rank), letter)
 
-    def fail(self, reason: str) -> None:
-        """Tell everyone that this rank will not do its part."""
-        self.post("failed", pack([self.rank, reason]))
+    def fail(self, error: BaseException) -> None:
+        """Tell everyone that this rank will not do its part, and why."""
+        reason = f"{type(error).__name__}: {error}"
+        self.post("failed", pack([self.rank, reason, isinstance(error, UnmadeStateError)]))
 
     def failed(self) -> FailedRankError | None:
         """What a rank has told, if one has."""
         letter = fetch(self.mailbox, self.key("failed"))
         if letter is None:
             return None
-        rank, reason = unpack(letter, self.key("failed"))
-        return FailedRankError(f"step {self.step} was not saved: rank {rank}: {reason}")
+        rank, reason, unmade = unpack(letter, self.key("failed"))
+        kind = UnmadeStateError if unmade else FailedRankError
+        return kind(f"step {self.step} was not saved: rank {rank}: {reason}")
 
     def every(self, what: str, deadline: Deadline, doing: str) -> list[bytes]:
         """The letter of every rank, in their order.

@@ -33,6 +33,7 @@ _KNOWN: Final = {
         errors.StepOrderError,
         errors.MissingRankError,
         errors.FailedRankError,
+        errors.UnmadeStateError,
         errors.RankMismatchError,
         errors.MailboxError,
         errors.AgentLostError,

@@ -81,7 +81,7 @@ class Tenure:
             self.agreed = None
         with contextlib.suppress(CkptError):
             if self.committer is None:
-                one.exchange.fail(f"{type(error).__name__}: {error}")
+                one.exchange.fail(error)
                 if over:
                     one.exchange.see()
                 return

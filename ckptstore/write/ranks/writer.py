@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
-from ckptstore.errors import UsageError, WriterClosedError
+from ckptstore.errors import CkptError, UsageError, WriterClosedError
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting, sigterm
 from ckptstore.host.background import Periodic
@@ -183,7 +183,24 @@ class RankWriter:
         """
         refuse_within(self, _SAVING)
         labels, began = Labels.of(metadata, tags), time.monotonic()
-        return self._begun_async(self._begin(given, step, labels, updates or None, None, began, asynchronous=True))
+        used = (updates or None) if self._explaining.wanted else None  # nobody here need be told that they are not
+        return self._begun_async(self._begin(given, step, labels, used, None, began, asynchronous=True))
+
+    def forgo(self, step: int, error: CkptError) -> None:
+        """Say that this rank has no state of a step that the others are given: it fails at once, on all of them.
+
+        Args:
+            error: why.
+
+        Raises:
+            StepOrderError, WriterError: as `save_async`.
+        """
+        self._check_open()
+        tenure = self._work.tenure
+        tenure.saves.check(step)
+        tenure.saves.take(step)
+        one = RankSave(step, tenure.exchange(step), Labels(), None, asynchronous=True)
+        self._flawed(one, error, time.monotonic())
 
     def conclude(self, step: int) -> None:
         """Say that no step above `step` will be given by this rank: the others need not wait for its part of one."""
@@ -274,7 +291,8 @@ class RankWriter:
         """Everything that needs the caller's state as it is now."""
         step = step_number(step)
         self._check_open()
-        self._means.failures.raise_unseen()
+        if not isinstance(state, Adopted):  # whose owner hears of each save by itself
+            self._means.failures.raise_unseen()
         tenure = self._work.tenure
         tenure.saves.check(step)
         tenure.saves.take(step)
@@ -282,19 +300,24 @@ class RankWriter:
         try:
             waited = prepare(self._means, tenure, one, state, updates, self._explaining)
         except BaseException as error:
-            on_hand = self._means.options.diffs is not None and self.rank > 0
-            tenure.tell_flaw(one, error, over=not on_hand)
-            tenure.saves.release(step, error)
-            self._measure(one, began, 0.0, error)
-            one.let_go()
-            one.flaw = error
-            one.done.set_exception(error)
-            if on_hand:  # rank 0 may count on this step for a batch: it has to be missing from that
-                with contextlib.suppress(RuntimeError):  # closed meanwhile
-                    self._work.submit(one)
+            self._flawed(one, error, began)
             raise
         self._measure(one, began, waited)
         return one
+
+    def _flawed(self, one: RankSave, error: BaseException, began: float) -> None:
+        """This rank has no share of a step: the others are told."""
+        on_hand = self._means.options.diffs is not None and self.rank > 0
+        tenure = self._work.tenure
+        tenure.tell_flaw(one, error, over=not on_hand)
+        tenure.saves.release(one.step, error)
+        self._measure(one, began, 0.0, error)
+        one.let_go()
+        one.flaw = error
+        one.done.set_exception(error)
+        if on_hand:  # rank 0 may count on this step for a batch: it has to be missing from that
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._work.submit(one)
 
     def _measure(self, one: RankSave, began: float, waited: float, error: BaseException | None = None) -> None:
         """Begin to measure a save: what this rank stores of it. With `error` it has ended."""

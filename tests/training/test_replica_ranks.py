@@ -1,0 +1,255 @@
+"""Strategy ``replica`` of several ranks: each agent takes the steps again, and all of them write one checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore import CkptError, DivergedReplicasError, UnmadeStateError  # noqa: E402
+from ckptstore.agent import AgentWriter  # noqa: E402
+from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
+from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
+from ckptstore.write.ranks.mailbox import Group  # noqa: E402
+from tests.agent.lives import agents, kill, until  # noqa: E402
+from tests.forms import long_only  # noqa: E402
+from tests.write.rank_threads import as_ranks  # noqa: E402
+from tools import shim_kills  # noqa: E402
+from tools.warm import Script as Started  # noqa: E402
+from tools.warm import Warm  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> Iterator[Path]:
+    folder = tmp_path / "runtime"
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(folder))
+    yield folder
+    for pid in agents(folder):
+        kill(pid)
+
+
+class Script:
+    """One rank's. Without DistributedDataParallel the data are the same on all ranks, and so are the gradients."""
+
+    def __init__(self, store: Path | str, rank: int, *, seed: int = 0, **options: Any) -> None:
+        chance = torch.Generator().manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.copy_(0.1 * torch.randn(one.shape, generator=chance))
+        self.model.register_buffer("own", torch.zeros(()))
+        self.inner: torch.nn.Module = self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.rank, self.seed = rank, seed
+        self.checkpointer = Checkpointer(
+            store,
+            model=self.model,
+            optimizer=self.optimizer,
+            strategy="replica",
+            agent=True,
+            linger_seconds=60,
+            rank_timeout=60,
+            **options,
+        )
+
+    def train(self, *, scale: float = 1.0) -> ckptstore.PendingSave | None:
+        step = self.checkpointer.steps_done
+        chance = torch.Generator().manual_seed(1000 * self.seed + step)
+        self.inner(torch.randn(8, 128, generator=chance)).square().mean().backward()
+        for one in self.model.parameters():
+            one.grad.mul_(scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            self.model.own.fill_(100 * self.rank + step + 1)
+        return self.checkpointer.step()
+
+    def digest(self) -> str:
+        return shim_kills.digest([self.model.state_dict(), self.optimizer.state_dict()])
+
+
+def stored(store: ckptstore.Store, step: int, rank: int) -> str:
+    found = store.load(step, rank=rank)
+    return shim_kills.digest([found["model"], found["optimizer"]])
+
+
+@pytest.fixture
+def wholes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, int, str]]:
+    """(rank, step, how) of each whole state that was handed over."""
+    found: list[tuple[int | None, int, str]] = []
+    save, hold = AgentWriter.save_async, AgentWriter.hold
+
+    def saved(self: AgentWriter, state: Any, step: int, **named: Any) -> Any:
+        found.append((self.rank, step, "written"))
+        return save(self, state, step, **named)
+
+    def held(self: AgentWriter, flat: Any, step: int, **named: Any) -> None:
+        found.append((self.rank, step, "in memory"))
+        hold(self, flat, step, **named)
+
+    monkeypatch.setattr(AgentWriter, "save_async", saved)
+    monkeypatch.setattr(AgentWriter, "hold", held)
+    return found
+
+
+def test_ranks_write_what_is_due_together_whichever_agent_cannot_make_it(
+    tmp_path: Path, wholes: list[tuple[int | None, int, str]]
+) -> None:
+    """The optimizer of rank 1 consumes twice the gradient that its agent gets; what it makes is rank 0's state."""
+
+    def doubled(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                one.grad.mul_(2)
+
+    def work(group: Group) -> dict[int, str]:
+        script = Script(tmp_path / "run", group.rank, group=group, save_every=2)
+        digests = {}
+
+        def step(*, unseen: bool = False) -> ckptstore.PendingSave | None:
+            behind = unseen and group.rank == 1
+            hook = script.optimizer.register_step_pre_hook(doubled) if behind else contextlib.nullcontext()
+            with hook:
+                pending = script.train(scale=2.0 if unseen and not behind else 1.0)
+            digests[script.checkpointer.steps_done] = script.digest()
+            return pending
+
+        assert script.checkpointer.resume() == 0
+        assert step() is None, "the first state is whole, and not due"
+        pending = step()
+        assert pending is not None
+        assert pending.result().step == 2
+        assert step() is None
+        script.checkpointer.wait()  # in memory alone until now
+        pending = step(unseen=True)
+        script.checkpointer.wait()  # it is given again
+        assert step() is None
+        pending = step(unseen=True)
+        assert pending is not None
+        error = pending.exception()
+        assert isinstance(error, UnmadeStateError) == (group.rank == 0), error
+        assert step() is None
+        step()
+        script.checkpointer.wait()
+        if group.rank == 1:
+            with torch.no_grad():
+                script.model[0].weight[3, 5] += 1
+        step()
+        step()
+        with pytest.raises(DivergedReplicasError, match=r"model\.0\.weight"):
+            script.checkpointer.wait()
+        with contextlib.suppress(CkptError):
+            script.checkpointer.close()
+        return digests
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        digests = as_ranks(2, work)
+    for found in digests:
+        assert isinstance(found, dict), found
+    store = ckptstore.open(tmp_path / "run")
+    assert [info.step for info in store.checkpoints()] == [2, 3, 4, 8]
+    for step in (2, 3, 4, 8):
+        assert len(store.checkpoint(step).segments) >= 3, "the tree, and something of each rank"
+        for rank in range(2):
+            assert stored(store, step, rank) == digests[rank][step]
+    assert sorted(wholes) == [
+        (0, 1, "in memory"),
+        (0, 4, "written"),
+        (1, 1, "in memory"),
+        (1, 4, "written"),
+        (1, 7, "in memory"),
+    ]
+    told = [str(one.message) for one in caught if one.category is UnsavedStepWarning]
+    assert len(told) == 2, told
+    assert all(one.endswith("not saved, because the agent could not make their states: 6") for one in told)
+    assert sum(one.category is UnexplainedStepWarning for one in caught) == 1
+
+
+TRAINER = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from tests.training.test_replica_ranks import Script
+
+store, port, rank, every, last, victim = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+script = Script(store, rank, seed=rank, save_every=every)
+script.inner = torch.nn.parallel.DistributedDataParallel(script.model, broadcast_buffers=False)
+with script.checkpointer:
+    start = script.checkpointer.resume()
+    print("from", start, flush=True)
+    for step in range(start, last):
+        script.train()
+        print(step + 1, script.digest(), flush=True)
+        if rank == victim and step + 1 == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+"""
+
+
+def trainers(warm: Warm, store: Path, every: int, last: int, victim: int = -1) -> list[dict[str, str]]:
+    """Two ranks of DDP -> what each said. If one kills itself the other is killed, too, as by who has started them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks: list[Started] = []
+    try:
+        for rank in range(2):
+            words = map(str, (store, port, rank, every, last, victim))
+            ranks.append(warm.start([sys.executable, "-c", TRAINER, *words], stdout=subprocess.PIPE, text=True))
+        said: list[str] = [""] * 2
+        if victim >= 0:
+            said[victim] = ranks[victim].communicate(timeout=150)[0]
+            assert ranks[victim].returncode == -signal.SIGKILL
+            ranks[1 - victim].kill()
+        for rank, one in enumerate(ranks):
+            said[rank] = said[rank] or one.communicate(timeout=150)[0]
+            assert victim >= 0 or one.returncode == 0
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    return [dict(line.split() for line in text.splitlines()) for text in said]
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=long_only)])
+def test_what_all_agents_had_in_memory_alone_is_written_when_the_ranks_are_killed(
+    tmp_path: Path, victim: int, warm: Warm
+) -> None:
+    """A rank may be a step ahead: the newest step that both have is written, by both."""
+    said = trainers(warm, tmp_path / "run", 50, 9, victim)
+    store = ckptstore.open(tmp_path / "run")
+    until(lambda: bool(store.checkpoints()))
+    (info,) = store.checkpoints()
+    assert info.step in (5, 6), "more than the step in flight is lost"  # a message may be on its way
+    for rank in range(2):
+        assert stored(store, info.step, rank) == said[rank][str(info.step)]
+
+
+@long_only
+@pytest.mark.parametrize("every", [1, 4, 50])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ranks_that_were_killed_go_on_bit_for_bit(tmp_path: Path, every: int, victim: int, warm: Warm) -> None:
+    first = trainers(warm, tmp_path / "run", every, 9, victim)
+    second = trainers(warm, tmp_path / "run", every, 9)
+    whole = trainers(warm, tmp_path / "whole", 1, 9)
+    for rank in range(2):
+        assert int(second[rank].pop("from")) in (5, 6)
+        assert second[rank].items() <= whole[rank].items()
+        assert first[rank].items() - {("from", "0")} <= whole[rank].items()
+    store = ckptstore.open(tmp_path / "run")
+    assert store.latest_step() == 9
+    assert [stored(store, 9, rank) for rank in range(2)] == [whole[rank]["9"] for rank in range(2)]
