@@ -98,6 +98,10 @@ class SegmentSink(ABC):
     refers: bool = False
     """Whether `refer` is there."""
 
+    shared: bool = False
+    """Whether another process may be making this segment, too, of the same bytes, and have made it known: a copy. Where
+    that cannot be kept out `abort` leaves what may be there."""
+
     def refer(self, offset: int, data: memoryview) -> None:
         """Have `data` in the segment from where it lies, uncopied: any offset, length and address; never two overlap.
 

@@ -150,10 +150,10 @@ class GatheredSink(SegmentSink):
         self._blocks = None
         self._taken = []
         self._free()
-        if self.perhaps:
-            self.perhaps = False
+        if self.perhaps and not self.shared:
             with contextlib.suppress(CkptError):  # no record names it: gc removes it
                 self.remove()
+        self.perhaps = False
 
     def _free(self) -> None:
         with _taking:

@@ -34,6 +34,8 @@ _CODE: Final = re.compile(r"<Code>([A-Za-z]{1,48})</Code>")
 _KIND: Final = re.compile(r"kind: (Timeout|Connect|Interrupted|Decode|Request)\b")
 _BROKEN_LIST: Final = "Got invalid list response"
 """How obstore calls a listing that is no XML: one that was cut short, with a length that says so."""
+_NO_RANGE: Final = 'CONTENT_RANGE header: "bytes 0--1/0'
+"""How azurite answers who asks for a range of an empty object; others say 416."""
 _SERVER_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _DAMAGED: Final = frozenset(
     {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "IncompleteBody"}
@@ -116,6 +118,8 @@ def understood(error: BaseException) -> Failure:
         return Failure(f"the server said {status}{f' {code}' if code else ''}{hint}", status, code)
     if _BROKEN_LIST in text:
         return Failure(_TOLD["Decode"], kind="Decode")
+    if _NO_RANGE in text:
+        return Failure("no such range", 416)
     if found := _KIND.search(text):
         return Failure(_TOLD[found[1]], kind=found[1])
     # Without an answer: obstore's own words (a region, credentials that are not to be had), in one line.

@@ -31,8 +31,13 @@ from ckptstore.formats.texts import SLOT_LIMIT, encode_commit, encode_format, en
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, never_deleted, read
+from ckptstore.log.term import check_same_store
 
-__all__ = ["Origin", "Replica", "is_begun"]
+__all__ = ["Origin", "Replica", "TakenError", "is_begun"]
+
+
+class TakenError(UsageError):
+    """Another process has added to this place: what it did is to be read before anything else is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Origin:
 
 
 class Replica:
-    """The log that is made, as far as it is.
+    """The log that is made, as far as it is. Of a folder by one process at a time (`backends.exclusion`).
 
     Attributes:
         backend: where.
@@ -78,14 +83,18 @@ class Replica:
         Raises:
             UsageError: something else is there: another run's store, an unfinished copy of something else, files.
             CorruptLogError: what is there is damaged.
+            StoreReplacedError: since that view another store has taken the place, or none.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
         self.backend = backend
         self._origin = origin
         if backend.read_only:
             raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
-        self.begun = self._claimed() if since is None else False
         self._journal = Journal(backend, origin.format)
+        self.begun = self._claimed() if since is None else False
+        if since is not None:
+            # Prevents: what the view has, taken for what is there, and a slot that is added to an empty bucket.
+            check_same_store(self._journal)
         view = read(self._journal, since, look_above=True if since is None else None)
         if view.damage:
             raise UsageError(
@@ -120,6 +129,8 @@ class Replica:
             there = Journal(backend).format
         except CkptError as error:
             if marker is None and (strangers := [key for key in backend.list("") if not key.startswith("probe/")]):
+                if _marker(backend) is not None:  # of a process that has begun since
+                    return self._claimed()
                 raise UsageError(
                     f"{backend.url}: not empty (it holds {strangers[0]!r}), and no unfinished copy; give an empty place"
                 ) from error
@@ -131,8 +142,16 @@ class Replica:
             return False
         if marker is None:
             backend.probe()
-            backend.create(COPYING_KEY, wanted)
+            try:
+                backend.create(COPYING_KEY, wanted)
+            except KeyExistsError:  # another process was faster, perhaps with something else
+                return self._claimed()
             crash_point("copy.claimed")
+            with contextlib.suppress(KeyNotFoundError):
+                backend.size(FORMAT_KEY)
+                # Prevents: a store that others have made meanwhile, from beginning to end, taken for one to be made.
+                backend.delete(COPYING_KEY)
+                return self._claimed()
         return True
 
     def open(self, record: OpenRecord) -> None:
@@ -144,7 +163,7 @@ class Replica:
         """Append a COMMIT of the newest term, of segments that are durable. On return it is, too.
 
         Raises:
-            UsageError: somebody else writes to this place.
+            TakenError: somebody else writes to this place.
             FormatError: it is too long.
             StorageError: the medium failed.
         """
@@ -168,12 +187,12 @@ class Replica:
             if not self._landed(key, data):
                 if not isinstance(error, KeyExistsError):
                     raise
-                raise UsageError(
+                raise TakenError(
                     f"{self.backend.url}: another process writes to this place ({key} is there)"
                 ) from error
         if not never_deleted(self._journal, self._next):
             # Prevents: believing in a record that landed where a folded slot had been deleted meanwhile.
-            raise UsageError(f"{self.backend.url}: another process writes to this place ({key} was deleted)")
+            raise TakenError(f"{self.backend.url}: another process writes to this place ({key} was deleted)")
         crash_point("replica.slot-created")
         self._builder.apply(record, self._next, xxh3_128(data))
         self._next += 1
@@ -189,12 +208,13 @@ class Replica:
         return mine
 
     def finish(self) -> None:
-        """Make a store of it: FORMAT, and ``COPYING`` goes. What a killed process left below ``seg/`` goes, too.
+        """Make a store of it: FORMAT, and ``COPYING`` goes. Raises `StorageError`.
 
-        Raises `StorageError`.
+        What a killed process left below ``seg/`` of a folder goes, too. In a bucket it may be alive, and name it next.
         """
         if self.begun:
-            self._sweep()
+            if self.backend.anchored:
+                self._sweep()
             self.backend.settle("log/")
             crash_point("copy.before-format")
             with contextlib.suppress(KeyExistsError):

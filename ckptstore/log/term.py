@@ -118,7 +118,7 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
     raise doubt
 
 
-def _check_same_store(journal: Journal) -> None:
+def check_same_store(journal: Journal) -> None:
     """Refuse to send a slot to another run's store. Media that reach it through a handle cannot mistake it.
 
     Raises:
@@ -197,7 +197,7 @@ def open_term(
             backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
         record, data = _encoded(_opening(view.catalog, chosen, info, like, remote), view.end, journal.run)
-        _check_same_store(journal)
+        check_same_store(journal)
         mine = _send(backend, slot_key(view.end), data, patience)
         crash_point("open.created")
         if not mine:
@@ -399,7 +399,7 @@ class Term:
         # The term is in doubt from before the slot is sent until its fate is known, so that whatever interrupts this
         # (Ctrl-C, out of memory) leaves a term that never sends other bytes to the same slot.
         try:
-            _check_same_store(self.journal)
+            check_same_store(self.journal)
         except StoreReplacedError as error:
             self.dead = error
             raise

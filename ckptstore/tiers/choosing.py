@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 from itertools import pairwise
 
-from ckptstore.formats.catalog import REACHED, Catalog
+from ckptstore.formats.catalog import LACKS, REACHED, Catalog
 from ckptstore.formats.records import Encoding, Node, ref_of
 from ckptstore.maintenance.copies.choosing import part_of, with_paths
 from ckptstore.write.second_tier import Lag
 
-__all__ = ["drainable", "foreign_terms", "lag_between", "pruned"]
+__all__ = ["drainable", "foreign_terms", "holding", "lag_between", "pruned"]
 
 
 def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
@@ -22,6 +22,22 @@ def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
     ]
 
 
+def holding(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
+    """Says of a checkpoint of the store whether the remote holds it, and not another one of that name.
+
+    A term of the store's own may have the number of one that another machine opened in the remote, and a copy may have
+    been made of a store that was changed by hand.
+    """
+
+    def holds(node: Node) -> bool:
+        theirs, mine, opened = there.find(node), here.find(node), there.terms.get(node[0])
+        if theirs is None or opened is None or not _same(here, node[0], opened.nonce):
+            return False
+        return mine is None or mine.state == theirs.state  # which is retired here: a term has each step once
+
+    return holds
+
+
 def pruned(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
     """Says of a checkpoint of the store whether the remote had it, and has retired it since: it never gets it again.
 
@@ -30,6 +46,9 @@ def pruned(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
     so it was not: then it stays here, and is named. (But for a save that was overtaken by later ones, on a machine that
     then lost the run to another before the next pass: it is older than what that continued from, and is taken for one
     that was there. The store keeps it as long as its own rules do.)
+
+    Of a term that lacks something nothing is taken for gone from there on: a copy of a part promises what that builds
+    on, and retires it, though nobody ever had it there.
     """
     shared = {number for number, opened in there.terms.items() if _same(here, number, opened.nonce)}
     reached = _reached(there)
@@ -37,6 +56,9 @@ def pruned(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
     def gone(node: Node) -> bool:
         term, step = node
         if term not in shared or node in there.checkpoints:
+            return False
+        lacks = there.terms[term].extra.get(LACKS)
+        if type(lacks) is int and step >= lacks:
             return False
         if node in there.held:
             return True
@@ -69,14 +91,16 @@ def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) ->
     whole = part_of(here, None)
     foreign = foreign_terms(here, there)
     live = set() if foreign else {number for number in here.terms if number >= there.term}
-    gone = pruned(here, there)
+    gone, is_there = pruned(here, there), holding(here, there)
 
-    def is_there(node: Node) -> bool:
-        mine, theirs = here.find(node), there.find(node)
-        return mine is not None and theirs is not None and mine.state == theirs.state
+    def given_up(node: Node) -> bool:
+        """Whether it was promised there and is not any more: a term has each step once."""
+        return node not in there.checkpoints and (
+            node in there.held or (node[0] == there.term and node[1] in there.spent)
+        )
 
     def wanted(node: Node) -> bool:
-        return (node[0] in live or is_there(node)) and not gone(node)
+        return (node[0] in live or is_there(node)) and not gone(node) and not given_up(node)
 
     def leads(edge: Encoding) -> bool:
         """Whether an encoding is in the remote, or may be added to it still: by a term that is written to."""
@@ -85,7 +109,11 @@ def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) ->
         newest = max(here.segments[segment].term for segment in edge.segments)
         return newest in live and wanted(edge.checkpoint) and there.dropped.isdisjoint(edge.segments)
 
-    absent = {node for node in (*whole.checkpoints, *whole.held) if gone(node) and there.find(node) is None}
+    absent = {
+        node
+        for node in (*whole.checkpoints, *whole.held)
+        if there.find(node) is None and (gone(node) or (node[0] in live and given_up(node)))
+    }
 
     def sound(edge: Encoding) -> bool:
         """Whether nothing of it is damaged, and what it builds on is not gone."""
@@ -125,7 +153,8 @@ def _is_there(edge: Encoding, there: Catalog) -> bool:
 def lag_between(here: Catalog, there: Catalog, error: str | None = None, damaged: Set[str] = frozenset()) -> Lag:
     """How far the remote is behind the store, whose segments that are `damaged` it never gets."""
     part, branch = drainable(here, there, damaged)
-    left = [node for node in part.checkpoints if there.find(node) is None]
+    holds = holding(here, there)
+    left = [node for node in part.checkpoints if not holds(node)]
     newest = max(left, default=None)
     have = max((node[1] for node in there.checkpoints if newest and node[0] == newest[0]), default=None)
     if newest is not None and have is None:

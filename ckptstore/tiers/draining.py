@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
+from ckptstore.backends.exclusion import alone
 from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, SegmentEntry, ref_of
@@ -26,8 +27,8 @@ from ckptstore.maintenance.copies.copying import check_apart, check_known
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.tiers.answering import Answers
-from ckptstore.tiers.choosing import drainable, foreign_terms, lag_between, pruned
-from ckptstore.tiers.pair import Pair, alone
+from ckptstore.tiers.choosing import drainable, foreign_terms, holding, lag_between, pruned
+from ckptstore.tiers.pair import Pair
 from ckptstore.write.second_tier import Lag
 
 __all__ = ["Drain", "Drained", "lag_of"]
@@ -110,17 +111,21 @@ class Drain:
 
     def has(self, node: Node) -> bool:
         """Whether the remote has a checkpoint, or a record of its newest term retired it: no guess, as `had` may be."""
-        if self.remote is None:
+        here, there = self._local, self.remote
+        if here is None or there is None:
             return False
-        there = self.remote.catalog
-        return there.find(node) is not None or (node[0] == there.term and node[1] in there.spent)
+        retired = node[0] == there.catalog.term and node[1] in there.catalog.spent
+        if retired and there.catalog.find(node) is None:
+            return node[0] not in foreign_terms(here.catalog, there.catalog)
+        return holding(here.catalog, there.catalog)(node)
 
     def had(self, node: Node) -> bool:
         """Whether the remote has a checkpoint of the store, or had it and has retired it since, as far as is known."""
         here, there = self._local, self.remote
-        if there is None:
+        if here is None or there is None:
             return False
-        return there.catalog.find(node) is not None or (here is not None and pruned(here.catalog, there.catalog)(node))
+        promised = node in there.catalog.checkpoints and holding(here.catalog, there.catalog)(node)
+        return promised or pruned(here.catalog, there.catalog)(node)
 
     def asked(self) -> bool:
         """Whether somebody asks for a change of the remote. Looks now and then: that is a listing."""
@@ -138,7 +143,7 @@ class Drain:
             StorageError: a medium failed; the same.
         """
         with alone(self.pair.local.backend, patience) as mine:
-            return self.once_alone() if mine else Drained()
+            return self.once_alone(patience) if mine else Drained()
 
     def behind(self) -> bool:
         """Whether the store's log has grown since the last pass. Asks nothing of the remote."""
@@ -147,8 +152,12 @@ class Drain:
         except (CorruptLogError, StorageError):
             return True  # the pass says what is wrong
 
-    def once_alone(self) -> Drained:
-        """`once`, by who has locked others out. Raises as `once`."""
+    def once_alone(self, patience: Callable[[], bool] = lambda: True) -> Drained:
+        """`once`, by who has locked others out of the store; out of the remote it locks them. Raises as `once`."""
+        with alone(self.pair.remote.backend, patience, make=self.remote is None) as mine:
+            return self._passes() if mine else Drained()
+
+    def _passes(self) -> Drained:
         tries = 0
         while tries < _TRIES:
             replica = Replica(
@@ -208,7 +217,7 @@ class Drain:
             copies = _Copies(local.backend, replica.backend, local.run, _THREADS, self._advance)
             left = _left_out(here, there, wanted, branch)
             lacks = dict(reversed(left))  # ascending, so the lowest of a term stays
-            transfer = Transfer(wanted, replica, copies, lacks)
+            transfer = Transfer(wanted, replica, copies, lacks, here)
             replica.backend.check_space(sum(entry.size for entry in transfer.missing()))
             transfer.run()
             if replica.begun:

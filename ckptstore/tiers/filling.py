@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from ckptstore.backends.exclusion import alone
 from ckptstore.errors import (
     CheckpointNotFoundError,
     CkptError,
@@ -34,7 +35,7 @@ from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.restore.plan import plan
 from ckptstore.tiers.choosing import foreign_terms
-from ckptstore.tiers.pair import Pair, alone
+from ckptstore.tiers.pair import Pair
 
 __all__ = ["catch_up", "mend", "reading", "restore_newest"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckptstore.backends.exclusion import alone
 from ckptstore.errors import UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId
@@ -20,7 +21,7 @@ from ckptstore.log.term import Term, open_term
 from ckptstore.tiers.background import Draining
 from ckptstore.tiers.draining import Drain
 from ckptstore.tiers.filling import catch_up, restore_newest
-from ckptstore.tiers.pair import Pair, alone
+from ckptstore.tiers.pair import Pair
 from ckptstore.write.opening import open_writer
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.writer import Writer

@@ -1,13 +1,10 @@
-"""A store and its remote: where the remote is, how it is reached, and who of this machine may work between the two."""
+"""A store and its remote: where the remote is, and how it is reached."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +12,7 @@ from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from ckptstore.backends import open_backend
-from ckptstore.backends.base import Backend
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.exclusion import root_of
 from ckptstore.errors import CorruptionError, NotFoundError, StorageError, StoreNotFoundError, UsageError
 from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.records import CheckpointId
@@ -24,11 +20,9 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.log.term import Term, open_term
 
-__all__ = ["Pair", "Remote", "RemoteRememberedError", "alone", "configured", "open_without_remote"]
+__all__ = ["Pair", "Remote", "RemoteRememberedError", "configured", "open_without_remote"]
 
 _LONGEST_URL: Final = 4096
-_local_locks: dict[str, threading.Lock] = {}
-_local_locks_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +133,7 @@ class Pair:
         if not url:
             return None
         theirs = open_backend(url, True, remote.options or None)
-        if theirs.url == local.url or _root(theirs) == _root(local.backend) is not None:
+        if theirs.url == local.url or root_of(theirs) == root_of(local.backend) is not None:
             if remote.url is None:  # the remote itself, opened by its own URL
                 return None
             raise UsageError(f"{url}: a store is not its own remote")
@@ -178,59 +172,3 @@ class Pair:
                     self.local.url,
                 ) from error
             raise
-
-
-def _root(backend: Backend) -> str | None:
-    return os.path.realpath(backend.root) if isinstance(backend, LocalBackend) else None
-
-
-@contextlib.contextmanager
-def alone(backend: Backend, patience: Callable[[], bool] = lambda: True) -> Iterator[bool]:
-    """Be the only one of this machine that works between a store and its remote, for the length of the ``with``.
-
-    Two drains at once would copy the same segments, and one might replace what the other has just made known. A killed
-    process lets go. On a file system without locks nobody is kept out.
-
-    Args:
-        patience: asked while somebody else is at work -> whether to go on waiting.
-
-    Yields:
-        whether nobody else is; False: patience is over.
-    """
-    with _local_locks_lock:
-        lock = _local_locks.setdefault(_root(backend) or backend.url, threading.Lock())
-    while not lock.acquire(timeout=0.1):
-        if not patience():
-            yield False
-            return
-    try:
-        handle = _handle(backend)
-        try:
-            yield _locked(handle, patience)
-        finally:
-            if handle is not None:
-                os.close(handle)  # which lets go of the lock, too
-    finally:
-        lock.release()
-
-
-def _handle(backend: Backend) -> int | None:
-    root = _root(backend)
-    with contextlib.suppress(OSError):
-        return None if root is None else os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    return None
-
-
-def _locked(handle: int | None, patience: Callable[[], bool]) -> bool:
-    while handle is not None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)
-            if not patience():
-                return False
-        except OSError:  # no locks on this file system
-            break
-        else:
-            break
-    return True

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ passed = transfer.crash_point
 
 def waits(name):
     if name == "copy.brought":
+        transfer.crash_point = passed
         print(name, flush=True)
         sys.stdin.readline()
     passed(name)
@@ -110,10 +112,11 @@ transfer.crash_point = waits
 """
 
 
-def late(work: str, *arguments: object) -> subprocess.Popen[str]:
+def late(work: str, *arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """A process that copies a store by `work`. It has the segments, no slot names them, and it waits for a line."""
     command = [sys.executable, "-c", _LATE + work, *map(str, arguments)]
-    found = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, **(env or {})}
+    found = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert found.stdout is not None
     said = found.stdout.readline()
     if said != "copy.brought\n":

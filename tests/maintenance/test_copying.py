@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -232,17 +233,32 @@ def test_killed_anywhere_it_goes_on_and_copies_nothing_twice(
     assert bits(ckptstore.open(copy).load("latest", framework="numpy")) == wanted["20@4"]
 
 
-def test_who_copies_late_to_a_place_sweeps_nothing_that_was_saved_there_meanwhile(tmp_path: Path) -> None:
+def test_two_that_copy_to_one_folder_take_turns(tmp_path: Path) -> None:
+    """Without, the second one replaces what the first has brought, and deletes what no slot names yet."""
+    store = ckptstore.open(tmp_path / "run")
+    with store.writer(poll_seconds=None) as writer, ThreadPoolExecutor(1) as pool:
+        writer.save({"n": 1}, 1)
+        other = late("ckptstore.open(sys.argv[1]).copy(sys.argv[2])", tmp_path / "run", tmp_path / "copy")
+        try:
+            writer.save({"n": 2}, 2)
+            second = pool.submit(store.copy, tmp_path / "copy")
+            assert not wait([second], 0.5).done, "it waits"
+            told, _ = other.communicate("\n", timeout=60)
+            assert (told, other.returncode) == ("", 0)
+            done = second.result(60)
+        finally:
+            other.kill()
+            other.communicate()
+    assert (done.checkpoints, done.segments, done.went_on) == (("1@1", "2@1"), 1, True)
+    check(tmp_path / "copy", {"1@1": {"n": 1}, "2@1": {"n": 2}})
+
+
+def test_who_copies_and_is_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     with store.writer() as writer:
         writer.save({"n": 1}, 1)
     other = late("ckptstore.open(sys.argv[1]).copy(sys.argv[2])", tmp_path / "run", tmp_path / "copy")
-    try:
-        store.copy(tmp_path / "copy")
-        with ckptstore.open(tmp_path / "copy").writer() as writer:
-            writer.save({"n": 2}, 2)
-        other.communicate("\n", timeout=60)
-    finally:
-        other.kill()
-        other.communicate()
-    check(tmp_path / "copy", {"1@1": {"n": 1}, "2@2": {"n": 2}})
+    other.kill()
+    other.communicate()
+    store.copy(tmp_path / "copy")
+    check(tmp_path / "copy", {"1@1": {"n": 1}})

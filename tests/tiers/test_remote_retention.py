@@ -11,6 +11,7 @@ import pytest
 
 import ckptstore
 from ckptstore import CorruptionError, FencedError, RequestRefusedError
+from ckptstore.backends.exclusion import alone
 from ckptstore.formats.catalog import CatalogBuilder
 from ckptstore.formats.records import (
     CheckpointEntry,
@@ -21,8 +22,7 @@ from ckptstore.formats.records import (
     SegmentEntry,
 )
 from ckptstore.tiers import answering
-from ckptstore.tiers.choosing import drainable, pruned
-from ckptstore.tiers.pair import alone
+from ckptstore.tiers.choosing import drainable, holding, lag_between, pruned
 from tests.tiers.conftest import Place
 from tests.tiers.test_tiers import LONG, check, fill, state, steps
 
@@ -242,3 +242,74 @@ def test_without_the_member_nothing_is_known_to_have_been_there() -> None:
     builder.apply(OpenRecord(2, CheckpointId(1, 2, f"{2:032x}"), "c" * 32, 0.0, {}), 4)
     gone = pruned(known([saved(1), saved(2), saved(3)]), builder.catalog)
     assert [step for step in (1, 2, 3) if gone((1, step))] == []
+
+
+# ------------------------------------------------------------------------------------------------ names and copies
+
+
+def test_another_checkpoint_of_the_same_name_is_not_what_is_here(folders: Place) -> None:
+    """Two machines have opened a term of one number: each keeps its own, whatever the other's remote has."""
+    fill(folders.open(), 1, 1)
+    fill(ckptstore.open(folders.here, remote=False), 2, 4)
+    fill(folders.open(folders.there), 2, 4)
+    store = folders.open()
+    assert set(store.sync().branch) == {"2@2", "3@2", "4@2"}
+    found = store.prune("last:1", take_over=True)
+    assert found.retired == ("1@1",), "nobody else has the others"
+    assert steps(ckptstore.open(folders.here, remote=False)) == ["2@2", "3@2", "4@2"]
+
+
+def test_of_the_same_term_another_state_is_another_checkpoint() -> None:
+    here = known([saved(1), saved(2)])
+    changed = replace(here.checkpoints[1, 2], state="f" * 32)
+    there = known([saved(1), replace(saved(2), checkpoints=(changed,))])
+    holds = holding(here, there)
+    assert [step for step in (1, 2, 3) if holds((1, step))] == [1]
+    assert not holding(here, log(saved(1), opened=OpenRecord(1, None, "b" * 32, 0.0, {})).catalog)((1, 1))
+    assert lag_between(here, there).checkpoints == 1
+
+
+@pytest.mark.parametrize("form", ["stored", "full"])
+def test_a_copy_of_a_part_never_had_the_rest(folders: Place, form: Any) -> None:
+    """It becomes the remote once the next term has begun there, which says how far the first one had come."""
+    with ckptstore.open(folders.here).writer(deltas=None, poll_seconds=None) as writer:
+        for step in range(1, 5):
+            writer.save(state(step), step)
+    ckptstore.open(folders.here).copy(folders.remote, [3], form=form)
+    folders.theirs().tag("begun", 3, take_over=True)
+    store = folders.open()
+    assert store.sync().branch == ("1@1", "2@1", "4@1")
+    with pytest.warns(ckptstore.BranchWarning, match="1@1, 2@1, 4@1"):
+        fill(store, 5, 6, keep=["last:1"])
+    assert {"1@1", "2@1", "4@1", "6@3"} <= set(steps(store)), "the only ones there are"
+    assert "3@1" not in steps(store), "which is in the remote"
+    assert steps(folders.theirs()) == ["3@1", "5@3", "6@3"]
+
+
+def test_what_a_copy_of_a_part_builds_on_was_never_promised_there(folders: Place) -> None:
+    with ckptstore.open(folders.here).writer(deltas=3, poll_seconds=None) as writer:
+        for step in range(1, 4):
+            writer.save(state(step), step)
+    store = ckptstore.open(folders.here)
+    done = store.copy(folders.remote, [3])
+    assert done.bases == ("1@1",)
+    store = folders.open()
+    found = store.sync()
+    assert (found.branch, found.checkpoints) == (("1@1",), 1)
+    with pytest.warns(ckptstore.BranchWarning, match="1@1"):
+        fill(store, 4, 5, keep=["last:1"])
+    assert {"1@1", "5@2"} <= set(steps(store)), "the only one that anybody can load"
+    assert {"2@1", "3@1"}.isdisjoint(steps(store))
+    assert steps(folders.theirs()) == ["2@1", "3@1", "4@2", "5@2"]
+    for one in (store, folders.theirs()):
+        assert one.verify(deep=True).ok
+
+
+def test_a_copy_of_such_a_copy_says_so_too(folders: Place, tmp_path: Path) -> None:
+    with ckptstore.open(folders.here).writer(deltas=None, poll_seconds=None) as writer:
+        for step in range(1, 5):
+            writer.save(state(step), step)
+    ckptstore.open(folders.here).copy(tmp_path / "part", [2, 3])
+    ckptstore.open(tmp_path / "part").copy(folders.remote)
+    folders.theirs().tag("begun", 3, take_over=True)
+    assert folders.open().sync().branch == ("1@1", "4@1")

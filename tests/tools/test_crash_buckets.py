@@ -125,7 +125,7 @@ def test_what_happens_to_a_bucket_is_not_silent(stage: BucketStage) -> None:
 def test_a_writer_that_does_not_look_whose_store_it_is_is_caught(
     stage: BucketStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(term, "_check_same_store", lambda _journal: None)
+    monkeypatch.setattr(term, "check_same_store", lambda _journal: None)
     with pytest.raises(Violation, match="after the store was deleted"):
         suffer(stage, (5, 6, 10))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tools.objects.fast_server import serving_fast, spent
 from tools.objects.server import Server
 
 WANTED = ["obstore", "ckptstore"]
+LINK = "200Mbit/s"
 
 
 @pytest.mark.slow
@@ -26,7 +29,7 @@ def test_what_comes_back_is_what_was_saved_and_everything_is_told(tmp_path: Path
     size = short_or(12, 64)
     result = CliRunner().invoke(
         objects.main,
-        ["--size", f"{size}MB", "--rounds", "1", "--out", str(tmp_path), "--json", *clients],
+        ["--size", f"{size}MB", "--rounds", "1", "--link", LINK, "--out", str(tmp_path), "--json", *clients],
         catch_exceptions=False,
     )
     assert result.exit_code == 0, result.output
@@ -38,7 +41,12 @@ def test_what_comes_back_is_what_was_saved_and_everything_is_told(tmp_path: Path
     assert all(row["rate"] > 0 and row["cpu"] > 0 for row in document["clients"])
     ratios = {(row["client"], row["phase"]): row["ratio"] for row in document["clients"]}
     assert ratios["obstore", "save"] == ratios["obstore", "restore"] == 1.0 != ratios["ckptstore", "save"] > 0
-    assert {mode: len(samples) for mode, samples in document["loops"].items()} == {"thread": 1, "agent": 1, "apart": 1}
+    found = {(row["link"], row["mode"]): row for row in document["loop_rows"]}
+    assert list(found) == [(link, mode) for link in ("loopback", LINK) for mode in ("thread", "agent", "apart")]
+    assert all(row["kept"] > 0 and row["spread"] == [row["kept"]] * 2 for row in found.values())
+    for mode in ("thread", "agent", "apart"):
+        assert found[LINK, mode]["upload"] > 0.8 * (size - 1) * 1e6 / 25e6, "nothing is faster than its link"
+    assert CliRunner().invoke(objects.main, ["--link", "1Gb/s"]).exit_code == 2
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +92,25 @@ def test_the_server_copies_cuts_and_refuses(fast: Server) -> None:
     with pytest.raises(FileNotFoundError):
         obstore.head(store, "a")
     assert obstore.head(store, "b")["size"] == len(data)
+
+
+def test_a_link_is_no_faster_than_it_says_whoever_shares_it() -> None:
+    """Each way has its own speed, and all connections have one together."""
+    import obstore
+
+    data, rate = bytes(10 << 20), 400e6 / 8
+    with serving_fast("400Mbit/s") as server:
+        store = store_of(server)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda number: obstore.put(store, f"{number}", data, use_multipart=False), range(3)))
+        up = time.perf_counter()
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(lambda number: obstore.get(store, f"{number}").bytes() == data, range(2)))
+        down = time.perf_counter()
+    lead = 3 << 20  # what each connection may have ahead: a piece that is under way
+    assert up - began > (3 * len(data) - lead) / rate
+    assert down - up > (2 * len(data) - lead) / rate
 
 
 def test_the_server_takes_the_framing_of_signed_streams(fast: Server) -> None:

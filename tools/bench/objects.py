@@ -10,6 +10,9 @@ the server took: where that is near the seconds that passed, it was the server t
 Then, what a trainer's Python loop keeps of its speed while the state goes up (`tools.bench.objects_loop`): by a writer
 in its process, by the agent, and, for what the machine takes by itself, by a process that has nothing to do with it.
 With ``--pin`` the loop has a core for itself, as in training.
+
+Loopback is no network: as fast as client and server can go, which takes all cores there are. ``--link 10Gbit/s --link
+1Gbit/s`` measures the loop beside uploads over such links, too, each with a server of its own that is no faster.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ckptstore.cli.quantities import AMOUNT
+from ckptstore.cli.quantities import AMOUNT, RATE, Typed
 from tools.bench import machine
 from tools.bench.object_clients import CLIENTS, missing
 from tools.bench.objects_loop import others, pinned
@@ -38,6 +41,7 @@ __all__ = ["Comparison", "main"]
 
 PHASES: Final = ("save", "restore")
 MODES: Final = ("thread", "agent", "apart")
+LOOPBACK: Final = "loopback"
 RAW: Final = {"ckptstore": "obstore", "obstore": "obstore"}
 """What each is divided by; others by ``obstore-plain``, as they send no checksum either."""
 
@@ -47,7 +51,7 @@ class Comparison:
 
     Attributes:
         samples: client -> phase -> one entry a round.
-        loops: mode -> one entry a round.
+        loops: link -> mode -> one entry a round.
         left_out: client -> the package that it lacks.
     """
 
@@ -58,7 +62,7 @@ class Comparison:
         self.samples: dict[str, dict[str, list[dict[str, float]]]] = {
             name: {phase: [] for phase in PHASES} for name in self.clients
         }
-        self.loops: dict[str, list[dict[str, float]]] = {}
+        self.loops: dict[str, dict[str, list[dict[str, float]]]] = {}
 
     def round(self, number: int, port: int) -> None:
         """Every client once, beginning with another one each time. Raises `click.ClickException`."""
@@ -69,11 +73,25 @@ class Comparison:
                 self.samples[name][phase].append(found[phase])
             _emptied(port)
 
-    def loop(self, port: int, *more: str) -> None:
+    def loop(self, link: str, port: int, *more: str) -> None:
         """Each mode once."""
+        samples = self.loops.setdefault(link, {mode: [] for mode in MODES})
         for mode in MODES:
-            self.loops.setdefault(mode, []).append(_run("tools.bench.objects_loop", mode, port, self.size, *more))
+            samples[mode].append(_run("tools.bench.objects_loop", mode, port, self.size, *more))
             _emptied(port)
+
+    def loop_rows(self) -> list[dict[str, Any]]:
+        """One for each link and mode: medians."""
+        return [
+            {
+                "link": link,
+                "mode": mode,
+                **{word: median([one[word] for one in samples]) for word in ("kept", "ran", "stall", "upload")},
+                "spread": [function(one["kept"] for one in samples) for function in (min, max)],
+            }
+            for link, modes in self.loops.items()
+            for mode, samples in modes.items()
+        ]
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each client and phase: medians."""
@@ -121,27 +139,35 @@ def _shown(console: Console, found: Comparison, rows: Sequence[dict[str, Any]]) 
                 numbers = [f"{row[word]:.2f}" for word in ("cpu", "server", "memory")]
                 table.add_row(row["client"], f"{row['rate']:.2f}", f"{low:.2f}-{high:.2f}", ratio, *numbers)
         console.print(table)
-    for mode, samples in found.loops.items():
-        words = ("kept", "ran", "stall", "upload")
-        kept, ran, stall, upload = (median([one[word] for one in samples]) for word in words)
-        least, most = (function([one["kept"] for one in samples]) for function in (min, max))
-        beside = "an upload of another process, obstore" if mode == "apart" else f"an upload, {mode}"
-        stalled = f" after {stall:.2f} s in save_async," if stall else ""
-        console.print(
-            f"Python loop beside {beside}: {kept:.0%} of its speed ({least:.0%} to {most:.0%}; the GIL took "
-            f"{1 - ran:.1%}),{stalled} for {upload:.2f} s",
-            highlight=False,
-        )
+    if found.loops:
+        _show_loops(console, found)
     for name, package in found.left_out.items():
         console.print(f"{name}: left out, {package} is not installed", highlight=False)
 
 
-@click.command(epilog="\b\nExample:\n  python -m tools.bench.objects --size 1GB --rounds 5 --pin")
+def _show_loops(console: Console, found: Comparison) -> None:
+    title = f"a Python loop beside an upload of {found.size / 1e9:g} GB"
+    table = Table(title=title, title_justify="left")
+    words = {"thread": "a writer's threads", "agent": "its agent", "apart": "another process, obstore"}
+    for column in ("link", "upload by", "kept", "least-most", "the GIL took", "in save_async s", "upload s"):
+        table.add_column(column, justify="left" if column in ("link", "upload by") else "right", no_wrap=True)
+    for row in found.loop_rows():
+        least, most = row["spread"]
+        shares = (f"{row['kept']:.0%}", f"{least:.0%}-{most:.0%}", f"{1 - row['ran']:.1%}")
+        stall = "" if row["mode"] == "apart" else f"{row['stall']:.2f}"
+        table.add_row(row["link"], words[row["mode"]], *shares, stall, f"{row['upload']:.2f}")
+    console.print(table)
+
+
+@click.command(
+    epilog="\b\nExample:\n  python -m tools.bench.objects --size 1GB --rounds 5 --link 10Gbit/s --link 1Gbit/s"
+)
 @click.option("--size", type=AMOUNT, default="1GB", show_default=True, help="Of the state.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--client", "clients", type=click.Choice(list(CLIENTS)), multiple=True, help="Default: all.")
 @click.option("--loop/--no-loop", default=True, help="Whether to measure the trainer's loop, too.")
 @click.option("--pin", is_flag=True, help="In that: the loop has a core for itself, upload and server the others.")
+@click.option("--link", "links", type=RATE, multiple=True, help="In that: also over a network so fast, as 1Gbit/s.")
 @click.option("--bandwidth", metavar="RATE", help="In that: what the upload is held to, as 250MB/s.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
@@ -151,6 +177,7 @@ def main(
     clients: tuple[str, ...],
     loop: bool,
     pin: bool,
+    links: tuple[Typed, ...],
     bandwidth: str | None,
     out: Path,
     as_json: bool,
@@ -165,18 +192,25 @@ def main(
     with serving_fast() as server:
         for number in range(rounds if found.clients else 0):
             found.round(number, server.port)
-    if loop:
-        with pinned(others()) if pin else nullcontext(), serving_fast() as server:
+    for link in (None, *(one.text for one in links)) if loop else ():
+        with pinned(others()) if pin else nullcontext(), serving_fast(link) as server:
             for _ in range(rounds):
-                found.loop(server.port, *more)
+                found.loop(link or LOOPBACK, server.port, *more)
     rows = found.rows()
     document = {
         "benchmark": "objects",
         "machine": machine.describe(out),
-        "settings": {"size": found.size, "rounds": rounds, "pin": pin, "bandwidth": bandwidth},
+        "settings": {
+            "size": found.size,
+            "rounds": rounds,
+            "pin": pin,
+            "links": [one.text for one in links],
+            "bandwidth": bandwidth,
+        },
         "clients": rows,
         "samples": found.samples,
         "loops": found.loops,
+        "loop_rows": found.loop_rows(),
         "left_out": found.left_out,
     }
     (out / "objects.json").write_text(json.dumps(document, indent=1) + "\n")

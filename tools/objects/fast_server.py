@@ -7,6 +7,9 @@
 A thread for each connection; a body is received by one system call into the memory where it stays, and sent by one
 from there, without the GIL. Signatures and checksums are not looked at, and nothing outlives the process: for a store
 that is to be kept use a real one. ``GET /__spent`` says what CPU time it took.
+
+Loopback is as fast as the processor, which then has no time for anything else. With ``--link 10Gbit/s`` bodies come and
+go no faster than that, each way, however many connections there are: clients wait for it as for a network.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from urllib.parse import parse_qsl, unquote
 
 import click
 
+from ckptstore.cli.quantities import RATE
+from ckptstore.host.bandwidth import PIECE, Bandwidth
 from tools.objects.fast_bucket import Answer, Asked, Body, Buckets
 from tools.objects.server import Server, options_for
 
@@ -33,6 +38,8 @@ _HEAD: Final = 64 << 10
 """Bytes that a request's head may have."""
 _BUCKET: Final = "tests"
 _SPENT: Final = "/__spent"
+_AHEAD: Final = 512 << 10
+"""Bytes that a client may send ahead of a link, in the system's memory; as the system counts, twice that."""
 _REASONS: Final = {200: "OK", 204: "No Content", 206: "Partial Content", 404: "Not Found", 412: "Precondition Failed"}
 
 
@@ -40,12 +47,35 @@ class _GoneError(Exception):
     """The client has ended the connection."""
 
 
+class _Wire:
+    """What all connections of a server share: a network, each of whose directions has a speed; None: no limit."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._ways = None if rate is None else {True: _held(rate), False: _held(rate)}
+
+    def turns(self, length: int, *, up: bool) -> Iterator[int]:
+        """Cut `length` bytes in pieces, each of which is waited for -> their lengths."""
+        if self._ways is None:
+            if length:
+                yield length
+            return
+        for start in range(0, length, PIECE):
+            size = min(PIECE, length - start)
+            self._ways[up].take(size)
+            yield size
+
+
+def _held(rate: float) -> Bandwidth:
+    return Bandwidth(rate, sleep=time.sleep)
+
+
 class _Connection:
     """One client's requests, one after the other."""
 
-    def __init__(self, link: socket.socket, buckets: Buckets) -> None:
+    def __init__(self, link: socket.socket, buckets: Buckets, wire: _Wire) -> None:
         self._link = link
         self._buckets = buckets
+        self._wire = wire
         self._ahead = bytearray()  # what came behind what was asked for
 
     def serve(self) -> None:
@@ -95,11 +125,13 @@ class _Connection:
         had = min(len(self._ahead), len(body.view))
         body.view[:had] = self._ahead[:had]
         del self._ahead[:had]
-        while had < len(body.view):
-            count = self._link.recv_into(body.view[had:], 0, socket.MSG_WAITALL)
-            if not count:
-                raise _GoneError
-            had += count
+        for size in self._wire.turns(len(body.view) - had, up=True):
+            end = had + size
+            while had < end:
+                count = self._link.recv_into(body.view[had:end], 0, socket.MSG_WAITALL)
+                if not count:
+                    raise _GoneError
+                had += count
         if "aws-chunked" in headers.get("content-encoding", ""):
             return _unchunked(body)
         return body
@@ -117,7 +149,10 @@ class _Connection:
             return
         self._link.sendall(head)
         for part in answer.parts:
-            self._link.sendall(part)
+            at = 0
+            for size in self._wire.turns(len(part), up=False):
+                self._link.sendall(part[at : at + size])
+                at += size
 
 
 def _unchunked(body: Body) -> Body:
@@ -142,9 +177,17 @@ class FastServer:
         port: where.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, rate: float | None = None) -> None:
+        """
+        Args:
+            rate: bytes in a second, each way, all connections together; None: any number.
+        """
         self._buckets = Buckets()
+        self._wire = _Wire(rate)
         self._link = socket.create_server(("127.0.0.1", port), backlog=256)
+        if rate is not None:
+            # Prevents: many megabytes of each body that arrive at once, at the speed of loopback.
+            self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _AHEAD)
         self.port = int(self._link.getsockname()[1])
 
     def create(self, bucket: str) -> None:
@@ -155,14 +198,19 @@ class FastServer:
         """For ever."""
         while True:
             link, _ = self._link.accept()
-            connection = _Connection(link, self._buckets)
+            connection = _Connection(link, self._buckets, self._wire)
             threading.Thread(target=connection.serve, daemon=True).start()
 
 
 @contextmanager
-def serving_fast() -> Iterator[Server]:
-    """The server in a process of its own, with a bucket, until the ``with`` ends."""
+def serving_fast(link: str | None = None) -> Iterator[Server]:
+    """The server in a process of its own, with a bucket, until the ``with`` ends.
+
+    Args:
+        link: how fast a network it is behind, as ``10Gbit/s``; None: it is not.
+    """
     command = [sys.executable, "-m", "tools.objects.fast_server", "--bucket", _BUCKET]
+    command += ["--link", link] if link else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -186,9 +234,10 @@ def spent(port: int) -> float:
 @click.command()
 @click.option("--port", type=int, default=0, help="Where to listen on loopback; 0: anywhere.")
 @click.option("--bucket", default=_BUCKET, help="A bucket that exists from the start.")
-def main(port: int, bucket: str) -> None:
+@click.option("--link", type=RATE, help="How fast the network is, each way: 10Gbit/s. Default: as fast as loopback.")
+def main(port: int, bucket: str, link: float | None) -> None:
     """Serve until the process is ended; the first line says where."""
-    server = FastServer(port)
+    server = FastServer(port, link)
     server.create(bucket)
     click.echo(f"http://127.0.0.1:{server.port}")
     sys.stdout.flush()

@@ -1,6 +1,7 @@
 """Other servers than the tests' own, where they are installed: moto (S3), a second opinion; azurite (Azure's blobs).
 
-moto: ``pip install '.[test-moto]'``; azurite: ``npm install -g azurite``. Both keep what they have in memory.
+moto: ``pip install '.[test-moto]'``; azurite: ``npm install -g azurite``, or ``npm install azurite`` in any folder and
+``CKPTSTORE_TEST_AZURITE=FOLDER/node_modules/.bin/azurite-blob``. Both keep what they have in memory.
 """
 
 from __future__ import annotations
@@ -44,16 +45,20 @@ def serving_moto(folder: Path) -> Iterator[Server]:
         yield Server("s3://tests", options_for(port), port)
 
 
+def _azurite() -> str | None:
+    return shutil.which(os.environ.get("CKPTSTORE_TEST_AZURITE") or "azurite-blob")
+
+
 def azurite_missing() -> str | None:
     """Why there is no azurite; None: there is."""
-    return None if shutil.which("azurite-blob") else "azurite is not installed: npm install -g azurite"
+    return None if _azurite() else "azurite is not installed: npm install -g azurite, or name CKPTSTORE_TEST_AZURITE"
 
 
 @contextmanager
 def serving_azurite(folder: Path) -> Iterator[Server]:
     """azurite, with a container, until the ``with`` ends."""
     port = free_port()
-    program = shutil.which("azurite-blob")
+    program = _azurite()
     assert program is not None
     command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
     with running([*command, "--skipApiVersionCheck"], dict(os.environ), port, folder):

@@ -17,6 +17,7 @@ from tools.protocol.loss_model import LossModel, LossRules
 from tools.protocol.power_model import PowerModel, PowerRules
 from tools.protocol.prune_model import PruneModel
 from tools.protocol.recycle_model import RecycleModel, RecycleRules
+from tools.protocol.remote_model import RemoteModel, RemoteRules
 from tools.protocol.store_model import StoreModel, StoreRules
 from tools.protocol.tiers_model import TiersModel, TiersRules
 
@@ -294,6 +295,42 @@ TIERS_MUTANTS: dict[str, TiersRules] = {
 }
 
 
+REMOTE_HOLDS: dict[str, RemoteRules] = {
+    "a drain, a prune, gc, another machine": RemoteRules(saves=2),
+    "what is damaged here, a prune that asks, gc, a reader": RemoteRules(
+        damages=1, opens=0, elsewhere=0, take_over=False
+    ),
+    "2 drains beside a prune that asks": RemoteRules(drains=2, opens=0, elsewhere=0, take_over=False),
+    "the remote begins as a copy of a part": RemoteRules(part=True, elsewhere=0),
+    "a term without the remote, one of its number elsewhere, a reader": RemoteRules(
+        saves=2, alone=1, damages=1, prunes=0, opens=0
+    ),
+}
+REMOTE_HOLDS_FULL: dict[str, RemoteRules] = {
+    "3 saves, a prune, gc, another machine": RemoteRules(),
+    "damage, a prune, gc, another machine": RemoteRules(damages=1),
+    "2 drains, damage, 2 prunes, gc": RemoteRules(drains=2, damages=1, prunes=2, opens=0, elsewhere=0),
+    "a copy of a part, damage, another machine": RemoteRules(part=True, damages=1),
+    "a term without the remote, a prune, another machine": RemoteRules(alone=1, elsewhere=2, opens=2),
+}
+_DAMAGE: Final = RemoteRules(damages=1, opens=0, elsewhere=0, take_over=False)
+REMOTE_MUTANTS: dict[str, RemoteRules] = {
+    "an OPEN does not say how far the term before it had come": RemoteRules(reached_told=False),
+    "nobody minds what a term lacks": RemoteRules(damages=1, prunes=0, lacks_minded=False),
+    "what is left out is noted when all else is there": RemoteRules(damages=1, prunes=0, lacks="last"),
+    "what is left out is not noted": RemoteRules(damages=1, prunes=0, lacks="never"),
+    "checkpoints are compared by their names": RemoteRules(alone=1, prunes=0, nonces=False),
+    "what was retired there is brought there again": replace(_DAMAGE, damages=0, never_again=False),
+    "what builds on what is gone there is brought": replace(_DAMAGE, bases_there=False),
+    "who finds a slot taken goes to the next": replace(_DAMAGE, drains=2, read_anew=False),
+    "a prune is not checked against the catalog": replace(_DAMAGE, requests_checked=False),
+    "a copy of a part does not say so": RemoteRules(part=True, elsewhere=0, part_told=False),
+    "what a copy of a part builds on was promised there": RemoteRules(part=True, elsewhere=0, part_trusted=True),
+    "gc takes what is brought and not named yet": replace(_DAMAGE, damages=0, prunes=0, gc_spares_newest=False),
+    "what is filled in is not compared": RemoteRules(alone=1, damages=1, prunes=0, fill_compares=False),
+}
+
+
 class Case(NamedTuple):
     """One search and what it has to find."""
 
@@ -337,3 +374,7 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case("tiers", name, TiersModel(tiers), "holds")
     for name, tiers in TIERS_MUTANTS.items():
         yield Case("tiers", f"mutant: {name}", TiersModel(tiers), "violated")
+    for name, remote in (REMOTE_HOLDS | ({} if quick else REMOTE_HOLDS_FULL)).items():
+        yield Case("remote", name, RemoteModel(remote), "holds")
+    for name, remote in REMOTE_MUTANTS.items():
+        yield Case("remote", f"mutant: {name}", RemoteModel(remote), "violated")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.catalog import LACKS, Catalog
 from ckptstore.formats.records import Encoding, Node
 from ckptstore.formats.retention import needed
 from ckptstore.log import refs
 from ckptstore.restore.plan import plan
 
-__all__ = ["chosen_nodes", "lines_of", "part_of", "with_paths"]
+__all__ = ["chosen_nodes", "known_to", "left_out", "lines_of", "part_of", "with_paths"]
 
 
 def chosen_nodes(catalog: Catalog, names: Sequence[str | int]) -> list[Node]:
@@ -73,6 +73,30 @@ def lines_of(catalog: Catalog, terms: Iterable[int]) -> set[int]:
             if opened.parent is not None:
                 waiting.append(opened.parent.term)
     return found
+
+
+def known_to(catalog: Catalog) -> Callable[[Node], bool]:
+    """Says of a checkpoint of the run whether a store has it, or had it: what it does not know was saved later."""
+
+    def known(node: Node) -> bool:
+        term, step = node
+        if term != catalog.term:
+            return term in catalog.terms  # nothing comes to an earlier term any more
+        return catalog.find(node) is not None or step in catalog.spent
+
+    return known
+
+
+def left_out(catalog: Catalog, part: Catalog, there: Catalog) -> dict[int, int]:
+    """Of what a store promises, what a copy of a part of it does not get -> term: the lowest step.
+
+    What a term lacks already where it comes from (a second tier, another such copy) it lacks in the copy as well.
+    """
+    nodes = [node for node in catalog.checkpoints if node not in part.checkpoints and there.find(node) is None]
+    lacks = {term: step for term, opened in catalog.terms.items() if type(step := opened.extra.get(LACKS)) is int}
+    for term, step in nodes:
+        lacks[term] = min(step, lacks.get(term, step))
+    return lacks
 
 
 def _leads(catalog: Catalog, edge: Encoding) -> bool:

@@ -7,16 +7,21 @@
 
 Killed at any instant, it leaves a place that is no store yet; the same command goes on with it. A copy that is a store
 already takes what is new.
+
+Several may make one copy at once. Those of one machine take turns in a folder. In a bucket nobody waits: a segment has
+the same bytes whoever sends it, nobody deletes what another may be about to name, and who finds a slot taken begins
+anew. What is there is read before what there is to copy: so nobody puts back what another has brought there since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from ckptstore.backends.base import Backend
+from ckptstore.backends.exclusion import alone
 from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.formats.catalog import Catalog
@@ -28,8 +33,9 @@ from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
-from ckptstore.log.replica import Origin, Replica
-from ckptstore.maintenance.copies.choosing import chosen_nodes, part_of
+from ckptstore.log.reading import View, read
+from ckptstore.log.replica import Origin, Replica, TakenError
+from ckptstore.maintenance.copies.choosing import chosen_nodes, left_out, part_of
 from ckptstore.maintenance.copies.fulls import Written, copy_as_fulls
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
@@ -38,6 +44,8 @@ __all__ = ["As", "Copied", "check_apart", "check_known", "copy"]
 
 As = Literal["stored", "full"]
 _FORMS: Final = ("stored", "full")
+_TRIES: Final = 16
+"""Times that another process may add to the place before this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +97,101 @@ def copy(
         raise UsageError(f"{form!r}: a copy is made as 'stored' or as 'full'")
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     check_apart(journal.backend, target)
+    view = read(journal)
+    _chosen(journal, view.catalog, names)  # raises before anything is made
+    copying = _Copying(journal, view, target, tuple(names), form, progress, threads)
+    with alone(target, make=True):
+        tries = 0
+        while True:
+            try:
+                return copying.once()
+            except TakenError:
+                tries += 1
+                if tries == _TRIES:
+                    raise
 
-    def choose(catalog: Catalog) -> tuple[list[Node], Catalog]:
-        _check_copyable(journal, catalog)
-        nodes = chosen_nodes(catalog, names)
-        return nodes, part_of(catalog, nodes if names else None)
 
-    with claim(journal, choose, lambda chosen: tuple(chosen[1].segments)) as (view, (nodes, wanted)):
-        origin = Origin(journal.format, "copy", _request(names, form))
-        replica = Replica(target, origin)
+def _chosen(journal: Journal, catalog: Catalog, names: Sequence[str | int]) -> tuple[list[Node], Catalog]:
+    """What is asked for, and that with what it builds on."""
+    _check_copyable(journal, catalog)
+    nodes = chosen_nodes(catalog, names)
+    return nodes, part_of(catalog, nodes if names else None)
+
+
+@dataclass
+class _Copying:
+    """A copy, which may have to be begun again: what another process adds meanwhile is there then.
+
+    Attributes:
+        view: the store's log as it was read last.
+        brought, nbytes: segments that were written, all tries together.
+    """
+
+    journal: Journal
+    view: View
+    target: Backend
+    names: tuple[str | int, ...]
+    form: As
+    progress: Progress | None
+    threads: int
+    brought: int = 0
+    nbytes: int = 0
+
+    def once(self) -> Copied:
+        """Raises as `copy`, and `TakenError`."""
+
+        def choose(catalog: Catalog) -> tuple[Catalog, list[Node], Catalog]:
+            return catalog, *_chosen(self.journal, catalog, self.names)
+
+        replica = Replica(self.target, Origin(self.journal.format, "copy", _request(self.names, self.form)))
         went_on = not replica.begun or bool(replica.catalog.term)
-        done: Written | Copies
-        if form == "full":
-            done = copy_as_fulls(journal, view.catalog, nodes, replica, progress, threads)
-        else:
-            tally = Tally(progress)
-            done = Copies(journal.backend, target, journal.run, threads, tally.advance)
-            transfer = Transfer(wanted, replica, done)
-            missing = transfer.missing()
-            tally.total = sum(entry.size for entry in missing)
-            target.check_space(tally.total)
+        # Prevents: tags, rules and promises of a view that is older than that from which another process has made what
+        # is there.
+        self.view = read(self.journal, self.view)
+        claimed = claim(self.journal, choose, lambda chosen: tuple(chosen[2].segments), since=self.view)
+        with claimed as (_, (source, nodes, wanted)):
+            lacks = left_out(source, wanted, replica.catalog)
+            if self.form == "full":
+                present = self._write(source, nodes, replica, lacks)
+            else:
+                present = self._bring(source, wanted, replica, lacks)
+            replica.finish()
+        return Copied(
+            run=self.journal.run,
+            checkpoints=tuple(ref_of(node) for node in nodes),
+            bases=() if self.form == "full" else tuple(ref_of(node) for node in wanted.held),
+            segments=self.brought,
+            nbytes=self.nbytes,
+            present=present,
+            went_on=went_on,
+        )
+
+    def _write(self, source: Catalog, nodes: Sequence[Node], replica: Replica, lacks: Mapping[int, int]) -> int:
+        """Each checkpoint as a full -> segments that were there already."""
+        done = Written()
+        try:
+            copy_as_fulls(self.journal, source, nodes, replica, done, lacks, self.progress, self.threads)
+        finally:
+            self._count(done)
+        whole = sum(len(replica.catalog.encodings.get(node, ())) for node in nodes)
+        return max(0, whole - done.brought)
+
+    def _bring(self, source: Catalog, wanted: Catalog, replica: Replica, lacks: Mapping[int, int]) -> int:
+        """Every segment as it is -> how many were there already."""
+        tally = Tally(self.progress)
+        done = Copies(self.journal.backend, self.target, self.journal.run, self.threads, tally.advance)
+        transfer = Transfer(wanted, replica, done, lacks, source)
+        tally.total = sum(entry.size for entry in transfer.missing())
+        self.target.check_space(tally.total)
+        try:
             transfer.run()
-        replica.finish()
-    bases = () if form == "full" else tuple(ref_of(node) for node in wanted.held)
-    present = sum(len(replica.catalog.encodings.get(node, ())) for node in nodes) if form == "full" else 0
-    return Copied(
-        run=journal.run,
-        checkpoints=tuple(ref_of(node) for node in nodes),
-        bases=bases,
-        segments=done.brought,
-        nbytes=done.nbytes,
-        present=max(0, present - done.brought) if form == "full" else len(wanted.segments) - done.brought,
-        went_on=went_on,
-    )
+        finally:
+            self._count(done)
+        return len(wanted.segments) - done.brought
+
+    def _count(self, done: Written | Copies) -> None:
+        self.brought += done.brought
+        self.nbytes += done.nbytes
 
 
 def check_apart(source: Backend, target: Backend) -> None:

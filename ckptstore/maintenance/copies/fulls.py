@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -46,16 +46,23 @@ def copy_as_fulls(
     catalog: Catalog,
     nodes: Sequence[Node],
     replica: Replica,
+    done: Written,
+    lacks: Mapping[int, int],
     progress: Progress | None,
     threads: int,
-) -> Written:
+) -> None:
     """Write the checkpoints `nodes` of `catalog`, whose segments the caller has pinned, as fulls.
 
+    Args:
+        done: told what is written.
+        lacks: see `Transfer`.
+
     Raises:
+        TakenError: another process adds to the place.
         CorruptSegmentError: what is stored is not what was saved.
         StorageError: a medium failed.
     """
-    done, part = Written(), Catalog(term=catalog.term)
+    part = Catalog(term=catalog.term)
     there = replica.catalog
     left = []
     for node in nodes:
@@ -82,8 +89,7 @@ def copy_as_fulls(
                 part.tags.update((name, node) for name, node in catalog.tags.items() if node == entry.node)
             numbers = lines_of(catalog, {node[0] for node in part.checkpoints})
             part.terms.update((number, catalog.terms[number]) for number in sorted(numbers))
-            Transfer(part, replica, done).run()
-    return done
+            Transfer(part, replica, done, lacks).run()
 
 
 def _merged(catalog: Catalog, there: Catalog) -> Catalog:

@@ -46,6 +46,7 @@ def copy_segment(
         reader.check_identity(run)
         checking = _Checking(entry.key, extents(_tensors(reader)))
         sink = _opened(target, entry)
+        sink.shared = True
         try:
             # The first block has the header, and goes last: a file without one is recognisably unfinished.
             size = staging.block_bytes

@@ -24,6 +24,7 @@ from ckptstore.formats.records import (
 )
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.replica import Replica
+from ckptstore.maintenance.copies.choosing import known_to
 
 __all__ = ["Supply", "Transfer"]
 
@@ -52,18 +53,27 @@ class Transfer:
     """Brings a wanted catalog to a `Replica`."""
 
     def __init__(
-        self, wanted: Catalog, replica: Replica, supply: Supply, lacks: Mapping[int, int] | None = None
+        self,
+        wanted: Catalog,
+        replica: Replica,
+        supply: Supply,
+        lacks: Mapping[int, int] | None = None,
+        source: Catalog | None = None,
     ) -> None:
         """
         Args:
             wanted: terms, checkpoints (promised and held), encodings, segments and tags that are to be there in the
                 end, besides what is. Every encoding's segments and base are in it.
-            lacks: term -> the lowest step that is left out, although the place is to have all: noted there.
+            lacks: term -> the lowest step that is left out, although the place may be taken for one that has all: noted
+                there.
+            source: what `wanted` was chosen from: all of a store; None: whatever is there and not in `wanted` is not
+                promised any more.
         """
         self._wanted = wanted
         self._replica = replica
         self._supply = supply
         self._lacks = lacks or {}
+        self._source = source
         self._orders = _by_term(wanted, replica.catalog)
         self._added: set[Node] = set()
 
@@ -76,6 +86,7 @@ class Transfer:
 
         Raises:
             UsageError: what is there cannot become this: it went on by itself, or is too new for what is to be added.
+            TakenError: another process adds to the place.
             CorruptSegmentError: of `Supply`. What was brought so far stays.
             StorageError: a medium failed.
         """
@@ -97,6 +108,16 @@ class Transfer:
                 raise UsageError(
                     f"{url}: it went on by itself in term {number}, a branch of the run by now; copy to another place"
                 )
+        if self._replica.begun and self._source is not None:
+            known = known_to(self._source)
+            for node in there.checkpoints:
+                if not known(node):
+                    # Prevents: what was copied of a store that has more of the run, perhaps by somebody who is at it
+                    # now, taken for something that is not promised any more, and retired.
+                    raise UsageError(
+                        f"{url}: the unfinished copy that is there has {ref_of(node)}, which this store never had: it "
+                        "is made of one that has gone on further; finish it from there, or copy to another place"
+                    )
         for node, entry in (*self._wanted.checkpoints.items(), *self._wanted.held.items()):
             found = there.find(node)
             if found is not None and found.state != entry.state:

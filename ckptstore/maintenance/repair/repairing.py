@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptstore.backends.base import Backend
+from ckptstore.backends.exclusion import alone
 from ckptstore.errors import StoreNotFoundError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable
@@ -96,18 +97,19 @@ def repair(
     options = candidates(source, run, log, told)
     if not (options.catalog.checkpoints or options.broken):
         raise StoreNotFoundError(f"{source.url}: nothing of a checkpoint is left of run {run}")
-    replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
-    found = Findings(Tally(progress))
-    verdict = _examined(source, run, options.catalog, found, threads)
-    crash_point("repair.judged")
-    written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
-    part = _part(options, log, verdict, written, replica.catalog)
-    supply = _Supply(source, target, run, threads, found.tally.advance)
-    supply.there = {entry.id for entry in written.segments}
-    transfer = Transfer(part, replica, supply)
-    found.tally.total += sum(entry.size for entry in transfer.missing() if entry.id not in supply.there)
-    transfer.run()
-    replica.finish()
+    with alone(target, make=True):
+        replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
+        found = Findings(Tally(progress))
+        verdict = _examined(source, run, options.catalog, found, threads)
+        crash_point("repair.judged")
+        written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
+        part = _part(options, log, verdict, written, replica.catalog)
+        supply = _Supply(source, target, run, threads, found.tally.advance)
+        supply.there = {entry.id for entry in written.segments}
+        transfer = Transfer(part, replica, supply)
+        found.tally.total += sum(entry.size for entry in transfer.missing() if entry.id not in supply.there)
+        transfer.run()
+        replica.finish()
     all_damage = [*bad, *log.damage, *damage, *(Damage(*one) for one in found.damage)]
     all_damage += [Damage(key, what) for key, what in found.unread.items()]
     return _report(run, log, options, verdict, replica.catalog, all_damage, (supply, written))
