@@ -52,8 +52,8 @@ NOT_ANSWERED = RequestError.exit_code
     type=SIZE,
     help="Stop making fulls into deltas when the store has no more bytes than that. Default: as few as can be had.",
 )
-@click.option("--only", type=RANGE, help="Store no others anew than these: two REFs of one term.")
-@click.option("--bandwidth", type=RATE, help="Decode and code no more than that in a second: 100MB/s.")
+@click.option("--only", type=RANGE, help="Store only these anew: two REFs of one term.")
+@click.option("--bandwidth", type=RATE, help="Decode and code at most so much in a second: 100MB/s.")
 @click.option("--gc", "collect", is_flag=True, help="Delete what nothing needs any more, too, as ckpt gc does.")
 @click.option(
     "--dry-run", is_flag=True, help="Change nothing: show what would be done. Sizes are guessed from samples."

@@ -35,7 +35,7 @@ UNREADABLE = CorruptionError.exit_code
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="SECONDS",
-    help="While readers pin garbage, look again for so long. Default: 0.",
+    help="While readers pin what would go, look again, for so long. Default: 0.",
 )
 @click.option(
     "--pin-ttl",

@@ -47,7 +47,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.option(
     "--prices",
     metavar="READ,WRITE,GB",
-    help="Of a million reads, a million writes and listings, a GB received; with --cost.",
+    help="With --cost: what a million reads, a million writes and listings, and a GB received cost.",
 )
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
 def command(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     type=RULE,
     multiple=True,
     metavar="RULE",
-    help="By this rule, and others given so, instead of the store's (ckpt keep).",
+    help="Go by this rule instead of the store's (ckpt keep); may be repeated.",
 )
 @click.option("--gc", "collect", is_flag=True, help="Delete what nothing needs any more, too, as ckpt gc does.")
 @click.option("--dry-run", is_flag=True, help="Change nothing: show what each rule keeps, and what would go.")

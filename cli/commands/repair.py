@@ -34,7 +34,7 @@ _BASE = re.compile(rf"^{_BUILDS}([0-9]+@[0-9]+)\Z")
 )
 @STORE
 @click.argument("target", type=PLACE, metavar="DST")
-@click.option("--run", metavar="UUID", help="Whose store it is, where there are several; its beginning does.")
+@click.option("--run", metavar="UUID", help="Of several runs in one folder take this one: the beginning of its uuid.")
 def command(store: str, target: str, run: str | None, as_json: bool) -> int:
     """Make a store of what is intact of a damaged one.
 

@@ -40,7 +40,7 @@ ELSEWHERE = FencedError.exit_code
     metavar="SECONDS",
     help="With --follow: between two looks at the store. Default: 2.",
 )
-@click.option("--bandwidth", type=RATE, help="No more than that in a second: 50MB/s.")
+@click.option("--bandwidth", type=RATE, help="Bring at most so much in a second: 50MB/s.")
 def command(store: str, remote: str | None, follow: bool, every: float, bandwidth: float | None, as_json: bool) -> int:
     """Bring to a second tier what it lacks.
 
