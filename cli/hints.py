@@ -118,6 +118,8 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     path = named[0]
     if "bucket" in str(error):  # nothing here makes one
         return None
+    if "ckpt repair" in str(error):  # a store that has lost its FORMAT is no place for another one
+        return f"`ckpt repair {shlex.quote(path)} DST` makes a store of what is there"
     stores = [near for near in near_names(path) if Path(near, "FORMAT").is_file()]
     if stores:
         return f"did you mean {shlex.quote(stores[0])}?"

@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "keep": ("keep", "Say which checkpoints a store keeps, or show it."),
         "prune": ("prune", "Give up the checkpoints that no rule keeps."),
         "retire": ("retire", "Give up checkpoints, so that gc may delete them."),
-        "compact": ("compact", "Store what is kept anew, so that what is only a base can go."),
+        "compact": ("compact", "Store kept checkpoints anew, so that bases that nobody keeps can go."),
         "merge": ("merge", "Merge the diffs of a range into one segment."),
         "gc": ("gc", "Delete the segments that nothing needs."),
     },
@@ -66,8 +66,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Command -> (module, first line of its help)."""
 
+_ALIASES: dict[str, str] = {"rm": "retire"}
+"""What people type -> the command that it is, which names itself in its help."""
+
 _TRIED: dict[str, str] = {
-    "rm": "`ckpt retire` gives up checkpoints, `ckpt prune` what no rule keeps; `ckpt gc` frees the space",
     "delete": "`ckpt retire` gives up checkpoints; `ckpt gc` frees the space",
     "show": "`ckpt inspect` shows a checkpoint, `ckpt log` the list",
     "list": "`ckpt log` lists the checkpoints of a store, `ckpt ls` the stores below a folder",
@@ -101,9 +103,10 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  # click's signature
         """Import and return the command; None if there is none of this name."""
-        if cmd_name not in COMMANDS:
+        name = _ALIASES.get(cmd_name, cmd_name)
+        if name not in COMMANDS:
             return None
-        module = import_module(f"ckptstore.cli.commands.{COMMANDS[cmd_name][0]}")
+        module = import_module(f"ckptstore.cli.commands.{COMMANDS[name][0]}")
         command: click.Command = module.command
         return command
 
@@ -112,7 +115,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, but suggest from `COMMANDS` (click would look among registered commands: there are none)."""
         name = args[0]
-        if name in COMMANDS or name.startswith("-"):
+        if name in COMMANDS or name in _ALIASES or name.startswith("-"):
             return super().resolve_command(ctx, args)
         if name in _TRIED:
             error = click.UsageError(f"there is no command {name!r}", ctx)

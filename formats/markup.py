@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any, Final
 
-__all__ = ["HtmlTable", "table", "text"]
+__all__ = ["HtmlTable", "counted", "table", "text"]
 
 _MOST: Final = 12
 """Items of a list that are shown."""
@@ -29,6 +29,11 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) ->
     return f"<table><caption>{escape(title)}</caption>{head}<tbody>{body}</tbody></table>"
 
 
+def counted(number: int, thing: str) -> str:
+    """``1 term``, ``2 terms``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 class HtmlTable:
     """A dataclass that a notebook shows as a table of its fields."""
 
@@ -39,14 +44,20 @@ class HtmlTable:
 
 
 def _fields(thing: Any) -> list[tuple[str, str]]:
-    """Names and values of a dataclass's fields. What is called ``time`` is one, in seconds since the Unix epoch."""
+    """Names and values of a dataclass's fields."""
     found = []
     for field in fields(thing):
         if field.repr:
             value = getattr(thing, field.name)
-            moment = field.name == "time" and isinstance(value, float)
-            found.append((field.name, _moment(value) if moment else text(value)))
+            found.append((field.name, _named(field.name, value)))
     return found
+
+
+def _named(name: str, value: Any) -> str:
+    """The value of a field. ``time`` is one, in seconds since the Unix epoch; a ``pid`` is a name, and no amount."""
+    if name == "time" and isinstance(value, float):
+        return _moment(value)
+    return str(value) if name == "pid" and isinstance(value, int) else text(value)
 
 
 def _moment(seconds: float) -> str:

@@ -20,7 +20,7 @@ from ckptstore.errors import CorruptionError, UsageError, WriterError
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import warn
-from ckptstore.host.progress import Progress, Tally
+from ckptstore.host.progress import Progress, Tally, told
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.host.threads import run_all
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -104,7 +104,7 @@ class AgentWriter(HandingOver):
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> CheckpointInfo:
         """See `Writer.save`. The state is copied first: it may change when this is interrupted."""
         refuse_within(self, _SAVING)
@@ -112,7 +112,7 @@ class AgentWriter(HandingOver):
         total = sum(source.nbytes for source in flat.tensors.values())
         pending = self._save(flat, step, Labels.of(metadata, tags), updates)
         info = pending.result()
-        Tally(progress, total).advance(total)
+        Tally(told(progress), total).advance(total)
         return info
 
     def save_async(

@@ -26,12 +26,14 @@ STEP_BITS: Final = 27
 
 
 def amount(nbytes: float) -> str:
-    """Bytes in decimal units, three digits: ``41.9 MB``."""
-    for size, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= 0.9995 * size:
-            value = nbytes / size
-            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
-    return f"{nbytes:.0f} B"
+    """Bytes in binary units, three digits, as the command has them everywhere: ``41.9 MiB``."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    value, units = nbytes / 1024, ["PiB", "TiB", "GiB", "MiB", "KiB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1024
+        units.pop()
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[-1]}"
 
 
 def ratio(estimate: Estimate) -> str:

@@ -23,12 +23,19 @@ _SECONDS: Final = 0.15
 """How long each roof is measured."""
 _FEW_FILES: Final = 256
 _LITTLE: Final = 1 << 30
+_MANY_ROOTS: Final = 0.01
+"""The share of square roots from which on a remark is worth its words (docs/optimizer.md)."""
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "busybox", "zsh"})
 
 
 def examine_machine(*, quick: bool) -> Iterator[Finding]:
-    """Cores and roofs, memory, descriptors, SIGTERM. Measures for less than a second, and not at all if `quick`."""
+    """Cores and roofs, square roots, memory, descriptors, SIGTERM.
+
+    Measures for less than a second, and not at all if `quick`.
+    """
     yield _processor(quick=quick)
+    if not quick:
+        yield from _roots()
     yield _memory()
     yield _open_files()
     yield _sigterm()
@@ -94,6 +101,20 @@ def _processor(*, quick: bool) -> Finding:
         do = "give the job a second core: coding and writing run beside training, and share its core here"
         return Finding("machine", "processor", "slow", what, do, values)
     return Finding("machine", "processor", "works", what, None, values)
+
+
+def _roots() -> Iterator[Finding]:
+    """Whether torch's square roots are those that step diffs predict; without torch nothing."""
+    from ckptstore.frameworks import bridge
+
+    try:
+        share = bridge.torch_roots()
+    except Exception:  # noqa: BLE001 - no torch, or a broken one: the finding "torch" says so
+        return
+    what = f"torch rounds {'all' if not share else f'all but {share:.2%}'} of the square roots to nearest"
+    if share >= _MANY_ROOTS:
+        what += "; step diffs of Adam take up to 0.1 bits a number more, but none with fused=True"
+    yield Finding("machine", "roots", "works", what, None, {"inexact": share})
 
 
 def _memory() -> Finding:

@@ -27,6 +27,7 @@ __all__ = [
     "tensors",
     "torch_here",
     "torch_in_use",
+    "torch_roots",
 ]
 
 
@@ -108,6 +109,16 @@ def torch_here() -> dict[str, Any]:
     from ckptstore.frameworks.torch_environment import describe_devices  # seconds: for those who ask
 
     return describe_devices()
+
+
+def torch_roots() -> float:
+    """Import torch, and see how many of its square roots are not rounded to nearest: a share of 0 to 1.
+
+    Raises whatever an installation of torch that is broken raises.
+    """
+    from ckptstore.frameworks.torch_environment import inexact_roots
+
+    return inexact_roots()
 
 
 def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

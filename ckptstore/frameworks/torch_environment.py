@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["describe_devices", "describe_environment"]
+__all__ = ["describe_devices", "describe_environment", "inexact_roots"]
 
 
 def describe_environment() -> dict[str, str]:
@@ -41,3 +42,15 @@ def describe_devices() -> dict[str, Any]:
         "devices": devices,
         "gpu": torch.cuda.get_device_name() if devices else None,
     }
+
+
+def inexact_roots(count: int = 1 << 16) -> float:
+    """The share of fp32 square roots, of 0 to 1, that torch rounds otherwise than to nearest on this processor.
+
+    Args:
+        count: how many are tried: numbers of the size of second moments, the same ones every time.
+    """
+    rng = np.random.default_rng(0)
+    numbers = np.exp(rng.uniform(np.log(1e-14), np.log(1e-2), count)).astype(np.float32)
+    exact = np.sqrt(numbers.astype(np.float64)).astype(np.float32)  # 53 bits are enough: rounding twice is harmless
+    return float(np.mean(torch.from_numpy(numbers).sqrt().numpy() != exact))

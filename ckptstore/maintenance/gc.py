@@ -25,7 +25,7 @@ from typing import Any, Final
 from ckptstore.backends.base import Backend
 from ckptstore.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.markup import HtmlTable, counted
 from ckptstore.formats.records import object_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
@@ -89,7 +89,7 @@ class Collected(HtmlTable):
 
     def __repr__(self) -> str:
         pinned = f", {self.pinned_nbytes:,} bytes pinned" if self.pinned else ""
-        return f"<Collected: {len(self.segments):,} segments, {self.nbytes:,} bytes{pinned}>"
+        return f"<Collected: {counted(len(self.segments), 'segment')}, {self.nbytes:,} bytes{pinned}>"
 
 
 def collect(

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import CorruptLogError, NotFoundError
-from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.markup import HtmlTable, counted
 from ckptstore.formats.ranking import metric, names
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.log.authors import LastWriter, last_writer
@@ -57,7 +57,8 @@ class Lineage(HtmlTable):
     def __repr__(self) -> str:
         shown = len(self.checkpoints)
         part = "" if shown == self.total else f"{shown:,} of "
-        return f"<Lineage: {part}{self.total:,} checkpoints, {len(self.terms):,} terms, latest {self.latest}>"
+        total, terms = counted(self.total, "checkpoint"), counted(len(self.terms), "term")
+        return f"<Lineage: {part}{total}, {terms}, latest {self.latest}>"
 
 
 def lineage(journal: Journal, limit: int | None = None, term: int | None = None, by: str | None = None) -> Lineage:

@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from ckptstore.errors import CkptError
-from ckptstore.formats.markup import table, text
+from ckptstore.formats.markup import counted, table, text
 from ckptstore.log.checkpoints import describe
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
@@ -36,5 +36,6 @@ def store_html(journal: Journal) -> str:
         for info in infos
     ]
     count = len(catalog.checkpoints)
-    title = f"{journal.url}: {count:,} checkpoints" + (f", the last {_MOST} by term and step" if count > _MOST else "")
+    shown = f", the last {_MOST} by term and step" if count > _MOST else ""
+    title = f"{journal.url}: {counted(count, 'checkpoint')}{shown}"
     return table(title, ("checkpoint", "kind", "stored bytes", "time", "metadata", "tags"), rows)

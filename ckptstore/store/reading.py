@@ -283,6 +283,6 @@ def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:
     if name.endswith(_OTHERS):
         known = ", ".join((".safetensors", *_PICKLES))
         raise UsageError(
-            f"{path}: no file of that kind is written here: a name that ends in {known} says which, or else `format`"
+            f"{path}: no file of that kind is written; give a name that ends in {known}, or say the format"
         )
     return "pt" if name.endswith(_PICKLES) else "safetensors"

@@ -153,7 +153,7 @@ class Upkeep(Handle):
         timeout: float | None = 60.0,
         progress: Progress | bool | None = None,
     ) -> CompactReport:
-        """Store what is kept anew, so that what is only a base can go: beside a live writer, or instead of one.
+        """Store kept checkpoints anew, so that bases that nobody keeps can go: beside a live writer, or instead of one.
 
         Every checkpoint that is there stays, bit for bit: what was written is read back and compared before anything
         is given up. `gc` then frees the space. One move after the other is committed; if this is stopped, the next

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ckptstore.backends.exclusion import alone
 from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.markup import counted
 from ckptstore.formats.records import Node, SegmentEntry, ref_of
 from ckptstore.host.bandwidth import held_to
 from ckptstore.host.crash_points import crash_point
@@ -66,7 +67,7 @@ class Drained:
         if not self.damaged:
             return None
         named = f"{', '.join(self.damaged[:3])}{' ...' if len(self.damaged) > 3 else ''}"
-        return f"{named} ({len(self.damaged)} checkpoints) cannot be brought to the remote: {self.why}"
+        return f"{named} ({counted(len(self.damaged), 'checkpoint')}) cannot be brought to the remote: {self.why}"
 
     def fenced(self, pair: Pair) -> FencedError:
         """What a writer of the store is told when the run was continued elsewhere."""
@@ -78,8 +79,9 @@ class Drained:
 
     def kept(self, pair: Pair) -> str:
         """What the remote never gets, in words."""
-        left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''} ({len(self.branch)} checkpoints)"
-        return f"{left} not in the remote: kept in {pair.local.url} as a branch"
+        left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''}"
+        count = counted(len(self.branch), "checkpoint")
+        return f"{left} ({count}) not in the remote: kept in {pair.local.url} as a branch"
 
 
 class Drain:

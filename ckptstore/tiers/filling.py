@@ -21,6 +21,7 @@ from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.catalog import REMOTE, Catalog
+from ckptstore.formats.markup import counted
 from ckptstore.formats.records import COPYING_KEY, CheckpointId, Node, SegmentEntry, ref_of
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import FallbackWarning, warn
@@ -262,5 +263,6 @@ def _mended(pair: Pair, wanted: CheckpointId, damage: str) -> bool:
     except (CorruptLogError, CorruptSegmentError, NotFoundError, StorageError):
         return False
     if count:
-        warn(f"{damage}; {count} segments of {wanted.ref} were brought back from {pair.remote.url}", FallbackWarning)
+        came = f"{counted(count, 'segment')} of {wanted.ref} {'was' if count == 1 else 'were'} brought back"
+        warn(f"{damage}; {came} from {pair.remote.url}", FallbackWarning)
     return count > 0

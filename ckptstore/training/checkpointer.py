@@ -81,7 +81,8 @@ class Checkpointer:
             scheduler: its schedule, or several.
             loader: what gives the batches. If it has no ``state_dict``, iterate over `loader` of this.
             strategy: ``full``, ``delta``, ``gradient``, ``replica`` (with ``agent=True``), or ``auto``, which chooses
-                one of the first three and says why (logging, level INFO, ``ckptstore.training``).
+                one of the first three and says why: in a line on a terminal, in the ``repr``, and to the logger
+                ``ckptstore.training`` (level INFO).
             options: see `CheckpointerOptions`.
 
         Raises:
@@ -107,6 +108,7 @@ class Checkpointer:
         self._saving: Saving | None = None
         self._retention: Retention | None = None
         self._strategy: strategies.Strategy | None = None
+        self._why = ""
         self._group: Group | None = None
         self._at_exit = partial(_exited, weakref.ref(self), os.getpid())
         self._done = 0
@@ -120,7 +122,8 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         term = "not open yet" if self.term is None else f"term {self.term}, step {self._done}"
-        return f"<Checkpointer of {self.store.url!r}: {self.strategy}, {term}>"
+        why = f" ({self._why})" if self._why else ""
+        return f"<Checkpointer of {self.store.url!r}: {self.strategy}{why}, {term}>"
 
     @property
     def strategy(self) -> str:
@@ -406,7 +409,9 @@ class Checkpointer:
                 unpredicted=strategies.predicted(captured.optimizers, settings.every),
             )
         )
-        _LOG.info("%s: strategy %r: %s", self.store.url, strategy, why)
+        self._why = why
+        if self._group is None or self._group.rank == 0:
+            strategies.tell(self.store.url, strategy, why)
         return strategy
 
     def _restore(self, parent: CheckpointInfo) -> None:

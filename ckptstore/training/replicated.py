@@ -342,7 +342,7 @@ class _Form:
     def __repr__(self) -> str:
         forms, made = self._recipe.layout.tensors, self._recipe.made
         nbytes = sum(forms[number].nbytes for number in made)
-        return f"{len(made)} of {len(forms)} tensors are made by the agent, {nbytes / 1e6:.1f} MB"
+        return f"{len(made)} of {len(forms)} tensors are made by the agent, {nbytes / 2**20:.1f} MiB"
 
     def fits(self, flat: FlatState, plan: StatePlan | None) -> bool:
         """Whether a state has this form. Of one that was taken by the plan of the last time that is known."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -26,8 +28,11 @@ __all__ = [
     "predicted",
     "spare_cores",
     "state_bytes",
+    "tell",
     "writer_options",
 ]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
 
 Strategy = Literal["full", "delta", "gradient", "replica"]
 
@@ -60,19 +65,34 @@ class Circumstances:
 
 def chosen(about: Circumstances) -> tuple[Strategy, str]:
     """What ``auto`` takes -> the strategy, and why, as half a sentence."""
-    size = f"{about.nbytes / 1e6:.1f} MB of state"
+    size = f"{_amount(about.nbytes)} of state"
     if about.nbytes <= _TINY:
         return "full", f"{size} are not worth coding"
     if about.spare < 1:
         return "full", f"{size}, and no core to spare for coding them"
     seconds = None if about.rate is None else about.nbytes / about.rate
-    speed = "" if about.rate is None else f" to a medium of {about.rate / 1e6:.0f} MB/s"
+    speed = "" if about.rate is None else f" to a medium of {_amount(about.rate)}/s"
     cores = f"{about.spare} spare core{'s' if about.spare > 1 else ''}"
     if seconds is not None and seconds <= _QUICK:
         return "full", f"{size}{speed} take {seconds * 1e3:.0f} ms, less than coding would"
     if about.unpredicted is not None:
         return "delta", f"{size}{speed}, {cores}, but {about.unpredicted}"
     return "gradient", f"{size}{speed}, {cores}, and the optimizers' steps can be predicted"
+
+
+def _amount(nbytes: float) -> str:
+    if nbytes < 1 << 10:
+        return f"{nbytes:.0f} B"
+    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def tell(url: str, strategy: Strategy, why: str) -> None:
+    """Log what ``auto`` takes, in one line; on a terminal where nobody hears the log (at level INFO), say it there."""
+    said = f"{url}: strategy {strategy!r}: {why}"
+    _LOG.info("%s", said)
+    heard = _LOG.isEnabledFor(logging.INFO) and _LOG.hasHandlers()
+    if not heard and sys.stderr is not None and sys.stderr.isatty():
+        print(f"ckptstore: {said}", file=sys.stderr)
 
 
 def predicted(optimizers: Sequence[torch.optim.Optimizer], save_every: int | None) -> str | None:

@@ -12,7 +12,7 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.carriers import Scope
-from ckptstore.host.progress import Progress
+from ckptstore.host.progress import Progress, told
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -44,7 +44,7 @@ class Taking(Lifetime):
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> CheckpointInfo:
         """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
 
@@ -58,7 +58,8 @@ class Taking(Lifetime):
             tags: a name or names for it, given in the same commit; a tag that exists moves.
             updates: what the optimizers did since the save before (`training.OptimizerStep`), for step diffs, which
                 only a writer with `diffs` makes. With a `DiffOptions.batch` above 1, everything that waits is written.
-            progress: called as bytes are copied, from other threads; the total is the state's bytes.
+            progress: called as bytes are copied, from other threads; the total is the state's bytes. True: a line on
+                stderr.
 
         Raises:
             UnsupportedStateError: something in `state` cannot be stored; names its key path. Nothing was written.
@@ -71,6 +72,7 @@ class Taking(Lifetime):
         """
         refuse_within(self, SAVING)
         step = step_number(step)
+        progress = told(progress)
         labels = Labels.of(metadata, tags)
         self._coded.explaining.remark_unused(updates)
         began = time.monotonic()

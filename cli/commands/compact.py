@@ -1,4 +1,4 @@
-"""``ckpt compact``: store what is kept anew, so that what is only a base can go."""
+"""``ckpt compact``: store kept checkpoints anew, so that bases that nobody keeps can go."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import click
 
 from ckptstore.cli.arguments import RANGE, SIZE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import duration, emit, note, progress, size, some, table
+from ckptstore.cli.output import duration, emit, note, progress, size, table
 from ckptstore.cli.quantities import RATE, TIME
-from ckptstore.cli.ranges import counted
+from ckptstore.cli.ranges import counted, ranges
 from ckptstore.cli.wrapping import say
 from ckptstore.errors import CorruptionError, RequestError
 
@@ -52,8 +52,8 @@ NOT_ANSWERED = RequestError.exit_code
     type=SIZE,
     help="Stop making fulls into deltas when the store has no more bytes than that. Default: as few as can be had.",
 )
-@click.option("--only", type=RANGE, help="Store no others anew than these: two REFs of one term.")
-@click.option("--bandwidth", type=RATE, help="Decode and code no more than that in a second: 100MB/s.")
+@click.option("--only", type=RANGE, help="Store only these anew: two REFs of one term.")
+@click.option("--bandwidth", type=RATE, help="Decode and code at most so much in a second: 100MB/s.")
 @click.option("--gc", "collect", is_flag=True, help="Delete what nothing needs any more, too, as ckpt gc does.")
 @click.option(
     "--dry-run", is_flag=True, help="Change nothing: show what would be done. Sizes are guessed from samples."
@@ -72,7 +72,7 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Store what is kept anew, so that what is only a base can go.
+    """Store kept checkpoints anew, so that bases that nobody keeps can go.
 
     Every checkpoint stays, bit for bit. What was written is read back and compared before anything is given up; each
     move is one record, and a run that was stopped goes on where it was. Then `ckpt gc` frees the space, or --gc.
@@ -164,24 +164,33 @@ def _print(done: CompactReport, collected: int | None, timeout: float) -> None:
             note(f"{len(done.moves) - len(shown):,} moves between them are not shown; --json has all")
     for move in done.moves:
         if move.reason:
-            note(f"{move.kind} {some(list(move.stored), 2)}: {move.reason}")
+            note(f"{move.kind} {ranges(move.stored)}: {move.reason}")
     for one in done.unmet:
         note(f"{one.ref}: {one.why}" if one.ref else one.why)
     _closing(done, collected, timeout)
 
 
 def _row(move: CompactMove) -> list[str]:
-    names = [f"{ref} on {base}" if base and move.kind != "merge" else ref for ref, base in move.stored.items()]
     times = [duration(move.seconds_before), duration(move.seconds_after)] if move.stored else ["", ""]
     return [
         move.kind,
-        some(names, 2),
+        _what(move),
         move.why,
         size(move.bytes_before),
         size(move.bytes_after),
         *times,
         move.result,
     ]
+
+
+def _what(move: CompactMove) -> str:
+    """What a move stores anew, and on what: ``20..80@1 by 20 on 5@1``."""
+    bases = {base for base in move.stored.values() if base}
+    if not bases or move.kind == "merge":
+        return ranges(move.stored)
+    if len(bases) == 1 and all(move.stored.values()):
+        return f"{ranges(move.stored)} on {bases.pop()}"
+    return ", ".join(f"{ref} on {base}" if base else ref for ref, base in move.stored.items())
 
 
 def _closing(done: CompactReport, collected: int | None, timeout: float) -> None:

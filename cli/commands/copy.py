@@ -35,7 +35,8 @@ def command(store: str, target: str, refs: tuple[str, ...], form: Literal["store
     """Copy checkpoints to another place.
 
     DST is an empty place, or a copy of the same run that nobody wrote to: it takes what is new. It has the same run,
-    terms, tags and metadata. Every byte is compared with its hash on the way. Interrupted, the same command goes on.
+    terms, tags and metadata. Every byte is compared with its hash on the way. If it was interrupted, the same command
+    goes on.
     """
     with progress("copying") as advance:
         done = opened(store).copy(target, refs, form=form, progress=advance)

@@ -13,6 +13,7 @@ import click
 from ckptstore.cli.arguments import STORE_OR_NOTHING
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, printable
+from ckptstore.cli.waiting import over
 
 if TYPE_CHECKING:
     from ckptstore.doctor.findings import Diagnosis, Finding
@@ -56,10 +57,10 @@ def _phases() -> Iterator[Callable[[str], None]]:
     """What is examined, on one line of stderr, if that is a terminal."""
     shown = sys.stderr.isatty()
     try:
-        yield lambda what: click.echo(f"\r\033[Kexamining: {what}", nl=False, err=True) if shown else None
+        yield lambda what: over(f"examining: {what}") if shown else None
     finally:
         if shown:
-            click.echo("\r\033[K", nl=False, err=True)
+            over("")
 
 
 def _json(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -14,10 +14,13 @@ from ckptstore.cli.arguments import STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit_line, moment, note, pause, progress, size
 from ckptstore.cli.ranges import counted, kind_name
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.wrapping import columns, say
 
 if TYPE_CHECKING:
     from ckptstore import Followed
+
+_NARROW = 100
+"""Columns below which a terminal gets the time of day without the day."""
 
 
 @make_command(
@@ -54,9 +57,9 @@ def command(
 ) -> None:
     """Keep up with a run that another process or machine writes.
 
-    Each new checkpoint is made of the one before, which is held in memory: only what lies between
-    is fetched, and everything is verified. PATH is replaced when the file is complete and durable,
-    and tells the next call where to go on. Ctrl-C ends it.
+    Each new checkpoint is made from the one before, which is held in memory: only what lies between the two is fetched,
+    and everything is verified. PATH is replaced when the new file is complete and durable, and tells the next call
+    where to go on. Ctrl-C ends it.
     """
     with progress("reading") as advance:
         follower = opened(store).follow(
@@ -90,7 +93,10 @@ def _tell(found: Followed, out: Path | None, as_json: bool) -> None:
         emit_line(_json(found, out))
         return
     how = f"from {found.base}" if found.base is not None else "from the store"
-    words = [moment(time.time()), found.info.ref, f"{how}: {' + '.join(_counted(found.plan))}", size(found.bytes_read)]
+    when = moment(time.time())
+    if (room := columns()) is not None and room < _NARROW:
+        when = when[-len("04:35:39") :]
+    words = [when, found.info.ref, f"{how}: {' + '.join(_counted(found.plan))}", size(found.bytes_read)]
     words.append(f"in {duration(found.seconds)}")
     if found.skipped:
         words.append(f"{found.skipped} skipped")

@@ -35,7 +35,7 @@ UNREADABLE = CorruptionError.exit_code
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="SECONDS",
-    help="While readers pin garbage, look again for so long. Default: 0.",
+    help="While readers pin what would go, look again, for so long. Default: 0.",
 )
 @click.option(
     "--pin-ttl",
@@ -49,7 +49,8 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
     """Delete the segments that nothing needs.
 
     Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
-    What a reader has pinned stays, and what has no name of the format. May run at any time, beside writers and readers.
+    What a reader has pinned stays, and so do files that are not the store's. It may run at any time, beside writers and
+    readers.
     """
     with progress("deleting") as advance:
         done = opened(store).gc(wait=wait, pin_ttl=pin_ttl, dry_run=dry_run, progress=advance)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     "--leave-out",
     multiple=True,
     metavar="GLOB",
-    help="Of a folder: do not take what has this name; may be repeated. Without it nothing is left out.",
+    help="Of a folder: leave out what has this name; may be repeated. Without it nothing is left out.",
 )
 @click.option("--delta", is_flag=True, help="Store the series as deltas: shrinks a folder of checkpoints.")
 @click.option("--interval", metavar="T|auto", help="With --delta: checkpoints that share one base. Default: auto.")

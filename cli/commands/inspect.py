@@ -14,6 +14,7 @@ from ckptstore.cli.costs import parsed, show_costs
 from ckptstore.cli.output import breadth, emit, moment, number, progress, ratio, shape, size, table, writing
 from ckptstore.cli.plans import plan_line, plan_step, plan_table
 from ckptstore.cli.ranges import counted, ranges
+from ckptstore.cli.waiting import patience
 from ckptstore.cli.wrapping import columns, say_all
 from ckptstore.errors import CkptError
 
@@ -46,7 +47,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.option(
     "--prices",
     metavar="READ,WRITE,GB",
-    help="Of a million reads, a million writes and listings, a GB received; with --cost.",
+    help="With --cost: what a million reads, a million writes and listings, and a GB received cost.",
 )
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
 def command(
@@ -63,8 +64,8 @@ def command(
 ) -> None:
     """Show the tensors, the chain and the state of a checkpoint.
 
-    First how large it is, where it is restored from, and what its tensors are in all; the single tensors, and the
-    single steps of the chain, on request.
+    It says how large the checkpoint is, what it is restored from, and sums its tensors up. --tensors lists them,
+    --chain lists the steps of the chain.
     """
     if cost or prices is not None:
         if tensor is not None or state or listed or chain or not cost:
@@ -86,12 +87,13 @@ def command(
             click.echo("\n".join(_statistics_text(numbers)))
         return
     target = opened(store)
-    found = target.inspect(ref, select)
-    if state and not as_json:
+    with patience("inspecting"):  # headers of many tensors take their time
+        found = target.inspect(ref, select)
+        plan = None if state and not as_json else target.explain(found.info.ref, select or None)
+        remote = None if plan is None else _remote(target)
+    if plan is None:
         click.echo("\n".join(["state", *_tree(found.tree)]))
         return
-    plan = target.explain(found.info.ref, select or None)
-    remote = _remote(target)
     if as_json:
         last = found.writer
         emit(

@@ -246,10 +246,10 @@ class _Layout:
 
 def _cut(said: str, room: int) -> str:
     """As many whole words of metadata as there is room for; half a number would be another one."""
-    words = said.split(", ")
+    first, *_ = words = said.split(", ")
     while words and len(", ".join(words)) + len(", ...") > room:
         words.pop()
-    return ", ".join([*words, "..."]) if words else ""
+    return ", ".join([*words, "..."]) if words else first if len(first) <= room else ""
 
 
 def _styled(names: Sequence[str]) -> str:

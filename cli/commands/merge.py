@@ -116,7 +116,7 @@ def _cost(cost: RestoreCost) -> dict[str, Any]:
 _METHODS = {
     "concatenated": "chunks copied as they are",
     "materialized": "coded anew",
-    "kept": "stored as it is",
+    "kept": "stays stored as it is",
 }
 
 
@@ -132,6 +132,10 @@ def _print(done: Merged, timeout: float) -> None:
         say(f"stays: {ref}, {why}")
     if done.fulls:
         say(f"fulls, which stay: {ranges(done.fulls)}")
+    if not done.written and not done.dropped:
+        say("no segment can go: checkpoints outside the range lie in the same ones, or build on them")
+        _closing(done, timeout)
+        return
     click.echo(
         table(
             ["", ">STORED", f">TO RESTORE {last}", ">SEGMENTS", ">LINKS", ">TIME"],
@@ -155,7 +159,8 @@ def _closing(done: Merged, timeout: float) -> None:
             note(f"{unneeded} needed no more: `ckpt gc` frees {size(done.dropped_nbytes)}")
         return
     if done.answer == "planned":
-        note("nothing was written (--dry-run); sizes are measured, not estimated")
+        measured = "; sizes are measured, not estimated" if done.written or done.dropped else ""
+        note(f"nothing was written (--dry-run){measured}")
         return
     if done.reason:
         note(done.reason)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     type=RULE,
     multiple=True,
     metavar="RULE",
-    help="By this rule, and others given so, instead of the store's (ckpt keep).",
+    help="Go by this rule instead of the store's (ckpt keep); may be repeated.",
 )
 @click.option("--gc", "collect", is_flag=True, help="Delete what nothing needs any more, too, as ckpt gc does.")
 @click.option("--dry-run", is_flag=True, help="Change nothing: show what each rule keeps, and what would go.")
@@ -48,8 +48,8 @@ def command(
 ) -> None:
     """Give up the checkpoints that no rule keeps.
 
-    Never the newest checkpoint, nor what has a tag. What others build on stays stored; the rest `ckpt gc` deletes, or
-    --gc.
+    The newest checkpoint always stays, and so does what has a tag. What others build on stays stored; `ckpt gc`, or
+    --gc, deletes the rest.
     """
     target = opened(store)
     done = target.prune(*rules, dry_run=dry_run, take_over=take_over, timeout=timeout)
@@ -62,9 +62,8 @@ def command(
     else:
         _print(done, collected, dry_run)
         if done.held:
-            note(
-                f"`ckpt compact {shlex.quote(store)} --gc` stores what is kept anew, so that what is only a base can go"
-            )
+            command_line = f"`ckpt compact {shlex.quote(store)} --gc`"
+            note(f"{command_line} stores anew what is kept, so that bases that nobody keeps can go")
 
 
 def _json(store: str, done: Pruned, collected: Collected | None, dry_run: bool) -> dict[str, Any]:
@@ -96,9 +95,10 @@ def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
     verbs = ("would keep", "would retire") if dry_run else ("kept", "retired")
     say(f"{verbs[0]} {done.checkpoints:,}, {verbs[1]} {len(done.retired):,}{gone}")
     if done.held:
+        those, whose = ("it", "its") if len(done.held) == 1 else ("them", "their")
         say(
-            f"retired and stored still, because others build on it: {checkpoints(done.held)} "
-            f"({size(done.held_nbytes)} of their own)"
+            f"retired and stored still, because others build on {those}: {checkpoints(done.held)} "
+            f"({size(done.held_nbytes)} of {whose} own)"
         )
     freed = done.dropped_nbytes
     if collected is None:

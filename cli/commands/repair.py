@@ -34,13 +34,13 @@ _BASE = re.compile(rf"^{_BUILDS}([0-9]+@[0-9]+)\Z")
 )
 @STORE
 @click.argument("target", type=PLACE, metavar="DST")
-@click.option("--run", metavar="UUID", help="Whose store it is, where there are several; its beginning does.")
+@click.option("--run", metavar="UUID", help="Of several runs in one folder take this one: the beginning of its uuid.")
 def command(store: str, target: str, run: str | None, as_json: bool) -> int:
     """Make a store of what is intact of a damaged one.
 
-    STORE is only read; DST must not exist, or be empty. Every checkpoint that is still complete is there, restored and
-    compared before it counts; the log is made again where it is gone. Says what is lost, checkpoint by checkpoint, and
-    exits with 4 if anything is. Interrupted, the same command goes on.
+    STORE is only read; DST must not exist, or be empty. DST gets every checkpoint that is still complete, each restored
+    and compared before it counts; where the log is gone it is made again. It says what is lost, checkpoint by
+    checkpoint, and exits with 4 if anything is. If it was interrupted, the same command goes on.
     """
     import ckptstore
 

@@ -17,6 +17,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, roughly, size
 from ckptstore.cli.plans import plan_step, plan_table
 from ckptstore.cli.ranges import counted
+from ckptstore.cli.waiting import patience
 from ckptstore.cli.wrapping import say
 
 if TYPE_CHECKING:
@@ -146,7 +147,8 @@ def _told(result: ExportResult, seconds: float, as_json: bool, piped: bool) -> N
 
 
 def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool) -> None:
-    found = opened(store).explain(ref, select or None)
+    with patience("planning"):
+        found = opened(store).explain(ref, select or None)
     if as_json:
         emit(
             {

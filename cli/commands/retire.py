@@ -26,8 +26,8 @@ from ckptstore.cli.wrapping import say
 def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, timeout: float, as_json: bool) -> None:
     """Give up checkpoints, so that gc may delete them.
 
-    They are no longer listed and cannot be loaded. Not the latest, and none that has a tag.
-    What others build on stays stored; the rest `ckpt gc` deletes.
+    They are no longer listed and cannot be loaded. The latest cannot be given up, nor one that has a tag.
+    What others build on stays stored; `ckpt gc` deletes the rest. `ckpt rm` is the same command.
     """
     done = opened(store).retire(*refs, dry_run=dry_run, take_over=take_over, timeout=timeout)
     if as_json:
@@ -44,7 +44,8 @@ def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, t
         return
     say(f"{'would retire' if dry_run else 'retired'} {checkpoints(done.retired)}")
     if done.kept:
-        say(f"stored still, because others build on it or share its segment: {ranges(done.kept)}")
+        those = ("it", "its") if len(done.kept) == 1 else ("them", "their")
+        say(f"stored still, because others build on {those[0]} or share {those[1]} segment: {ranges(done.kept)}")
     if done.dropped:
         then = "would free" if dry_run else "frees"
         unneeded = counted(len(done.dropped), "segment", "is", "are")

@@ -11,6 +11,7 @@ from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, size, table
 from ckptstore.cli.ranges import counted, kind_name
+from ckptstore.cli.waiting import patience
 from ckptstore.cli.wrapping import say
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 def command(store: str, plot: Path | None, metric: str, as_json: bool) -> None:
     """Show where a store's bytes are, and how it grows.
 
-    By kind, term and class of tensor; what pruning by the store's rules, and gc, would free.
+    By kind, by term and by class of tensor. It also says what pruning by the store's rules, and gc, would free.
     """
     if plot is not None:  # before anything is read, not after
         from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
@@ -40,7 +41,8 @@ def command(store: str, plot: Path | None, metric: str, as_json: bool) -> None:
         refuse_store(plot.resolve())
         refuse_missing_folder(plot)
     target = opened(store)
-    found = target.stats()
+    with patience("adding up"):
+        found = target.stats()
     for damage in target.lineage().damage:
         note(damage)
     if plot is not None:

@@ -40,13 +40,13 @@ ELSEWHERE = FencedError.exit_code
     metavar="SECONDS",
     help="With --follow: between two looks at the store. Default: 2.",
 )
-@click.option("--bandwidth", type=RATE, help="No more than that in a second: 50MB/s.")
+@click.option("--bandwidth", type=RATE, help="Bring at most so much in a second: 50MB/s.")
 def command(store: str, remote: str | None, follow: bool, every: float, bandwidth: float | None, as_json: bool) -> int:
     """Bring to a second tier what it lacks.
 
     REMOTE is a path or URL: an empty place, or this run's second tier or copy. Without it, the one that the store
-    remembers. Segments go first, then the log, in its order; interrupted, the same command goes on. Credentials come
-    from the environment. With --json and --follow: one document a line.
+    remembers. Segments go first, then the log, in its order. If it was interrupted, the same command goes on.
+    Credentials come from the environment. With --json and --follow it prints one document a line.
     """
     last = 0
     if follow:

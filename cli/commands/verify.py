@@ -38,8 +38,8 @@ def command(store: str, ref: str | None, deep: bool, as_json: bool) -> int:
     """Check every byte and hash of a store, or of one checkpoint.
 
     Reads everything, and compares what is stored with what the log promised. Names what is damaged, which checkpoints
-    that costs, and which can still be restored. With a REF, of the segments only those that it can be restored from
-    are read. Exits 4 if there is damage, 8 if there is none but something could not be read.
+    that costs, and which can still be restored. With a REF only those segments are read that it can be restored from.
+    Exits with 4 if there is damage, with 8 if there is none but something could not be read.
     """
     from ckptstore.backends import open_backend
     from ckptstore.store import Store

@@ -13,6 +13,7 @@ import click
 from ckptstore.cli.arguments import STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import age, emit_line, moment, note, number, size, spark, who
+from ckptstore.cli.ranges import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,8 +44,8 @@ _CHANGES = 5
 def command(store: str, every: float, metric: str, once: bool, wait: bool, as_json: bool) -> None:
     """Follow a run that is being written.
 
-    Newest checkpoint, speed, bytes, a metric of the metadata, space left. On a terminal a few lines that are drawn
-    anew; in a pipe a line for every change. It takes no lock, and Ctrl-C ends it.
+    It shows the newest checkpoint, who writes, bytes, speed, a metric of the metadata and the space left: on a terminal
+    in a few lines that are drawn anew, in a pipe in a line for every change. It takes no lock, and Ctrl-C ends it.
     """
     import ckptstore
 
@@ -149,39 +150,47 @@ def _json(status: RunStatus, final: bool) -> dict[str, Any]:
 
 def _facts(status: RunStatus) -> list[str]:
     """What is known, each in a few words; what is not is left out."""
-    facts = [status.latest or "no checkpoint"]
-    if status.lag is not None:
-        facts.append(f"lag {age(status.lag)}")
+    facts = [status.latest or "no checkpoint", *_saved(status)]
     if status.steps_per_second is not None:
         facts.append(f"{number(status.steps_per_second)} steps/s")
-    facts += _stored(status)
+    facts += _rates(status)
     if status.values:
         facts.append(f"{status.metric} {number(status.values[-1][1])}")
-    facts += [_count(status), size(status.nbytes)]
-    if status.free is not None:
-        facts.append(f"{size(status.free)} free")
-    facts.append(who(status.writer, status.host, status.pid) if status.writer != "none" else "nobody writes")
-    return facts + _damage(status)
+    facts += [f"{counted(status.checkpoints, 'checkpoint')} in {size(status.nbytes)}", *_free(status)]
+    return [*facts, f"term {status.term:,}", _writer(status), *_damage(status)]
 
 
-def _stored(status: RunStatus) -> list[str]:
+def _saved(status: RunStatus) -> list[str]:
+    return [] if status.lag is None else [f"saved {age(status.lag)} ago"]
+
+
+def _writer(status: RunStatus) -> str:
+    return who(status.writer, status.host, status.pid) if status.writer != "none" else "nobody yet"
+
+
+def _free(status: RunStatus) -> list[str]:
+    return [] if status.free is None else [f"{size(status.free)} free"]
+
+
+def _rates(status: RunStatus) -> list[str]:
     facts = []
     if status.bytes_per_step is not None:
         facts.append(f"{size(round(status.bytes_per_step))}/step")
     if status.bytes_per_second is not None:
         facts.append(f"{size(round(status.bytes_per_second))}/s")
     if status.ratio is not None:
-        facts.append(f"{status.ratio:.2f}x")
+        facts.append(f"{status.ratio:.2f}x smaller" if status.ratio >= 1 else f"{1 / status.ratio:.2f}x larger")
     return facts
 
 
-def _count(status: RunStatus) -> str:
-    checkpoints = f"{status.checkpoints:,} checkpoint{'' if status.checkpoints == 1 else 's'}"
-    return f"{checkpoints} in {status.terms:,} term{'' if status.terms == 1 else 's'}"
-
-
 def _damage(status: RunStatus) -> list[str]:
-    return [f"{status.damage:,} log slot{'' if status.damage == 1 else 's'} damaged"] if status.damage else []
+    return [f"{counted(status.damage, 'log slot')} damaged"] if status.damage else []
+
+
+def _begun(status: RunStatus) -> list[str]:
+    """The newest term; which may have no checkpoint yet, or be of a command that took the store over."""
+    since = "" if status.parent is None else f", from {status.parent}"
+    return [f"term {status.term:,}{since}"] if status.term else []
 
 
 def _display(status: RunStatus, changes: deque[str], console: Console) -> Table:
@@ -197,17 +206,14 @@ def _display(status: RunStatus, changes: deque[str], console: Console) -> Table:
         grid.add_row(Text(name), Text("   ".join(facts) or "-"))
 
     row("run", status.url, moment(status.time))
-    lag = [] if status.lag is None else [f"saved {age(status.lag)} ago"]
-    row("newest", status.latest or "no checkpoint", *lag, who(status.writer, status.host, status.pid))
-    if status.parent is not None:
-        row("term", f"{status.term:,}", f"continues from {status.parent}")
+    row("newest", status.latest or "no checkpoint", *_saved(status))
+    row("writer", _writer(status))
+    row("checkpoints", f"{status.checkpoints:,}", *_begun(status))
+    row("stored", size(status.nbytes), *_rates(status), *_free(status))
     row("speed", *([] if status.steps_per_second is None else [f"{number(status.steps_per_second)} steps/s"]))
-    row("stored", *_stored(status))
     if status.values:
         values = [value for _, value in status.values]
         row(status.metric, number(values[-1]), spark(values, min(_BARS, max(1, console.width - 30)), console.encoding))
-    free = [] if status.free is None else [f"{size(status.free)} free"]
-    row("store", _count(status), size(status.nbytes), *free)
     if damage := _damage(status):
         row("damage", f"{damage[0]}: `ckpt verify` says more")
     for place, change in enumerate(changes):

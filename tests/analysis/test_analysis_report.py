@@ -120,7 +120,8 @@ def test_a_title_says_the_numbers_of_its_picture(found: Analysis) -> None:
 
 
 def test_wording(found: Analysis) -> None:
-    assert [amount(n) for n in (0, 999, 1000, 67_854_336, 1.5e12)] == ["0 B", "999 B", "1.00 kB", "67.9 MB", "1.50 TB"]
+    told = [amount(n) for n in (0, 999, 1024, 67_854_336, 1.5e12)]
+    assert told == ["0 B", "999 B", "1.00 KiB", "64.7 MiB", "1.36 TiB"]
     estimate = found.measurements[0].estimate
     assert percent(estimate) == ""
     assert ratio(estimate).endswith("×")

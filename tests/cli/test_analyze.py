@@ -44,7 +44,7 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
     outcome = ckpt("analyze", *series)
     assert outcome.code == 0
     lines = outcome.out.splitlines()
-    assert re.match(r"Deltas with interval T = \d+: \d\.\d\d× smaller, [\d.]+ kB per checkpoint", lines[0])
+    assert re.match(r"Deltas with interval T = \d+: \d\.\d\d× smaller, [\d.]+ KiB per checkpoint", lines[0])
     assert "every byte of the compared checkpoints was measured" in lines[2]
     assert lines[3] == "left out: late.weight (in 1 of 4 checkpoints only)"
     assert any(line.split()[:3] == ["second", "moments", "2"] for line in lines)

@@ -42,6 +42,14 @@ def test_dry_run_then_the_moves_then_nothing(ckpt: Run, chain: Path) -> None:
     assert again.out.splitlines()[0].startswith("nothing to compact")
 
 
+def test_what_is_merged_is_a_range_and_never_cut(ckpt: Run, tmp_path: Path) -> None:
+    filled(ckptstore.open(tmp_path / "all"), range(1, 13), CHAIN).close()
+    (row,) = [
+        line for line in ckpt("compact", tmp_path / "all", "--dry-run").out.splitlines() if line.startswith("merge")
+    ]
+    assert row.split()[1] == "2..12@1"
+
+
 def test_eighty_columns(chain: Path) -> None:
     shown = on_a_terminal("compact", chain, "--dry-run", errors=False).splitlines()
     assert shown[0].split() == ["MOVE", "CHECKPOINTS", "STORED", "AFTER", "RESTORE", "AFTER", "RESULT"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.cli.terminal import on_a_terminal
 
 
 def test_json(ckpt: Run, pristine: Path) -> None:
@@ -27,6 +28,12 @@ def test_text(ckpt: Run, pristine: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "\nstore\n" not in here.out
     monkeypatch.setenv("CKPT_STORE", str(pristine))
     assert f"medium ({pristine})" in ckpt("doctor", "--quick").out
+
+
+def test_what_is_examined_does_not_stay_on_the_screen(pristine: Path) -> None:
+    shown = on_a_terminal("doctor", pristine, "--quick")  # with NO_COLOR, which is about colours
+    assert "\r\x1b[Kexamining: software" in shown
+    assert "\r\x1b[Keverything works" in shown
 
 
 def test_what_fails_comes_with_what_to_do(ckpt: Run) -> None:

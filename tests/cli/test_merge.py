@@ -12,6 +12,7 @@ from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
+from tests.maintenance.stores import grown
 from tests.store.states import same
 from tests.write.test_deltas import trajectory
 
@@ -69,6 +70,17 @@ def test_fulls_go_where_that_is_said(ckpt: Run, chain: Path) -> None:
     refused = ckpt("merge", chain, "3..6", "--fulls", "--keep-steps", "--take-over")
     assert refused.code == 2
     assert "ckpt compact --only" in refused.err
+
+
+def test_nothing_to_gain_is_said_instead_of_a_table_of_zeros(ckpt: Run, tmp_path: Path) -> None:
+    store = grown(tmp_path / "grown")  # batches of four: 7 to 10, 11 to 14, 15 to 18
+    planned = ckpt("merge", store.url, "8@3..9@3", "--dry-run")
+    assert planned.out == (
+        "9@3: stays stored as it is\n"
+        "would be retired: 8@3\n"
+        "no segment can go: checkpoints outside the range lie in the same ones, or build on them\n"
+    )
+    assert planned.err.endswith("note: nothing was written (--dry-run)\n")
 
 
 def test_keep_steps_as_text(ckpt: Run, chain: Path) -> None:

@@ -16,6 +16,7 @@ def test_dry_run_and_then(ckpt: Run, run: Path) -> None:
     assert len(store.checkpoints()) == 7
     text = ckpt("retire", run, "3@1", "4@1", "--dry-run")
     assert text.out == "would retire 2 checkpoints: 3@1, 4@1\n"
+    assert ckpt("rm", run, "3@1", "4@1", "--dry-run").out == text.out  # what people type
     assert "2 segments are needed no more: `ckpt gc` would free " in text.err
     done = ckpt("retire", run, "3@1", "4@1", "--take-over", "--json").json
     assert done == planned | {"dry_run": False}

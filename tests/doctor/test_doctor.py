@@ -50,6 +50,9 @@ def test_all_of_it_on_a_disk(tmp_path: Path) -> None:
     assert values["processor"]["copy_bytes_per_second"] > 1 << 20
     assert values["processor"]["hash_bytes_per_second"] > 1 << 20
     assert diagnosis.of("torch").verdict in ("works", "absent")
+    if diagnosis.of("torch").verdict == "works":
+        assert 0 <= values["roots"]["inexact"] < 0.5
+        assert "square roots" in diagnosis.of("roots").what
     assert diagnosis.of("store").verdict == "absent"
     assert list(tmp_path.iterdir()) == []  # neither files nor the folders of the store
 

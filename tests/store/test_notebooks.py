@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def test_stores_checkpoints_and_reports_are_tables(store: ckptstore.Store, tmp_p
     assert time.strftime("%Y-%m-%d", time.localtime(checkpoint.time)) in shown(checkpoint)
     assert str(checkpoint.time) not in shown(checkpoint)
     assert "weight" in shown(store.compare(1, 2)[0])
+    (found,) = ckptstore.find_runs(tmp_path).runs
+    assert "4194304" in shown(replace(found, pid=4194304, nbytes=7654321))  # the name of a process is no amount
+    assert "7,654,321" in shown(replace(found, pid=4194304, nbytes=7654321))
     assert shown(store.terms()[0])
     assert shown(store.explain())
     assert shown(store.statistics(1, "weight"))
@@ -117,21 +121,23 @@ def test_progress_is_a_line_on_stderr(
     store.copy(tmp_path / "copy", progress=True)
     store.export(1, tmp_path / "one.safetensors", progress=True)
     store.gc(progress=True)
-    assert capsys.readouterr().err.count("(100%)\n") >= 3
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"weight": np.ones(3)}, 14, progress=True)
+    assert capsys.readouterr().err.count("(100%)\n") >= 4
     store.verify(progress=False)
     assert capsys.readouterr().err == ""
 
 
 def test_what_changes_a_store_says_what_it_did(store: ckptstore.Store) -> None:
     lineage = store.lineage(3)
-    assert repr(lineage) == "<Lineage: 3 of 13 checkpoints, 1 terms, latest 13@1>"
+    assert repr(lineage) == "<Lineage: 3 of 13 checkpoints, 1 term, latest 13@1>"
     assert "(3 in all)" in shown(lineage) or "13@1" in shown(lineage)
     compacted = store.compact(dry_run=True)
     assert repr(compacted).startswith("<CompactReport: ")
     assert "13 checkpoints would be kept" in shown(compacted)
     store.retire(1, take_over=True)
     collected = store.gc()
-    assert repr(collected).startswith("<Collected: 1 segments, ")
+    assert repr(collected).startswith("<Collected: 1 segment, ")
     assert "nbytes" in shown(collected)
     assert "checkpoints" in shown(ckptstore.Lag(checkpoints=2))
 

@@ -17,6 +17,8 @@ from ckptstore.cli.main import COMMANDS
 from tools.site.assembling import assemble, public_names, relinked
 from tools.site.manuals import write
 from tools.site.picture import drawn
+from tools.site.screen import drawn as drawn_screen
+from tools.site.screen import screen
 
 ROOT = Path(__file__).parents[2]
 CONFIG = (ROOT / "tools/site/mkdocs.yml").read_text()
@@ -85,7 +87,10 @@ def test_the_site_is_built_without_a_warning() -> None:
         pytest.skip("mkdocs is not installed: pip install -e '.[docs]' (make docs does it)")
     done = subprocess.run([sys.executable, "-m", "tools.site"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "ckptstore.store.store.Store.load" in (ROOT / "build/site/api.html").read_text()
+    api = (ROOT / "build/site/api.html").read_text()
+    assert "ckptstore.store.store.Store.load" in api
+    assert "HtmlTable" not in api  # how it is made
+    assert "Bases:" in api  # what an error is a kind of
 
 
 def test_the_picture_of_the_readme() -> None:
@@ -97,3 +102,17 @@ def test_the_picture_of_the_readme() -> None:
         assert set(kinds) <= {"svg", "title", "rect", "text", "path"}  # no script, nothing fetched
     assert kinds.count("path") == 4  # the frame, a line for each term, a kill
     assert "1 &lt; 2" in text
+
+
+def test_a_screen_of_the_readme() -> None:
+    picture = (ROOT / "docs/log.svg").read_text()
+    assert "docs/log.svg" in (ROOT / "README.md").read_text()
+    lines = ["\x1b[1m2 checkpoints\x1b[0m", "*  \x1b[36m2@1\x1b[0m  <full>", *map(str, range(40))]
+    made = drawn_screen(lines, "ckpt log runs/gpt")
+    for text in (picture, made):
+        root = ElementTree.fromstring(text)
+        assert {element.tag.rpartition("}")[2] for element in root.iter()} <= {"svg", "title", "rect", "text", "tspan"}
+    assert "&lt;full&gt;" in made
+    assert '<tspan x="39.2" textLength="25.2" lengthAdjust="spacingAndGlyphs" fill="#5cc0cc">2@1</tspan>' in made
+    assert "... 18 lines more" in made
+    assert screen([sys.executable, "-c", "print('\\x1b[1mx\\x1b[0m')"]) == ["\x1b[1mx\x1b[0m"]

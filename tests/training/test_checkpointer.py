@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -577,6 +578,30 @@ def test_auto_says_what_it_takes_and_why(tmp_path: Path, caplog: pytest.LogCaptu
     (line,) = [record.getMessage() for record in caplog.records if "strategy" in record.getMessage()]
     assert "not worth coding" in line
     assert "\n" not in line
+
+
+def test_on_a_terminal_auto_says_it_there(tmp_path: Path) -> None:
+    """Once a process, and only what a log that somebody listens to does not say."""
+    main, other = os.openpty()
+    logger = logging.getLogger("ckptstore.training")
+    try:
+        with open(other, "w") as terminal, contextlib.redirect_stderr(terminal):
+            for level in (logging.WARNING, logging.INFO):
+                logger.setLevel(level)
+                with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2)) as checkpointer:
+                    checkpointer.resume()
+                    assert ": full (24 B of state are not worth coding), term " in repr(checkpointer)
+            with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="delta") as checkpointer:
+                checkpointer.resume()
+                assert ": delta, term " in repr(checkpointer)
+            print("end", file=terminal, flush=True)
+            shown = ""
+            while not shown.endswith("end\r\n"):  # a terminal gives what it has, maybe line by line
+                shown += os.read(main, 65536).decode()
+    finally:
+        logger.setLevel(logging.NOTSET)
+        os.close(main)
+    assert shown == f"ckptstore: {tmp_path / 's'}: strategy 'full': 24 B of state are not worth coding\r\nend\r\n"
 
 
 def test_auto_weighs_size_medium_cores_and_optimizer() -> None:

@@ -51,7 +51,7 @@ def assemble(root: Path, target: Path, homes: Mapping[str, str], training: list[
     (target / "api.md").write_text(_api(homes))
     (target / "api-training.md").write_text(
         "# For training scripts\n\n`from ckptstore.training import ...`\n\n"
-        + "\n".join(f"::: ckptstore.training.{name}\n" for name in training)
+        + "\n".join(f"{_entry(f'training.{name}')}\n" for name in training)
     )
 
 
@@ -83,12 +83,21 @@ def relinked(text: str, folder: str) -> str:
     return re.sub(r"\[([^\]]*)\]\(#\)<!-- (\S+) -->", r"\1 (`\2`)", text)
 
 
+def _entry(name: str) -> str:
+    """What mkdocstrings makes the entry of a name of.
+
+    Of errors and warnings it says what they are kinds of; of anything else that would be a base of how it is made.
+    """
+    bases = "\n    options:\n      show_bases: true" if name.endswith(("Error", "Warning")) else ""
+    return f"::: ckptstore.{name}{bases}"
+
+
 def _api(homes: Mapping[str, str]) -> str:
     parts = ["# Python API\n\n`import ckptstore`; each name is one of `ckptstore` itself. Nothing else is public."]
     left = dict(homes)
     for heading, modules in API.items():
         found = [name for name, home in left.items() if home.startswith(modules)]
-        parts += [f"## {heading}", *(f"::: ckptstore.{left.pop(name)}.{name}" for name in found)]
+        parts += [f"## {heading}", *(_entry(f"{left.pop(name)}.{name}") for name in found)]
     if left:
         raise ValueError(f"no heading of the API page takes {', '.join(left)}")
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Compaction: what is kept stored anew, so that what is only a base can go (`ckpt compact`).
+"""Compaction: kept checkpoints stored anew, so that bases that nobody keeps can go (`ckpt compact`).
 
 Imports what `maintenance` may.
 """

@@ -56,7 +56,7 @@ def compact(
     timeout: float | None = 60.0,
     progress: Progress | None = None,
 ) -> CompactReport:
-    """Store what is kept anew, so that what is only a base can go.
+    """Store kept checkpoints anew, so that bases that nobody keeps can go.
 
     Args:
         only: ``A..B``, two REFs of one term: nothing else is stored anew; None: whatever is worth it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptstore.formats.markup import HtmlTable, table
+from ckptstore.formats.markup import HtmlTable, counted, table
 from ckptstore.maintenance.compact.moves import Kind, Unmet
 
 __all__ = ["CompactMove", "CompactReport", "Result"]
@@ -94,7 +94,7 @@ class CompactReport(HtmlTable):
     def _said(self) -> str:
         would = "would be " if self.dry_run else ""
         return (
-            f"{len(self.moves):,} moves, {len(self.kept):,} checkpoints {would}kept, "
+            f"{counted(len(self.moves), 'move')}, {counted(len(self.kept), 'checkpoint')} {would}kept, "
             f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
         )
 

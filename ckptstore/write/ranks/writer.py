@@ -20,7 +20,7 @@ from ckptstore.errors import CkptError, UsageError, WriterClosedError
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting, sigterm
 from ckptstore.host.background import Periodic
-from ckptstore.host.progress import Progress
+from ckptstore.host.progress import Progress, told
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
@@ -92,7 +92,7 @@ class RankWriter:
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> CheckpointInfo:
         """Store this rank's share of `state` as the checkpoint of `step`; when this returns it is durable as a whole.
 
@@ -101,7 +101,7 @@ class RankWriter:
             step: the same on every rank, above every step that this term continues from.
             metadata, tags: as for `Writer.save`. Those of rank 0 count.
             updates: as for `Writer.save`: what this rank's optimizers did.
-            progress: called as bytes of this rank's share are written.
+            progress: called as bytes of this rank's share are written. True: a line on stderr.
 
         Raises:
             UnsupportedStateError, StepOrderError, UsageError: as `Writer.save`; the other ranks hear of it.
@@ -114,7 +114,7 @@ class RankWriter:
         refuse_within(self, _SAVING)
         labels = Labels.of(metadata, tags)
         began = time.monotonic()
-        one = self._begin(state, step, labels, updates, progress, began)
+        one = self._begin(state, step, labels, updates, told(progress), began)
         written: Future[None] | None = None
         try:
             written = self._hand_over(one)
