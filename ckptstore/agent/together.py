@@ -1,10 +1,8 @@
 """The trainers of a job agree, once, where their agents meet: through the mailbox of their process group.
 
-1. Every rank but 0 posts ``join/<rank>``, with a nonce of its own. Who died and came again has another nonce.
-2. Rank 0, for each, posts ``invite/<nonce>`` with the session's nonce.
-3. Each of them posts ``here/<session>/<rank>``: where it is, what stands in its way, and which step it has of a
-   trainer that died.
-4. Rank 0 posts ``answer/<session>/<rank>``: the token of the job, and whether all have the same step; or why not.
+1. They find each other (`write.ranks.finding`), and each says where it is, what stands in its way, and which step it
+   has of a trainer that died.
+2. Rank 0 posts ``answer/<session>/<rank>``: the token of the job, and whether all have the same step; or why not.
 
 From then on the agents talk through a mailbox of their own, which rank 0's agent has and which does not die with the
 trainers. That of the process group does, with its host: rank 0's trainer, or who has started it.
@@ -23,6 +21,7 @@ from ckptstore.agent.place import Place, runtime_folder
 from ckptstore.agent.ranks import ENDING, Job
 from ckptstore.errors import AgentBusyError, CkptError, FailedRankError, MissingRankError, RankMismatchError
 from ckptstore.formats.hashing import xxh3_128
+from ckptstore.write.ranks.finding import gathered, joined, say_here
 from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
 from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import pack, unpack
@@ -117,16 +116,14 @@ class Together:
 
     def _joined(self, base: str, said: _Said, flaw: BaseException | None) -> tuple[bytes, bool]:
         """Another rank's side -> the token, and whether all have kept the same step."""
-        box, rank, nonce = self.group.mailbox, self.group.rank, secrets.token_hex(16)
-        post(box, f"{base}/join/{rank}", pack(nonce))
-        session = unpack(self._awaited(f"{base}/invite/{nonce}", self.options.timeout), "invite")
-        post(box, f"{base}/here/{session}/{rank}", said.packed())
+        session, _ = unpack(self._awaited(joined(self.group, base), self.options.timeout), "invite")
+        say_here(self.group, base, session, said.packed())
         if flaw is not None:
             raise flaw
-        key = f"{base}/answer/{session}/{rank}"
+        key = f"{base}/answer/{session}/{self.group.rank}"
         # Others may come late, until rank 0 gives up: that is the longest this can take.
         token, same, reason = unpack(self._awaited(key, 2 * self.options.timeout), "answer")
-        withdraw(box, [key])
+        withdraw(self.group.mailbox, [key])
         if reason is not None:
             raise FailedRankError(f"no agents were begun: {reason}")
         return bytes.fromhex(token), same
@@ -141,29 +138,9 @@ class Together:
 
     def _gathered(self, base: str, session: str) -> dict[int, _Said]:
         """Rank 0's side, until every other rank is there -> what they say."""
-        box, others = self.group.mailbox, range(1, self.group.size)
-        here = {rank: f"{base}/here/{session}/{rank}" for rank in others}
-        invited: dict[int, bytes] = {}
-
-        def met() -> bool:
-            for rank in others:
-                asked = fetch(box, f"{base}/join/{rank}")
-                if asked is not None and invited.get(rank) != asked:
-                    post(box, f"{base}/invite/{unpack(asked, 'join')}", pack(session))
-                    invited[rank] = asked
-            return box.has(list(here.values()))
-
-        if not Deadline(self.options.timeout, self.group.ended).wait(met):
-            missing = [str(rank) for rank, key in here.items() if not box.has([key])]
-            raise MissingRankError(
-                f"no agents were begun: rank {', '.join(missing[:8])} of {self.group.size} did not come within "
-                f"{self.options.timeout:g} s; every rank of the group has to call this"
-            )
-        found = {rank: _Said.unpacked(fetch(box, key) or b"", key) for rank, key in here.items()}
-        withdraw(box, [f"{base}/join/{rank}" for rank in others])
-        withdraw(box, [f"{base}/invite/{unpack(asked, 'join')}" for asked in invited.values()])
-        withdraw(box, here.values())
-        return found
+        told = "no agents were begun", "this"
+        letters = gathered(self.group, base, session, self.options.timeout, told, lambda _rank, _size: None)
+        return {rank: _Said.unpacked(letter, f"rank {rank}") for rank, letter in letters.items()}
 
     def _answer(self, base: str, session: str, answer: list[Any]) -> None:
         with contextlib.suppress(CkptError):  # who hears nothing gives up in time

@@ -317,7 +317,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        if not save:
+        if not save and not self._follows:  # an agent has it, and writes it
             self._remark_unsaved("close() does not save it, close(save=True) does")
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -340,7 +340,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and not self._follows:
             self._remark_unsaved(f"{type(error).__name__} ended the with")
         try:
             self.close(save=error is None)

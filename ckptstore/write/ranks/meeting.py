@@ -1,18 +1,16 @@
 """Opening a store for many ranks: they find each other, rank 0 opens one term, the others join it.
 
-1. Every rank but 0 posts ``join/<rank>``, with a nonce of its own, and keeps it there until it is answered.
-2. Rank 0, for each, posts ``invite/<nonce>`` with the session's nonce. Who died and came again has another nonce.
-3. Every rank posts ``here/<session>/<rank>``; when all are there, rank 0 opens the term. Until then nobody is fenced.
-4. Rank 0 posts ``opened/<session>``; the others look whether they see that OPEN in their store, and say so.
-5. Rank 0 posts ``agreed/<session>/<rank>``: either all use the term, or none does.
+1. They find each other (`finding`). When all are there, rank 0 opens the term. Until then nobody is fenced.
+2. Rank 0 posts ``opened/<session>``; the others look whether they see that OPEN in their store, and say so.
+3. Rank 0 posts ``agreed/<session>/<rank>``: either all use the term, or none does.
 
-A term that goes back to an earlier checkpoint is opened alike; in 3 every rank says to which.
+A term that goes back to an earlier checkpoint is opened alike; in 1 every rank says to which.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ckptstore.errors import (
     CkptError,
@@ -26,6 +24,7 @@ from ckptstore.formats.records import slot_key
 from ckptstore.formats.texts import SLOT_LIMIT
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal
+from ckptstore.write.ranks.finding import gathered, joined, say_here
 from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
 from ckptstore.write.ranks.parts import Opening, pack, unpack
 
@@ -48,32 +47,13 @@ def lead(group: Group, timeout: float, begin: Callable[[], Opening], asked: str 
         and what `begin` raises, which every rank then hears.
     """
     box, session = group.mailbox, secrets.token_hex(16)
-    others = range(1, group.size)
-    here = [f"{_BASE}/here/{session}/{rank}" for rank in others]
-    invited: dict[int, bytes] = {}
 
-    def met() -> bool:
-        for rank in others:
-            asked = fetch(box, f"{_BASE}/join/{rank}")
-            if asked is not None and invited.get(rank) != asked:
-                nonce, size = unpack(asked, "join")
-                answer: list[object] = [session, None]
-                if size != group.size:
-                    answer[1] = f"rank {rank} is of a group of {size}, rank 0 of one of {group.size}"
-                post(box, f"{_BASE}/invite/{nonce}", pack(answer))
-                invited[rank] = asked
-        return box.has(here)
+    def refusal(rank: int, size: int) -> str | None:
+        return None if size == group.size else f"rank {rank} is of a group of {size}, rank 0 of one of {group.size}"
 
-    if not Deadline(timeout, group.ended).wait(met):
-        missing = [str(rank) for rank, key in zip(others, here, strict=True) if not box.has([key])]
-        raise MissingRankError(
-            f"no term was opened: rank {', '.join(missing[:8])} of {group.size} did not come within {timeout:g} s; "
-            "every rank of the group has to call store.writer(group=...)"
-        )
-    withdraw(box, [f"{_BASE}/join/{rank}" for rank in others])
-    withdraw(box, [f"{_BASE}/invite/{unpack(asked, 'join')[0]}" for asked in invited.values()])
+    here = gathered(group, _BASE, session, timeout, ("no term was opened", "store.writer(group=...)"), refusal)
     try:
-        _check_asked(group, here, asked)
+        _check_asked(here, asked)
         opening = begin()
     except BaseException as error:
         post(box, f"{_BASE}/opened/{session}", pack(f"{type(error).__name__}: {error}"))
@@ -95,9 +75,9 @@ def _agree(group: Group, session: str, reason: str | None) -> None:
         post(group.mailbox, f"{_BASE}/agreed/{session}/{rank}", pack(reason))
 
 
-def _check_asked(group: Group, here: list[str], asked: str | None) -> None:
-    for rank, key in enumerate(here, 1):
-        text, reason = unpack(fetch(group.mailbox, key) or b"", key)
+def _check_asked(here: Mapping[int, bytes], asked: str | None) -> None:
+    for rank, letter in here.items():
+        text, reason = unpack(letter, "here")
         if reason is not None:
             raise FailedRankError(f"rank {rank}: {reason}")
         if text != asked:
@@ -115,7 +95,6 @@ def _hear_all(group: Group, session: str, timeout: float) -> None:
             raise FailedRankError(f"rank {rank}: {reason}")
     assert heard or not keys
     withdraw(group.mailbox, keys)
-    withdraw(group.mailbox, [f"{_BASE}/here/{session}/{rank}" for rank in range(1, group.size)])
     withdraw(group.mailbox, [f"{_BASE}/opened/{session}"])
 
 
@@ -140,16 +119,14 @@ def join(
         RankMismatchError: this is another store than rank 0's, or one that does not show what rank 0 writes; or the
             ranks are not of one group.
     """
-    box, nonce = group.mailbox, secrets.token_hex(16)
-    post(box, f"{_BASE}/join/{group.rank}", pack([nonce, group.size]))
+    box, invitation = group.mailbox, joined(group, _BASE)
     crash_point("ranks.joined")
     deadline = Deadline(timeout, group.ended)
-    answer = _awaited(group, f"{_BASE}/invite/{nonce}", deadline)
-    session, refused = unpack(answer, "invite")
+    session, refused = unpack(_awaited(group, invitation, deadline), "invite")
     if refused is not None:
         raise RankMismatchError(f"the ranks are not of one group: {refused}")
     reason: str | None = None if flaw is None else f"{type(flaw).__name__}: {flaw}"
-    post(box, f"{_BASE}/here/{session}/{group.rank}", pack([asked, reason]))
+    say_here(group, _BASE, session, pack([asked, reason]))
     if flaw is not None:
         raise flaw
     # Others may come late, until rank 0 gives up: that is the longest this can take.

@@ -1,0 +1,74 @@
+"""How ranks find each other in a mailbox in which letters of those who died may lie.
+
+1. Every rank but 0 posts ``join/<rank>``, with a nonce of its own, and keeps it there until it is answered.
+2. Rank 0, for each, posts ``invite/<nonce>`` with the session's nonce. Who died and came again has another nonce.
+3. Each of them posts ``here/<session>/<rank>``, with what it has to say.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from ckptstore.errors import MissingRankError
+from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
+from ckptstore.write.ranks.parts import pack, unpack
+
+__all__ = ["gathered", "joined", "say_here"]
+
+
+def gathered(
+    group: Group,
+    base: str,
+    session: str,
+    timeout: float,
+    told: tuple[str, str],
+    refusal: Callable[[int, int], str | None],
+) -> dict[int, bytes]:
+    """Rank 0's side, until every other rank is there -> what each of them says.
+
+    Args:
+        base: what all keys begin with.
+        session: the nonce of this meeting.
+        told: if one does not come: what was not done, and what every rank has to call.
+        refusal: why a rank that is of a group of some size is not invited; None: it is.
+
+    Raises:
+        MissingRankError: not all came in time.
+    """
+    box, others = group.mailbox, range(1, group.size)
+    here = {rank: f"{base}/here/{session}/{rank}" for rank in others}
+    invited: dict[int, tuple[bytes, str]] = {}
+
+    def met() -> bool:
+        for rank in others:
+            asked = fetch(box, f"{base}/join/{rank}")
+            if asked is not None and (rank not in invited or invited[rank][0] != asked):
+                nonce, size = unpack(asked, "join")
+                invited[rank] = asked, f"{base}/invite/{nonce}"
+                post(box, invited[rank][1], pack([session, refusal(rank, size)]))
+        return box.has(list(here.values()))
+
+    if not Deadline(timeout, group.ended).wait(met):
+        missing = [str(rank) for rank, key in here.items() if not box.has([key])]
+        raise MissingRankError(
+            f"{told[0]}: rank {', '.join(missing[:8])} of {group.size} did not come within {timeout:g} s; every rank "
+            f"of the group has to call {told[1]}"
+        )
+    found = {rank: fetch(box, key) or b"" for rank, key in here.items()}
+    withdraw(box, [f"{base}/join/{rank}" for rank in others])
+    withdraw(box, [invitation for _, invitation in invited.values()])
+    withdraw(box, here.values())
+    return found
+
+
+def joined(group: Group, base: str) -> str:
+    """Another rank's side: ask to be invited -> where the answer will be: the session's nonce, and why it may not."""
+    nonce = secrets.token_hex(16)
+    post(group.mailbox, f"{base}/join/{group.rank}", pack([nonce, group.size]))
+    return f"{base}/invite/{nonce}"
+
+
+def say_here(group: Group, base: str, session: str, letter: bytes) -> None:
+    """Another rank's side, when it was invited: that it is there."""
+    post(group.mailbox, f"{base}/here/{session}/{group.rank}", letter)
