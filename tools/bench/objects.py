@@ -146,10 +146,10 @@ def _shown(console: Console, found: Comparison, rows: Sequence[dict[str, Any]]) 
 
 
 def _show_loops(console: Console, found: Comparison) -> None:
-    title = f"a Python loop beside an upload of {found.size / 1e9:g} GB"
+    title = f"a Python loop beside an upload of {found.size / 1e9:g} GB (stall: in save_async)"
     table = Table(title=title, title_justify="left")
-    words = {"thread": "a writer's threads", "agent": "its agent", "apart": "another process, obstore"}
-    for column in ("link", "upload by", "kept", "least-most", "the GIL took", "in save_async s", "upload s"):
+    words = {"thread": "threads", "agent": "agent", "apart": "other process"}
+    for column in ("link", "upload by", "kept", "least-most", "GIL took", "stall s", "upload s"):
         table.add_column(column, justify="left" if column in ("link", "upload by") else "right", no_wrap=True)
     for row in found.loop_rows():
         least, most = row["spread"]
