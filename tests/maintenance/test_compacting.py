@@ -17,6 +17,8 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.maintenance.compact import Samples, compacting
 from ckptstore.maintenance.compact.measuring import Measured
+from tests.maintenance.stores import flip
+from tests.restore.twofold import stored_again
 from tests.store.states import same
 from tests.write.test_diffs import Trainer
 from tools.objects.server import Server
@@ -263,6 +265,21 @@ class TestDamage:
         check(store, [10, 11])
         files = {segment.rpartition("/")[2] for segment in store.backend.list("seg/")}
         assert files == {f"{one}.safetensors" for one in store.view().catalog.segments}
+
+    @pytest.mark.filterwarnings("ignore::ckptstore.FallbackWarning")
+    def test_what_a_checkpoint_has_besides_is_read_before_its_bases_go(self, store: Store, tmp_path: Path) -> None:
+        """It is stored as a full, too, which nobody may have looked at since it was written."""
+        filled(store, range(1, 4))
+        stored_again(store, "3@1")
+        for ref in ("1@1", "2@1"):
+            store.retire(ref, take_over=True)
+        catalog = store.view().catalog
+        (full,) = (edge for edge in catalog.encodings[1, 3] if edge.base is None)
+        flip(tmp_path / "store" / catalog.segments[full.segments[0]].key)
+        told = {move.kind: move for move in store.compact(take_over=True).moves}
+        assert (told["drop"].result, told["drop"].damaged) == ("refused", True)
+        assert full.segments[0] in told["drop"].reason
+        same(state(3), store.load(3, framework="numpy"))
 
 
 class TestBesideOthers:
