@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import CheckpointNotFoundError, CorruptionError, UsageError
+from ckptstore import CheckpointNotFoundError, CorruptionError, FencedError, UsageError
 from ckptstore.log.pins import Pin
 from tests.maintenance.stores import flip, late
 from tests.tiers.conftest import Place
@@ -175,3 +175,22 @@ def test_a_remote_that_is_new_to_a_store_and_one_that_is_opened_by_its_own_name(
         with pytest.raises(UsageError, match=why):
             ckptstore.open(folders.here, remote=str(remote)).writer()
     assert [one.term for one in ckptstore.open(folders.here, remote=False).terms()] == [1, 2, 3]
+
+
+def test_a_term_that_is_opened_here_alone_at_this_moment_fences_the_one_of_both(
+    folders: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two terms of one number in one log would be none."""
+    fill(folders.open(), 1, 2)
+
+    def passed(name: str) -> None:
+        if name == "tiers.filled":
+            monkeypatch.undo()
+            fill(ckptstore.open(folders.here, remote=False), 3, 3)
+
+    monkeypatch.setattr("ckptstore.tiers.opening.crash_point", passed)
+    with pytest.raises(FencedError, match="this one has term 2 already"):
+        folders.open().writer()
+    store = ckptstore.open(folders.here, remote=False)
+    check(store.load("3@2", framework="numpy"), 3)
+    assert store.verify().ok

@@ -13,7 +13,14 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, RankOptions
-from ckptstore.errors import CommitUnknownError, MailboxError, MissingRankError, RankMismatchError, StorageError
+from ckptstore.errors import (
+    CommitUnknownError,
+    FailedRankError,
+    MailboxError,
+    MissingRankError,
+    RankMismatchError,
+    StorageError,
+)
 from ckptstore.formats.state import FlatState
 from ckptstore.write.ranks import diffs
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox, fetch, post
@@ -179,3 +186,25 @@ def test_a_part_that_is_not_what_was_agreed_is_not_committed(
     store = ckptstore.open(tmp_path)
     assert [one.step for one in store.checkpoints()] == [2]
     assert_same(store.load(2, rank=1), state(1, 2))
+
+
+def test_a_step_that_one_rank_could_not_write_may_be_given_again(tmp_path: Path) -> None:
+    """Its letters are not taken for those of the first attempt, and nobody builds on what only some have."""
+    ranks = RankOptions(timeout=5, per_rank="rng")
+
+    def work(group: Group) -> list[str]:
+        store = ckptstore.open(tmp_path)
+        with store.writer(group=group, ranks=ranks, deltas=1, poll_seconds=None) as writer:
+            kinds = [writer.save(state(group.rank), 1).kind]
+            medium: Any = store.backend
+            if group.rank == 1:
+                medium.open_sink = lambda *_: (_ for _ in ()).throw(StorageError("it is full"))
+            with pytest.raises(StorageError if group.rank else FailedRankError, match="it is full"):
+                writer.save(state(group.rank, 2), 2)
+            if group.rank == 1:
+                del medium.open_sink
+            return kinds + [writer.save(state(group.rank, step), step).kind for step in (2, 3)]
+
+    assert as_ranks(2, work) == [["full", "full", "delta"]] * 2
+    for step in (2, 3):
+        assert_same(ckptstore.open(tmp_path).load(step, rank=1), state(1, step))
