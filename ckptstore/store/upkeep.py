@@ -271,6 +271,7 @@ class Upkeep(Handle):
         Raises:
             UsageError: one is no rule, or there are none.
             CorruptLogError: the log is damaged. Nothing was changed.
+            StorageError: the second tier cannot be reached, or is not there any more. Nothing was changed.
             RequestRefusedError, RequestTimeoutError and the others: as `retire`.
         """
         from ckptstore.maintenance.pruning import prune
@@ -280,6 +281,7 @@ class Upkeep(Handle):
             from ckptstore.tiers.syncing import drained as drained_there
 
             with pair.reaching("nothing was pruned"):
+                pair.check_there()
                 drained = drained_there(pair)
         return prune(
             self.journal, rules or None, dry_run=dry_run, take_over=take_over, timeout=timeout, drained=drained

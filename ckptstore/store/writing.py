@@ -163,7 +163,8 @@ class Writing(Handle):
             try:
                 return open_writer(self.journal, parent, options, opener=open_without_remote)
             except RemoteRememberedError:
-                pass
+                if self._pair() is None:  # it is the remote itself: what was brought here remembers it, too
+                    return open_writer(self.journal, parent, options)
         from ckptstore.tiers.opening import open_tiered_writer
 
         return open_tiered_writer(self._pair_with(None, None, None), parent, options)

@@ -156,7 +156,7 @@ class ReplicaSaving(Saving):
 
     def wait(self) -> None:
         """See `Saving.wait`: the newest step is written now, if it is in memory alone."""
-        if self._owed and self._last is not None and not self._taken.any:
+        if self._owed and self._last is not None and not self._taken.any and not self._ended_with(self._last[0]):
             self.save(*self._last)
         super().wait()
 
@@ -170,6 +170,13 @@ class ReplicaSaving(Saving):
             super().wait()
         else:
             self.wait()
+
+    def _ended_with(self, step: int) -> bool:
+        """Whether the agent was told to end, and has written the step then: nobody may save it once more."""
+        if self._replicated is None or self._replicated.alive:
+            return False
+        newest = self._store.latest_step()
+        return newest is not None and newest >= step
 
     def durable(self, pending: PendingSave) -> PendingSave:
         """See `Saving.durable`."""

@@ -320,6 +320,24 @@ def test_a_term_that_came_after_wins_over_what_the_agent_keeps(tmp_path: Path) -
         same(truth(4), writer.load())
 
 
+def test_nobody_goes_on_with_a_branch_that_was_left(tmp_path: Path) -> None:
+    """The trainer went back, and was killed before it had saved anything."""
+    script = """
+writer = ckptstore.agent.writer(url, linger_seconds=60)
+for step in (1, 2, 3):
+    writer.save(truth(step), step)
+writer.rollback(1)
+print(writer.agent_pid, flush=True)
+kill()
+"""
+    (pid,) = run(script, tmp_path / "store", code=-9)
+    with opened(tmp_path / "store") as writer:
+        assert (writer.agent_pid, writer.inherited, writer.term, writer.step) == (int(pid), None, 2, 1)
+        same(truth(1), writer.load())
+        writer.save(truth(2), 2)
+    assert [info.ref for info in ckptstore.open(tmp_path / "store").checkpoints()] == ["1@1", "2@1", "3@1", "2@2"]
+
+
 def test_a_store_in_the_place_of_another_gets_an_agent_of_its_own(tmp_path: Path) -> None:
     (pid,) = run(TRAIN, tmp_path / "store", 3, code=-9)
     (tmp_path / "store").rename(tmp_path / "moved")

@@ -133,6 +133,21 @@ def test_the_trainers_are_killed_and_what_all_ranks_had_given_is_written(
     assert agents(runtime) == []
 
 
+@long_only  # rank 0's agent waits ten seconds for that of rank 1, which nobody ends
+def test_a_group_of_another_size_goes_on_from_the_store(tmp_path: Path, runtime: Path) -> None:
+    """What rank 0 alone has kept may be no whole state."""
+    url, path = tmp_path / "store", tmp_path / "trainers"
+    trainers = [trainer(url, path, rank, 3, "{}") for rank in range(2)]
+    for process in trainers:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "delivered\n"
+    for process in trainers:
+        process.kill()
+        process.communicate()
+    assert as_ranks(1, lambda group: continued(url, group, inherits=False)) == [3]
+    assert steps(url) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_agent_dies_and_every_rank_is_told(tmp_path: Path, runtime: Path, victim: int) -> None:
     """Rank 0's has the mailbox; of another one rank 0's hears."""

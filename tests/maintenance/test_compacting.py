@@ -17,6 +17,8 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.maintenance.compact import Samples, compacting
 from ckptstore.maintenance.compact.measuring import Measured
+from tests.maintenance.stores import flip
+from tests.restore.twofold import stored_again
 from tests.store.states import same
 from tests.write.test_diffs import Trainer
 from tools.objects.server import Server
@@ -245,9 +247,14 @@ class TestDamage:
         assert dict(after.encodings.items()) == dict(before.encodings.items())
         assert len(store.backend.list("seg/")) == len(before.segments)
 
-    def test_what_was_written_is_read_back(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("kind", ["materialize", "merge"])
+    def test_what_was_written_is_read_back(self, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         """A segment that comes out wrong is never committed, and what it was to replace stays."""
-        filled(store, range(1, 12), keep=["every:10"])
+        if kind == "merge":
+            filled(store, range(1, 12))
+        else:
+            filled(store, range(1, 12), keep=["every:10"])
+        kept = [info.step for info in store.checkpoints()]
         from ckptstore.backends.directio import FileSink
 
         seal = FileSink.seal
@@ -260,9 +267,24 @@ class TestDamage:
         report = store.compact(take_over=True)
         assert results(report) == {"refused"}
         monkeypatch.undo()
-        check(store, [10, 11])
+        check(store, kept)
         files = {segment.rpartition("/")[2] for segment in store.backend.list("seg/")}
         assert files == {f"{one}.safetensors" for one in store.view().catalog.segments}
+
+    @pytest.mark.filterwarnings("ignore::ckptstore.FallbackWarning")
+    def test_what_a_checkpoint_has_besides_is_read_before_its_bases_go(self, store: Store, tmp_path: Path) -> None:
+        """It is stored as a full, too, which nobody may have looked at since it was written."""
+        filled(store, range(1, 4))
+        stored_again(store, "3@1")
+        for ref in ("1@1", "2@1"):
+            store.retire(ref, take_over=True)
+        catalog = store.view().catalog
+        (full,) = (edge for edge in catalog.encodings[1, 3] if edge.base is None)
+        flip(tmp_path / "store" / catalog.segments[full.segments[0]].key)
+        told = {move.kind: move for move in store.compact(take_over=True).moves}
+        assert (told["drop"].result, told["drop"].damaged) == ("refused", True)
+        assert full.segments[0] in told["drop"].reason
+        same(state(3), store.load(3, framework="numpy"))
 
 
 class TestBesideOthers:

@@ -122,6 +122,21 @@ def test_a_copy_takes_what_is_new_and_gives_nothing_up(tmp_path: Path) -> None:
     assert list(copied.tags()) == ["best"]
 
 
+def test_nothing_is_added_to_a_copy_whose_log_is_damaged(tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "store")
+    with store.writer(poll_seconds=None) as writer:
+        for step in (1, 2):
+            writer.save({"n": step}, step)
+        store.copy(tmp_path / "copy")
+        writer.save({"n": 3}, 3)
+    slots = sorted((tmp_path / "copy" / "log").iterdir())
+    flip(slots[1], 40)
+    before = [path.read_bytes() for path in slots]
+    with pytest.raises(UsageError, match=r"slot 1 of the copy that is there is damaged"):
+        store.copy(tmp_path / "copy")
+    assert [path.read_bytes() for path in sorted((tmp_path / "copy" / "log").iterdir())] == before
+
+
 def test_rules_of_retention_go_with_the_whole_store(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "store")
     with store.writer(keep=["last:3", "every:4"]) as writer:

@@ -18,6 +18,7 @@ import pytest
 import ckptstore
 from ckptstore import CompactOptions, CompactPass, DiffOptions, Store
 from ckptstore.errors import UsageError
+from ckptstore.maintenance.compact import executing
 from tests.forms import long_only
 from tests.maintenance.test_compacting import CHAIN, check, save, state
 from tests.store.states import same
@@ -128,6 +129,30 @@ def test_a_save_says_that_compaction_was_at_work(store: Store, told: queue.Queue
     assert store.load(step, framework="numpy")["step"] == step
     assert store.verify(deep=True).ok
     store.gc()
+
+
+def test_what_was_made_for_a_term_that_was_left_is_made_again(
+    store: Store, told: queue.Queue[CompactPass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer goes back at the moment at which a move is ready: it was planned for a term that is over."""
+    with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None) as writer:
+        save(writer, range(1, 25))
+    went = threading.Event()
+    at_work: queue.Queue[ckptstore.Writer] = queue.Queue()
+
+    def passed(name: str) -> None:
+        if name == "compact.verified" and not went.is_set():
+            went.set()
+            at_work.get(timeout=LONG).rollback("24@1")
+
+    monkeypatch.setattr(executing, "crash_point", passed)
+    options = CompactOptions(bandwidth=None, every=0.05, on_pass=told.put)
+    with store.writer(deltas=CHAIN, poll_seconds=None, compact=options) as writer:
+        at_work.put(writer)
+        first = until_done(told).moves[0]
+        assert (first.result, writer.term) == ("done", 3), first.reason
+        save(writer, [25, 26])
+    check(store, [10, 20, 25, 26])
 
 
 def test_closing_gives_up_what_is_half_done(store: Store) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore import CorruptLogError, ReadOnlyError, Repaired, StoreNotFoundError, UsageError
+from ckptstore import CorruptLogError, CorruptSegmentError, ReadOnlyError, Repaired, StoreNotFoundError, UsageError
+from ckptstore.backends.directio import FileSink
 from ckptstore.log import folding
 from tests.maintenance.stores import bits, broken, flip, grown, segments, states
 from tests.restore.twofold import twofold
@@ -228,6 +229,26 @@ def test_a_batch_that_is_damaged_in_the_middle_gives_what_is_before(
     assert ckptstore.open(tmp_path / "new").terms()[3].parent == "18@3"
 
 
+def test_what_is_written_anew_is_read_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A medium that keeps other bytes than it was given: nothing is made a store of that."""
+    entry, doc = ckptstore.open(source).describe("13@3")[-1]
+    chunk = next(one for tensor in doc.tensors[14].values() for one in tensor.chunks if one.length)
+    old = broken(source, tmp_path / "old", lambda root: flip(root / entry.key, chunk.offset))
+    seal, spoiled = FileSink.seal, []
+
+    def bad(sink: FileSink, size: int) -> None:
+        if not spoiled:  # what is written anew comes first
+            spoiled.append(size)
+            sink.write(4096, memoryview(bytes(512)))
+        seal(sink, size)
+
+    monkeypatch.setattr(FileSink, "seal", bad)
+    with pytest.raises(CorruptSegmentError, match="checksum mismatch"):
+        ckptstore.repair(old, tmp_path / "new")
+    assert len(spoiled) == 1
+    assert not (tmp_path / "new" / "FORMAT").exists()
+
+
 @pytest.mark.slow
 def test_one_percent_of_the_segments_damaged(tmp_path: Path) -> None:
     """Of a hundred (and two more), at random: flipped, cut, deleted. What does not build on these is back."""
@@ -310,6 +331,18 @@ def test_two_stores_in_one_folder(source: Path, tmp_path: Path, wanted: dict[str
     done = ckptstore.repair(old, tmp_path / "new2", run=other.run)
     check(tmp_path / "new2", done, theirs)
     assert (done.run, done.kept, done.lost) == (other.run, ("1@1", "2@1", "3@1"), {})
+
+
+def test_a_segment_under_anothers_name_is_told_of(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
+    def twice(root: Path) -> None:
+        first = next(segments(root))
+        shutil.copy(first, first.with_name(f"{'5' * 32}.safetensors"))
+
+    done = ckptstore.repair(broken(source, tmp_path / "old", twice), tmp_path / "new")
+    check(tmp_path / "new", done, wanted)
+    assert done.lost == {}
+    told = f"holds segment {next(segments(source)).stem} of term 1"
+    assert [one.what for one in done.damage if "5555" in one.key] == [told]
 
 
 def test_nothing_to_repair(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import CorruptionError, UsageError
+from ckptstore import CheckpointNotFoundError, CorruptionError, FencedError, UsageError
+from ckptstore.log.pins import Pin
 from tests.maintenance.stores import flip, late
 from tests.tiers.conftest import Place
-from tests.tiers.test_tiers import check, fill, state
+from tests.tiers.test_tiers import check, fill, state, steps
 
 RESTORE = "print(ckptstore.open(sys.argv[1], remote=sys.argv[2]).latest_step(), flush=True)"
 
@@ -123,3 +125,72 @@ def test_what_is_being_drained_is_not_collected(folders: Place, monkeypatch: pyt
     assert store.sync(folders.remote).checkpoints == 2
     check(folders.theirs().load(1, framework="numpy"), 1)
     assert len(store.gc().segments) == 1
+
+
+def test_what_is_retired_at_this_moment_is_not_drained(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the log and the pin: it is gone, which is no damage."""
+    store = ckptstore.open(folders.here)
+    with store.writer(poll_seconds=None) as writer:
+        for step in (1, 2):
+            writer.save(state(step), step)
+
+    class Late(Pin):
+        def __enter__(self) -> Late:
+            monkeypatch.undo()
+            store.retire("1@1", take_over=True)
+            assert len(store.gc().segments) == 1
+            return super().__enter__()
+
+    monkeypatch.setattr("ckptstore.tiers.draining.Pin", Late)
+    done = store.sync(folders.remote)
+    assert (done.checkpoints, done.damaged, done.branch) == (1, (), ())
+    assert steps(folders.theirs()) == ["2@1"]
+
+
+def test_nothing_is_read_from_the_store_of_another_run(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    shutil.rmtree(folders.remote)
+    fill(ckptstore.open(folders.remote), 1, 7)
+    store = folders.open()
+    with pytest.raises(CheckpointNotFoundError) as told:
+        store.load(7)
+    assert "another run" in "".join(told.value.__notes__)
+    segment, doc = store.describe(2)[-1]
+    flip(folders.here / segment.key, doc.tensors[2]["weight"].chunks[0].offset)
+    with pytest.raises(CorruptionError) as told_of_damage:
+        store.load(2)
+    assert "another run" in "".join(told_of_damage.value.__notes__)
+
+
+def test_a_remote_that_is_new_to_a_store_and_one_that_is_opened_by_its_own_name(folders: Place) -> None:
+    fill(ckptstore.open(folders.here), 1, 2)
+    fill(folders.open(), 3, 3)
+    fill(ckptstore.open(folders.here, remote=False), 4, 4)  # which remembers the remote, and brings it there:
+    ckptstore.open(folders.here).sync()
+    theirs = folders.theirs()
+    fill(theirs, 5, 5)
+    assert steps(theirs) == ["1@1", "2@1", "3@2", "4@3", "5@4"]
+    assert theirs.lag() is None
+    for remote, why in ((folders.here, "a store is not its own remote"), (folders.here / "seg", "outside of")):
+        with pytest.raises(UsageError, match=why):
+            ckptstore.open(folders.here, remote=str(remote)).writer()
+    assert [one.term for one in ckptstore.open(folders.here, remote=False).terms()] == [1, 2, 3]
+
+
+def test_a_term_that_is_opened_here_alone_at_this_moment_fences_the_one_of_both(
+    folders: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two terms of one number in one log would be none."""
+    fill(folders.open(), 1, 2)
+
+    def passed(name: str) -> None:
+        if name == "tiers.filled":
+            monkeypatch.undo()
+            fill(ckptstore.open(folders.here, remote=False), 3, 3)
+
+    monkeypatch.setattr("ckptstore.tiers.opening.crash_point", passed)
+    with pytest.raises(FencedError, match="this one has term 2 already"):
+        folders.open().writer()
+    store = ckptstore.open(folders.here, remote=False)
+    check(store.load("3@2", framework="numpy"), 3)
+    assert store.verify().ok

@@ -287,6 +287,18 @@ def test_prune_drains_first(folders: Place) -> None:
     check(store.load(4, framework="numpy"), 4)
 
 
+def test_prune_leaves_what_the_remote_never_gets(folders: Place) -> None:
+    fill(folders.open(), 1, 2)
+    fill(ckptstore.open(folders.here, remote=False), 3, 5)
+    fill(folders.open(folders.there), 8, 9)  # the run goes on elsewhere: what is here alone is a branch
+    store = ckptstore.open(folders.here)
+    store.prune("last:1", take_over=True)
+    assert steps(store) == ["3@2", "4@2", "5@2"]
+    store.gc()
+    for step in (3, 4, 5):
+        check(store.load(f"{step}@2", framework="numpy"), step)
+
+
 def test_bandwidth_holds_the_drain_back(folders: Place) -> None:
     store = folders.open(bandwidth=200_000)
     began = time.monotonic()
@@ -342,6 +354,8 @@ def test_a_remote_that_is_not_there_is_no_new_one(folders: Place) -> None:
             ckptstore.open(folders.here).sync()
         with pytest.raises(StorageError, match="no store is there any more"):
             ckptstore.open(folders.here).sync_forever()
+        with pytest.raises(StorageError, match="no store is there any more"):
+            ckptstore.open(folders.here).prune("last:1", take_over=True)
         assert steps(ckptstore.open(folders.here)) == ["1@1", "2@1"]
     assert not list(remote.iterdir())
     assert folders.open().sync(folders.remote).checkpoints == 2  # by its name it is made anew

@@ -673,6 +673,25 @@ def test_an_error_is_raised_or_warned_of(tmp_path: Path) -> None:
     assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [2, 4]
 
 
+def test_a_save_that_failed_in_the_background_is_told_of_by_the_next_step(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="full") as checkpointer:
+        checkpointer.resume()
+        first = checkpointer.step()
+        assert first is not None
+        first.result()
+        medium: Any = checkpointer.store.backend
+        medium.open_sink = lambda *_: (_ for _ in ()).throw(ckptstore.StorageError("it is full"))
+        pending, ended = checkpointer.step(), threading.Event()
+        assert pending is not None
+        pending.when_done(lambda _: ended.set())
+        assert ended.wait(60)
+        del medium.open_sink
+        with pytest.raises(ckptstore.StorageError, match="it is full"):
+            checkpointer.step()
+        checkpointer.step()
+    assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 4]
+
+
 def test_a_writer_that_was_fenced_stops_the_saving_and_not_the_training(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="full", on_error="warn") as checkpointer:
         checkpointer.resume()

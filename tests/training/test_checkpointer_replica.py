@@ -22,6 +22,7 @@ from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
+from tests.agent.lives import kill  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
 from tests.training.test_checkpointer_agent import killed  # noqa: E402
@@ -390,6 +391,22 @@ def test_closing_writes_what_is_in_memory_alone(tmp_path: Path) -> None:
     """As at the ordinary end of a script without a `with`."""
     kept, _ = small(tmp_path / "run", 7, lambda kept, _model, _step: kept.step(), save_every=50)
     kept.close()
+    assert ckptstore.open(tmp_path / "run").latest_step() == 7
+
+
+@long_only  # two agents, one after the other
+def test_an_agent_that_is_told_to_end_writes_what_is_in_memory_alone(tmp_path: Path) -> None:
+    kept, _ = small(tmp_path / "run", 7, lambda kept, _model, _step: kept.step(), save_every=50)
+    pid = kept.agent_pid
+    assert pid is not None
+    kill(pid, signal.SIGTERM)
+    newest = ckptstore.open(tmp_path / "run").latest_step()
+    assert newest is not None
+    assert newest > 1, "the first was handed over whole, and is the only one that was due"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AgentRestartWarning)
+        warnings.simplefilter("ignore", UnsavedStepWarning)
+        kept.close()
     assert ckptstore.open(tmp_path / "run").latest_step() == 7
 
 

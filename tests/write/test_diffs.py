@@ -473,6 +473,26 @@ def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
     same(trainer.frozen(), store.load(3))
 
 
+def test_a_step_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
+    """All that there is was retired and dropped by a request: the next step begins anew."""
+    from ckptstore.log import requests
+
+    trainer = Trainer()
+    store = ckptstore.open(tmp_path / "store", create=True)
+    kinds = []
+    with store.writer(diffs=DiffOptions(), poll_seconds=None) as writer:
+        for step in range(1, 5):
+            trainer.train()
+            kinds.append(writer.save(trainer.state(), step, updates=trainer.updates()).kind)
+            if step == 2:
+                change = Change(retires=((1, 1), (1, 2)), drops=tuple(store.view().catalog.segments))
+                asked = requests.post(store.journal, 1, "test", change)
+                writer.poll()
+                assert requests.outcome(store.view().catalog, asked).answer == "accepted"
+    assert kinds == ["full", "gradient", "full", "gradient"]
+    same(trainer.frozen(), store.load(4))
+
+
 def test_options_are_checked() -> None:
     for wrong in (
         {"full_every": 0},

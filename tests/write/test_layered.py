@@ -222,6 +222,8 @@ def test_what_cannot_be_begun(store: ckptstore.Store) -> None:
             save.ready("second", {"b.w": NumpySource(np.zeros(2))})
         with pytest.raises(ckptstore.UsageError, match=r"other tensors than it has now \('more'\)"):
             save.finish({**state, "more": np.zeros(3)})
+        with pytest.raises(ckptstore.UsageError, match=r"'rest' is F64 \[11\], and the save was begun with I64 \[11\]"):
+            save.finish({**state, "rest": np.full(11, 0.5)})
         with pytest.raises(ckptstore.UnsupportedStateError):
             save.finish({**state, "more": object()})
         save.finish(state).result(60)

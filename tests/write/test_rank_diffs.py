@@ -14,11 +14,13 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, DivergedReplicasError, FailedRankError, RankOptions, Update
-from ckptstore.errors import CkptError, UnsupportedStateError, UsageError
+from ckptstore.errors import CkptError, RankMismatchError, UnsupportedStateError, UsageError
 from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
+from ckptstore.log import requests
+from ckptstore.log.change import Change
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from ckptstore.write.ranks.shares import holding_of, updates_of
 from tests.store.states import same
@@ -257,6 +259,54 @@ def test_a_tag_and_a_request_write_what_waits(tmp_path: Path) -> None:
     same(store.load(4), truths(4)[4])
 
 
+@pytest.mark.parametrize(
+    ("options", "when"),
+    [
+        ({"diffs": DiffOptions(batch=10, seconds=None)}, "ranks.coded"),
+        ({"diffs": DiffOptions(batch=2, seconds=None)}, "ranks.shared"),
+        ({"deltas": 1}, "ranks.before-part"),
+    ],
+    ids=["waiting", "batch", "delta"],
+)
+def test_what_is_built_on_is_not_retired_before_that_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], when: str
+) -> None:
+    """Somebody asks for that while steps wait for their batch, while it is written, and while a delta is."""
+    asked: list[requests.Request] = []
+    answered = threading.Event()
+
+    def passed(name: str) -> None:
+        store = ckptstore.open(tmp_path)
+        if name == when and not asked and store.latest_step() == 1:
+            change = Change(retires=((1, 1),), drops=store.checkpoint(1).segments)
+            asked.append(requests.post(store.journal, 1, "test", change))
+            time.sleep(0.3)  # the writer looks for requests meanwhile
+
+    for module in ("batches", "writing"):
+        monkeypatch.setattr(f"ckptstore.write.ranks.{module}.crash_point", passed)
+
+    def work(group: Group) -> list[str]:
+        model, store = trainer(), ckptstore.open(tmp_path)
+        with store.writer(group=group, ranks=OPTIONS, poll_seconds=0.02, **options) as writer:
+            pending = []
+            for step in (1, 2, 3):
+                model.train()
+                told: Any = {"updates": model.updates()} if "diffs" in options else {}
+                pending.append(writer.save_async(model.state(), step, **told))
+                if step == 1:
+                    pending[0].result()
+            pending[-1].result()
+            if group.rank == 0:
+                assert requests.wait(store.journal, asked[0], timeout=60).answer == "refused"
+                answered.set()
+            assert answered.wait(60)
+            return [one.result().kind for one in pending]
+
+    kind = "delta" if "deltas" in options else "gradient"
+    assert as_ranks(2, work) == [["full", kind, kind]] * 2
+    same(ckptstore.open(tmp_path).load(3), truths(3)[3])
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_replica_that_diverged_is_found_in_its_batch(tmp_path: Path, batch: int) -> None:
     lost = {3} if batch == 1 else {2, 3, 4}
@@ -347,11 +397,13 @@ def test_a_rank_that_cannot_code_a_step_fails_its_batch_on_all(tmp_path: Path, m
                 if step == 3:
                     pending[-1].exception()  # else the next call raises it
                     pending[-2].exception()
-            return ["lost" if one.exception() is not None else one.result().kind for one in pending]
+            return [
+                one.result().kind if (error := one.exception()) is None else type(error).__name__ for one in pending
+            ]
 
     found = as_ranks(3, work)
-    assert found[0] == found[1] == found[2]
-    assert found[0] == ["full", "lost", "lost", "full", "gradient", "gradient", "gradient"]
+    for rank, why in enumerate(("FailedRankError", "MemoryError", "FailedRankError")):
+        assert found[rank] == ["full", why, why, "full", "gradient", "gradient", "gradient"]
     for info in ckptstore.open(tmp_path).checkpoints():
         loaded = ckptstore.open(tmp_path).load(info.ref, rank=0)
         same(loaded, truths(8)[info.step])
@@ -369,6 +421,24 @@ def test_tensors_that_come_begin_with_a_full_after_what_waits(tmp_path: Path) ->
         return [one.result().kind for one in pending]
 
     assert as_ranks(2, work) == [["full", "gradient", "gradient", "full", "gradient", "gradient"]] * 2
+
+
+def test_tensors_that_come_on_one_rank_alone_cost_one_step(tmp_path: Path) -> None:
+    def work(group: Group) -> list[str]:
+        model, told = trainer(), []
+        options = DiffOptions(batch=2, seconds=None)
+        with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS, diffs=options, poll_seconds=None) as writer:
+            for step in range(1, 6):
+                model.train()
+                own = model.state() | ({"new": np.ones(2)} if step >= 3 and group.rank else {})
+                try:
+                    told.append(writer.save_async(own, step, updates=model.updates()).result().kind)
+                except RankMismatchError:
+                    told.append("refused")
+        return told
+
+    assert as_ranks(2, work) == [["full", "gradient", "refused", "full", "gradient"]] * 2
+    assert ckptstore.open(tmp_path).load(5)["new"].tobytes() == np.ones(2).tobytes()
 
 
 def test_updates_that_come_late_cost_one_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

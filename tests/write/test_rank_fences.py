@@ -11,6 +11,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, FencedError, StorageError
+from ckptstore.log.reading import Patience
 from ckptstore.write.ranks.exchange import attempt_id
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from tests.write.rank_threads import as_ranks
@@ -86,6 +87,41 @@ def test_a_batch_is_not_written_once_the_term_is_known_to_be_over(tmp_path: Path
 
     assert as_ranks(2, work) == [None] * 2
     assert segments(tmp_path) == before != set()
+
+
+def test_a_term_whose_last_batch_was_not_committed_is_not_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The medium has room for what says that the writer was closed, and not for the batch."""
+    monkeypatch.setattr(Patience, "pause", lambda _patience, _done: None)
+
+    def work(group: Group) -> None:
+        model, store = trainer(), ckptstore.open(tmp_path)
+        options = DiffOptions(batch=9, seconds=None)
+        writer = store.writer(group=group, ranks=OPTIONS, diffs=options, poll_seconds=None)
+        pending = []
+        for step in (1, 2, 3):
+            model.train()
+            pending.append(writer.save_async(model.state(), step, updates=model.updates()))
+        pending[0].result()
+        if group.rank == 0:
+            medium: Any = store.backend
+            created = medium.create
+
+            def create(key: str, data: bytes) -> None:
+                if key.startswith("log/") and b'"checkpoints"' in data:
+                    error = StorageError(28, "no space left", key)
+                    error.unsent = True
+                    raise error
+                created(key, data)
+
+            medium.create = create
+        with pytest.raises(StorageError, match="no space left"):
+            writer.close()
+
+    assert as_ranks(2, work) == [None] * 2
+    with pytest.warns(ckptstore.LostStepsWarning, match="up to 9 steps after 1"):
+        begin_a_term(tmp_path)
 
 
 def test_what_is_not_there_when_rank_0_looks_is_not_committed(tmp_path: Path) -> None:

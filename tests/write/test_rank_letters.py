@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptstore
-from ckptstore import DiffOptions
-from ckptstore.errors import StorageError
+from ckptstore import DiffOptions, RankOptions
+from ckptstore.errors import (
+    CommitUnknownError,
+    FailedRankError,
+    MailboxError,
+    MissingRankError,
+    RankMismatchError,
+    StorageError,
+)
 from ckptstore.formats.state import FlatState
 from ckptstore.write.ranks import diffs
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.mailbox import Group, LocalMailbox, fetch, post
+from ckptstore.write.ranks.parts import Part
 from tests.write.rank_threads import as_ranks
 from tests.write.test_rank_diffs import OPTIONS, trainer
+from tests.write.test_ranks import PATIENT, assert_same, state
 
 BATCH = DiffOptions(batch=2, seconds=None)
 
@@ -99,3 +110,106 @@ def test_a_batch_that_rank_0_gives_up_while_others_wait_to_hear_how_the_next_ste
             return ["lost" if one.exception() is not None else one.result().kind for one in pending]
 
     assert as_ranks(2, work, box) == [["full", "lost", "lost", "full"]] * 2
+
+
+class Mute(LocalMailbox):
+    """Rank 0 loses its connection as it says that step 2 is committed."""
+
+    def set(self, key: str, value: bytes) -> None:
+        if key.endswith("/2.0/verdict"):
+            raise MailboxError("cut")
+        super().set(key, value)
+
+
+def test_a_rank_that_does_not_hear_what_became_of_its_step_drops_nothing_of_it(tmp_path: Path) -> None:
+    """It was committed: to name its segments in a later drop would leave it without them."""
+
+    def work(group: Group) -> None:
+        ranks = RankOptions(timeout=1, per_rank="rng")
+        with ckptstore.open(tmp_path).writer(group=group, ranks=ranks, poll_seconds=None) as writer:
+            writer.save(state(group.rank), 1)
+            if group.rank == 0:
+                writer.save(state(group.rank, 2), 2)
+                with pytest.raises(MissingRankError):
+                    writer.save(state(group.rank, 3), 3)
+                return
+            for step in (2, 3):  # this writer is finished
+                with pytest.raises(CommitUnknownError, match="step 2 may or may not"):
+                    writer.save(state(group.rank, step), step)
+
+    assert as_ranks(2, work, Mute()) == [None] * 2
+    assert_same(ckptstore.open(tmp_path).load(2, rank=1), state(1, 2))
+
+
+class Forged(LocalMailbox):
+    """What rank 1 hands in of step 1 is another letter when it arrives."""
+
+    def __init__(self, change: Callable[[Part], Part]) -> None:
+        super().__init__()
+        self.change = change
+
+    def set(self, key: str, value: bytes) -> None:
+        if key.endswith("/1.0/part/1"):
+            other = LocalMailbox()
+            other.set(key, value)
+            post(other, key, self.change(Part.unpacked(fetch(other, key) or b"", key)).packed())
+            value = other.get(key) or b""
+        super().set(key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda part: replace(part, agreement="0" * 32), "rank 1 has other tensors than when the ranks agreed"),
+        (lambda part: replace(part, entries=part.entries[:-1]), "rank 1 did not write its share of tensor"),
+        (
+            lambda part: replace(part, entries=(*part.entries[:-1], replace(part.entries[-1], dtype="I32"))),
+            "rank 1 did not write its share of tensor",
+        ),
+        (
+            lambda part: replace(part, entries=(*part.entries, replace(part.entries[0], name="another"))),
+            "rank 1 wrote tensor 'another', which is not its to write",
+        ),
+    ],
+    ids=["agreement", "nothing", "type", "more"],
+)
+def test_a_part_that_is_not_what_was_agreed_is_not_committed(
+    tmp_path: Path, change: Callable[[Part], Part], why: str
+) -> None:
+    def work(group: Group) -> None:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT, poll_seconds=None) as writer:
+            with pytest.raises(RankMismatchError, match=why):
+                writer.save(state(group.rank), 1)
+            writer.save(state(group.rank, 2), 2)
+
+    assert as_ranks(2, work, Forged(change)) == [None] * 2
+    store = ckptstore.open(tmp_path)
+    assert [one.step for one in store.checkpoints()] == [2]
+    assert_same(store.load(2, rank=1), state(1, 2))
+
+
+def test_a_step_that_one_rank_could_not_write_may_be_given_again(tmp_path: Path) -> None:
+    """Its letters are not taken for those of the first attempt, and nobody builds on what only some have."""
+    ranks = RankOptions(timeout=5, per_rank="rng")
+
+    def work(group: Group) -> list[str]:
+        store = ckptstore.open(tmp_path)
+        with store.writer(group=group, ranks=ranks, deltas=1, poll_seconds=None) as writer:
+            kinds = [writer.save(state(group.rank), 1).kind]
+            medium: Any = store.backend
+            if group.rank == 1:
+                medium.open_sink = lambda *_: (_ for _ in ()).throw(StorageError("it is full"))
+            with pytest.raises(StorageError if group.rank else FailedRankError, match="it is full"):
+                writer.save(state(group.rank, 2), 2)
+            if group.rank == 1:
+                del medium.open_sink
+            return kinds + [writer.save(state(group.rank, step), step).kind for step in (2, 3)]
+
+    assert as_ranks(2, work) == [["full", "full", "delta"]] * 2
+    store = ckptstore.open(tmp_path)
+    for step in (2, 3):
+        assert_same(store.load(step, rank=1), state(1, step))
+    log = [store.backend.get(key) for key in store.backend.list("log/")]
+    assert store.view().catalog.dropped
+    for gone in store.view().catalog.dropped:
+        assert sum(gone.encode() in slot for slot in log) == 1, "what was begun in vain is dropped, once"

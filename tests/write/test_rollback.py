@@ -155,6 +155,23 @@ def test_rollback_to_what_is_not_there_changes_nothing(store: ckptstore.Store) -
     assert [info.ref for info in store.checkpoints()] == ["1@1", "2@1", "3@1", "4@1"]
 
 
+def test_a_checkpoint_of_the_same_name_in_another_store_is_no_parent(tmp_path: Path) -> None:
+    """As where a store was replaced by another one since the checkpoint was looked up."""
+    infos = []
+    for name in ("one", "other"):
+        with ckptstore.open(tmp_path / name).writer(poll_seconds=None) as writer:
+            infos.append(writer.save({"name": name}, 1))
+    other = ckptstore.open(tmp_path / "other")
+    with pytest.raises(ckptstore.CheckpointNotFoundError, match="another checkpoint now: the store was replaced"):
+        other.writer(parent=infos[0])
+    assert [one.term for one in other.terms()] == [1]  # nobody was fenced
+    with other.writer(parent=infos[1], poll_seconds=None) as writer:
+        with pytest.raises(ckptstore.CheckpointNotFoundError, match="another checkpoint now"):
+            writer.rollback(infos[0])
+        writer.save({"name": "goes on"}, 2)
+    assert [one.term for one in other.terms()] == [1, 2]
+
+
 def test_a_writer_that_is_over_fences_nobody_by_rolling_back(store: ckptstore.Store) -> None:
     with store.writer(poll_seconds=None) as old:
         save(old, 1, 2)

@@ -98,6 +98,21 @@ def test_a_fenced_writer_refuses_at_once(store: ckptstore.Store) -> None:
     writer.close()
 
 
+def test_a_writer_that_is_fenced_as_it_answers_a_request_writes_nothing_more(store: ckptstore.Store) -> None:
+    writer = store.writer(poll_seconds=None)
+    writer.save({"w": np.zeros(5)}, step=1)
+    with pytest.raises(ckptstore.RequestTimeoutError):
+        store.tag("late", 1, timeout=0.0)
+    begin_a_term(store)
+    with contextlib.suppress(ckptstore.FencedError):
+        writer.poll()
+    for call in (lambda: writer.save({"w": np.ones(5)}, 2), lambda: writer.save_async({"w": np.ones(5)}, 2)):
+        with pytest.raises(ckptstore.FencedError):
+            call()
+    writer.close()
+    assert len(store.backend.list("seg/")) == 1
+
+
 def test_what_was_on_its_way_when_the_term_ended_is_not_written(store: ckptstore.Store) -> None:
     """Nobody may drop segments of a term that is over: so none is written any more."""
     with store.writer(poll_seconds=None) as writer, ThreadPoolExecutor(1) as other:

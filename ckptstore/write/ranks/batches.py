@@ -177,6 +177,7 @@ class Batches:
         Args:
             ordered: all ranks know that this is a batch, and which its last step is.
         """
+        self._tenure.building = bool(self._diffs.waiting)
         batch = self._taken()
         if not batch:
             return

@@ -70,7 +70,6 @@ class RankCommitter(Commits):
         super().__init__(log)
         self._draft = draft
         self._options = options
-        self._dropped: set[str] = set()
         self._seen: set[int] = set()  # ranks whose segments were looked for
 
     def settle(
@@ -147,7 +146,7 @@ class RankCommitter(Commits):
 
     def _take_over(self, abandoned: Sequence[str]) -> None:
         """Have the next commit drop what ranks began in vain, whether it is this one or, if it fails, a later one."""
-        self.abandon([one for one in abandoned if one not in self._dropped and one not in self._abandoned])
+        self.abandon([one for one in abandoned if one not in self._abandoned])
 
     def _look_for(self, segments: dict[int, tuple[SegmentEntry, ...]]) -> None:
         """Whether rank 0 sees what others write, once for each of them."""

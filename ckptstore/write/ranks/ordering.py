@@ -82,7 +82,10 @@ class Ordering:
             return FULL_ORDER
         if not one.kept:
             deltas.restart()
-        return self._means.settling.submit(lambda: deltas.decide(committer.log.catalog.restorable)).result()
+        self._tenure.building = True
+        order = self._means.settling.submit(lambda: deltas.decide(committer.log.catalog.restorable)).result()
+        self._tenure.building = order.base is not None
+        return order
 
     def _wait_for_all(self, one: RankSave) -> None:
         """Rank 0: wait until every rank has begun the step. One that cannot store it has then said so; the step fails

@@ -27,7 +27,7 @@ _FAREWELL = 10.0
 
 
 class _WaitingError(Exception):
-    """Steps wait for their batch, and a request must not be granted before they are written."""
+    """What is coded, or waits for its batch, builds on what a request may give up: that is committed before."""
 
 
 class Settling:
@@ -47,6 +47,7 @@ class Settling:
 
     def settle(self, one: RankSave) -> None:
         """What becomes of a step: rank 0 decides it, the others hear of it."""
+        self._tenure.building = False
         one.exchange = one.exchange.using(self._tenure.settling_box)
         try:
             info = self._heard(one.exchange)[0] if self._tenure.committer is None else self._decided(one)
@@ -61,6 +62,7 @@ class Settling:
 
     def settle_batch(self, batch: Sequence[RankSave], batched: Sequence[Batched]) -> None:
         """`settle` for the steps of a batch; `batched` is rank 0's."""
+        self._tenure.building = False
         last = batch[-1]
         exchange = last.exchange.using(self._tenure.settling_box)
         committer = self._tenure.committer
@@ -174,7 +176,7 @@ class Settling:
             self.flush_later()
 
     def _check_idle(self) -> None:
-        if self.busy():
+        if self.busy() or self._tenure.building:
             raise _WaitingError
 
     def _tend(self) -> None:

@@ -34,6 +34,8 @@ class Tenure:
         abandoned: segments that this rank began in vain.
         answered: of rank 0: steps of which all are told, and perhaps not all have heard.
         stopped: why this rank can save nothing more.
+        building: of rank 0: a step, or a batch, is made that builds on what the log has, and is not committed yet. The
+            thread that writes says so, and the one that settles takes it back as it begins with that commit.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Tenure:
         self.abandoned: list[str] = []
         self.answered: list[Exchange] = []
         self.stopped: WriterError | None = None
+        self.building = False
         self._means = means
         self._attempts: dict[int, int] = {}
         box = means.group.mailbox
@@ -76,6 +79,7 @@ class Tenure:
         Args:
             over: it asks for no letter of the step any more, so that they may be removed.
         """
+        self.building = False
         self._attempts[one.step] = one.exchange.attempt + 1
         if isinstance(error, RankMismatchError):
             self.agreed = None
