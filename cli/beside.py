@@ -55,6 +55,18 @@ def _facts(run: Lineage) -> str:
     return ", ".join(facts)
 
 
+def _no_metric(found: SideBySide) -> str:
+    """Where neither has the metric: what there is."""
+    from ckptstore.formats.ranking import number as ranked
+
+    there: set[str] = set()
+    for said in (info.metadata for pair in found.pairs for info in pair.infos if info is not None):
+        inner = said.get("metrics")
+        names = {*said, *(inner if isinstance(inner, dict) else ())} - there
+        there.update(name for name in names if ranked(said, name) is not None)
+    return f"no {found.metric} in either" + (f"; --metric takes: {', '.join(sorted(there))}" if there else "")
+
+
 def _answers(found: SideBySide) -> Iterator[str]:
     """The metric, then the states."""
     last = found.last_common
@@ -68,7 +80,7 @@ def _answers(found: SideBySide) -> Iterator[str]:
     for index, letter in enumerate("AB"):
         if (pair := found.lowest(index)) is not None and (info := pair.infos[index]) is not None:
             lowest.append(f"{letter} {number(pair.values[index])} at {info.ref}")
-    yield f"lowest {found.metric}: {', '.join(lowest)}" if lowest else f"no {found.metric} in either"
+    yield f"lowest {found.metric}: {', '.join(lowest)}" if lowest else _no_metric(found)
     parting = found.parting
     if not parting.common:
         yield "states: no step is in both"

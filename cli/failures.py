@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -64,8 +65,10 @@ def describe(error: BaseException) -> tuple[int, str, str | None]:
         return errors.UsageError.exit_code, "", None
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
-        said = getattr(error, "__notes__", None) or ([f"`{context.command_path} --help`"] if context else [None])
-        return error.exit_code, error.format_message(), said[-1]
+        helps = f"`{context.command_path} --help`" if context else None
+        if context and context.info_name == "prune":
+            helps = _rules(error.format_message()) or helps
+        return error.exit_code, error.format_message(), (getattr(error, "__notes__", None) or [helps])[-1]
     hint = hint_for(error)
     if isinstance(error, errors.CkptError):
         return error.exit_code, _one_line(error), hint
@@ -74,6 +77,15 @@ def describe(error: BaseException) -> tuple[int, str, str | None]:
     if isinstance(error, MemoryError):
         return INTERNAL, "out of memory", None
     return INTERNAL, f"unexpected {type(error).__name__}: {error}", "run again with --debug and report the traceback"
+
+
+def _rules(message: str) -> str | None:
+    """What to type where the rules of `ckpt prune` were written as `ckpt keep` takes them."""
+    extra = re.match(r"Got unexpected extra arguments? \((.*)\)", message)
+    words = extra[1].split() if extra else []
+    if not words or not all(re.fullmatch(r"(last|every|best|newer-than):\S+|tagged|branches", word) for word in words):
+        return None
+    return "each rule has its --keep: " + " ".join(f"--keep {word}" for word in words)
 
 
 def _one_line(error: BaseException) -> str:

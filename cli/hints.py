@@ -24,6 +24,7 @@ TYPED: ContextVar[Mapping[str, Any] | None] = ContextVar("TYPED", default=None)
 
 _REFS = ("ref", "refs", "ref_a", "ref_b", "rest")
 """Arguments of commands that take a STORE and REFs, in which the STORE stands if they were written the other way."""
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.CheckpointNotFoundError, "`ckpt log {store}` lists the checkpoints"),
     (errors.TensorNotFoundError, "`ckpt inspect {store} {ref} --tensors` lists the tensors"),
@@ -55,6 +56,9 @@ def hint_for(error: BaseException) -> str | None:
     if "has no rules of retention" in str(error) and isinstance(store, str):
         name = shlex.quote(store)
         return f"`ckpt prune {name} --keep last:100` for once, or `ckpt keep {name} last:100` for good"
+    if isinstance(error, errors.CorruptLogError) and "no checkpoint is intact" in str(error):
+        name = shlex.quote(store) if isinstance(store, str) else "STORE"
+        return f"`ckpt repair {name} DST` makes a store of what the segments still tell"
     text = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
     if text is None:
         return None
@@ -116,6 +120,12 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     if not named:
         return "`ckpt import STORE FILE...` creates one; so does ckptstore.open(path, create=True)"
     path = named[0]
+    if " is a file, not the folder" in str(error) or " is no folder" in str(error):
+        return "STORE is a folder; " + (
+            f"a checkpoint file is imported into one: `ckpt import STORE {shlex.quote(path)}`"
+            if Path(path).suffix in _FILES
+            else "`ckpt ls` lists those that are here"
+        )
     if "bucket" in str(error):  # nothing here makes one
         return None
     if "ckpt repair" in str(error):  # a store that has lost its FORMAT is no place for another one

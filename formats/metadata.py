@@ -59,8 +59,8 @@ def _written(value: Any, place: str, depth: int) -> Any:
         return {str(key): _written(member, f"{place}[{key!r:.80}]", depth + 1) for key, member in value.items()}
     if isinstance(value, list | tuple):
         return [_written(member, f"{place}[{index}]", depth + 1) for index, member in enumerate(value)]
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
+    if hasattr(value, "ndim") and hasattr(value, "item") and _is_one(value):
+        value = value.item()  # as torch and numpy make a number of a loss of shape [1]
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, int):
@@ -72,7 +72,13 @@ def _written(value: Any, place: str, depth: int) -> Any:
         return number if math.isfinite(number) else {_FLOAT: str(number)}
     raise UsageError(
         f"{place}: {type(value).__name__} is no JSON value; texts, numbers, booleans, None, lists and mappings are"
+        + (f"; it has shape {list(value.shape)}: give .mean().item(), or .tolist()" if hasattr(value, "shape") else "")
     )
+
+
+def _is_one(value: Any) -> bool:
+    """Whether an array or tensor has a single element."""
+    return value.ndim == 0 or math.prod(getattr(value, "shape", (0,))) == 1
 
 
 def read(metadata: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from ckptstore.errors import CkptError, MissingDependencyError, StorageError, St
 __all__ = ["Backend", "open_backend"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ALMOST: Final = re.compile(r"(s3|gs|az|file|pmem|memory):/*(?!/)", re.IGNORECASE)
+"""The beginning of a URL with another number of slashes than two."""
 
 
 def _at_home(path: str) -> Path:
@@ -159,6 +161,12 @@ def open_backend(
     if storage_options and (match is None or scheme in _OPENERS):
         raise UsageError(f"{text}: storage_options are for object stores and fsspec's URLs; this has none")
     if match is None:
+        # Prevents: a run that is saved to a folder named ``s3:`` here, while everybody believes it in the bucket.
+        if isinstance(url, str) and (almost := _ALMOST.match(text)) is not None and not os.path.lexists(text):
+            meant = (
+                f"{almost[1].lower()}://{'/' if almost[1].lower() in ('file', 'pmem') else ''}{text[almost.end() :]}"
+            )
+            raise UsageError(f"{text} is no URL; did you mean {meant}? (./{text} is a folder of that name)")
         return _open_path(text, text, create)
     opener = _OPENERS.get(scheme)
     if opener is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, CorruptLogError
+from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import counted, table, text
 from ckptstore.log.checkpoints import describe
 from ckptstore.log.journal import Journal
@@ -38,4 +39,16 @@ def store_html(journal: Journal) -> str:
     count = len(catalog.checkpoints)
     shown = f", the last {_MOST} by term and step" if count > _MOST else ""
     title = f"{journal.url}: {counted(count, 'checkpoint')}{shown}"
+    if wrong := _damage(catalog):  # Prevents: a store whose log is lost, shown as one in which nothing was saved yet.
+        title += f". {wrong} (`ckpt verify` says what is damaged, `ckpt repair` keeps the rest)"
     return table(title, ("checkpoint", "kind", "stored bytes", "time", "metadata", "tags"), rows)
+
+
+def _damage(catalog: Catalog) -> str | None:
+    """What is wrong with the log, in a sentence; None: nothing."""
+    try:
+        catalog.latest()
+    except CorruptLogError as error:
+        return str(error)
+    slots = len(catalog.damage)
+    return f"{slots:,} log slot{' is' if slots == 1 else 's are'} damaged or missing" if slots else None

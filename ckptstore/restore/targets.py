@@ -182,6 +182,12 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
     """Everything that cannot fit is refused before the first byte is overwritten."""
     if missing := [name for name in wanted if name not in targets]:
         first = f"into= has no tensor {missing[0]!r} ({len(missing)} of {len(wanted)} are missing)"
+        if targets and len(missing) == len(wanted):  # `model.state_dict()` itself, say
+            there = sorted({name.partition(".")[0] for name in wanted})
+            nested = f"nothing in it is called as in the checkpoint, which has {', '.join(there[:5])}"
+            raise UsageError(
+                f"{first}: {nested}: give the same nesting, into={{'model': model.state_dict()}} for instance"
+            )
         raise UsageError(f"{first}: {_what_to_do(missing, targets)}")
     if extra := [name for name in targets if name not in wanted]:
         raise UsageError(f"into= has a tensor {extra[0]!r} that the checkpoint has not ({len(extra)} in all)")
@@ -207,9 +213,10 @@ def _what_to_do(missing: Sequence[str], targets: Collection[str]) -> str:
         return "load what it has with select=[...], the rest without into="
     others = (name.partition(".")[0] for name in targets)
     rest = [f"{key}.*" for key in dict.fromkeys(others) if key != optimizer]
+    one = repr(rest[0] if len(rest) == 1 else rest)
     return (
-        f"an optimizer has no state before its first step; load({optimizer!r} left out of into=, select={rest}), then "
-        f"give load(select='{optimizer}.*')['{optimizer}'] to its load_state_dict()"
+        f"an optimizer has no state before its first step: leave {optimizer!r} out, load(REF, into=..., select={one}), "
+        f"and give load(REF, select='{optimizer}.*')['{optimizer}'] to its load_state_dict()"
     )
 
 

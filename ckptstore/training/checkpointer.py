@@ -32,7 +32,7 @@ from ckptstore.restore.targets import MadeTargets
 from ckptstore.store import Store
 from ckptstore.training import strategies
 from ckptstore.training.captured import Captured
-from ckptstore.training.environment import compared
+from ckptstore.training.environment import compared, hyperparameters, unheeded
 from ckptstore.training.explained import Explained
 from ckptstore.training.overlooked import Overlooked
 from ckptstore.training.pacing import Pacing
@@ -327,6 +327,7 @@ class Checkpointer:
                     last.callback(self.store.close)
                 last.callback(self._urgency.remove)
                 last.callback(self._taken.remove)
+                last.callback(self._overlooked.left)
                 last.callback(self._end_writer)
                 self._urgency.leave()
                 if self._writer is not None and not self._stopped:
@@ -430,7 +431,11 @@ class Checkpointer:
             self._urgency.join(self._group, self.store.run, self._writer.term, self._done)
 
     def _give_back(self, state: Any, ref: str) -> None:
+        chosen = partial(hyperparameters, self._captured.optimizers, scheduled=self._captured.may_have_schedule)
+        asked = [] if self._done else chosen()  # later it is what this run has made of it
         self._done = self._captured.restore(state)
+        if differs := unheeded(asked, chosen()):
+            _LOG.warning("%s: resuming %s: %s", self.store.url, ref, "; ".join(differs))
         self._unsaved = None
         self._scale = self._scale_now()
         self._taken.collected()

@@ -14,8 +14,10 @@ import torch
 from ckptstore.frameworks.bridge import environment_differences
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 
-__all__ = ["compared", "described"]
+__all__ = ["compared", "described", "hyperparameters", "unheeded"]
 
+_CHOSEN = ("weight_decay", "eps", "alpha", "rho", "lr_decay", "dampening", "nesterov", "amsgrad", "maximize")
+_SCHEDULED = ("lr", "betas", "momentum")
 _FLAGS = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -56,3 +58,33 @@ def compared(before: object, now: Mapping[str, str], ref: str) -> list[str]:
             DeterminismWarning,
         )
     return differences
+
+
+def hyperparameters(optimizers: Sequence[torch.optim.Optimizer], *, scheduled: bool) -> list[list[dict[str, Any]]]:
+    """Of each optimizer, for each group of parameters, the numbers that its script chose, by name.
+
+    Args:
+        scheduled: there is a schedule. What it may have moved is left out; the learning rate is the one that it begins
+            with, where torch keeps that.
+    """
+    return [[_chosen(group, scheduled) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _chosen(group: Mapping[str, Any], scheduled: bool) -> dict[str, Any]:
+    begun = "initial_lr" in group
+    names = _CHOSEN if scheduled or begun else (*_CHOSEN, *_SCHEDULED)
+    found = {name: group[name] for name in names if isinstance(group.get(name), int | float | tuple)}
+    return {**found, "lr": group["initial_lr"]} if begun and isinstance(group["initial_lr"], int | float) else found
+
+
+def unheeded(asked: Sequence[Sequence[Mapping[str, Any]]], now: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """What a script asked for and a checkpoint has otherwise, for people: it is the checkpoint's that counts."""
+    found: dict[str, None] = {}  # groups mostly say the same
+    for before, after in zip(asked, now, strict=False):
+        for wanted, group in zip(before, after, strict=False):
+            for name, value in wanted.items():
+                if name in group and group[name] != value:
+                    found[f"{name} is {group[name]!r}, as in the checkpoint, not {value!r} as in the script"] = None
+    if not found:
+        return []
+    return [*found, "to have the script's, set it in optimizer.param_groups after resume()"]

@@ -6,11 +6,13 @@ of it is an error at the call where it happens, and all of it is lost time in th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import metadata
@@ -28,6 +30,10 @@ _STRANGE: Final = 3
 """As many calls, if parameters changed before each of them: no accumulation of gradients does that."""
 _BATCHES: Final = 3
 """Steps without a batch of the loader after which that is remarked upon."""
+_EARLY: Final = 2
+"""Steps with gradients newer than the optimizer's, one after another, after which that is remarked upon."""
+_ORDERLY: Final = 4
+"""Steps after which the order is no longer looked at: a script does not change it."""
 _METRICS: Final = 100
 """Saved steps after which a metric whose name is almost that of ``keep_best`` is remarked upon, not only at the end."""
 _SAMPLE: Final = 4
@@ -44,6 +50,8 @@ class Overlooked:
         """
         self._captured = captured
         self._steps = _Steps(captured)
+        self._order = _Order(captured)
+        self._strangers = None if captured.optimizers else _Strangers(captured)
         self._best = None if best is None else _Best(best)
         self._moved = 0
 
@@ -52,6 +60,7 @@ class Overlooked:
         self._steps.stepped(moved)
         if moved:
             self._moved += 1
+            self._order.stepped()
             if self._moved == 1:
                 _check_schedule(self._captured)
             if self._moved == _BATCHES:
@@ -65,8 +74,103 @@ class Overlooked:
     def ended(self) -> None:
         """Training is over: what there was too little of to be sure about."""
         self._steps.ended()
+        self.left()
         if self._best is not None:
             self._best.ended()
+
+    def left(self) -> None:
+        """Nothing of this stays in torch."""
+        self._order.remove()
+        if self._strangers is not None:
+            self._strangers.remove()
+
+
+class _Order:
+    """Whether `Checkpointer.step` comes after ``optimizer.step()``, not between it and ``backward()``.
+
+    There each checkpoint lacks a step whose batch and random numbers it counts as used: a resumed run would never
+    take it. It shows in gradients that are newer than those that the optimizer consumed.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._early = self._looked = 0
+        given = [] if captured.sharding else captured.optimizers  # of shards, looking is a collective
+        self._hooks = [one.register_step_post_hook(self._after) for one in given]
+
+    def stepped(self) -> None:
+        if not self._hooks:
+            return
+        self._looked += 1
+        marks, self._consumed = self._consumed.values(), {}
+        self._early = self._early + 1 if marks and all(map(_is_newer, marks)) else 0
+        if self._early == _EARLY:
+            warn(
+                "step was called between backward() and optimizer.step(): what is saved lacks a step whose batch is "
+                "counted, so a resumed run leaves it out. Call it after optimizer.step() and scheduler.step()",
+                DeterminismWarning,
+            )
+        if self._looked == _ORDERLY or self._early == _EARLY:
+            self.remove()
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._consumed = {}
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        trained = (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
+        smallest = min(trained, key=torch.Tensor.numel, default=None)
+        if smallest is not None and smallest.grad is not None:
+            self._consumed[id(optimizer)] = (smallest, smallest.grad, _version(smallest.grad))
+
+
+def _is_newer(mark: tuple[torch.Tensor, torch.Tensor, int]) -> bool:
+    """Whether a parameter has another gradient than the one that was consumed, and not one that was set to zero."""
+    parameter, consumed, version = mark
+    now = parameter.grad
+    if now is None or (now is consumed and _version(now) == version):
+        return False
+    try:
+        return bool(now.any())
+    except (RuntimeError, NotImplementedError):  # of a layout that has no such kernel
+        return False
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Strangers:
+    """Whether an optimizer that was not given moves the model, where none was given at all."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        me = weakref.ref(self)  # the hook is torch's, of every optimizer of the process
+
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            strangers = me()
+            if strangers is not None:
+                strangers.found(optimizer)
+
+        self._hook: Any = register_optimizer_step_post_hook(hook)
+
+    def remove(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def found(self, optimizer: torch.optim.Optimizer) -> None:
+        own = {id(one) for model in self._captured.models for one in model.parameters()}
+        if self._hook is None or not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+            return
+        self.remove()
+        warn(
+            f"{type(optimizer).__name__} moves the model, but optimizer= was not given: what it keeps (moments, step "
+            "counts) is not saved, and a resumed run begins without it",
+            DeterminismWarning,
+        )
 
 
 class _Steps:

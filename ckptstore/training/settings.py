@@ -159,6 +159,9 @@ class Settings:
         """As given to a `Checkpointer`. Raises `UsageError`, also for options that there are not."""
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
+            if unknown[0] in _OF_OPEN:
+                where = f"Checkpointer(ckptstore.open(PATH, {unknown[0]}=...), model=...)"
+                raise UsageError(f"{unknown[0]!r} is an option of the store: {where}")
             raise UsageError(f"a Checkpointer has no option {unknown[0]!r}; it has {', '.join(sorted(_OPTIONS))}")
         names = ("keep_last", "keep_every", "keep_best", "keep")
         keep = Keep(*(options.get(name) for name in names))
@@ -167,3 +170,7 @@ class Settings:
 
 
 _OPTIONS: Final = frozenset(CheckpointerOptions.__annotations__)
+
+_OF_OPEN: Final = frozenset(
+    ("remote", "remote_options", "bandwidth", "lag_bytes", "storage_options", "filesystem", "create")
+)

@@ -77,6 +77,7 @@ def command(
     """
     import ckptstore
     from ckptstore.exchange.atomic_files import refuse_inside_store
+    from ckptstore.exchange.importing import step_of
 
     if not delta and (interval, max_restore_cost) != (None, None):
         raise click.UsageError("--interval and --max-restore-cost say how deltas are stored: they need --delta")
@@ -95,6 +96,8 @@ def command(
     for one in imported:
         if one.left_out:
             note(f"{one.path}: not in {one.info.ref}: {', '.join(one.left_out)}")
+    if step == "auto" and len(imported) == 1 and step_of(files[0]) is None:
+        note(f"{files[0]}: its name tells no step, so it is {imported[0].info.ref}; --step N says which it is")
     if as_json:
         emit(_json(store, imported))
     else:

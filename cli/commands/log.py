@@ -99,7 +99,10 @@ def command(
             }
         )
     elif not found.total or (not shown and term is not None):
-        note("no checkpoint yet" if term is None else f"no checkpoint in term {term}")
+        if term is not None:
+            note(f"no checkpoint in term {term}")
+        else:
+            note("`ckpt repair` finds what segments tell" if found.damage else "no checkpoint yet")
     else:
         terminal = sys.stdout.isatty()
         fold = terminal and not unfolded and limit is None and by is None

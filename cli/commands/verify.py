@@ -104,9 +104,10 @@ def _print(report: VerificationReport, store: str) -> None:
                 command = f"ckpt restore {place} {report.latest.ref} --out FILE"
                 note(f"`{command}` writes it to a file; `ckpt repair {place} DST` makes a store of what is intact")
     if report.orphans:
-        hidden = any(damage.key.startswith("log/") for damage in report.damage)
+        # A segment is named as damage where the log lacks the term that it is of.
+        hidden = any(damage.key.startswith("log/") or damage.key in report.orphans for damage in report.damage)
         why = (
-            "or to one that a damaged log slot hides: keep them"
+            "or to one that damage of the log hides: keep them, `ckpt repair` finds what is in them"
             if hidden
             else "of retired checkpoints or interrupted saves; harmless, ckpt gc deletes them"
         )

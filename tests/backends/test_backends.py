@@ -222,6 +222,26 @@ def test_what_cannot_be_opened_is_named(url: str) -> None:
         assert url in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("s3:/bucket/run", "s3://bucket/run"),
+        ("S3:bucket/run", "s3://bucket/run"),
+        ("file:/data/run", "file:///data/run"),
+    ],
+)
+def test_a_url_with_too_few_slashes_is_no_folder(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run would be saved to a folder named ``s3:``, in silence."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"did you mean {meant}"):
+        open_backend(typed, create=True)
+    assert open_backend(f"./{typed}", create=True).url == f"./{typed}"
+    Path(typed).mkdir(parents=True)
+    assert open_backend(typed, create=False).url == typed
+
+
 def test_an_unknown_scheme_names_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"nonsense://.*file, pmem, memory, s3, gs, az"):
         open_backend("nonsense://bucket/run", create=True)

@@ -110,3 +110,28 @@ def test_a_ref_before_the_store(run: Path, ckpt: Run, tmp_path: Path) -> None:
 def test_a_run_that_has_not_saved_yet(ckpt: Run, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert "hint: nothing was saved there yet" in ckpt("log", tmp_path / "run").err
+
+
+def test_a_file_where_a_store_belongs(ckpt: Run, tmp_path: Path) -> None:
+    (tmp_path / "step_5.pt").write_bytes(b"")
+    outcome = ckpt("import", tmp_path / "step_5.pt", tmp_path / "run")
+    assert outcome.code in (2, 3)
+    assert f"`ckpt import STORE {tmp_path / 'step_5.pt'}`" in outcome.err
+    (tmp_path / "notes").write_bytes(b"")
+    assert outcome_hint(ckpt("log", tmp_path / "notes").err) == "STORE is a folder; `ckpt ls` lists those that are here"
+
+
+def outcome_hint(text: str) -> str:
+    return text.splitlines()[-1].removeprefix("hint: ")
+
+
+def test_a_rule_without_its_option(ckpt: Run, run: Path) -> None:
+    outcome = ckpt("prune", run, "--keep", "last:5", "every:20")
+    assert outcome.code == 2
+    assert outcome_hint(outcome.err) == "each rule has its --keep: --keep every:20"
+
+
+def test_the_second_store_of_a_diff_is_an_option(ckpt: Run, run: Path) -> None:
+    outcome = ckpt("diff", run, "3", run)
+    assert outcome.code == 2
+    assert outcome_hint(outcome.err) == f"the second store is given by --in: --in {run}"

@@ -69,7 +69,7 @@ def test_as_json(ckpt: Run, runs: tuple[Path, Path]) -> None:
 def test_the_same_run_and_others(ckpt: Run, runs: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = runs
     assert "states: the same at 8 steps that both have" in ckpt("log", a, a).out
-    assert "no accuracy in either" in ckpt("log", a, b, "--metric", "accuracy").out
+    assert "no accuracy in either; --metric takes: loss" in ckpt("log", a, b, "--metric", "accuracy").out
     ckptstore.open(tmp_path / "empty", create=True)
     empty = ckpt("log", a, tmp_path / "empty")
     assert "states: no step is in both" in empty.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,21 @@ def test_segments_that_a_damaged_slot_hides_are_not_called_harmless(ckpt: Run, r
     flip(slot, slot.stat().st_size // 2)
     outcome = ckpt("verify", run)
     assert outcome.code == 4
-    assert "1 segment belongs to no checkpoint (or to one that a damaged log slot hides: keep them)" in outcome.out
+    why = "or to one that damage of the log hides: keep them, `ckpt repair` finds what is in them"
+    assert f"1 segment belongs to no checkpoint ({why})" in outcome.out
+
+
+def test_a_lost_log_sends_nobody_to_gc(ckpt: Run, run: Path) -> None:
+    for part in ("log", "fold"):
+        shutil.rmtree(run / part, ignore_errors=True)
+    outcome = ckpt("verify", run)
+    assert outcome.code == 4
+    assert "gc deletes them" not in outcome.out
+    assert "belong to no checkpoint (or to one that damage of the log hides: keep them" in outcome.out
+    assert f"hint: `ckpt repair {run} DST` makes a store of what the segments still tell" in ckpt("inspect", run).err
+    log = ckpt("log", run)
+    assert "no checkpoint yet" not in log.err
+    assert "`ckpt repair` finds what segments tell" in log.err
 
 
 @pytest.mark.filterwarnings("default")

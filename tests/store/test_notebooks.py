@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -150,3 +151,19 @@ def test_a_save_is_waited_for_as_long_as_a_time_is(store: ckptstore.Store) -> No
                 pending.result(timeout=nonsense)  # type: ignore[arg-type]
         assert pending.result(timeout=60).step == 14
         assert pending.result(timeout=-1).step == 14
+
+
+def test_a_store_whose_log_is_lost_is_not_shown_as_empty(store: ckptstore.Store, tmp_path: Path) -> None:
+    for part in ("log", "fold"):
+        shutil.rmtree(tmp_path / "run" / part, ignore_errors=True)
+    text = shown(ckptstore.open(tmp_path / "run"))
+    assert "there are segments of term 1, but the log ends in term 0" in text
+    assert "ckpt repair" in text
+
+
+def test_a_slot_that_is_lost_is_shown(store: ckptstore.Store, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "run" / "fold", ignore_errors=True)
+    (tmp_path / "run" / "log" / f"{5:020}").unlink()
+    text = shown(ckptstore.open(tmp_path / "run"))
+    assert "1 log slot is damaged or missing" in text
+    assert "13@1" in text

@@ -286,8 +286,10 @@ class TestInPlace:
         into = {"model": model, "optimizer": optimizer.state_dict()}
         with pytest.raises(UsageError, match="an optimizer has no state before its first step") as raised:
             store.load(1, into=into)
-        assert "load('optimizer' left out of into=, select=['model.*'])" in str(raised.value)
-        assert "load(select='optimizer.*')['optimizer'] to its load_state_dict()" in str(raised.value)
+        assert "leave 'optimizer' out, load(REF, into=..., select='model.*')" in str(raised.value)
+        assert "load(REF, select='optimizer.*')['optimizer'] to its load_state_dict()" in str(raised.value)
+        with pytest.raises(UsageError, match=r"called as in the checkpoint, which has loader, model.*into=\{'model': "):
+            store.load(1, into=model)
         assert not model["0.weight"].any()
         untied = model | {"0.weight": torch.zeros(64, 64)}
         with pytest.raises(UsageError, match=r"into= has a tensor 'model\.0\.weight' that the checkpoint has not"):

@@ -17,11 +17,11 @@ PAGE = Path(__file__).parents[2] / "docs/checkpointer.md"
 
 def test_the_examples_run(tmp_path: Path) -> None:
     codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(codes) == 4
+    assert len(codes) == 5
     for code in codes:
         done = warmth.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert {one.name for one in (tmp_path / "runs").iterdir()} == {"net", "top", "paced", "epochs"}
+    assert {one.name for one in (tmp_path / "runs").iterdir()} == {"net", "top", "paced", "epochs", "from-pt"}
 
 
 def test_links_lead_somewhere() -> None:

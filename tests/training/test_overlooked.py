@@ -290,3 +290,95 @@ for step in range(3):
     optimizer.step()
     checkpointer.step()
 """
+
+
+def test_step_before_the_optimizers_step(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    """Each checkpoint lacks a step whose batch counts as used: the resumed run would never take it."""
+    script = Script()
+    with script.opened(tmp_path) as checkpointer:
+        for _ in range(8):
+            script.model(torch.ones(3, 4)).square().mean().backward()
+            checkpointer.step()
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+    (text,) = said()
+    assert text.startswith("DeterminismWarning: step was called between backward() and optimizer.step()")
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_stay_or_are_zero_are_nothing_to_remark(
+    tmp_path: Path, said: Callable[[], list[str]], to_none: bool
+) -> None:
+    """And of two models that train each other, the first one's gradients are newer than its optimizer's step."""
+    script, judge = Script(), torch.nn.Linear(2, 1)
+    other = torch.optim.AdamW(judge.parameters())
+    both = {"model": [script.model, judge], "optimizer": [other, script.optimizer]}
+    with script.opened(tmp_path, **both) as checkpointer:
+        for _ in range(6):
+            other.zero_grad(set_to_none=to_none)
+            judge(script.model(torch.ones(3, 4)).detach()).square().mean().backward()
+            other.step()
+            script.optimizer.zero_grad(set_to_none=to_none)
+            judge(script.model(torch.ones(3, 4))).square().mean().backward()
+            script.optimizer.step()
+            if not to_none:
+                script.optimizer.zero_grad(set_to_none=False)
+            checkpointer.step()
+    assert said() == []
+
+
+def test_no_optimizer_was_given(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    script = Script()
+    stranger = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    with script.opened(tmp_path, optimizer=None) as checkpointer:
+        for step in range(4):
+            stranger.step()
+            assert len(said()) == (step > 0)
+            script.one()
+            checkpointer.step()
+    (text,) = said()
+    assert text.startswith("DeterminismWarning: AdamW moves the model, but optimizer= was not given")
+
+
+def test_other_numbers_in_the_script_than_in_the_checkpoint_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(steps: int, lr: float, decay: float = 0.01, *, scheduled: bool = False) -> list[str]:
+        caplog.clear()
+        script = Script()
+        script.optimizer = torch.optim.AdamW(script.model.parameters(), lr=lr, weight_decay=decay)
+        schedule = torch.optim.lr_scheduler.StepLR(script.optimizer, 1, 0.5) if scheduled else None
+        with script.opened(tmp_path / str(scheduled), scheduler=schedule) as checkpointer:
+            for _ in range(checkpointer.resume(), steps):
+                script.one()
+                if schedule is not None:
+                    schedule.step()
+                checkpointer.step()
+        return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+    assert run(2, 0.1) == []
+    assert run(4, 0.1) == []
+    (text,) = run(6, 0.2, 0.5)
+    assert "weight_decay is 0.01, as in the checkpoint, not 0.5 as in the script" in text
+    assert "lr is 0.1, as in the checkpoint, not 0.2 as in the script" in text
+    assert run(2, 0.1, scheduled=True) == []
+    assert run(4, 0.1, scheduled=True) == []  # which the schedule has halved twice
+    (text,) = run(6, 0.3, scheduled=True)
+    assert "lr is 0.1, as in the checkpoint, not 0.3 as in the script" in text
+
+
+def test_the_second_tier_is_the_stores(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"option of the store: Checkpointer\(ckptstore.open\(PATH, remote="):
+        Script().opened(tmp_path, remote=str(tmp_path / "far"))
+
+
+def test_a_loss_of_one_element_is_a_number(tmp_path: Path) -> None:
+    script = Script()
+    with script.opened(tmp_path) as checkpointer:
+        script.one()
+        checkpointer.step(metrics={"loss": torch.ones(1)})
+        checkpointer.wait()
+        script.one()
+        with pytest.raises(UsageError, match=r"Tensor is no JSON value.*it has shape \[2\]: give .mean\(\).item\(\)"):
+            checkpointer.step(metrics={"loss": torch.ones(2)})
+    assert ckptstore.open(tmp_path / "run").checkpoint(1).metadata == {"metrics": {"loss": 1.0}}
