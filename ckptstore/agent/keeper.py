@@ -175,7 +175,7 @@ class Keeper:
         except BaseException:
             self.pool.give_back(buffer)
             raise
-        self.keep(Made(step, filled, buffer, flat, (), due=False))
+        self.keep(Made(step, filled, buffer, flat, ()))
         self.pool.landed(buffer)
 
     def keep(self, made: Made) -> None:
@@ -305,14 +305,10 @@ class Keeper:
                 self.persist(lambda _: None)
                 self.writer.wait()
 
-    def persist_quietly(self, *, due: bool = False) -> None:
-        """As `persist`, with nobody there who could be told; not of one of many ranks, which all write the same steps.
-
-        Args:
-            due: only what was to be written.
-        """
+    def persist_quietly(self) -> None:
+        """As `persist`, with nobody there who could be told; not of one of many ranks: these write the same steps."""
         newest = self.newest
-        if self._ranked is not None or newest is None or newest.made is None or (due and not newest.made.due):
+        if self._ranked is not None or newest is None or newest.made is None:
             return
         with contextlib.suppress(CkptError):
             self.persist(lambda _: None)

@@ -58,7 +58,6 @@ class Made:
         filled: what is said of it.
         buffer, flat: where it is.
         updates: what the optimizers did in this step.
-        due: it is to be written at the end, if it was not before.
     """
 
     step: int
@@ -66,7 +65,6 @@ class Made:
     buffer: Buffer
     flat: LaidOutState
     updates: Sequence[Update]
-    due: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class Replica:
                 keeper.pool.give_back(buffer)
                 return [recipe.layout.tensors[recipe.made[one]].name for one in wrong[:_MOST_NAMES]]
             filled = Filled(buffer.number, recipe.layout, body["tree"], *read_labels(body))
-            return Made(step, filled, buffer, laid_out(filled, buffer), self._updates(calls, stage), bool(body["due"]))
+            return Made(step, filled, buffer, laid_out(filled, buffer), self._updates(calls, stage))
         except BaseException:
             keeper.pool.give_back(buffer)
             raise

@@ -41,8 +41,7 @@ class Step:
         threads: how many the optimizers' kernels used.
         flat: the state, for its tree.
         labels: what is said of it.
-        due: it is to be written, now or when the writer is closed.
-        persist: write it now; else it is in memory alone.
+        persist: write it now; else it is in memory alone, and written on closing if it is the newest then.
         began: since when training has waited (``time.monotonic()``).
     """
 
@@ -52,7 +51,6 @@ class Step:
     threads: int
     flat: FlatState
     labels: Labels
-    due: bool
     persist: bool
     began: float
 
@@ -141,7 +139,7 @@ class Replicated:
         if told.persist:
             pending, failed = self._promise(told.flat, told.step, told.began)
         body = {"step": told.step, "after": told.after, "calls": told.calls, "threads": told.threads}
-        body |= {"tree": told.flat.tree, "due": told.due, "persist": told.persist}
+        body |= {"tree": told.flat.tree, "persist": told.persist}
         body |= {"area": area.number, "replica": self._number}
         self._ask("advance", body | labels_form(told.labels), failed, area)
         return pending

@@ -380,7 +380,7 @@ class Session:
 
     def _close(self, number: int, _: dict[str, Any]) -> None:
         def work() -> None:
-            self._keeper.persist_quietly(due=True)  # a step that the medium was too slow for
+            self._keeper.persist_quietly()  # a step that was not due, or that the medium was too slow for
             self._keeper.close(parts=True)
 
         self._in_turn(number, work)

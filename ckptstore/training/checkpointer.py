@@ -537,5 +537,7 @@ class Checkpointer:
 def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
     """The script is over without `close`: what it was given the writer finishes (`host.exiting`)."""
     checkpointer = made()
-    if checkpointer is not None and os.getpid() == process:
+    if checkpointer is None or os.getpid() != process:
+        return
+    if not checkpointer._follows:  # an agent has it, and writes it
         checkpointer._remark_unsaved("the script ended without leaving a with")

@@ -106,11 +106,11 @@ class ReplicaSaving(Saving):
             self._last = (step, metrics, tags)
             self._owed = True  # until it is given to the medium
             try:
-                pending = self._offered(step, said, began, due=due, persist=persist, forced=forced)
+                pending = self._offered(step, said, began, persist=persist, forced=forced)
             except self._forgiven as error:  # with an earlier save
                 self._remark_lost(error)
                 self._at = None
-                pending = self._offered(step, said, began, due=due, persist=persist, forced=forced)
+                pending = self._offered(step, said, began, persist=persist, forced=forced)
         except BaseException:
             self._missed()
             raise
@@ -199,9 +199,7 @@ class ReplicaSaving(Saving):
 
     # -- one step
 
-    def _offered(
-        self, step: int, said: _Said, began: float, *, due: bool, persist: bool, forced: bool
-    ) -> PendingSave | None:
+    def _offered(self, step: int, said: _Said, began: float, *, persist: bool, forced: bool) -> PendingSave | None:
         self._taken.collected()
         self._note_wrong()
         replicated = self._replicated
@@ -223,7 +221,7 @@ class ReplicaSaving(Saving):
             assert replicated is not None
             area = consumed.area or replicated.area(wait=True)
             if area is not None and replicated.lost is None:
-                return self._advanced(replicated, area, step, flat, (consumed, said.labels, (due, persist), began))
+                return self._advanced(replicated, area, step, flat, (consumed, said.labels, persist, began))
             consumed.area = area
         if consumed.area is not None and replicated is not None:
             replicated.leave(consumed.area)
@@ -241,14 +239,14 @@ class ReplicaSaving(Saving):
         area: Lent,
         step: int,
         flat: FlatState,
-        what: tuple[Step, Labels, tuple[bool, bool], float],
+        what: tuple[Step, Labels, bool, float],
     ) -> PendingSave | None:
         """Send what the agent cannot make, and what proves that it makes the rest right."""
-        consumed, labels, (due, persist), began = what
+        consumed, labels, persist, began = what
         assert self._form is not None
         assert self._at is not None
         threads = torch.get_num_threads()
-        told = Told(step, self._at, consumed.calls, threads, flat, labels, due, persist, began)
+        told = Told(step, self._at, consumed.calls, threads, flat, labels, persist, began)
         try:
             self._form.fill(area, flat, self._pool)
             pending = replicated.advance(area, told)

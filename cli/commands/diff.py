@@ -80,7 +80,7 @@ def command(
         ref_a, ref_b, other = _two_stores(store, [one for one in (ref_a, ref_b, *rest) if one is not None], other)
     if not like_a_ref(store) and not like_a_ref(ref_b) and Path(ref_b, "FORMAT").is_file():
         error = click.UsageError(f"{ref_b!r} is a store, not a REF of {store}")
-        error.add_note(f"say which checkpoint of it: ckpt diff {shlex.quote(store)} {ref_a} {shlex.quote(ref_b)} {ref_a}")
+        error.add_note(f"of which checkpoint? ckpt diff {shlex.quote(store)} {ref_a} {shlex.quote(ref_b)} {ref_a}")
         raise error
     target = opened(store)
     second = target if other is None else opened(other)

@@ -131,7 +131,7 @@ def test_a_rule_without_its_option(ckpt: Run, run: Path) -> None:
     assert outcome_hint(outcome.err) == "each rule has its --keep: --keep every:20"
 
 
-def test_the_second_store_of_a_diff_is_an_option(ckpt: Run, run: Path) -> None:
+def test_the_second_store_of_a_diff_has_a_ref_of_its_own(ckpt: Run, run: Path) -> None:
     outcome = ckpt("diff", run, "3", run)
     assert outcome.code == 2
-    assert outcome_hint(outcome.err) == f"the second store is given by --in: --in {run}"
+    assert outcome_hint(outcome.err) == f"of which checkpoint? ckpt diff {run} 3 {run} 3"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -392,6 +393,33 @@ def test_closing_writes_what_is_in_memory_alone(tmp_path: Path) -> None:
     kept, _ = small(tmp_path / "run", 7, lambda kept, _model, _step: kept.step(), save_every=50)
     kept.close()
     assert ckptstore.open(tmp_path / "run").latest_step() == 7
+
+
+def test_the_last_step_of_a_script_without_a_with_is_written_too(tmp_path: Path, warm: Warm) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_WITHOUT)
+    run = warm.start([sys.executable, str(script)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    _, said = run.communicate(timeout=120)
+    assert (run.returncode, said) == (0, "")
+    assert ckptstore.open(tmp_path / "run").latest_step() == 7  # the agent had it in memory alone
+
+
+_WITHOUT = """
+import torch
+from ckptstore.training import Checkpointer
+
+model = torch.nn.Linear(128, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+checkpointer = Checkpointer(
+    "run", model=model, optimizer=optimizer, strategy="replica", agent=True, linger_seconds=0, save_every=50
+)
+checkpointer.resume()
+for _ in range(7):
+    model(torch.randn(2, 128)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.step()
+"""
 
 
 @long_only  # two agents, one after the other
