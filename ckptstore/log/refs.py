@@ -70,6 +70,8 @@ def _number(ref: object) -> str:
 
 def _no_ref(ref: object, names: Sequence[str] = ()) -> UsageError:
     error = UsageError(f"{ref!r:.80} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
+    if isinstance(own := getattr(ref, "ref", None), str):  # a CheckpointInfo
+        error.add_note(f"name a checkpoint by its ref: {own!r}")
     bare = {name.removeprefix("tag:"): name for name in names}
     if close := get_close_matches(str(ref)[:80], bare, n=1):
         error.add_note(f"did you mean {bare[close[0]]}?")

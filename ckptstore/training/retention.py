@@ -115,13 +115,24 @@ class Retention:
         self._lock = threading.Lock()
         self._round: Future[None] | None = None
         self._not_before = 0.0
+        self._free = store.backend.free_bytes()  # after the last round
         self._warned = False
 
     def durable(self, is_durable: bool) -> None:
         """A checkpoint is there (`PendingSave.when_done`): tag and collect, if it is time for a round."""
         with self._lock:
-            if is_durable and self._pool is not None and self._round is None and time.monotonic() >= self._not_before:
+            if not is_durable or self._pool is None or self._round is not None:
+                return
+            if time.monotonic() >= self._not_before or self._short():
                 self._round = self._pool.submit(self._rounds)
+
+    def _short(self) -> bool:
+        """Whether more has been written since the last round than there is space for still.
+
+        Prevents: training that dies of a full medium while what would be enough is waiting to be deleted.
+        """
+        free = self._store.backend.free_bytes()
+        return free is not None and self._free is not None and self._free - free > free
 
     def close(self) -> None:
         """The last round, then the end. Call it when everything is durable, and before the writer is closed."""
@@ -147,8 +158,9 @@ class Retention:
             level, self._warned = (logging.DEBUG if self._warned else logging.WARNING), True
             _LOG.log(level, "%s: superfluous checkpoints stay for now: %s", self._store.url, error)
         finally:
-            ended = time.monotonic()
+            ended, free = time.monotonic(), self._store.backend.free_bytes()
             with self._lock:
+                self._free = free
                 self._not_before = ended + _SHARE * (ended - began)
                 self._round = None
 

@@ -222,6 +222,14 @@ class TestSelection:
             with pytest.raises(UsageError, match="is no REF; use latest"):
                 store.load(step)
 
+    def test_a_checkpoint_in_place_of_its_ref_is_told_how(self, url: str) -> None:
+        store = ckptstore.open(url)
+        with store.writer() as writer:
+            info = writer.save({"n": 1}, 1)
+        with pytest.raises(UsageError) as caught:
+            store.load(info)  # type: ignore[arg-type]
+        assert caught.value.__notes__ == ["name a checkpoint by its ref: '1@1'"]
+
 
 class TestInPlace:
     def test_restores_into_existing_tensors(self, url: str) -> None:

@@ -24,8 +24,9 @@ torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeterminismWarning  # noqa: E402
+from ckptstore.backends.local import LocalBackend  # noqa: E402
 from ckptstore.errors import FormatError, UsageError, WriterClosedError  # noqa: E402
-from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
+from ckptstore.training import Checkpointer, UnsavedStepWarning, retention  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
@@ -459,6 +460,30 @@ def test_the_highest_may_be_the_best(tmp_path: Path) -> None:
         for accuracy in (0.1, 0.9, 0.5):
             checkpointer.step(metrics={"accuracy": accuracy})
     assert [info.step for info in store.checkpoints()] == [2, 3]
+
+
+def test_a_medium_that_becomes_full_is_collected_before_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = 8 << 20
+
+    def used() -> int:
+        found = 0
+        for one in (tmp_path / "s" / "seg").rglob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # it was just deleted
+                found += one.stat().st_size
+        return found
+
+    monkeypatch.setattr(retention, "_SHARE", 10**9)  # after the first round there is no time for another
+    monkeypatch.setattr(LocalBackend, "free_bytes", lambda _self: space - used())
+    most = 0
+    with Checkpointer(tmp_path / "s", model=torch.nn.Linear(256, 256), keep_last=1, strategy="full") as checkpointer:
+        checkpointer.resume()
+        for _ in range(60):  # twice the space
+            checkpointer.step()
+            checkpointer.wait()
+            most = max(most, used())
+    assert space // 3 < most < space
 
 
 def test_branches_that_were_gone_back_from_stay(tmp_path: Path) -> None:
