@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 from ckptstore.agent.forms import texts, whole_number
-from ckptstore.agent.kept import ALONE, Standing
+from ckptstore.agent.kept import ALONE, DURABLE, Standing
 from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
 from ckptstore.agent.place import Place
 from ckptstore.errors import AgentError, AgentLostError, CkptError, CommitUnknownError, MailboxError, UnmadeStateError
@@ -258,8 +258,11 @@ class RankSaves:
             common = set(held).intersection(*every) if every else set()
             if not common:
                 return None
-            step = max(common)
-            if any(one[step] != ALONE for one in every):
+            standing = {step: {one[step] for one in every} for step in common}
+            # What was lost on one rank is a checkpoint of none; the state before it may become one.
+            of_use = [step for step in common if DURABLE in standing[step] or standing[step] == {ALONE}]
+            step = max(of_use or common)
+            if standing[step] != {ALONE}:
                 return step, False
             self._last = max(self._last, step)
             self.conclude()

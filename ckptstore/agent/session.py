@@ -231,10 +231,14 @@ class Session:
         )
 
         def work() -> None:
-            if body.get("persist", True):
-                self._keeper.save(filled, step, self._tell)
-            else:
+            if not body.get("persist", True):
                 self._keeper.hold(filled, step)
+                return
+            try:
+                self._keeper.save(filled, step, self._tell)
+            except AgentError as error:  # of what was said of the buffer: nothing was given to the writer
+                self._forgone(body, error)
+                raise
 
         if self._replicas:  # after the steps that the agent is still to take
             self._in_turn(number, work)

@@ -21,6 +21,8 @@ __all__ = ["alone", "root_of"]
 
 _local_locks: dict[str, threading.Lock] = {}
 _local_locks_lock = threading.Lock()
+_handles: set[int] = set()
+"""Of folders that are locked, or about to be."""
 
 
 def root_of(backend: Backend) -> str | None:
@@ -53,10 +55,29 @@ def alone(backend: Backend, patience: Callable[[], bool] = lambda: True, *, make
         try:
             yield _locked(handle, patience)
         finally:
-            if handle is not None:
-                os.close(handle)  # which lets go of the lock, too
+            if handle in _handles:
+                _handles.discard(handle)
+                with contextlib.suppress(OSError):
+                    # Prevents: a process that was forked meanwhile (a worker of a DataLoader), which shares the handle,
+                    # keeps everybody out for as long as it lives.
+                    fcntl.flock(handle, fcntl.LOCK_UN)
+                os.close(handle)
     finally:
         lock.release()
+
+
+def _forked() -> None:
+    """A child shares no lock of its parent: should that be killed, it would hold it alone."""
+    global _local_locks_lock  # its owner may be a thread that the child has not
+    _local_locks_lock = threading.Lock()
+    _local_locks.clear()
+    for handle in _handles:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+    _handles.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _handle(backend: Backend, *, make: bool) -> int | None:
@@ -66,7 +87,9 @@ def _handle(backend: Backend, *, make: bool) -> int | None:
     if make and not backend.read_only and not Path(root).exists():
         backend.probe()
     with contextlib.suppress(OSError):
-        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _handles.add(handle)
+        return handle
     return None
 
 

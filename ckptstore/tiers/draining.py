@@ -8,9 +8,12 @@ OPEN, what is left is a branch.
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import NoReturn
 
+from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
 from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
 from ckptstore.formats.catalog import Catalog
@@ -145,7 +148,12 @@ class Drain:
             StorageError: a medium failed; the same.
         """
         with alone(self.pair.local.backend, patience) as mine:
-            return self.once_alone(patience) if mine else Drained()
+            return self.once_alone(patience) if mine else self._kept_out(self.pair.local.backend)
+
+    @staticmethod
+    def _kept_out(backend: Backend) -> NoReturn:
+        # Prevents: a writer that is closed meanwhile takes nothing brought for everything brought.
+        raise StorageError(errno.EBUSY, "another process is at work there", backend.url)
 
     def behind(self) -> bool:
         """Whether the store's log has grown since the last pass. Asks nothing of the remote."""
@@ -157,7 +165,7 @@ class Drain:
     def once_alone(self, patience: Callable[[], bool] = lambda: True) -> Drained:
         """`once`, by who has locked others out of the store; out of the remote it locks them. Raises as `once`."""
         with alone(self.pair.remote.backend, patience, make=self.remote is None) as mine:
-            return self._passes() if mine else Drained()
+            return self._passes() if mine else self._kept_out(self.pair.remote.backend)
 
     def _passes(self) -> Drained:
         tries = 0
@@ -179,11 +187,11 @@ class Drain:
             except CorruptSegmentError as error:
                 self._leave_out(error)
                 continue
-            except UsageError:
+            except UsageError as error:
                 tries += 1
                 seen = self._reread()
                 if seen is None or seen.end <= before.end:
-                    raise
+                    raise UsageError(str(error)) from error
                 continue  # somebody else took the slot: who it was is looked at first
             self._maintain(replica)
             return done

@@ -317,7 +317,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        if not save and not self._follows:  # an agent has it, and writes it
+        if not save and not self._written_by_agent:
             self._remark_unsaved("close() does not save it, close(save=True) does")
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -341,7 +341,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not self._follows:
+        if error is not None and not self._written_by_agent:
             self._remark_unsaved(f"{type(error).__name__} ended the with")
         try:
             self.close(save=error is None)
@@ -447,6 +447,11 @@ class Checkpointer:
     # -- saving
 
     @property
+    def _written_by_agent(self) -> bool:
+        """Whether the last step is written at the end, due or not. Of several ranks that is for all of them to say."""
+        return self._follows and self._group is None
+
+    @property
     def _follows(self) -> bool:
         return self._saving is not None and self._saving.follows
 
@@ -503,7 +508,10 @@ class Checkpointer:
         """Say that the last step is in no checkpoint: its state may have been changed since, so it is not saved now."""
         if self._unsaved is not None and not self._stopped:
             every, self._unsaved = self._settings.save_every, None
-            what = f"step {self._done} was not saved (save_every={every}), and is lost"
+            lost = "and is lost"
+            if self._follows:  # one of several ranks: whether all of their agents have it nobody knows yet
+                lost = "and is lost unless the trainers of all ranks end now: then their agents write it"
+            what = f"step {self._done} was not saved (save_every={every}), {lost}"
             _LOG.warning("%s: %s: %s", self.store.url, what, why)
 
     def _finish(self, save: bool) -> None:
@@ -539,5 +547,5 @@ def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
     checkpointer = made()
     if checkpointer is None or os.getpid() != process:
         return
-    if not checkpointer._follows:  # an agent has it, and writes it
+    if not checkpointer._written_by_agent:
         checkpointer._remark_unsaved("the script ended without leaving a with")

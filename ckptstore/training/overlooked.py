@@ -51,7 +51,7 @@ class Overlooked:
         self._captured = captured
         self._steps = _Steps(captured)
         self._order = _Order(captured)
-        self._strangers = None if captured.optimizers else _Strangers(captured)
+        self._strangers = None if captured.optimizers or captured.may_have_schedule else _Strangers(captured)
         self._best = None if best is None else _Best(best)
         self._moved = 0
 
@@ -89,37 +89,50 @@ class _Order:
     """Whether `Checkpointer.step` comes after ``optimizer.step()``, not between it and ``backward()``.
 
     There each checkpoint lacks a step whose batch and random numbers it counts as used: a resumed run would never
-    take it. It shows in gradients that are newer than those that the optimizer consumed.
+    take it. It shows in gradients that are newer than those that the optimizer consumed, and that it consumes next (as
+    those of a validation that goes backward, too, are not).
     """
 
     def __init__(self, captured: Captured) -> None:
         self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._suspects: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._early = self._looked = 0
         given = [] if captured.sharding else captured.optimizers  # of shards, looking is a collective
         self._hooks = [one.register_step_post_hook(self._after) for one in given]
 
     def stepped(self) -> None:
+        if self._early == _EARLY:
+            self.remove()  # not by the hook itself: torch goes through its hooks then
         if not self._hooks:
             return
         self._looked += 1
         marks, self._consumed = self._consumed.values(), {}
-        self._early = self._early + 1 if marks and all(map(_is_newer, marks)) else 0
-        if self._early == _EARLY:
-            warn(
-                "step was called between backward() and optimizer.step(): what is saved lacks a step whose batch is "
-                "counted, so a resumed run leaves it out. Call it after optimizer.step() and scheduler.step()",
-                DeterminismWarning,
-            )
-        if self._looked == _ORDERLY or self._early == _EARLY:
+        newer = bool(marks) and all(map(_is_newer, marks))
+        self._suspects = [(one, one.grad, _version(one.grad)) for one, _, _ in marks if newer and one.grad is not None]
+        if not newer:
+            self._early = 0
+        if self._looked == _ORDERLY:
             self.remove()
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._consumed = {}
+        self._consumed, self._suspects = {}, []
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._early == _EARLY:
+            return
+        if suspects := self._suspects:
+            self._suspects = []
+            same = all(one.grad is grad and _version(grad) == version for one, grad, version in suspects)
+            self._early = self._early + 1 if same else 0
+            if self._early == _EARLY:
+                warn(
+                    "step was called between backward() and optimizer.step(): what is saved lacks a step whose batch "
+                    "is counted, so a resumed run leaves it out. Call it after optimizer.step() and scheduler.step()",
+                    DeterminismWarning,
+                )
         trained = (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
         smallest = min(trained, key=torch.Tensor.numel, default=None)
         if smallest is not None and smallest.grad is not None:
@@ -147,6 +160,7 @@ class _Strangers:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
+        self._found = False
         me = weakref.ref(self)  # the hook is torch's, of every optimizer of the process
 
         def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -163,9 +177,12 @@ class _Strangers:
 
     def found(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(one) for model in self._captured.models for one in model.parameters()}
-        if self._hook is None or not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+        moved = any(id(one) in own for group in optimizer.param_groups for one in group["params"])
+        if self._hook is None or self._found or not moved:
             return
-        self.remove()
+        # Prevents: one of two Checkpointers takes its hook away while torch goes through all of them. That raises in
+        # the script's own step.
+        self._found = True
         warn(
             f"{type(optimizer).__name__} moves the model, but optimizer= was not given: what it keeps (moments, step "
             "counts) is not saved, and a resumed run begins without it",

@@ -382,3 +382,35 @@ def test_a_loss_of_one_element_is_a_number(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"Tensor is no JSON value.*it has shape \[2\]: give .mean\(\).item\(\)"):
             checkpointer.step(metrics={"loss": torch.ones(2)})
     assert ckptstore.open(tmp_path / "run").checkpoint(1).metadata == {"metrics": {"loss": 1.0}}
+
+
+def test_a_validation_that_goes_backward_is_no_step_before_the_optimizers(
+    tmp_path: Path, said: Callable[[], list[str]]
+) -> None:
+    script = Script()
+    with script.opened(tmp_path) as checkpointer:
+        for _ in range(8):
+            script.optimizer.zero_grad()
+            script.model(torch.ones(3, 4)).square().mean().backward()
+            script.optimizer.step()
+            script.model(torch.ones(3, 4)).sum().backward()  # of an attack, or a saliency map
+            checkpointer.step()
+    assert said() == []
+
+
+def test_two_that_were_given_no_optimizer_are_both_told(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        Checkpointer(tmp_path / "a", model=model, strategy="full", signals=False) as one,
+        Checkpointer(tmp_path / "b", model=model, strategy="full", signals=False) as other,
+    ):
+        for checkpointer in (one, other):
+            checkpointer.resume()
+        for _ in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()  # torch goes through the hooks of both
+            optimizer.zero_grad()
+            one.step()
+            other.step()
+    assert [text.split(",")[0] for text in said()] == ["DeterminismWarning: SGD moves the model"] * 2

@@ -105,10 +105,10 @@ def copy(
         while True:
             try:
                 return copying.once()
-            except TakenError:
+            except TakenError as error:
                 tries += 1
                 if tries == _TRIES:
-                    raise
+                    raise UsageError(str(error)) from error
 
 
 def _chosen(journal: Journal, catalog: Catalog, names: Sequence[str | int]) -> tuple[list[Node], Catalog]:

@@ -1,0 +1,65 @@
+"""One at a time on one place: also beside processes that were forked meanwhile."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore.backends.exclusion import alone
+
+STATE = {"weight": np.arange(10.0)}
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_nobody_out(tmp_path: Path) -> None:
+    backend = ckptstore.open(tmp_path / "run", create=True).backend
+    with alone(backend) as mine:
+        assert mine
+        child = os.fork()
+        if not child:
+            time.sleep(60)  # as a worker of a DataLoader does, which knows nothing of it
+            os._exit(0)
+    try:
+        handle = os.open(tmp_path / "run", os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process would get it
+        finally:
+            os.close(handle)
+        with alone(backend, lambda: False) as mine:
+            assert mine
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_child_has_no_lock_of_its_parent(tmp_path: Path) -> None:
+    backend = ckptstore.open(tmp_path / "run", create=True).backend
+    with alone(backend):
+        child = os.fork()
+        if not child:
+            with alone(backend, lambda: False) as mine:  # the parent has it still
+                os._exit(0 if not mine else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("which", ["here", "there"])
+def test_what_a_writer_that_is_closed_could_not_bring_is_told(tmp_path: Path, which: str) -> None:
+    """Nothing brought, because another process is at work there, is not everything brought."""
+    store = ckptstore.open(tmp_path / "here", remote=str(tmp_path / "there"))
+    writer = store.writer(poll_seconds=None)
+    writer.save_async(STATE, 1).result(tier="remote")
+    other = os.open(tmp_path / which, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        writer.save(STATE, 2)
+        with pytest.warns(UserWarning, match="another process is at work there.*the next writer drains it"):
+            writer.close()
+    finally:
+        os.close(other)
+    assert [one.step for one in ckptstore.open(tmp_path / "there", remote=False).checkpoints()] == [1]
