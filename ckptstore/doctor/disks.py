@@ -40,11 +40,12 @@ def probe_folder(where: Path) -> Iterator[Path]:
 
     What a SIGKILL leaves is a hidden folder ``.ckpt-doctor-*``, which may be deleted.
     """
+    import secrets
     import shutil
-    import tempfile
 
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
+    folder = where / f"{PREFIX}{secrets.token_hex(8)}"
     try:
+        folder.mkdir(0o700)  # within the try: a signal that comes right after it finds what is to be deleted
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
