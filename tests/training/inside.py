@@ -18,6 +18,7 @@ __all__ = [
     "break_the_trials",
     "copied_during_backward",
     "copying",
+    "disturb_the_trials",
     "fill_the_device",
     "hook_state_dict",
     "hooks_of",
@@ -148,6 +149,15 @@ def copied_during_backward(checkpointer: Any) -> int:
 def hooks_of(parameter: Any) -> int:
     """How many hooks wait for its gradient."""
     return len(parameter._post_accumulate_grad_hooks or ())
+
+
+def disturb_the_trials(patch: pytest.MonkeyPatch) -> None:
+    """As where another thread writes behind the tensors of the first two trials: `imprints._tried_form`, `_form`."""
+    true = imprints._tried_form()
+    assert true is not None
+    said = iter([None, true._replace(impl=(true.impl[0], imprints._IMPL))])
+    patch.setattr(imprints, "_tried_form", lambda: next(said, true))
+    patch.setattr(imprints, "_form", functools.cache(imprints._form.__wrapped__))
 
 
 def break_the_trials(patch: pytest.MonkeyPatch) -> None:

@@ -338,6 +338,19 @@ def test_bytes_of_objects_are_believed_where_they_tell_of_every_change(monkeypat
     assert imprints.tensors(tensors) is None, "sizes are not looked at, and nobody noticed"
 
 
+def test_trials_that_others_disturb_are_made_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.no_grad():
+        inside.disturb_the_trials(monkeypatch)
+    weight = torch.zeros(2, 3)
+    found = imprints.tensors([weight])
+    assert found is not None
+    assert caplog.messages == []
+    weight.data = torch.zeros(3, 2)
+    assert not all(one.same() for one in found)
+
+
 def test_that_bytes_of_objects_do_not_tell_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,11 +11,12 @@ import pytest
 import ckptstore
 from tests.forms import short_or
 
-SAVES = short_or(700, 1500)
-EARLY, LATE = (100, 200), (SAVES - 100, SAVES)
-"""A window at the beginning, and one at the end: of each the least counts, since tables are tidied now and then."""
-MOST = 40.0
-"""Bytes that a save may leave behind: it left twice as much while each step was kept as a number of its own."""
+SAVES = short_or(1250, 2500)
+EARLY, LATE = (600, 750), (SAVES - 150, SAVES)
+"""A window when the caches are full (until then 40 B a save), and one at the end. Of each the least counts: tables are
+tidied now and then."""
+MOST = 25.0
+"""Bytes that a save may leave behind: it left 80 while each step was kept as a number of its own; a number takes 36."""
 
 
 def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
