@@ -82,6 +82,7 @@ class TopKHook:
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._velocities: dict[torch.Tensor, torch.Tensor] = {}
         self._indices: dict[torch.Tensor, torch.Tensor] = {}
+        self._left: dict[torch.Tensor, tuple[int, int]] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._group: Any = None
 
@@ -136,6 +137,7 @@ class TopKHook:
                     flat[at] = part
                     gradient.copy_(flat.view(gradient.shape))
                 self._indices[parameter] = at.sort().values
+                self._left[parameter] = _version(gradient)
 
     def consumed(self, parameters: Sequence[torch.Tensor]) -> Mapping[torch.Tensor, SparseGradient]:
         """What is left of the gradients, after clipping too: called before the optimizer consumes them.
@@ -149,7 +151,9 @@ class TopKHook:
                 continue
             flat = gradient.detach().reshape(-1)
             values = flat[indices]
-            if _entries(flat) != _entries(values):
+            # Nobody has touched what `compress` has left: the rest need not be read. Who does so past torch's count
+            # (``.data``) only makes a step dearer to store: what is predicted from this is compared with the state.
+            if self._left.pop(parameter, None) != _version(gradient) and _entries(flat) != _entries(values):
                 continue
             found[parameter] = SparseGradient(indices.cpu().numpy(), values.cpu().numpy(), flat.numel())
         return found
@@ -181,6 +185,7 @@ class TopKHook:
             for name, tensor in (state.get(kept, {}) if self.exact else {}).items():
                 own[parameters[name]] = tensor.to(parameters[name].device).clone()
         self._indices.clear()
+        self._left.clear()
 
     def _sent(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -230,6 +235,11 @@ class TopKHook:
             first, last = torch.searchsorted(indices, torch.tensor([start, end], device=indices.device)).tolist()
             self._indices[parameter] = indices[first:last] - start
             start = end
+
+
+def _version(gradient: torch.Tensor) -> tuple[int, int]:
+    """Which memory, and how often torch has seen it change."""
+    return gradient.data_ptr(), gradient._version
 
 
 def _entries(values: torch.Tensor) -> int:

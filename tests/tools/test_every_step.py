@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-from tools.bench import every_step, training_worker  # noqa: E402
+from tools.bench import every_step, every_step_turns, training_worker  # noqa: E402
 from tools.bench.training_cases import Case, Results  # noqa: E402
 from tools.bench.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
 from tools.bench.training_loop import Shape, Trainer, digest  # noqa: E402
@@ -59,6 +59,25 @@ def test_overhead_is_that_of_the_same_round() -> None:
     results = Results({case: [{"iteration_s": one} for one in each] for case, each in seconds.items()})
     assert every_step.overheads(results, dense) == pytest.approx([0.5, 0.1])
     assert every_step.overheads(results, topk) == pytest.approx([0.05, 0.1])
+
+
+def test_the_overhead_of_turns_is_that_of_pairs() -> None:
+    turns = every_step_turns.Turns(plain=[1.0, 2.0, 4.0], saving=[1.1, 2.1, 4.2])
+    assert turns.overheads() == pytest.approx([0.1, 0.05, 0.05])
+    lowest, highest = every_step_turns.interval_of(turns.overheads())
+    assert (lowest, highest) == pytest.approx((0.05, 0.1))
+
+
+@pytest.mark.slow
+def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
+    small = ("--parameters", "30k", "--tokens", "1", "16", "--steps", "2", "--pairs", "2", "--json")
+    done = CliRunner().invoke(every_step_turns.main, ["topk", *small, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    (result,) = json.loads((tmp_path / "out" / "every_step_turns.json").read_text())["results"]
+    assert len(result["plain"]) == len(result["saving"]) == 2
+    assert result["result"]["restore_s"] > 0, "its last state was restored and compared"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["every_step_turns.json"]
 
 
 @pytest.mark.slow

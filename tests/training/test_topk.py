@@ -131,6 +131,46 @@ def test_consumed_is_what_is_left_after_clipping() -> None:
     assert hook.consumed([one]) == {}
 
 
+def test_what_is_added_after_compression_is_no_part_of_what_was_sent() -> None:
+    hook = TopKHook(density=0.5)
+    one = parameter(4.0, 0.0, 3.0, 0.0)
+    hook.compress([one])
+    assert list(hook.consumed([one])) == [one]
+    hook.compress([one])
+    one.grad.add_(1.0)
+    assert hook.consumed([one]) == {}
+    hook.compress([one])
+    kept = one.grad
+    one.grad = torch.ones(4)  # another one
+    assert hook.consumed([one]) == {}
+    one.grad = kept
+    kept.data.fill_(1.0)  # uncounted, and in a step that was not compressed
+    assert hook.consumed([one]) == {}
+
+
+def test_a_gradient_that_torch_does_not_see_change_costs_bytes_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer, hook = torch.optim.AdamW(model.parameters(), lr=0.01), TopKHook(0.05, exact=False)
+    states = {}
+    with Checkpointer(
+        tmp_path / "s", model=model, optimizer=optimizer, strategy="gradient", compressor=hook, group=None
+    ) as checkpointer:
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            hook.compress(model.parameters())
+            if step > 3:
+                for one in model.parameters():
+                    one.grad.data.add_(0.1)
+            optimizer.step()
+            checkpointer.step()
+            states[step] = {name: one.clone() for name, one in model.state_dict().items()}
+    store = ckptstore.open(tmp_path / "s")
+    for step, state in states.items():
+        same(dict(store.load(step)["model"]), state)
+
+
 class Script:
     """The demo's kind of model, small; density None trains without compression."""
 

@@ -7,6 +7,8 @@ in the same round; strategies whose gradients are compressed (top-k, 0.01) are c
 them and does not save. What the loop waits for, what the trainer's thread computes, and what it loses because a bus and
 caches are shared, all are in it.
 
+Where a machine's pace changes from round to round, `every_step_turns` tells a few per cent that this cannot.
+
 *Recovery*: the trainer is killed (SIGKILL) after a step, and another process brings a state to that step again: from
 the agent that has outlived it; from the store, replaying step diffs, where the agent died as well; from the newest full
 of a store with a full every 50 steps, half a distance back, training the lost steps again. What counts is said twice:
@@ -183,10 +185,10 @@ def faster(results: Results, case: Case, name: str) -> float | None:
 
 
 def _recovery_row(results: Results, case: Case) -> list[str]:
-    found = [_number(_median(results, case, "lost"), "g")]
+    found = [number(_median(results, case, "lost"), "g")]
     for names in (("restore_s", "recompute_s", "recover_s"), ("start_s", "from_kill_s")):
-        found += [_number(_median(results, case, name), ".3f") for name in names]
-        found.append(_number(faster(results, case, names[-1]), ".1fx"))
+        found += [number(_median(results, case, name), ".3f") for name in names]
+        found.append(number(faster(results, case, names[-1]), ".1fx"))
     return [*found, "yes"]
 
 
@@ -194,17 +196,17 @@ def _loop_row(results: Results, case: Case) -> list[str]:
     plain = case.strategy == base_of(case.strategy)
     slowed = [overheads(results, case, name) for name in ("iteration_s", "median_iteration_s")]
     return [
-        _number(_median(results, case, "iteration_s"), ".1f", 1e-3),
+        number(_median(results, case, "iteration_s"), ".1f", 1e-3),
         *("-" if plain or not each else f"{statistics.median(each):.1%}" for each in slowed),
-        _number(_median(results, case, "thread_s"), ".1f", 1e-3),
-        *("-" if plain else _number(_median(results, case, f"{kind}stall_s"), ".1f", 1e-3) for kind in ("", "worst_")),
-        _number(_median(results, case, "durable_s"), ".3f"),
-        "-" if plain else _number(_median(results, case, "bytes_per_save"), ".2f", _MEGABYTE),
+        number(_median(results, case, "thread_s"), ".1f", 1e-3),
+        *("-" if plain else number(_median(results, case, f"{kind}stall_s"), ".1f", 1e-3) for kind in ("", "worst_")),
+        number(_median(results, case, "durable_s"), ".3f"),
+        "-" if plain else number(_median(results, case, "bytes_per_save"), ".2f", _MEGABYTE),
         "-" if plain else "yes",
     ]
 
 
-def _number(value: float | None, text: str, scale: float = 1.0) -> str:
+def number(value: float | None, text: str, scale: float = 1.0) -> str:
     return "-" if value is None else format(value / scale, text.removesuffix("x")) + "x" * text.endswith("x")
 
 

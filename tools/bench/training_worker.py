@@ -1,7 +1,8 @@
 """One run of the training benchmark, in a process of its own: ``python -m tools.bench.training_worker TASK STRATEGY``.
 
-``loop`` trains, saves, measures, restores and compares; ``kill`` trains until somebody kills it, and says each step;
-``restore`` says what can be restored, ``recover`` goes on to a step. Each prints JSON; `training` starts them.
+``loop`` trains, saves, measures, restores and compares; ``turns`` does so for as many steps at a time as it reads;
+``kill`` trains until somebody kills it, and says each step; ``restore`` says what can be restored, ``recover`` goes on
+to a step. Each prints JSON; `training` starts them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Run:
 
     Attributes:
         iterations: seconds of every step, saves included.
+        threads: of the training thread's processor, the same.
         stalls: seconds that the loop stood for the strategy, by interval: waits, calls, gates.
     """
 
@@ -45,13 +47,14 @@ class Run:
     ledger: Ledger
     interval: int
     iterations: list[float] = field(default_factory=list)
+    threads: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
     _stalled: float = 0.0
 
     def take(self, told: Callable[[int], None] = lambda _step: None) -> None:
         """One step of the loop. `told` is called before each save."""
         trainer, strategy = self.trainer, self.strategy
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.thread_time()
         trainer.backward()
         waiting = time.perf_counter()
         strategy.before_update()
@@ -68,6 +71,7 @@ class Run:
             stalled += time.perf_counter() - saving
         trainer.clear()
         self.iterations.append(time.perf_counter() - began)
+        self.threads.append(time.thread_time() - busy)
         self._stalled += stalled
         if at_interval:
             self.stalls.append(self._stalled)
@@ -139,6 +143,29 @@ def loop(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     if not asked.strategy.startswith("none"):
         result |= restored(asked, shape, step, trained)
     return result
+
+
+def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """Train as many steps as each line of the standard input says, and say what they took; 0: restore, and compare.
+
+    Between two turns nothing is under way.
+    """
+    run = begin(asked, shape)
+    run.until(run.trainer.step + WARM_STEPS + 1)
+    run.strategy.settle()
+    os.sync()
+    say({"ready": True})
+    for line in sys.stdin:
+        if not (steps := int(line)):
+            break
+        run.iterations.clear()
+        run.threads.clear()
+        run.until(run.trainer.step + steps)
+        run.strategy.settle()
+        say({"iterations": run.iterations, "threads": run.threads})
+    trained, step = digest(run.trainer.state()), run.trainer.step
+    run.strategy.close()
+    return {} if asked.strategy.startswith("none") else restored(asked, shape, step, trained)
 
 
 def restored(asked: argparse.Namespace, shape: Shape, step: int, trained: str) -> dict[str, float]:
@@ -220,7 +247,7 @@ def say(document: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=["loop", "kill", "restore", "recover"])
+    parser.add_argument("task", choices=["loop", "turns", "kill", "restore", "recover"])
     parser.add_argument("strategy", choices=list(ALL))
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--width", type=int, required=True)
@@ -241,7 +268,8 @@ def main() -> None:
     try:
         if asked.task == "kill":
             kill(asked, shape)
-        say({"loop": loop, "restore": restore, "recover": recover}[asked.task](asked, shape) | {"pinning": pinning})
+        tasks = {"loop": loop, "turns": turns, "restore": restore, "recover": recover}
+        say(tasks[asked.task](asked, shape) | {"pinning": pinning})
     except NotInThisBuildError as error:
         say({"absent": str(error)})
 
