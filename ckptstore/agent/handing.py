@@ -33,6 +33,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
+from ckptstore.host.gathering import shared_out
 from ckptstore.host.threads import default_threads, run_all, started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
@@ -176,7 +177,7 @@ class HandingOver:
             return {"updates": form}, None
         beside = self._lending.lend_beside(lent.link, packed.nbytes)
         try:
-            run_all(self._copiers, copy_jobs(packed.copies(beside.memory)))
+            shared_out(self._copiers, copy_jobs(packed.copies(beside.memory)), packed.nbytes)
         except BaseException:
             beside.give_back()
             raise

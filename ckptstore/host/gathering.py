@@ -75,15 +75,19 @@ class Gathering:
     def run(self, pool: ThreadPoolExecutor) -> None:
         """Copy everything, with the threads of `pool` if it is much."""
         jobs: Sequence[Callable[[], None]] = self._compiled if streaming.ready() else self._jobs
-        if self.nbytes <= _ALONE:
-            for job in jobs:
-                job()
-        else:
-            shared_out(pool, jobs)
+        shared_out(pool, jobs, self.nbytes)
 
 
-def shared_out(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]]) -> None:
-    """Do every job, here and with whichever threads of the pool have woken up by then; raises what one raised."""
+def shared_out(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]], nbytes: int = _NEVER) -> None:
+    """Do every job, here and with whichever threads of the pool have woken up by then; raises what one raised.
+
+    Args:
+        nbytes: that all of them copy: little is copied here alone.
+    """
+    if nbytes <= _ALONE:
+        for job in jobs:
+            job()
+        return
     numbers = itertools.count()  # each is taken once: a call of C that no thread interrupts
 
     def work() -> None:
