@@ -8,12 +8,13 @@ written is asked before (`ckptstore.formats.retention`), and a log with a damage
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
+from ckptstore.formats.edges import EdgeIndex
 from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import (
     NO_SLOT,
@@ -30,9 +31,7 @@ from ckptstore.formats.records import (
 from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
 
-__all__ = ["CLOSED", "LACKS", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "EdgeIndex", "TermEntry"]
-
-_K = TypeVar("_K")
+__all__ = ["CLOSED", "LACKS", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "TermEntry"]
 
 CLOSED: Final = "closed"
 """Member of a COMMIT: the term has ended, and nothing that it was given is missing. Kept in `TermEntry.extra`."""
@@ -67,60 +66,6 @@ class TermEntry:
     nonce: str = ""
     parent_found: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-class EdgeIndex:
-    """The encodings turned round: who reads a segment, who builds on a checkpoint.
-
-    Of rows nothing is taken out: who asks looks at the encodings that are there.
-    """
-
-    __slots__ = ("_dependents", "_users", "rows")
-
-    def __init__(self, encodings: NodeTable[tuple[Encoding, ...]]) -> None:
-        assert isinstance(encodings.rows, EncodingRows)
-        self.rows = encodings.rows
-        self._users: dict[str, set[Node]] = {}
-        self._dependents: dict[Node, set[Node]] = {}
-        for edges in encodings.changes.values():
-            for edge in edges or ():
-                self.add(edge)
-
-    def add(self, edge: Encoding) -> None:
-        """Take an encoding in that is among the changes."""
-        for segment in edge.segments:
-            self._users.setdefault(segment, set()).add(edge.checkpoint)
-        if edge.base is not None:
-            self._dependents.setdefault(edge.base.node, set()).add(edge.checkpoint)
-
-    def remove(self, edge: Encoding, kept: Sequence[Encoding]) -> None:
-        """Take out an encoding that is gone; its checkpoint has those of `kept` still.
-
-        Prevents: an index that grows with every save of a run whose catalog stays small, because it retires.
-        """
-        for segment in edge.segments:
-            if not any(segment in other.segments for other in kept):
-                _discard(self._users, segment, edge.checkpoint)
-        if edge.base is not None and not any(
-            other.base is not None and other.base.node == edge.base.node for other in kept
-        ):
-            _discard(self._dependents, edge.base.node, edge.checkpoint)
-
-    def users(self, segment: str) -> set[Node]:
-        """The checkpoints that have, or had, an encoding that reads `segment`."""
-        return self._users.get(segment, set()).union(self.rows.users(segment))
-
-    def dependents(self, node: Node) -> set[Node]:
-        """The checkpoints that have, or had, an encoding against `node`."""
-        return self._dependents.get(node, set()).union(self.rows.dependents(node))
-
-
-def _discard(index: dict[_K, set[Node]], key: _K, node: Node) -> None:
-    found = index.get(key)
-    if found is not None:
-        found.discard(node)
-        if not found:
-            del index[key]
 
 
 def _checkpoints() -> NodeTable[CheckpointEntry]:

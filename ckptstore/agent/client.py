@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from ckptstore.agent.forms import Layout, labels_form, read_info
-from ckptstore.agent.frames import Message
+from ckptstore.agent.forms import read_info
 from ckptstore.agent.handing import Fill, FilledByOwner, HandingOver
 from ckptstore.agent.inherited import Inherited
 from ckptstore.agent.recipes import Recipe
 from ckptstore.agent.replicating import AREAS, Replicated
 from ckptstore.agent.starting import Started
-from ckptstore.errors import CorruptionError, UsageError, WriterError
+from ckptstore.agent.tenure import Begin, Tenure
+from ckptstore.errors import CorruptionError, UsageError
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.progress import Progress, Tally, told
 from ckptstore.host.reentrance import refuse_within
-from ckptstore.host.threads import run_all
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
-from ckptstore.write.filling import Filling
-from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
+from ckptstore.store import Store
+from ckptstore.write.layered import LayeredSave
 from ckptstore.write.ledger import Labels, PendingSave
-from ckptstore.write.snapshot import copy_jobs
+from ckptstore.write.options import WriterOptions
 from ckptstore.write.steps.updates import Updates
 
 __all__ = ["AgentWriter"]
 
 
-class AgentWriter(HandingOver):
+class AgentWriter:
     """A term of a store, kept by an agent, as `ckptstore.agent.writer` opens it. Use it in a ``with``.
 
     Its methods are those of `Writer`. Without ``with`` the interpreter's ordinary end does what leaving would.
@@ -48,12 +45,60 @@ class AgentWriter(HandingOver):
             save; None: there is none. `load` takes it where it can. All ranks have that of one step, or none has one.
     """
 
+    def __init__(self, store: Store, options: WriterOptions, begin: Begin, rank: int | None = None) -> None:
+        """Use `ckptstore.agent.writer`, which calls `attach` as well.
+
+        Args:
+            begin: starts another agent where one has died.
+            rank: which of the ranks this is that save together; None: this process alone saves.
+        """
+        self._store = store
+        self._tenure = Tenure(store.url, begin, rank)
+        self._handing = HandingOver(self._tenure, options)
+        self._interrupted = False  # by Ctrl-C, so that whoever leaves is told what that waits for
+
     def attach(self, agent: Started, inherited: Inherited | None = None) -> None:
         """Go on with an agent that has answered."""
-        self._agent = agent
-        self.inherited = inherited
-        self.parent = self._serve(agent.greeting)
+        self._tenure.attach(agent, inherited)
         exiting.watch(self)
+
+    def told(self, body: dict[str, Any]) -> None:
+        """An event of the agent's; called by the thread that hears."""
+        self._tenure.told(body)
+
+    def lost(self, error: BaseException) -> None:
+        """The agent is gone; called by the thread that hears."""
+        self._tenure.lost(error)
+
+    @property
+    def url(self) -> str:
+        """The store's."""
+        return self._tenure.url
+
+    @property
+    def term(self) -> int:
+        """The number of this term."""
+        return self._tenure.term
+
+    @property
+    def parent(self) -> CheckpointInfo | None:
+        """The newest checkpoint when this writer was opened."""
+        return self._tenure.parent
+
+    @property
+    def rank(self) -> int | None:
+        """Which of the ranks this is; None: there are no others."""
+        return self._tenure.rank
+
+    @property
+    def inherited(self) -> Inherited | None:
+        """The state that the agent has kept, until the first save."""
+        return self._tenure.inherited
+
+    @property
+    def agent_pid(self) -> int:
+        """The agent's process."""
+        return self._tenure.agent.link.pid
 
     # -- what is restored
 
@@ -76,7 +121,7 @@ class AgentWriter(HandingOver):
                 if self.rank is not None:
                     raise  # the other ranks go on from that step
                 warn(f"{error}: going on from {self.parent and self.parent.ref}", UserWarning)
-                self.inherited = None
+                self._tenure.inherited = None
         if self.parent is None:
             return None
         return self._store.load(self.parent.ref, framework=framework, into=into, device=device, rank=self.rank)
@@ -87,12 +132,6 @@ class AgentWriter(HandingOver):
         if self.inherited is not None:
             return self.inherited.step
         return 0 if self.parent is None else self.parent.step
-
-    @property
-    def agent_pid(self) -> int:
-        """The agent's process."""
-        assert self._agent is not None  # `attach` comes first
-        return self._agent.link.pid
 
     # -- saving
 
@@ -108,9 +147,9 @@ class AgentWriter(HandingOver):
     ) -> CheckpointInfo:
         """See `Writer.save`. The state is copied first: it may change when this is interrupted."""
         refuse_within(self, _SAVING)
-        flat = self._flattened(state)
+        flat = self._handing.flattened(state)
         total = sum(source.nbytes for source in flat.tensors.values())
-        pending = self._save(flat, step, Labels.of(metadata, tags), updates)
+        pending = self._handing.save(flat, step, Labels.of(metadata, tags), updates)
         info = pending.result()
         Tally(told(progress), total).advance(total)
         return info
@@ -133,7 +172,7 @@ class AgentWriter(HandingOver):
                 may not be in the store. The next call goes on.
         """
         refuse_within(self, _SAVING)
-        return self._save(state, step, Labels.of(metadata, tags), updates)
+        return self._handing.save(state, step, Labels.of(metadata, tags), updates)
 
     def save_filled(
         self,
@@ -157,11 +196,8 @@ class AgentWriter(HandingOver):
             as `save_async`, and what `fill` raises.
         """
         refuse_within(self, _SAVING)
-        tensors, layout = self._laid_out
-        if tensors is not flat.tensors:
-            layout = Layout.of(flat.tensors)
-            self._laid_out = flat.tensors, layout
-        return self._save(flat, step, Labels.of(metadata, tags), None, FilledByOwner(fill, layout, began))
+        layout = self._handing.layout_of(flat)
+        return self._handing.save(flat, step, Labels.of(metadata, tags), None, FilledByOwner(fill, layout, began))
 
     def hold(
         self, flat: FlatState, step: int, *, metadata: Mapping[str, Any] | None = None, tags: str | Sequence[str] = ()
@@ -175,21 +211,11 @@ class AgentWriter(HandingOver):
             AgentError, MemoryError, WriterError: it cannot.
         """
         refuse_within(self, _SAVING)
-        labels = Labels.of(metadata, tags)
-        self._failures.raise_unseen()
-        agent = self._connected()
-        lent = self._lending.lend(agent.link, Layout.of(flat.tensors))
-        try:
-            run_all(self._copiers, copy_jobs([(one, lent.place(name)) for name, one in flat.tensors.items()]))
-            self.inherited = None  # its memory may be filled again from now on
-            lent.save({"step": step, "tree": flat.tree, "persist": False, **labels_form(labels)}, lambda _: None)
-        except BaseException:
-            lent.give_back()
-            raise
+        self._handing.hold(flat, step, Labels.of(metadata, tags))
 
     def prepare_replica(self) -> None:
         """Say that `replicate` will come: the agent loads what it needs for that. Returns at once."""
-        self._connected().link.ask("warm")
+        self._tenure.connected().link.ask("warm")
 
     def replicate(self, recipe: Recipe, areas: int = AREAS) -> Replicated:
         """Have the agent keep a replica of the state that was saved last: from now on it takes the steps itself.
@@ -202,57 +228,26 @@ class AgentWriter(HandingOver):
             AgentError: it cannot, or had died.
             MemoryError: there is no memory.
         """
-        agent = self._connected()
-        return Replicated.begun(agent.link, self._lending, recipe, areas, self._promised)
+        agent = self._tenure.connected()
+        return Replicated.begun(agent.link, self._tenure.lending, recipe, areas, self._handing.promise)
 
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`: the agent makes and touches its buffers. Returns at once."""
-        agent = self._connected()
-        flat = self._flattened(state)
-        self._lending.prepare(agent.link, Layout.of(flat.tensors), 1 + self._options.max_in_flight)
+        self._handing.prepare(state)
 
     def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:
         """See `Writer.begin`: the layers are copied to the agent's buffer. `direct` it cannot be."""
         refuse_within(self, _SAVING)
         if direct:
             raise UsageError("direct: an agent's writer copies into the agent's memory; leave it out")
-        step = step_number(step)
-        agent, flat = self._admit(state, step)
-        try:
-            checked_layers(flat, layers)
-            lent = self._lend(agent, Layout.of(flat.tensors), step)
-        except BaseException as error:
-            self._saves.release(step, error)
-            raise
-
-        def give_up(error: BaseException | None = None) -> None:
-            lent.give_back()
-            self._saves.release(step, error)
-
-        def hand_over(now: FlatState, labels: Labels, updates: Updates | None, filling: Filling) -> PendingSave:
-            self._begun = None
-            measured = self._meter.begin(now, step, time.monotonic())
-            try:
-                return self._layered(lent, now, (step, labels, updates), (filling, measured))
-            except BaseException as error:
-                filling.stop()
-                give_up(error)
-                measured.failed(error)
-                raise
-            finally:
-                measured.returned()
-
-        owner = Owner(hand_over, give_up, self._check_open)
-        begun = LayeredSave(step, flat, layers, lent.snapshot(flat), self._copiers, owner)
-        self._begun = Begun(begun)
-        return begun
+        return self._handing.begin(state, step, layers)
 
     # -- everything else
 
     def wait(self) -> None:
         """See `Writer.wait`."""
         self._call("wait")
-        self._failures.raise_unseen()
+        self._tenure.failures.raise_unseen()
 
     def poll(self) -> None:
         """See `Writer.poll`."""
@@ -274,69 +269,38 @@ class AgentWriter(HandingOver):
         if ref is None:
             raise UsageError("rollback takes a checkpoint to go back to")
         self._call("wait")
-        self._failures.raise_unseen()
-        answer = self._call("rollback", ref=_text_of(ref))
-        self.inherited = None
-        self.parent = self._serve(answer)
-        assert self.parent is not None  # it was gone back to
-        return self.parent
+        self._tenure.failures.raise_unseen()
+        return self._tenure.go_back(self._call("rollback", ref=_text_of(ref)))
 
     def _call(self, do: str, **fields: Any) -> dict[str, Any]:
-        self._check_open()
-        if self._begun is not None:
-            self._begun.settle()
-        self._beside.submit(lambda: None).result()  # what is being filled layer by layer is handed over first
-        return self._connected().link.call(do, **fields)
+        self._tenure.check_open()
+        self._handing.settle()
+        self._tenure.beside.submit(lambda: None).result()  # what is being filled layer by layer is handed over first
+        return self._tenure.connected().link.call(do, **fields)
 
     def close(self) -> None:
         """See `Writer.close`: the agent writes what waits, and ends."""
-        if self._process != os.getpid():
+        if self._tenure.is_forked:
             return  # a fork: threads and connection are the parent's
         exiting.await_end(self, interrupted=self._interrupted)
-        if self._begun is not None:
-            self._begun.abandon()
-        self._beside.shutdown()
-        self._copiers.shutdown()
-        self._meter.close()
-        if self._agent is not None:
-            self._agent.gone()
+        self._handing.abandon()
+        self._tenure.beside.shutdown()
+        self._handing.close()
+        self._tenure.gone()
         exiting.forget(self)
-        self._failures.raise_unseen()
+        self._tenure.failures.raise_unseen()
 
     def _end(self) -> Future[None]:
         """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""
-        with self._lock:
-            if self._ended is None:
-                ended: Future[None] = Future()
-                self._beside.submit(self._finish, ended)
-                self._ended = ended
-            return self._ended
-
-    def _finish(self, ended: Future[None]) -> None:
-        def answered(answer: Future[Message]) -> None:
-            error = answer.exception()  # that the agent is lost its saves say
-            if error is None:
-                answer.result().close()
-            elif isinstance(error, WriterError):
-                self._over = error
-            ended.set_result(None)
-
-        if self._agent is None:
-            ended.set_result(None)
-            return
-        try:
-            # No thread of a pool waits for the answer: the interpreter, ending, would wait for it.
-            self._agent.link.ask("close").add_done_callback(answered)
-        except BaseException as error:  # noqa: BLE001  # whoever waits for the end need not
-            ended.set_exception(error)
+        return self._tenure.end()
 
     def _unfinished(self) -> list[int]:
         """The steps that are on their way, ascending (`host.exiting`)."""
-        return self._saves.pending()
+        return self._tenure.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
         """The steps that failed and nobody has asked for (`host.exiting`)."""
-        return sorted(self._failures.take(), key=lambda one: one[0])
+        return sorted(self._tenure.failures.take(), key=lambda one: one[0])
 
     def __enter__(self) -> Self:
         return self

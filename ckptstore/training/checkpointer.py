@@ -7,8 +7,9 @@
             loss.backward(); optimizer.step(); scheduler.step(); optimizer.zero_grad()
             checkpointer.step(metrics={"loss": loss})
 
-What a checkpoint holds is gathered in `captured`, what the optimizers did in `taken`, how it is stored is decided in
-`strategies`, what is kept in `retention`. Here is the order of events, and what becomes of errors.
+What a checkpoint holds is gathered in `captured`, what the optimizers did in `taken`. A term is opened in `opening`;
+what there is until it ends is its `tenure`. After a step `deciding` says what becomes of it, and `offering` does that;
+what is in no checkpoint is told of in `unsaved`. Here is the order of events.
 """
 
 from __future__ import annotations
@@ -21,32 +22,29 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, Unpack, cast
+from typing import Any, Final, Self, Unpack
 
-from ckptstore import agent
 from ckptstore import store as stores
-from ckptstore.errors import MissingRankError, UsageError, WriterClosedError, WriterError
-from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
+from ckptstore.errors import UsageError, WriterClosedError
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.restore.targets import MadeTargets
 from ckptstore.store import Store
-from ckptstore.training import strategies
 from ckptstore.training.captured import Captured
+from ckptstore.training.deciding import Deciding
 from ckptstore.training.environment import compared, hyperparameters, unheeded
 from ckptstore.training.explained import Explained
+from ckptstore.training.offering import Offering
+from ckptstore.training.opening import Opening
 from ckptstore.training.overlooked import Overlooked
 from ckptstore.training.pacing import Pacing
 from ckptstore.training.replicas import check_replicable
-from ckptstore.training.replicated import ReplicaSaving
-from ckptstore.training.retention import Retention
-from ckptstore.training.saving import Saving, ranks_of
-from ckptstore.training.settings import CheckpointerOptions, Settings, UnsavedStepWarning
-from ckptstore.training.taken import TakenSteps
+from ckptstore.training.settings import CheckpointerOptions, Settings
+from ckptstore.training.taken import Scale, TakenSteps
+from ckptstore.training.tenure import Tenure
+from ckptstore.training.unsaved import Unsaved
 from ckptstore.training.urgency import Urgency
-from ckptstore.training.writing import GoesBack, Inherits, StateWriter
+from ckptstore.training.writing import GoesBack, Inherits
 from ckptstore.write.ledger import PendingSave
-from ckptstore.write.ranks.mailbox import Group
-from ckptstore.write.ranks.options import RankOptions
 
 __all__ = ["Checkpointer"]
 
@@ -96,25 +94,21 @@ class Checkpointer:
         if self._settings.strategy == "replica":
             check_replicable(self._captured)
         self.loader = self._captured.loader
-        self._scaler = options.get("scaler")
-        self._scale = self._scale_now()
+        self._scale = Scale(options.get("scaler"))
         self.store = store if isinstance(store, Store) else stores.open(store)
         self._owns_store = not isinstance(store, Store)
         self._taken = TakenSteps(self._captured.optimizers, self._settings.compressor)
         self._urgency = Urgency(self._settings, self._flush)
         self._pacing = Pacing(self._settings.save_every)
-        self._explained = Explained(self._settings.on_metrics, self._urgency.deadline.saved, self._settings.tensorboard)
-        self._writer: StateWriter | None = None
-        self._saving: Saving | None = None
-        self._retention: Retention | None = None
-        self._strategy: strategies.Strategy | None = None
-        self._why = ""
-        self._group: Group | None = None
+        self._unsaved = Unsaved(self.store.url, self._settings)
+        self._overlooked = Overlooked(self._captured, self._settings.keep.metric)
+        deciding = Deciding(self._captured, self._taken, self._scale, self._urgency, self._pacing, self._unsaved)
+        explained = Explained(self._settings.on_metrics, self._urgency.deadline.saved, self._settings.tensorboard)
+        self._offering = Offering(deciding, self._pacing, self._urgency, self._unsaved, self._overlooked, explained)
+        self._opening = Opening(self.store, self._settings, self._captured, self._taken, explained.told)
+        self._tenure: Tenure | None = None
         self._at_exit = partial(_exited, weakref.ref(self), os.getpid())
         self._done = 0
-        self._unsaved: Mapping[str, Any] | None = None  # the metrics of the last step, if it was not saved
-        self._overlooked = Overlooked(self._captured, self._settings.keep.metric)
-        self._stopped = False
         self._closed = False
         self._taken.install(predict=False)
         if self._settings.signals:
@@ -122,23 +116,24 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         term = "not open yet" if self.term is None else f"term {self.term}, step {self._done}"
-        why = f" ({self._why})" if self._why else ""
+        why = f" ({self._opening.why})" if self._opening.why else ""
         return f"<Checkpointer of {self.store.url!r}: {self.strategy}{why}, {term}>"
 
     @property
     def strategy(self) -> str:
         """How checkpoints are stored; ``auto`` until the writer is open."""
-        return self._strategy or self._settings.strategy
+        return self._opening.strategy or self._settings.strategy
 
     @property
     def term(self) -> int | None:
         """The term that this run writes; None until it is open."""
-        return None if self._writer is None else self._writer.term
+        return None if self._tenure is None else self._tenure.writer.term
 
     @property
     def agent_pid(self) -> int | None:
         """The process that saves, with ``agent=True``; None: this one, or none yet."""
-        pid: int | None = getattr(self._writer, "agent_pid", None)
+        writer = None if self._tenure is None else self._tenure.writer
+        pid: int | None = getattr(writer, "agent_pid", None)
         return pid
 
     @property
@@ -166,16 +161,17 @@ class Checkpointer:
             CorruptionError, StorageError: it cannot be read, or the store not be written.
         """
         self._check_open()
-        if self._writer is not None:
+        if self._tenure is not None:
             if ref is None:
                 raise UsageError("resume(None) begins from nothing, and this run has begun: make another Checkpointer")
             return self.rollback(ref)
-        writer = self._open(None if ref is None else str(ref))
+        tenure = self._open(None if ref is None else str(ref))
+        writer = tenure.writer
         if isinstance(writer, Inherits) and writer.inherited is not None:
-            self._give_back(writer.load(), f"step {writer.step}")
+            self._give_back(tenure, writer.load(), f"step {writer.step}")
         elif writer.parent is not None:
-            self._restore(writer.parent)
-        self._agree()
+            self._restore(tenure, writer.parent)
+        self._agree(tenure)
         return self._done
 
     def rollback(self, ref: str | int | CheckpointInfo) -> int:
@@ -187,17 +183,19 @@ class Checkpointer:
             as `resume`.
         """
         name = ref.ref if isinstance(ref, CheckpointInfo) else str(ref)
-        if self._writer is None:
+        tenure = self._tenure
+        if tenure is None:
             return self.resume(name)  # or it is closed, which that says
-        if isinstance(self._writer, GoesBack):
-            parent: CheckpointInfo | None = self._writer.rollback(name)
+        if isinstance(tenure.writer, GoesBack):
+            parent: CheckpointInfo | None = tenure.writer.rollback(name)
         else:
             name = self.store.checkpoint(name).ref  # says what is wrong with it before the term is ended
-            self._end_writer()
-            parent = self._open(name).parent
+            self._end_term()
+            tenure = self._open(name)
+            parent = tenure.writer.parent
         assert parent is not None
-        self._restore(parent)
-        self._agree()
+        self._restore(tenure, parent)
+        self._agree(tenure)
         return self._done
 
     def step(
@@ -230,62 +228,6 @@ class Checkpointer:
         finally:
             self._pacing.goes_on()
 
-    def _step(
-        self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], save: bool | None
-    ) -> PendingSave | None:
-        self._check_open()
-        if metrics is not None and not isinstance(metrics, Mapping):
-            raise UsageError(f"metrics: {type(metrics).__name__}; numbers by name are wanted: {{'loss': loss}}")
-        if self._writer is None:
-            self._begin_from_nothing()
-        if self._taken.loaded and self._done:
-            raise UsageError(
-                f"an optimizer's state was loaded after step {self._done}: what follows is another branch of the run; "
-                "go back with Checkpointer.rollback(REF), which restores everything"
-            )
-        self._taken.loaded = False
-        self._done += 1
-        skipped = self._skipped()
-        moved = self._taken.any or skipped or not self._captured.optimizers
-        urgent = self._is_urgent(moved)
-        due = urgent or (moved and self._pacing.due(self._done) if save is None else save)
-        self._overlooked.stepped(moved)
-        if moved:  # a call without an optimizer's step takes nothing from the step before
-            self._unsaved = None if due else metrics or {}
-        if not moved and (save or tags) and not self._stopped:
-            warn(
-                f"step {self._done} is not saved, in spite of save= or tags=: no optimizer has stepped since the call "
-                "before",
-                UnsavedStepWarning,
-            )
-        if self._stopped or not moved or not (due or self._follows):
-            if urgent and self._stopped:
-                self._urgency.settled(self._done)
-            if moved and self._saving is not None and not self._stopped:
-                self._saving.passed(self._done)
-            return None
-        try:
-            forced = due and (urgent or save is True or bool(tags))
-            pending = self._pacing.save(lambda: self._save(metrics, tags, due=due, forced=forced))
-            if urgent and pending is not None:
-                pending = self._saved(pending)
-                self._urgency.settled(self._done)
-        except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
-            if urgent and self._group is not None:
-                self._urgency.settled(self._done)  # the other ranks end, too
-            self._failed(error)
-            return None
-        self._urgency.pass_on()
-        return pending
-
-    def _is_urgent(self, moved: bool) -> bool:
-        """Whether the step that is done is to be saved and durable now, whatever `save_every` says."""
-        try:
-            return self._urgency.after(self._done, moved)
-        except MissingRankError as error:
-            self._failed(error)
-            return False
-
     def wait(self) -> None:
         """Return when every step given so far is durable.
 
@@ -293,18 +235,18 @@ class Checkpointer:
             with ``on_error="raise"`` what stopped a save.
         """
         self._check_open()
-        if self._saving is not None and not self._stopped:
+        if self._tenure is not None and self._tenure.saving is not None and not self._unsaved.stopped:
             try:
-                self._saving.wait()
+                self._tenure.saving.wait()
             except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
-                self._failed(error)
+                self._unsaved.failed(self._done, error)
 
     def tag(self, name: str, ref: str | int = "latest") -> CheckpointInfo:
         """Name a checkpoint; see `Writer.tag`."""
         self._check_open()
-        if self._writer is None:
+        if self._tenure is None:
             raise UsageError("nothing is open yet: call resume() before tag()")
-        return self._writer.tag(name, ref)
+        return self._tenure.writer.tag(name, ref)
 
     def close(self, *, save: bool = False) -> None:
         """Make durable what was given, and leave nothing behind: hooks, signal handlers, threads.
@@ -317,7 +259,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        if not save and not self._written_by_agent:
+        if not save:
             self._remark_unsaved("close() does not save it, close(save=True) does")
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -328,12 +270,12 @@ class Checkpointer:
                 last.callback(self._urgency.remove)
                 last.callback(self._taken.remove)
                 last.callback(self._overlooked.left)
-                last.callback(self._end_writer)
+                last.callback(self._end_term)
                 self._urgency.leave()
-                if self._writer is not None and not self._stopped:
-                    self._finish(save)
+                if self._tenure is not None and not self._unsaved.stopped:
+                    self._finish(self._tenure, save)
         except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
-            self._failed(error)
+            self._unsaved.failed(self._done, error)
 
     def __enter__(self) -> Self:
         return self
@@ -341,7 +283,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not self._written_by_agent:
+        if error is not None:
             self._remark_unsaved(f"{type(error).__name__} ended the with")
         try:
             self.close(save=error is None)
@@ -350,9 +292,9 @@ class Checkpointer:
                 raise
             _LOG.exception("closing %s", self.store.url)  # the loop's own error is on its way
 
-    # -- opening, and going back
+    # -- a term, from its opening to its end
 
-    def _begin_from_nothing(self) -> None:
+    def _begin_from_nothing(self) -> Tenure:
         newest = self.store.latest_step()
         if newest is not None:
             raise UsageError(
@@ -360,182 +302,80 @@ class Checkpointer:
                 "or resume(None) to begin another from nothing"
             )
         # With an agent: one that keeps a step which is in no store yet is not to be gone on from unasked.
-        self._open(None if self._settings.agent else "latest")
-        self._agree()
+        tenure = self._open(None if self._settings.agent else "latest")
+        self._agree(tenure)
+        return tenure
 
-    def _open(self, ref: str | None) -> StateWriter:
-        settings = self._settings
-        self._group = ranks_of(settings.group, self._captured.sharding)
-        if self._group is not None and settings.every is None:
-            raise UsageError("save_every: the ranks' controllers would say different things; give a number")
-        if self._strategy is None:
-            self._strategy = self._choose()
-        told = strategies.writer_options(
-            self._strategy, settings.full_every, settings.batch, settings.deltas, settings.every
-        )
-        told |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads}
-        told |= {"on_metrics": self._explained.told, "keep": settings.keep.store_rules}
-        if self._group is not None:
-            told["group"] = self._group
-            told["ranks"] = RankOptions(timeout=settings.rank_timeout, per_rank=self._captured.per_rank)
-        if settings.compact is not None:
-            told["compact"] = settings.compact
-        if settings.agent:
-            writer: StateWriter = agent.writer(self.store, ref, linger_seconds=settings.linger_seconds, **told)
-        else:
-            writer = self.store.writer(ref, **told)
-        self._writer = writer
+    def _open(self, ref: str | None) -> Tenure:
+        self._tenure = tenure = self._opening.term(ref)
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
-        self._taken.install(predict=self._strategy == "gradient")
-        if (self._group is None or self._group.rank == 0) and (settings.keep.best is not None or self.store.rules()):
-            self._retention = Retention(self.store, writer, settings.keep)
-        kind = ReplicaSaving if self._strategy == "replica" else Saving
-        self._saving = kind(
-            self.store, writer, self._captured, self._taken, self._strategy, settings, self._ranks, self._retention
-        )
-        return writer
+        self._opening.begin(tenure)
+        return tenure
 
-    def _choose(self) -> strategies.Strategy:
-        """The strategy; what ``auto`` takes is said in one line."""
-        captured, settings = self._captured, self._settings
-        if settings.strategy != "auto":
-            return cast(strategies.Strategy, settings.strategy)
-        self.store.create()
-        strategy, why = strategies.chosen(
-            strategies.Circumstances(
-                nbytes=strategies.state_bytes(captured.models, captured.optimizers),
-                rate=None if self._group is not None else strategies.measured_rate(self.store.backend),
-                spare=strategies.spare_cores(captured.models),
-                unpredicted=strategies.predicted(captured.optimizers, settings.every),
-            )
-        )
-        self._why = why
-        if self._group is None or self._group.rank == 0:
-            strategies.tell(self.store.url, strategy, why)
-        return strategy
-
-    def _restore(self, parent: CheckpointInfo) -> None:
-        rank = None if self._group is None else self._group.rank
+    def _restore(self, tenure: Tenure, parent: CheckpointInfo) -> None:
         into = MadeTargets(self._captured.rooms) if self._captured.sharding else None
-        self._give_back(self.store.load(parent.ref, rank=rank, into=into), parent.ref)
+        self._give_back(tenure, self.store.load(parent.ref, rank=tenure.rank, into=into), parent.ref)
 
-    @property
-    def _ranks(self) -> int:
-        """How many save together."""
-        return 1 if self._group is None else self._group.size
-
-    def _agree(self) -> None:
-        """Begin to agree with the other ranks on what is urgent. To be called where the last step is known."""
-        if self._group is not None and self._writer is not None:
-            self._urgency.join(self._group, self.store.run, self._writer.term, self._done)
-
-    def _give_back(self, state: Any, ref: str) -> None:
+    def _give_back(self, tenure: Tenure, state: Any, ref: str) -> None:
         chosen = partial(hyperparameters, self._captured.optimizers, scheduled=self._captured.may_have_schedule)
         asked = [] if self._done else chosen()  # later it is what this run has made of it
         self._done = self._captured.restore(state)
         if differs := unheeded(asked, chosen()):
             _LOG.warning("%s: resuming %s: %s", self.store.url, ref, "; ".join(differs))
-        self._unsaved = None
-        self._scale = self._scale_now()
+        self._unsaved.last = None
+        self._scale.note()
         self._taken.collected()
-        if self._saving is not None:
-            self._saving.restored()
+        if tenure.saving is not None:
+            tenure.saving.restored()
         self._taken.loaded = False
-        compared(state.get("environment"), self._captured.environment(self._ranks), ref)
+        compared(state.get("environment"), self._captured.environment(tenure.ranks), ref)
 
-    # -- saving
+    def _agree(self, tenure: Tenure) -> None:
+        """Begin to agree with the other ranks on what is urgent. To be called where the last step is known."""
+        if tenure.group is not None:
+            self._urgency.join(tenure.group, self.store.run, tenure.writer.term, self._done)
 
-    @property
-    def _written_by_agent(self) -> bool:
-        """Whether the last step is written at the end, due or not. Of several ranks that is for all of them to say."""
-        return self._follows and self._group is None
-
-    @property
-    def _follows(self) -> bool:
-        return self._saving is not None and self._saving.follows
-
-    def _save(
-        self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool = True, forced: bool = True
-    ) -> PendingSave | None:
-        assert self._saving is not None  # a writer is open
-        self._saving.settle()
-        pending = self._saving.offer(self._done, metrics, tags, due=due, forced=forced)
-        if self._group is None or self._group.rank == 0:
-            self._overlooked.measured(metrics)
-        self._draw(metrics or {})
-        remark = self._explained.remark()
-        if remark is not None and not self._follows:  # where steps are passed over, diffs span several
-            warn(remark, UnexplainedStepWarning)
-        return pending
-
-    def _draw(self, metrics: Mapping[str, Any]) -> None:
-        board = self._settings.tensorboard
-        if board is None:
-            return
-        for name, value in metrics.items():
-            board.add_scalar(name, float(value.item() if hasattr(value, "item") else value), self._done)
-
-    def _saved(self, pending: PendingSave) -> PendingSave:
-        """The save that is durable: another one, where its agent died with it."""
-        assert self._saving is not None
-        return self._saving.durable(pending)
-
-    def _skipped(self) -> bool:
-        """Whether the scaler has skipped a step since the last call: its scale has fallen."""
-        before, self._scale = self._scale, self._scale_now()
-        return before is not None and self._scale is not None and self._scale < before
-
-    def _scale_now(self) -> float | None:
-        return None if self._scaler is None else float(self._scaler.get_scale())
-
-    def _flush(self) -> None:
-        writer = self._writer
-        if writer is not None:
-            writer.wait()
-
-    # -- errors, and the end
-
-    def _failed(self, error: Exception) -> None:
-        """Raise, or warn and go on: a writer that is finished ends the saving, anything else one step's."""
-        if self._settings.on_error == "raise":
-            raise error  # and each later call raises what the writer then says
-        self._stopped = self._stopped or isinstance(error, WriterError)
-        what = "no step is saved any more" if self._stopped else f"step {self._done} or one before it was not saved"
-        warn(f"{self.store.url}: {what}, and training goes on: {type(error).__name__}: {error}", UnsavedStepWarning)
-
-    def _remark_unsaved(self, why: str) -> None:
-        """Say that the last step is in no checkpoint: its state may have been changed since, so it is not saved now."""
-        if self._unsaved is not None and not self._stopped:
-            every, self._unsaved = self._settings.save_every, None
-            lost = "and is lost"
-            if self._follows:  # one of several ranks: whether all of their agents have it nobody knows yet
-                lost = "and is lost unless the trainers of all ranks end now: then their agents write it"
-            what = f"step {self._done} was not saved (save_every={every}), {lost}"
-            _LOG.warning("%s: %s: %s", self.store.url, what, why)
-
-    def _finish(self, save: bool) -> None:
-        if save and self._unsaved is not None:
-            self._save(self._unsaved, ())
-            self._unsaved = None
-        if self._saving is not None and (self._retention is not None or self._settings.agent):
-            self._saving.ended()
-        if self._retention is not None:
-            self._retention.close()
+    def _finish(self, tenure: Tenure, save: bool) -> None:
+        if save and self._unsaved.last is not None:
+            self._offering.save(tenure, self._done, self._unsaved.last, ())
+            self._unsaved.last = None
+        tenure.finish()
         self._overlooked.ended()
 
-    def _end_writer(self) -> None:
-        writer, self._writer = self._writer, None
-        retention, self._retention = self._retention, None
-        saving, self._saving = self._saving, None
-        try:
-            if retention is not None:
-                retention.abandon()
-            if writer is not None:
-                writer.close()
-        finally:
-            if saving is not None:
-                saving.close()
+    def _end_term(self) -> None:
+        tenure, self._tenure = self._tenure, None
+        if tenure is not None:
+            tenure.end()
+
+    # -- a step
+
+    def _step(
+        self, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], save: bool | None
+    ) -> PendingSave | None:
+        self._check_open()
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise UsageError(f"metrics: {type(metrics).__name__}; numbers by name are wanted: {{'loss': loss}}")
+        tenure = self._tenure or self._begin_from_nothing()
+        if self._taken.loaded and self._done:
+            raise UsageError(
+                f"an optimizer's state was loaded after step {self._done}: what follows is another branch of the run; "
+                "go back with Checkpointer.rollback(REF), which restores everything"
+            )
+        self._taken.loaded = False
+        self._done += 1
+        return self._offering.after(tenure, self._done, metrics, tags, save)
+
+    def _flush(self) -> None:
+        tenure = self._tenure
+        if tenure is not None:
+            tenure.writer.wait()
+
+    def _remark_unsaved(self, why: str) -> None:
+        """Say that the last step is in no checkpoint, unless an agent writes it."""
+        tenure = self._tenure
+        if tenure is None or not tenure.written_by_agent:
+            self._unsaved.remark(self._done, why, follows=tenure is not None and tenure.follows)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -547,5 +387,4 @@ def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
     checkpointer = made()
     if checkpointer is None or os.getpid() != process:
         return
-    if not checkpointer._written_by_agent:
-        checkpointer._remark_unsaved("the script ended without leaving a with")
+    checkpointer._remark_unsaved("the script ended without leaving a with")

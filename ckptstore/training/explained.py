@@ -6,8 +6,8 @@ Step diffs that explain nothing are told of once, with why that may be.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
 
 from ckptstore.write.metrics import OnMetrics, SaveMetrics
 
@@ -81,6 +81,13 @@ class Explained:
         if self._board is not None:
             for name, value in curves(metrics).items():
                 self._board.add_scalar(f"ckptstore/{name}", value, metrics.step)
+
+    def draw(self, metrics: Mapping[str, Any], step: int) -> None:
+        """A step was given with these metrics: they are curves, too."""
+        if self._board is None:
+            return
+        for name, value in metrics.items():
+            self._board.add_scalar(name, float(value.item() if hasattr(value, "item") else value), step)
 
     def remark(self) -> str | None:
         """What is to be said, once; None: nothing."""

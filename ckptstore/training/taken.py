@@ -18,7 +18,7 @@ from ckptstore.training.foreseen import Noted
 from ckptstore.training.optimizers import OptimizerStep
 from ckptstore.write.steps.updates import Found, Update, Updates
 
-__all__ = ["Collected", "Compressor", "TakenSteps"]
+__all__ = ["Collected", "Compressor", "Scale", "TakenSteps"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 
@@ -127,6 +127,30 @@ class TakenSteps:
 
     def _load(self, _: int) -> None:
         self.loaded = True
+
+
+class Scale:
+    """The scale of a `GradScaler`: it falls with every step that the scaler skips."""
+
+    def __init__(self, scaler: Any) -> None:
+        """
+        Args:
+            scaler: None: there is none, and nothing is skipped.
+        """
+        self._scaler = scaler
+        self._last = self._now()
+
+    def has_fallen(self) -> bool:
+        """Whether the scaler has skipped a step since the last call, or since `note`."""
+        before, self._last = self._last, self._now()
+        return before is not None and self._last is not None and self._last < before
+
+    def note(self) -> None:
+        """Its state was given back: compare with that from here on."""
+        self._last = self._now()
+
+    def _now(self) -> float | None:
+        return None if self._scaler is None else float(self._scaler.get_scale())
 
 
 class Collected:

@@ -9,5 +9,4 @@ __all__ = ["delivered"]
 
 def delivered(writer: AgentWriter, step: int) -> None:
     """Return when all saves up to `step` have reached the agent. What is public waits until they are durable."""
-    assert writer._agent is not None
-    writer._agent.link.call("hurry", step=step)
+    writer._tenure.agent.link.call("hurry", step=step)

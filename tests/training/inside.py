@@ -62,9 +62,10 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
 
 def plan_nothing(checkpointer: Checkpointer) -> None:
     """Have every state taken apart: `PlannedSaves._pause`. Nothing public does, because nobody should want it."""
-    assert checkpointer._saving is not None
-    assert checkpointer._saving._planned is not None
-    checkpointer._saving._planned._pause = 1000
+    assert checkpointer._tenure is not None
+    assert checkpointer._tenure.saving is not None
+    assert checkpointer._tenure.saving._planned is not None
+    checkpointer._tenure.saving._planned._pause = 1000
 
 
 def members_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def fill_the_device(patch: pytest.MonkeyPatch) -> None:
 
 def copied_during_backward(checkpointer: Any) -> int:
     """How many gradients have left for the agent before the optimizer's step (strategy ``replica``)."""
-    return len(checkpointer._saving._consumed._step.early)
+    return len(checkpointer._tenure.saving._consumed._step.early)
 
 
 def hooks_of(parameter: Any) -> int:

@@ -82,7 +82,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/frameworks/*": _some("torch_*"),
     **{
         f"ckptstore/training/{name}.py": _some("refused_states", "checkpointer", "planned_state", "topk")
-        for name in ("batches", "captured", "checkpointer", "saving")
+        for name in ("batches", "captured", "checkpointer", "deciding", "offering", "opening", "saving", "unsaved")
     },
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
     "ckptstore/maintenance/merge/*": _some("merging", "merging_diffs", "hostile_segments", "compacting", "rebuilding"),

@@ -1,0 +1,260 @@
+"""The terms of one `AgentWriter`: the agent that keeps the newest, another one when that has died, what it tells.
+
+What becomes of steps that an agent has is known here; how states get to it is in `handing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
+from typing import Any
+
+from ckptstore.agent.forms import read_error, read_info, read_warning
+from ckptstore.agent.frames import Message
+from ckptstore.agent.inherited import Inherited
+from ckptstore.agent.lending import Lending
+from ckptstore.agent.starting import Started
+from ckptstore.errors import (
+    AgentError,
+    AgentLostError,
+    CommitUnknownError,
+    FencedError,
+    StoreReplacedError,
+    UnmadeStateError,
+    WriterClosedError,
+    WriterError,
+)
+from ckptstore.host import exiting
+from ckptstore.host.caller_warnings import warn
+from ckptstore.host.threads import started_pool
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.ledger import Failures, PendingSave, Saves
+
+__all__ = ["AgentRestartWarning", "Begin", "Tenure"]
+
+Begin = Callable[[int, Callable[[dict[str, Any]], None], Callable[[BaseException], None]], Started]
+"""Starts another agent in place of one that died: the term that has to be the newest, what is told, what is lost."""
+
+
+class AgentRestartWarning(UserWarning):
+    """The agent had died; another one is started, and its first checkpoint is a full."""
+
+
+class Tenure:
+    """The term that an agent keeps for this process; another one after `rollback`, and after the agent had died.
+
+    Attributes:
+        url, term, parent, rank, inherited: see `AgentWriter`.
+        saves: the term's steps, as their savers know them.
+        failures: what failed unseen, in this term and in those before.
+        lending: the agent's buffers.
+        beside: a thread for what waits, for those who must not.
+    """
+
+    def __init__(self, url: str, begin: Begin, rank: int | None) -> None:
+        """Until `attach` there is no agent, and no term."""
+        self.url = url
+        self.term = -1
+        self.parent: CheckpointInfo | None = None
+        self.rank = rank
+        self.inherited: Inherited | None = None
+        self.failures = Failures()
+        self.saves = Saves(-1, None, self.failures)
+        self.lending = Lending()
+        self.beside = started_pool(1, "ckptstore-agent-beside")
+        self._begin = begin
+        self._agent: Started | None = None
+        self._over: WriterError | None = None
+        self._futures: dict[int, Future[CheckpointInfo]] = {}
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._ended: Future[None] | None = None
+
+    # -- the agent
+
+    def attach(self, agent: Started, inherited: Inherited | None) -> None:
+        """Go on with an agent that has answered, and with what it has kept."""
+        self._agent = agent
+        self.inherited = inherited
+        self.parent = self._serve(agent.greeting)
+
+    def go_back(self, answer: Mapping[str, Any]) -> CheckpointInfo:
+        """The agent has begun a term at an earlier checkpoint -> that."""
+        self.inherited = None
+        self.parent = self._serve(answer)
+        assert self.parent is not None  # it was gone back to
+        return self.parent
+
+    def _serve(self, greeting: Mapping[str, Any]) -> CheckpointInfo | None:
+        latest = read_info(greeting["latest"])
+        self.term = greeting["term"]
+        self.saves = Saves(self.term, latest, self.failures)
+        return latest
+
+    @property
+    def agent(self) -> Started:
+        """That which has answered last, dead or alive."""
+        assert self._agent is not None  # `attach` comes first
+        return self._agent
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork: threads and connection are its parent's."""
+        return self._process != os.getpid()
+
+    def connected(self) -> Started:
+        """The agent; another one where it has died, with a term of its own that begins with a full.
+
+        Raises:
+            WriterClosedError: it is closed, or the agent of one of many ranks has died.
+            AgentError: no other can be started.
+            FencedError, StoreReplacedError: others have gone on, and the term is over.
+        """
+        self.check_open()
+        agent = self.agent
+        if agent.link.lost is None:
+            return agent
+        if self.rank is not None:
+            self._over = WriterClosedError(
+                f"term {self.term} is over on every rank, because {agent.link.lost}: open another writer on all of "
+                "them, as when training is started again"
+            )
+            raise self._over
+        agent.gone()
+        try:
+            following = self._begin(self.term, self.told, self.lost)
+        except (FencedError, StoreReplacedError) as error:
+            self._over = error
+            raise
+        lost, before = agent.link.lost, self.term
+        self._agent = agent = following
+        self.inherited = None
+        self._serve(following.greeting)
+        told = "".join(f"; {text}" for _, text in following.remarks())
+        warn(
+            f"{self.url}: {lost}; term {before} is over, and an agent of term {self.term} goes on, with a full{told}",
+            AgentRestartWarning,
+        )
+        return agent
+
+    def check_open(self) -> None:
+        """Raise what ended the term, or `WriterClosedError`: nothing is taken any more."""
+        if self.is_forked:
+            raise WriterClosedError(
+                f"the writer of term {self.term} belongs to process {self._process}, not to its fork"
+            )
+        if self._over is not None:
+            raise self._over
+        if self._ended is not None:
+            why = f" because the interpreter is ending: {exiting.ADVICE}" if exiting.under_way() else ""
+            raise WriterClosedError(f"the writer of term {self.term} is closed{why}")
+
+    # -- steps that it has
+
+    def await_word(self, step: int, done: Future[CheckpointInfo]) -> Callable[[BaseException], None]:
+        """Have what the agent says of a step go to `done` -> who is told that it refuses the step."""
+        self._futures[step] = done
+        return partial(self._failed, step)
+
+    def await_none(self, step: int) -> None:
+        """The agent was not told of a step, and will say nothing."""
+        self._futures.pop(step, None)
+
+    def pending_save(self, step: int, done: Future[CheckpointInfo]) -> PendingSave:
+        """A step on its way, for its saver."""
+        self.saves.watch(step, done)
+        seen = partial(self.saves.seen, step)
+        return PendingSave(step, done, seen, partial(self._hurry, step), partial(self._cancel, step))
+
+    def _hurry(self, step: int) -> None:
+        with contextlib.suppress(AgentError, RuntimeError):  # what is lost is told where it is waited for
+            self.beside.submit(self._ask_quietly, "hurry", step)
+
+    def _ask_quietly(self, do: str, step: int) -> bool:
+        agent = self._agent
+        try:
+            return bool(agent is not None and agent.link.call(do, step=step).get("cancelled"))
+        except AgentError:
+            return False
+
+    def _cancel(self, step: int) -> bool:
+        done = self._futures.get(step)
+        cancelled = self._ask_quietly("cancel", step)
+        if cancelled and done is not None:
+            wait([done])  # its event has come by then, or comes
+        return cancelled
+
+    # -- what the agent tells
+
+    def told(self, body: dict[str, Any]) -> None:
+        """An event of the agent's; called by the thread that hears."""
+        step = body.get("step", -1)
+        if body.get("event") == "saved":
+            done = self._futures.pop(step, None)
+            info = read_info(body["info"])
+            if done is not None and info is not None and not done.done():
+                done.set_result(info)
+        elif body.get("event") == "failed":
+            self._failed(step, read_error(body["error"]))
+        elif body.get("event") == "warning":
+            category, text = read_warning(body["warning"])
+            with contextlib.suppress(Warning):  # where warnings are errors: this thread has others to tell
+                warn(text, category)
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        done = self._futures.pop(step, None)
+        if isinstance(error, FencedError | CommitUnknownError | StoreReplacedError):
+            self._over = error
+        if done is None or done.done():
+            return
+        if isinstance(error, CancelledError | UnmadeStateError):  # as was asked for, or training goes on without it
+            self.saves.release(step, error)
+            done.set_exception(error)
+            return
+        if isinstance(error, AgentLostError):
+            error = AgentLostError(f"step {step} may or may not be in the store: {error}")
+        self.saves.fail(step, error, done)
+
+    def lost(self, error: BaseException) -> None:
+        """The agent is gone; called by the thread that hears."""
+        self.lending.forget()
+        for step in sorted(self._futures.copy()):
+            self._failed(step, error)
+
+    # -- the end
+
+    def end(self) -> Future[None]:
+        """Take no save any more -> done when every earlier one is, and the term is closed."""
+        with self._lock:
+            if self._ended is None:
+                ended: Future[None] = Future()
+                self.beside.submit(self._finish, ended)
+                self._ended = ended
+            return self._ended
+
+    def _finish(self, ended: Future[None]) -> None:
+        def answered(answer: Future[Message]) -> None:
+            error = answer.exception()  # that the agent is lost its saves say
+            if error is None:
+                answer.result().close()
+            elif isinstance(error, WriterError):
+                self._over = error
+            ended.set_result(None)
+
+        if self._agent is None:
+            ended.set_result(None)
+            return
+        try:
+            # No thread of a pool waits for the answer: the interpreter, ending, would wait for it.
+            self._agent.link.ask("close").add_done_callback(answered)
+        except BaseException as error:  # noqa: BLE001  # whoever waits for the end need not
+            ended.set_exception(error)
+
+    def gone(self) -> None:
+        """Wait until the agent has ended, for a while."""
+        if self._agent is not None:
+            self._agent.gone()
