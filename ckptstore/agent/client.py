@@ -289,7 +289,11 @@ class AgentWriter(HandingOver):
         return self._connected().link.call(do, **fields)
 
     def close(self) -> None:
-        """See `Writer.close`: the agent writes what waits, and ends."""
+        """See `Writer.close`: the agent writes what waits, and ends.
+
+        Of one of many ranks it may stay, for a while, where a state is in memory alone: until it knows which of these
+        the other ranks have, whose trainers have not ended yet. Nobody waits for that here.
+        """
         if self._process != os.getpid():
             return  # a fork: threads and connection are the parent's
         exiting.await_end(self, interrupted=self._interrupted)
@@ -299,7 +303,10 @@ class AgentWriter(HandingOver):
         self._copiers.shutdown()
         self._meter.close()
         if self._agent is not None:
-            self._agent.gone()
+            if self._stays:
+                self._agent.left()
+            else:
+                self._agent.gone()
         exiting.forget(self)
         self._failures.raise_unseen()
 
@@ -316,7 +323,9 @@ class AgentWriter(HandingOver):
         def answered(answer: Future[Message]) -> None:
             error = answer.exception()  # that the agent is lost its saves say
             if error is None:
-                answer.result().close()
+                message = answer.result()
+                self._stays = bool(message.body.get("stays"))
+                message.close()
             elif isinstance(error, WriterError):
                 self._over = error
             ended.set_result(None)

@@ -102,6 +102,7 @@ class HandingOver:
         self._ended: Future[None] | None = None
         self._interrupted = False  # by Ctrl-C, so that whoever leaves is told what that waits for
         self._begun: Begun | None = None
+        self._stays = False  # the agent, which waits for those of other ranks
         self._remarked = False
         self._laid_out: tuple[Mapping[str, TensorSource], Layout] = ({}, Layout(()))
 

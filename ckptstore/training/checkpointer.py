@@ -510,7 +510,7 @@ class Checkpointer:
             every, self._unsaved = self._settings.save_every, None
             lost = "and is lost"
             if self._follows:  # one of several ranks: whether all of their agents have it nobody knows yet
-                lost = "and is lost unless the trainers of all ranks end now: then their agents write it"
+                lost = "and is lost unless the trainers of all ranks end soon: then their agents write it"
             what = f"step {self._done} was not saved (save_every={every}), {lost}"
             _LOG.warning("%s: %s: %s", self.store.url, what, why)
 
