@@ -279,7 +279,11 @@ class AgentWriter:
         return self._tenure.connected().link.call(do, **fields)
 
     def close(self) -> None:
-        """See `Writer.close`: the agent writes what waits, and ends."""
+        """See `Writer.close`: the agent writes what waits, and ends.
+
+        Of one of many ranks it may stay, for a while, where a state is in memory alone: until it knows which of these
+        the other ranks have, whose trainers have not ended yet. Nobody waits for that here.
+        """
         if self._tenure.is_forked:
             return  # a fork: threads and connection are the parent's
         exiting.await_end(self, interrupted=self._interrupted)

@@ -13,7 +13,7 @@ import numpy as np
 from ckptstore.agent.changes import read_updates
 from ckptstore.agent.digests import hash_of
 from ckptstore.agent.forms import read
-from ckptstore.agent.kept import Filled, Kept, Made, Standing, laid_out
+from ckptstore.agent.kept import ALONE, Filled, Kept, Made, Standing, laid_out
 from ckptstore.agent.pool import Pool
 from ckptstore.errors import CkptError
 from ckptstore.host.threads import default_threads, started_pool
@@ -76,7 +76,9 @@ class Ranked(Adopting, Protocol):
     def forgo(self, step: int, why: BaseException) -> None:
         """See `RankSaves.forgo`."""
 
-    def agreed(self, held: Mapping[int, Standing], *, waits: bool) -> tuple[int, bool] | None:
+    def agreed(
+        self, held: Mapping[int, Standing], *, waits: bool, held_up: Callable[[], None]
+    ) -> tuple[int, bool] | None:
         """See `RankSaves.agreed`."""
 
 
@@ -89,6 +91,7 @@ class Keeper:
         run: the store's.
         newest: the newest state that a trainer has filled and said so, or that was made and proven; None: none yet.
         workers: threads that copy and hash.
+        lost: which state was in memory alone, and is not written, and why; None: there is none such.
     """
 
     def __init__(self, store: Store, writer: Adopting, max_in_flight: int, ranked: Ranked | None = None) -> None:
@@ -100,6 +103,7 @@ class Keeper:
         self.writer = writer
         self.pool = Pool(max_in_flight)
         self.newest: Kept | None = None
+        self.lost: str | None = None
         self._before: Kept | None = None  # the state before the newest, where two are kept
         self._keeps_two = False
         self._parted = False
@@ -169,6 +173,7 @@ class Keeper:
         Raises:
             AgentError: what is said of the buffer cannot be. It is free again then.
         """
+        self.replicates()
         buffer = self.pool.lent(filled.buffer)
         try:
             flat = laid_out(filled, buffer)
@@ -223,7 +228,7 @@ class Keeper:
             self._ranked.forgo(step, why)
 
     def replicates(self) -> None:
-        """States will be made here. One of many ranks keeps two of them: another may be a step behind when it ends."""
+        """States are in memory alone. One of many ranks keeps two: another may be a step behind when it ends."""
         self._keeps_two = self._ranked is not None
 
     def _keep(self, newest: Kept | None) -> None:
@@ -274,10 +279,13 @@ class Keeper:
         with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
             self.writer.wait()
 
-    def _part(self, ranked: Ranked) -> None:
+    def _part(self, ranked: Ranked, held_up: Callable[[], None] = lambda: None) -> None:
         """This rank is given no more: of the states that are kept, keep the newest that all ranks' agents have.
 
         If that is in memory alone all of them write it.
+
+        Args:
+            held_up: see `RankSaves.agreed`.
         """
         ranked.conclude()
         with contextlib.suppress(CkptError):  # told to nobody, as above
@@ -289,21 +297,38 @@ class Keeper:
         for one in held.values():
             if one.pending is not None:
                 one.pending.exception()  # whatever became of it, it has ended
-        standing = {step: one.standing for step, one in held.items()}
         newest = self.newest
         waits = self._keeps_two and newest is not None and newest.durable is None  # else all others had given it
-        agreed = ranked.agreed(standing, waits=waits)
-        if agreed is None:
-            return
-        step, write = agreed
-        if newest is not None and newest is not held[step]:  # no other rank can have that any more
+        standing = {step: one.standing for step, one in held.items()}
+        try:
+            agreed = ranked.agreed(standing, waits=waits, held_up=held_up)
+            why = "no step is there that all ranks have"
+        except CkptError as error:
+            agreed, why = None, str(error)
+        if agreed is not None:
+            self._go_back_to(held[agreed[0]])
+            if agreed[1]:
+                self._write_alone()
+        elif waits and newest is not None and newest.standing == ALONE:
+            self.lost = f"step {newest.step} was in memory alone, and is not written: {why}"
+
+    def _go_back_to(self, kept: Kept) -> None:
+        """Keep one of two states: no other rank has the newer one, nor can it have any more."""
+        newest = self.newest
+        if newest is not None and newest is not kept:
             with self._lock:
-                self.newest, self._before = held[step], None
+                self.newest, self._before = kept, None
             newest.free()
-        if write:
-            with contextlib.suppress(CkptError):
-                self.persist(lambda _: None)
-                self.writer.wait()
+
+    def _write_alone(self) -> None:
+        """Write the newest state, as all ranks do now."""
+        with contextlib.suppress(CkptError):
+            self.persist(lambda _: None)
+            self.writer.wait()
+        newest = self.newest
+        if newest is not None and newest.durable is None:
+            why = None if newest.pending is None else newest.pending.exception()
+            self.lost = f"step {newest.step} was in memory alone, and could not be written: {why}"
 
     def persist_quietly(self) -> None:
         """As `persist`, with nobody there who could be told; not of one of many ranks: these write the same steps."""
@@ -330,15 +355,16 @@ class Keeper:
             return info.state
         return hash_of(kept.flat, self.workers)
 
-    def close(self, *, parts: bool = False) -> None:
+    def close(self, *, parts: bool = False, held_up: Callable[[], None] = lambda: None) -> None:
         """Write what waits, and end. Raises what `Writer.close` raises.
 
         Args:
             parts: of one of many ranks: first the newest state is written that is in memory alone on all of them.
+            held_up: see `RankSaves.agreed`.
         """
         try:
             if parts and self._ranked is not None:
-                self._part(self._ranked)
+                self._part(self._ranked, held_up)
             self.writer.close()
         finally:
             self._keep(None)

@@ -20,8 +20,9 @@ from typing import Any, Final, TypeAlias
 from ckptstore.agent.forms import error_form, number, read, read_info, read_options, texts, warning_form
 from ckptstore.agent.frames import Channel, End, peer_of
 from ckptstore.agent.keeper import Keeper
+from ckptstore.agent.parting import Parting
 from ckptstore.agent.place import Place
-from ckptstore.agent.ranks import Job, RankSaves
+from ckptstore.agent.ranks import Job, RankSaves, parting_of
 from ckptstore.agent.session import PROTOCOL, Over, Session
 from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, CkptError, StoreReplacedError
 from ckptstore.host import background
@@ -85,6 +86,12 @@ class _Ending:
             signal.signal(ignored, signal.SIG_IGN)
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
 
+    def told(self) -> bool:
+        """Whether it was; for any thread."""
+        poll = select.poll()
+        poll.register(self.wake, select.POLLIN)
+        return bool(poll.poll(0))
+
     def end(self, why: str) -> None:
         """Have the agent end; for any thread."""
         self.why = why
@@ -125,6 +132,10 @@ class _Listener:
                 self._arrived = channel
                 self._bells.send(b"!")
 
+    def waits(self) -> bool:
+        """Whether a trainer has come that is not served yet; for any thread."""
+        return self._arrived is not None
+
     def next(self, seconds: float) -> Channel | None:
         """The next trainer; None: none has come within so many seconds, or the agent was told to end."""
         bell = self._bell.fileno()
@@ -151,7 +162,7 @@ _BUSY: Final = (
 
 
 def _opened(
-    start: _Start, storage: dict[str, Any], lost: Callable[[str], None], alive: Callable[[], bool]
+    start: _Start, storage: dict[str, Any], channel: Channel, ending: _Ending
 ) -> tuple[Keeper, RankSaves | None, list[list[str]]]:
     """The store, open for writing -> also as a rank's, if it is one of many; and what there is to be warned of."""
     ranked: RankSaves | None = None
@@ -168,13 +179,31 @@ def _opened(
             made = open_writer(store.journal, start.parent, options, environment=start.environment, after=start.after)
             keeper = Keeper(store, made, options.max_in_flight)
         else:
-            ranked = RankSaves.opened(store, start.parent, options, start.job, start.environment, lost, alive)
+            parting = parting_of(start.job, start.linger, ending.told)
+            ranked = RankSaves.opened(
+                store,
+                start.parent,
+                options,
+                start.job,
+                start.environment,
+                ending.end,
+                lambda: channel.alive() and not ending.told(),
+                parting,
+            )
             keeper = Keeper(store, ranked, options.max_in_flight, ranked)
     told = [warning_form(one.category, str(one.message)) for one in caught]
     return keeper, ranked, told
 
 
-def _serve(start: _Start, place: Place, channel: Channel, keeper: Keeper, told: list[list[str]], why: _Why) -> Over:
+def _serve(
+    start: _Start,
+    place: Place,
+    channel: Channel,
+    keeper: Keeper,
+    ranked: RankSaves | None,
+    told: list[list[str]],
+    why: _Why,
+) -> Over:
     """Serve one trainer after another -> why it is over.
 
     Args:
@@ -186,6 +215,8 @@ def _serve(start: _Start, place: Place, channel: Channel, keeper: Keeper, told: 
     session = Session(keeper, channel, about)
     assert channel.wake is not None  # `main` gives it
     listener = _Listener(place, channel.wake, channel)
+    parting = Parting(0.0, 0.0) if ranked is None else ranked.parting
+    parting.wanted = listener.waits
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
         session.warn(category, str(message))
@@ -196,17 +227,19 @@ def _serve(start: _Start, place: Place, channel: Channel, keeper: Keeper, told: 
         channel.post({"re": 0, "pid": os.getpid(), "warnings": told, **session.greeting()})
         while (over := session.serve()) is Over.GONE:
             listener.serving = None
+            waited = parting.spent
             keeper.settle()
-            successor = listener.next(start.linger)
+            # What others were waited for is part of the time.
+            successor = listener.next(max(0.0, start.linger - (parting.spent - waited)))
             if successor is None:
                 break
             session = Session(keeper, successor, about)
         if over is not Over.CLOSED:
             keeper.persist_quietly()
             with contextlib.suppress(CkptError):  # whose save failed was told so, if he is there
-                keeper.close()
-            if (reason := why()) is not None:
-                session.break_off(AgentLostError(reason))
+                keeper.close(parts=True)
+            if reasons := [one for one in (why(), keeper.lost) if one is not None]:
+                session.break_off(AgentLostError("; ".join(reasons)))
         session.finish()
         return over
     finally:
@@ -225,7 +258,7 @@ def run(channel: Channel, ending: _Ending) -> int:
         start = read("start", found.body, _Start.of)
         place = Place(start.url, start.name)
         place.claim(_CLAIM_SECONDS)
-        keeper, ranked, told = _opened(start, storage, ending.end, channel.alive)
+        keeper, ranked, told = _opened(start, storage, channel, ending)
     except (CkptError, MemoryError, RuntimeError) as error:
         channel.post({"re": 0, "error": error_form(error)})
         channel.finish()
@@ -233,7 +266,7 @@ def run(channel: Channel, ending: _Ending) -> int:
             place.vacate()
         return 1
     try:
-        over = _serve(start, place, channel, keeper, told, lambda: ending.why)
+        over = _serve(start, place, channel, keeper, ranked, told, lambda: ending.why)
         if ranked is not None:
             ranked.leave(farewell=over is Over.CLOSED)
     finally:

@@ -19,14 +19,23 @@ from typing import Any, Final, Self
 from ckptstore.agent.forms import texts, whole_number
 from ckptstore.agent.kept import ALONE, DURABLE, Standing
 from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
+from ckptstore.agent.parting import RESTARTED, Parting
 from ckptstore.agent.place import Place
-from ckptstore.errors import AgentError, AgentLostError, CkptError, CommitUnknownError, MailboxError, UnmadeStateError
+from ckptstore.errors import (
+    AgentError,
+    AgentLostError,
+    CkptError,
+    CommitUnknownError,
+    MailboxError,
+    MissingRankError,
+    UnmadeStateError,
+)
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.options import WriterOptions
-from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post
+from ckptstore.write.ranks.mailbox import Group, fetch, post
 from ckptstore.write.ranks.opening import open_rank_writer
 from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import pack, unpack
@@ -35,15 +44,15 @@ from ckptstore.write.ranks.writer import RankWriter
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["ENDING", "Job", "RankSaves", "place_name"]
+__all__ = ["ENDING", "Job", "RankSaves", "parting_of", "place_name"]
 
 ENDING: Final = "box"
 """Of the mailbox's socket, in the place of rank 0's agent."""
 _TOKEN: Final = 32
 _FAREWELL: Final = 10.0
 """Seconds that rank 0's agent, closing, waits for the others to close."""
-_PATIENCE: Final = 60.0
-"""Seconds that an agent whose trainer is gone waits for the others' to be so: whoever starts a job ends it whole."""
+_LAST_WORD: Final = 5.0
+"""Seconds at least for the second letter of `agreed`: all agents are at work on it."""
 _PAUSE: Final = 0.01
 
 
@@ -103,22 +112,36 @@ class Job:
         return cls(rank, size, options, bytes.fromhex(token), url, name, None if rank else whole_number(listener))
 
 
+def parting_of(job: Job, linger: float = 0.0, told: Callable[[], bool] = lambda: False) -> Parting:
+    """How long the agent of a job waits for the others when it is given no more.
+
+    Args:
+        linger: seconds that it waits for a successor.
+        told: whether it was told to end.
+    """
+    restarted = min(job.options.timeout, RESTARTED)
+    return Parting(max(linger, restarted), restarted, told)
+
+
 class RankSaves:
-    """A rank's writer, for who keeps states and waits for nothing (`keeper.Ranked`)."""
+    """A rank's writer, for who keeps states and waits for nothing (`keeper.Ranked`).
+
+    Attributes:
+        parting: how long it waits for the other agents when it is given no more.
+    """
 
     def __init__(
-        self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, group: Group, *, plain: bool, patience: float
+        self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, group: Group, *, plain: bool, parting: Parting
     ) -> None:
         """
         Args:
             group: of the agents.
-            patience: seconds that agents whose trainers are gone wait for the others to be so.
             plain: fulls alone are written: a state is in flight until it is durable as a whole.
         """
         self._writer = writer
         self._mailbox = mailbox
         self._group = group
-        self._patience = patience
+        self.parting = parting
         self._plain = plain
         self._last = -1
         # Who agrees with other ranks waits for them; the agent's trainer must not.
@@ -134,13 +157,15 @@ class RankSaves:
         environment: Mapping[str, Any],
         lost: Callable[[str], None],
         alive: Callable[[], bool],
+        parting: Parting | None = None,
     ) -> Self:
         """Meet the other ranks' agents, and open the term with them.
 
         Args:
             parent: as for `Store.writer`; rank 0's counts.
             lost: is told why the agents are not complete any more, by a thread.
-            alive: whether the trainer is there still: without it no term is begun.
+            alive: whether somebody is there who wants the term: else none is begun.
+            parting: see `__init__`; None: `parting_of` the job.
 
         Raises:
             as `open_rank_writer`; `AgentLostError`, `MailboxError`: another agent is gone.
@@ -166,8 +191,9 @@ class RankSaves:
             group = Group(job.rank, job.size, remote, ended)
         writer = open_rank_writer(store.journal, parent, group, options, job.options, environment=environment)
         del checks[0]  # from here on what a trainer has given is written, also when it is gone
-        patience = min(job.options.timeout, _PATIENCE)
-        return cls(writer, mailbox, group, plain=options.plain, patience=patience)
+        if parting is None:
+            parting = parting_of(job)
+        return cls(writer, mailbox, group, plain=options.plain, parting=parting)
 
     @property
     def term(self) -> int:
@@ -239,7 +265,9 @@ class RankSaves:
         """The trainer is gone: say so to the other ranks, which need not wait for more of this one."""
         self._writer.conclude(self._last)
 
-    def agreed(self, held: Mapping[int, Standing], *, waits: bool) -> tuple[int, bool] | None:
+    def agreed(
+        self, held: Mapping[int, Standing], *, waits: bool, held_up: Callable[[], None]
+    ) -> tuple[int, bool] | None:
         """The newest step whose state the agents of all ranks hold, once no trainer gives more; the same on each.
 
         1. Each posts ``held/<rank>``: what it holds, and what became of that.
@@ -248,35 +276,53 @@ class RankSaves:
         Args:
             held: the steps that are here, whose saves have ended.
             waits: wait for the others; else they are only told.
+            held_up: called once if others let this agent wait so long that its own trainer need not.
 
         Returns:
-            the step, and whether all ranks are to write it now; None: there is none, or a trainer is not gone.
-        """
-        try:
-            letters = self._exchanged("held", pack(sorted(held.items())), waits=waits)
-            every = [dict(unpack(letter, "held")) for letter in letters]
-            common = set(held).intersection(*every) if every else set()
-            if not common:
-                return None
-            standing = {step: {one[step] for one in every} for step in common}
-            # What was lost on one rank is a checkpoint of none; the state before it may become one.
-            of_use = [step for step in common if DURABLE in standing[step] or standing[step] == {ALONE}]
-            step = max(of_use or common)
-            if standing[step] != {ALONE}:
-                return step, False
-            self._last = max(self._last, step)
-            self.conclude()
-            return (step, True) if self._exchanged("ready", pack(step), waits=True) else None
-        except CkptError:  # another agent is gone
-            return None
+            the step, and whether all ranks are to write it now; None: there is none, or nothing was waited for.
 
-    def _exchanged(self, what: str, letter: bytes, *, waits: bool) -> list[bytes]:
-        """The letters of all ranks, after this one's; none: one does not come."""
-        group, box = self._group, self._group.mailbox
-        keys = [f"ckptstore/{what}/{self.term}/{rank}" for rank in range(group.size)]
-        post(box, keys[group.rank], letter)
-        if not waits or not Deadline(self._patience, group.ended).wait(lambda: box.has(keys)):
-            return []
+        Raises:
+            MissingRankError: another trainer is not gone, or its agent says nothing.
+            AgentLostError, MailboxError: another agent is gone.
+        """
+        self.parting.held_up = held_up
+        keys = self._say("held", pack(sorted(held.items())))
+        if not waits:
+            return None
+        every = [dict(unpack(letter, "held")) for letter in self._letters(keys)]
+        common = set(held).intersection(*every)
+        if not common:
+            return None
+        standing = {step: {one[step] for one in every} for step in common}
+        # What was lost on one rank is a checkpoint of none; the state before it may become one.
+        of_use = [step for step in common if DURABLE in standing[step] or standing[step] == {ALONE}]
+        step = max(of_use or common)
+        if standing[step] != {ALONE}:
+            return step, False
+        self._last = max(self._last, step)
+        self.conclude()
+        try:
+            self._letters(self._say("ready", pack(step)), _LAST_WORD)
+        except CkptError:
+            # Prevents: another rank, which has heard of all, waits for this one's part.
+            self._writer.conclude(step - 1)
+            raise
+        return step, True
+
+    def _say(self, what: str, letter: bytes) -> list[str]:
+        """Post this rank's letter -> where those of all ranks will be."""
+        keys = [f"ckptstore/{what}/{self.term}/{rank}" for rank in range(self._group.size)]
+        post(self._group.mailbox, keys[self._group.rank], letter)
+        return keys
+
+    def _letters(self, keys: list[str], at_least: float = 0.0) -> list[bytes]:
+        """The letters of all ranks, for which there are so many seconds at least."""
+        box = self._group.mailbox
+        if not self.parting.wait(lambda: box.has(keys), self._group.ended, at_least=at_least):
+            missing = [str(rank) for rank, key in enumerate(keys) if not box.has([key])]
+            raise MissingRankError(
+                f"rank {', '.join(missing[:8])} has not ended, or its agent has not said so, in time"
+            )
         return [fetch(box, key) or b"" for key in keys]
 
     def wait(self) -> None:
@@ -329,7 +375,7 @@ class RankSaves:
 def _check_trainer(alive: Callable[[], bool]) -> None:
     """Prevents: a rank's place that is taken for minutes by an agent that waits for others, and has nobody to serve."""
     if not alive():
-        raise AgentLostError("the trainer ended while its agent was beginning")
+        raise AgentLostError("the trainer ended, or the agent was told to, while the agent was beginning")
 
 
 def _told(error: BaseException) -> BaseException:

@@ -383,9 +383,23 @@ class Session:
         self._in_turn(number, work)
 
     def _close(self, number: int, _: dict[str, Any]) -> None:
-        def work() -> None:
-            self._keeper.persist_quietly()  # a step that was not due, or that the medium was too slow for
-            self._keeper.close(parts=True)
+        answered = False  # by the thread that does the work
 
-        self._in_turn(number, work)
+        def stay() -> None:
+            nonlocal answered
+            answered = True
+            self._reply(number, stays=True)
+
+        def work() -> None:
+            try:
+                self._keeper.persist_quietly()  # a step that was not due, or that the medium was too slow for
+                self._keeper.close(parts=True, held_up=stay)
+            except BaseException as error:  # noqa: BLE001  # whoever asked is told, if he is here still
+                if not answered:
+                    self._fail(number, error)
+            else:
+                if not answered:
+                    self._reply(number)
+
+        self._later.submit(work)
         self._over = Over.CLOSED

@@ -17,6 +17,7 @@ from ckptstore.agent.link import Link
 from ckptstore.agent.place import Place
 from ckptstore.agent.session import PROTOCOL
 from ckptstore.errors import AgentError, AgentLostError
+from ckptstore.host import background
 
 __all__ = ["Started", "found", "started"]
 
@@ -40,6 +41,13 @@ class Started:
     def remarks(self) -> list[tuple[type[Warning], str]]:
         """What there is to be warned of."""
         return [read_warning(one) for one in self.greeting.get("warnings", ())]
+
+    def left(self) -> None:
+        """Let go of it: it ends by itself, later than who is here wants to wait."""
+        self.link.close()
+        if self.process is not None:
+            with contextlib.suppress(RuntimeError):  # the interpreter is going
+                background.start(self.process.wait, "agent-ending")
 
     def gone(self) -> None:
         """Wait until it has ended, for a while."""

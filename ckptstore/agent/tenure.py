@@ -73,6 +73,7 @@ class Tenure:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._ended: Future[None] | None = None
+        self._stays = False  # the agent, which waits for those of other ranks
 
     # -- the agent
 
@@ -240,7 +241,9 @@ class Tenure:
         def answered(answer: Future[Message]) -> None:
             error = answer.exception()  # that the agent is lost its saves say
             if error is None:
-                answer.result().close()
+                message = answer.result()
+                self._stays = bool(message.body.get("stays"))
+                message.close()
             elif isinstance(error, WriterError):
                 self._over = error
             ended.set_result(None)
@@ -255,6 +258,9 @@ class Tenure:
             ended.set_exception(error)
 
     def gone(self) -> None:
-        """Wait until the agent has ended, for a while."""
+        """Wait until the agent has ended, for a while; not for one that waits for those of other ranks."""
         if self._agent is not None:
-            self._agent.gone()
+            if self._stays:
+                self._agent.left()
+            else:
+                self._agent.gone()

@@ -57,6 +57,6 @@ class Unsaved:
             every, self.last = self._settings.save_every, None
             lost = "and is lost"
             if follows:  # one of several ranks: whether all of their agents have it nobody knows yet
-                lost = "and is lost unless the trainers of all ranks end now: then their agents write it"
+                lost = "and is lost unless the trainers of all ranks end soon: then their agents write it"
             what = f"step {step} was not saved (save_every={every}), {lost}"
             _LOG.warning("%s: %s: %s", self._url, what, why)

@@ -1,6 +1,9 @@
 """A trainer of two ranks, as a process: it saves steps by its agent, says so, and waits to be killed. Without torch.
 
 python -m tests.agent.rank_trainer STORE MAILBOX RANK LAST_STEP OPTIONS
+
+OPTIONS are those of the writer, and ``memory``: the agent keeps the steps in memory alone, as those of a replica;
+``leaves``: the trainer does not wait to be killed, but ends with an exception.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 
 import ckptstore.agent
 from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
+from ckptstore.frameworks import bridge
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
 from tests.agent.inside import delivered
@@ -49,13 +53,19 @@ def main() -> None:
     """One rank."""
     url, path, rank, last, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     group = trainers(path, rank)
-    how = {"linger_seconds": 60, "max_in_flight": 8, **json.loads(options)}
-    writer = ckptstore.agent.writer(url, group=group, ranks=OPTIONS, **how)
-    for step in range(1, last + 1):
-        writer.save_async(state(step, rank), step)
-    delivered(writer, last)
-    print("delivered", flush=True)
-    time.sleep(120)
+    how = {"linger_seconds": 300, "max_in_flight": 8, **json.loads(options)}
+    memory, leaves = how.pop("memory", False), how.pop("leaves", False)
+    with ckptstore.agent.writer(url, group=group, ranks=OPTIONS, **how) as writer:
+        for step in range(1, last + 1):
+            if memory:
+                writer.hold(bridge.flattened(state(step, rank)), step)
+            else:
+                writer.save_async(state(step, rank), step)
+        delivered(writer, last)
+        print("delivered", flush=True)
+        if leaves:
+            raise RuntimeError("as in a script")
+        time.sleep(300)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import pytest
 import ckptstore
 import ckptstore.agent
 from ckptstore.agent import AgentWriter
+from ckptstore.agent.parting import Parting
 from ckptstore.agent.place import Place
 from ckptstore.agent.ranks import ENDING, Job, RankSaves, place_name
 from ckptstore.errors import (
@@ -40,7 +43,7 @@ from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
 from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import pack
 from ckptstore.write.snapshot import SnapshotPool
-from tests.agent.lives import ROOT, agents, until
+from tests.agent.lives import ROOT, agents, kill, until
 from tests.agent.rank_trainer import OPTIONS, state
 from tests.forms import long_only
 from tests.write.rank_threads import as_ranks
@@ -131,6 +134,123 @@ def test_the_trainers_are_killed_and_what_all_ranks_had_given_is_written(
     check(url, 3)
     check(url, 4)
     assert agents(runtime) == []
+
+
+@contextlib.contextmanager
+def in_memory(
+    tmp_path: Path, last: tuple[int, int], leaves: int | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Trainers whose agents have steps up to `last` in memory alone; one of them, if any, leaves by an exception."""
+    options = [json.dumps({"memory": True, "leaves": rank == leaves}) for rank in range(2)]
+    ranks = [trainer(tmp_path / "store", tmp_path / "box", rank, last[rank], options[rank]) for rank in range(2)]
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "delivered\n"
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("leaves", [1, pytest.param(0, marks=long_only)])
+def test_one_trainer_leaves_by_an_exception_while_the_other_sits_in_a_collective(
+    tmp_path: Path, runtime: Path, leaves: int
+) -> None:
+    """It is not held by that, and what both had is written when the other is killed. The one that left was ahead."""
+    url = tmp_path / "store"
+    with in_memory(tmp_path, (3 + (leaves == 0), 3 + (leaves == 1)), leaves) as ranks:
+        assert ranks[leaves].wait(200) == 1
+        assert len(agents(runtime)) == 2, "the agent of the one that left has not waited for the other's"
+        assert steps(url) == []
+        ranks[1 - leaves].kill()
+        until(lambda: steps(url) == [3], 200)
+    check(url, 3)
+
+
+def test_the_trainers_close_their_writers_one_after_the_other(tmp_path: Path, runtime: Path) -> None:
+    """Whoever comes last returns when what both had is written; whoever came first has not waited for that."""
+    url, box = tmp_path / "store", LocalMailbox()
+
+    def work(group: Group) -> None:
+        writer = opened(url, group)
+        for step in (1, 2):
+            writer.hold(bridge.flattened(state(step, group.rank)), step)
+        if group.rank == 0:
+            assert Deadline(200).wait(lambda: box.has(["left"]))
+            assert steps(url) == []
+        writer.close()
+        box.set("left", b"")
+
+    assert as_ranks(2, work, box) == [None, None]
+    assert steps(url) == [2]
+    check(url, 2)
+    until(lambda: agents(runtime) == [])
+
+
+def test_all_agents_are_told_to_end_and_write_what_all_have_in_memory_alone(tmp_path: Path, runtime: Path) -> None:
+    """As by a scheduler, which ends a whole job."""
+    with in_memory(tmp_path, (4, 3)):
+        for pid in agents(runtime):
+            os.kill(pid, signal.SIGTERM)
+        until(lambda: agents(runtime) == [], 200)
+    assert steps(tmp_path / "store") == [3]
+    check(tmp_path / "store", 3)
+
+
+@long_only  # twenty seconds, for an agent that is told nothing
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_agent_that_alone_is_told_to_end_does_so_and_says_what_is_lost(
+    tmp_path: Path, runtime: Path, rank: int
+) -> None:
+    def work(group: Group) -> str:
+        writer = opened(tmp_path / "store", group)
+        writer.hold(bridge.flattened(state(1, group.rank)), 1)
+        writer.poll()  # it has arrived
+        if group.rank == rank:
+            os.kill(writer.agent_pid, signal.SIGTERM)
+        until(lambda: agents(runtime) == [], 200)
+        with pytest.raises(WriterClosedError) as caught:
+            writer.save(state(2, group.rank), 2)
+        writer.close()
+        return str(caught.value)
+
+    told = as_ranks(2, work)
+    assert f"step 1 was in memory alone, and is not written: rank {1 - rank} has not ended" in told[rank]
+
+
+@long_only  # as above
+def test_an_agent_that_waits_for_the_word_of_another_hears_that_it_shall_end(tmp_path: Path, runtime: Path) -> None:
+    with in_memory(tmp_path, (3, 3), 1) as ranks:
+        assert ranks[1].wait(200) == 1
+        for pid in agents(runtime):
+            command = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(command[1]) != ranks[0].pid:  # its trainer is gone
+                kill(pid, signal.SIGTERM)  # within a minute, not five
+        assert len(agents(runtime)) == 1
+
+
+def test_the_wait_for_the_others_has_one_bound_that_is_shortened(tmp_path: Path) -> None:
+    """By SIGTERM, and by a successor of the trainer; who came late to the first letter gets no more for the second."""
+    never, told = (lambda: False), threading.Event()
+    parting = Parting(3600, 3600, told.is_set, after=0.1)
+    threading.Timer(0.1, told.set).start()
+    assert not parting.wait(never, lambda: None), "SIGTERM"
+    assert not parting.wait(never, lambda: None), "its time is over"
+    assert parting.wait(lambda: True, lambda: None)
+    again = Parting(3600, 0.1)
+    again.wanted = lambda: True
+    assert not again.wait(never, lambda: None), "a successor"
+    calls: list[int] = []
+    short = Parting(0.2, 3600)
+    short.held_up = lambda: calls.append(1)
+    late = threading.Event()
+    threading.Timer(0.1, late.set).start()
+    short.wait(late.is_set, lambda: None)
+    assert not short.wait(never, lambda: None)
+    assert short.spent < 3600
+    assert calls == [], "no trainer was held for long"
 
 
 @long_only  # rank 0's agent waits ten seconds for that of rank 1, which nobody ends

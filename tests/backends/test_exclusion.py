@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -46,6 +48,37 @@ def test_a_child_has_no_lock_of_its_parent(tmp_path: Path) -> None:
             with alone(backend, lambda: False) as mine:  # the parent has it still
                 os._exit(0 if not mine else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+KILLED = """
+import os, signal, sys, time
+import ckptstore
+from ckptstore.backends.exclusion import alone
+
+with alone(ckptstore.open(sys.argv[1]).backend):
+    child = os.fork()
+    if not child:
+        time.sleep(300)
+        os._exit(0)
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_was_killed_leaves_no_lock_to_its_child(tmp_path: Path) -> None:
+    ckptstore.open(tmp_path / "run", create=True)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            assert process.wait(200) == -signal.SIGKILL
+            os.kill(child, 0)  # it lives
+            end = time.monotonic() + 100
+            with alone(ckptstore.open(tmp_path / "run").backend, lambda: time.monotonic() < end) as mine:
+                assert mine
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("which", ["here", "there"])

@@ -398,9 +398,25 @@ def test_a_validation_that_goes_backward_is_no_step_before_the_optimizers(
     assert said() == []
 
 
-def test_two_that_were_given_no_optimizer_are_both_told(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+class Wrapped(torch.optim.Optimizer):
+    """As libraries wrap one: its step is the other's, and torch goes through all hooks for each of the two."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_two_that_were_given_no_optimizer_are_both_told(
+    tmp_path: Path, said: Callable[[], list[str]], wrapped: bool
+) -> None:
     model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrapped:
+        optimizer = Wrapped(optimizer)
     with (
         Checkpointer(tmp_path / "a", model=model, strategy="full", signals=False) as one,
         Checkpointer(tmp_path / "b", model=model, strategy="full", signals=False) as other,
@@ -414,3 +430,15 @@ def test_two_that_were_given_no_optimizer_are_both_told(tmp_path: Path, said: Ca
             one.step()
             other.step()
     assert [text.split(",")[0] for text in said()] == ["DeterminismWarning: SGD moves the model"] * 2
+
+
+def test_two_that_are_called_before_the_optimizer_are_both_told(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    script = Script()
+    with script.opened(tmp_path / "a", signals=False) as one, script.opened(tmp_path / "b", signals=False) as other:
+        for _ in range(8):
+            script.model(torch.ones(3, 4)).square().mean().backward()
+            one.step()
+            other.step()
+            script.optimizer.step()  # torch goes through the hooks of both
+            script.optimizer.zero_grad()
+    assert [text.split("(")[0] for text in said()] == ["DeterminismWarning: step was called between backward"] * 2

@@ -188,38 +188,46 @@ def test_ranks_write_what_is_due_together_whichever_agent_cannot_make_it(
 
 
 TRAINER = """
-import os, signal, sys
+import contextlib, os, signal, sys, time
 import torch
 import torch.distributed as dist
 from tests.training.test_replica_ranks import Script
 
-store, port, rank, every, last, victim = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+store, port, rank, every, last, victim = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7])
+leaves = rank == victim and sys.argv[7:] == ["leaves"]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 script = Script(store, rank, seed=rank, save_every=every)
 script.inner = torch.nn.parallel.DistributedDataParallel(script.model, broadcast_buffers=False)
-with script.checkpointer:
+with contextlib.suppress(ZeroDivisionError), script.checkpointer:
     start = script.checkpointer.resume()
     print("from", start, flush=True)
     for step in range(start, last):
         script.train()
         print(step + 1, script.digest(), flush=True)
         if rank == victim and step + 1 == 6:
+            if leaves:
+                raise ZeroDivisionError
             os.kill(os.getpid(), signal.SIGKILL)
+if leaves:
+    print("left", 0, flush=True)
+    time.sleep(300)  # what ends this process would end the other's collective
 dist.destroy_process_group()
 """
 
 
-def trainers(warm: Warm, store: Path, every: int, last: int, victim: int = -1) -> list[dict[str, str]]:
-    """Two ranks of DDP -> what each said. If one kills itself the other is killed, too, as by who has started them."""
+def started(warm: Warm, store: Path, *how: object) -> list[Started]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks: list[Started] = []
+    words = [list(map(str, (store, port, rank, *how))) for rank in range(2)]
+    return [warm.start([sys.executable, "-c", TRAINER, *own], stdout=subprocess.PIPE, text=True) for own in words]
+
+
+def trainers(warm: Warm, store: Path, every: int, last: int, victim: int = -1) -> list[dict[str, str]]:
+    """Two ranks of DDP -> what each said. If one kills itself the other is killed, too, as by who has started them."""
+    ranks = started(warm, store, every, last, victim)
     try:
-        for rank in range(2):
-            words = map(str, (store, port, rank, every, last, victim))
-            ranks.append(warm.start([sys.executable, "-c", TRAINER, *words], stdout=subprocess.PIPE, text=True))
         said: list[str] = [""] * 2
         if victim >= 0:
             said[victim] = ranks[victim].communicate(timeout=150)[0]
@@ -248,6 +256,35 @@ def test_what_all_agents_had_in_memory_alone_is_written_when_the_ranks_are_kille
     assert info.step in (5, 6), "more than the step in flight is lost"  # a message may be on its way
     for rank in range(2):
         assert stored(store, info.step, rank) == said[rank][str(info.step)]
+
+
+@long_only
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_leaves_by_an_exception_while_the_other_sits_in_a_collective(
+    tmp_path: Path, leaver: int, warm: Warm, runtime: Path
+) -> None:
+    """It is not held by that; when the other is killed all agents write what both ranks had."""
+    store, said = ckptstore.open(tmp_path / "run"), [dict[str, str](), dict[str, str]()]
+    ranks = started(warm, tmp_path / "run", 50, 9, leaver, "leaves")
+    try:
+        for rank in (leaver, 1 - leaver):
+            last = "left" if rank == leaver else "6"
+            while last not in said[rank]:
+                out = ranks[rank].stdout
+                assert out is not None
+                step, digest = out.readline().split()
+                said[rank][step] = digest
+        assert len(agents(runtime)) == 2
+        assert store.latest_step() is None
+    finally:
+        for rank in (1 - leaver, leaver):  # it sits in the collective of step 7, or is on its way there
+            ranks[rank].kill()
+            ranks[rank].communicate()
+    until(lambda: bool(store.checkpoints()), 200)
+    (info,) = store.checkpoints()
+    assert info.step == 6
+    for rank in range(2):
+        assert stored(store, 6, rank) == said[rank]["6"]
 
 
 @long_only

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import ckptstore
+from ckptstore.formats.records import CheckpointId
 from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.deltas import MemoryBase
@@ -31,6 +32,7 @@ __all__ = [
     "interrupt_succession",
     "interrupt_waits_of_save",
     "memory",
+    "rank_bases",
     "rank_memory",
     "snapshots_held",
 ]
@@ -61,6 +63,13 @@ def rank_memory(writer: RankWriter) -> Arenas:
     bounded = writer._means.bounded
     assert bounded is not None
     return bounded.memory
+
+
+def rank_bases(writer: RankWriter) -> list[CheckpointId]:
+    """What this rank has in memory for deltas: `RankWriter._work`, `Work._deltas`. As `bases`."""
+    deltas = writer._work._deltas
+    assert deltas is not None
+    return deltas.bases()
 
 
 def snapshots_held(writer: ckptstore.Writer) -> int:

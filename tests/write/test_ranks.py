@@ -33,9 +33,12 @@ from ckptstore import (
 )
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState
+from ckptstore.log import requests
+from ckptstore.log.change import Change
 from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.gathering import check_seen
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from tests.write.inside import rank_bases
 from tests.write.rank_threads import as_ranks
 
 QUICK = RankOptions(timeout=2)
@@ -526,6 +529,64 @@ def test_after_a_failed_step_and_after_a_change_of_tensors_a_full_follows(tmp_pa
     expected = ["full", "delta", "diverged", "full", "delta", "full", "delta", "delta"]
     assert as_ranks(2, work) == [expected] * 2
     assert_same(ckptstore.open(tmp_path).load(5, rank=1), drifting(1, 5))
+
+
+def test_a_rank_that_gave_a_step_up_lets_go_of_its_base(tmp_path: Path) -> None:
+    """Rank 0 has let go of its own when the next full comes, and cannot name it."""
+
+    def work(group: Group) -> list[str]:
+        kinds = []
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT, deltas=4) as writer:
+            for step in range(1, 6):
+                mine = drifting(group.rank, step)
+                if step == 3 and group.rank == 1:
+                    mine["model"]["master"] = object()
+                try:
+                    kinds.append(writer.save(mine, step).kind)
+                except (UnsupportedStateError, FailedRankError):
+                    kinds.append("given up")
+            assert [one.node for one in rank_bases(writer)] == [(1, 4)]
+        return kinds
+
+    assert as_ranks(2, work) == [["full", "delta", "given up", "full", "delta"]] * 2
+
+
+def test_a_later_step_that_fails_takes_no_base_from_the_one_that_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody asks for the base to be retired while a delta is made, and the step after that is given up meanwhile."""
+    store = ckptstore.open(tmp_path)
+    ordered, asked = threading.Event(), threading.Event()
+
+    def passed(name: str) -> None:
+        if name == "ranks.ordered" and store.latest_step() == 1:
+            ordered.set()
+            assert asked.wait(200)
+
+    monkeypatch.setattr("ckptstore.write.ranks.ordering.crash_point", passed)
+
+    def work(group: Group) -> str:
+        patient = RankOptions(timeout=200, per_rank="rng.*")
+        with ckptstore.open(tmp_path).writer(group=group, ranks=patient, deltas=4, poll_seconds=None) as writer:
+            writer.save(drifting(group.rank, 1), 1)
+            pending = writer.save_async(drifting(group.rank, 2), 2)
+            if group.rank == 0:
+                assert ordered.wait(200)
+                with pytest.raises(UnsupportedStateError):
+                    writer.save({"model": object()}, 3)
+                change = Change(retires=((1, 1),), drops=store.checkpoint(1).segments)
+                request = requests.post(store.journal, 1, "test", change)
+                writer.tend()
+                asked.set()
+            else:
+                with pytest.raises(FailedRankError):
+                    writer.save(drifting(1, 3), 3)
+            kind = pending.result().kind
+            if group.rank == 0:
+                assert requests.wait(store.journal, request, timeout=200).answer == "refused"
+            return kind
+
+    assert as_ranks(2, work) == ["delta", "delta"]
 
 
 def test_a_base_that_was_retired_is_built_on_no_more(tmp_path: Path) -> None:

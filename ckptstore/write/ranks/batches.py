@@ -177,7 +177,8 @@ class Batches:
         Args:
             ordered: all ranks know that this is a batch, and which its last step is.
         """
-        self._tenure.building = bool(self._diffs.waiting)
+        if self._diffs.waiting:
+            self._tenure.building = self._diffs.waiting[-1].step
         batch = self._taken()
         if not batch:
             return

@@ -99,6 +99,10 @@ class RankDeltas:
             self._schedule.rate = stored / max(seconds, 1e-6)
             self._numbers[self._schedule.written(self._decision, stored)] = identity.node
             self._decision = None
+        if order.base is None:
+            # Prevents: a base that stays for ever on a rank that gave a step up: rank 0 has let go of its own then, and
+            # names it no more.
+            self.give_place()
         for node in order.forget:
             if node in self._bases:
                 self._bases.pop(node).forget()

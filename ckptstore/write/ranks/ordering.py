@@ -82,9 +82,10 @@ class Ordering:
             return FULL_ORDER
         if not one.kept:
             deltas.restart()
-        self._tenure.building = True
+        self._tenure.building = one.step
         order = self._means.settling.submit(lambda: deltas.decide(committer.log.catalog.restorable)).result()
-        self._tenure.building = order.base is not None
+        if order.base is None:
+            self._tenure.built(one.step)
         return order
 
     def _wait_for_all(self, one: RankSave) -> None:

@@ -47,7 +47,7 @@ class Settling:
 
     def settle(self, one: RankSave) -> None:
         """What becomes of a step: rank 0 decides it, the others hear of it."""
-        self._tenure.building = False
+        self._tenure.built(one.step)
         one.exchange = one.exchange.using(self._tenure.settling_box)
         try:
             info = self._heard(one.exchange)[0] if self._tenure.committer is None else self._decided(one)
@@ -62,8 +62,8 @@ class Settling:
 
     def settle_batch(self, batch: Sequence[RankSave], batched: Sequence[Batched]) -> None:
         """`settle` for the steps of a batch; `batched` is rank 0's."""
-        self._tenure.building = False
         last = batch[-1]
+        self._tenure.built(last.step)
         exchange = last.exchange.using(self._tenure.settling_box)
         committer = self._tenure.committer
         infos: Sequence[CheckpointInfo]
@@ -176,7 +176,7 @@ class Settling:
             self.flush_later()
 
     def _check_idle(self) -> None:
-        if self.busy() or self._tenure.building:
+        if self.busy() or self._tenure.building is not None:
             raise _WaitingError
 
     def _tend(self) -> None:

@@ -34,8 +34,9 @@ class Tenure:
         abandoned: segments that this rank began in vain.
         answered: of rank 0: steps of which all are told, and perhaps not all have heard.
         stopped: why this rank can save nothing more.
-        building: of rank 0: a step, or a batch, is made that builds on what the log has, and is not committed yet. The
-            thread that writes says so, and the one that settles takes it back as it begins with that commit.
+        building: of rank 0: the step, or the last one of a batch, that is made, builds on what the log has, and is not
+            committed yet; None: none is. The thread that writes says so; the one that settles, or whoever gives that
+            step up, says that it is over (`built`).
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Tenure:
         self.abandoned: list[str] = []
         self.answered: list[Exchange] = []
         self.stopped: WriterError | None = None
-        self.building = False
+        self.building: int | None = None
         self._means = means
         self._attempts: dict[int, int] = {}
         box = means.group.mailbox
@@ -79,7 +80,7 @@ class Tenure:
         Args:
             over: it asks for no letter of the step any more, so that they may be removed.
         """
-        self.building = False
+        self.built(one.step)
         self._attempts[one.step] = one.exchange.attempt + 1
         if isinstance(error, RankMismatchError):
             self.agreed = None
@@ -92,6 +93,11 @@ class Tenure:
             self.committer.missing = True
             one.exchange.post("verdict", Verdict(error=told(error)).packed())
             self.answered.append(one.exchange)
+
+    def built(self, step: int) -> None:
+        """A step builds on nothing any more that is not committed. Any thread; another step goes on being made."""
+        if self.building == step:
+            self.building = None
 
     def conclude(self, step: int) -> None:
         """Say that this rank is given no step above `step` any more: nobody need wait for its part of one."""
