@@ -131,6 +131,9 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     if "ckpt repair" in str(error):  # a store that has lost its FORMAT is no place for another one
         return f"`ckpt repair {shlex.quote(path)} DST` makes a store of what is there"
     stores = [near for near in near_names(path) if Path(near, "FORMAT").is_file()]
+    if "://" not in path and not stores:  # a folder of a store is no place for another one
+        with suppress(OSError):
+            stores = [str(one) for one in Path(path).expanduser().parents if (one / "FORMAT").is_file()]
     if stores:
         return f"did you mean {shlex.quote(stores[0])}?"
     place = Path(path).expanduser()
