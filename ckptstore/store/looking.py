@@ -74,6 +74,7 @@ class Looking(Reading):
             self.journal,
             prunable_nbytes=prunable_nbytes(self.journal),
             garbage_nbytes=garbage.nbytes + garbage.pinned_nbytes,
+            damage=garbage.damage,
         )
 
     def watch(

@@ -102,7 +102,9 @@ def command(
         if term is not None:
             note(f"no checkpoint in term {term}")
         else:
-            note("`ckpt repair` finds what segments tell" if found.damage else "no checkpoint yet")
+            place = shlex.quote(target.url)
+            repair = f"`ckpt repair {place} DST` makes a store of what the segments still tell"
+            note(repair if found.damage else "no checkpoint yet")
     else:
         terminal = sys.stdout.isatty()
         fold = terminal and not unfolded and limit is None and by is None
