@@ -15,7 +15,14 @@ from typing import NoReturn
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
-from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
+from ckptstore.errors import (
+    CorruptLogError,
+    CorruptSegmentError,
+    FencedError,
+    StorageError,
+    StoreNotFoundError,
+    UsageError,
+)
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import counted
 from ckptstore.formats.records import Node, SegmentEntry, ref_of
@@ -318,6 +325,32 @@ def lag_of(pair: Pair) -> Lag:
         return lag_between(here, Catalog(), other)
     there = read(Journal(pair.remote.backend, pair.remote.format)).catalog
     return lag_between(here, there, _ahead(pair, here, there))
+
+
+def to_be_there(pair: Pair) -> Callable[[Node], bool]:
+    """Says of a checkpoint of the store whether the remote has it, or had it, or has it after the next pass.
+
+    By reading both logs: nothing is brought. What is damaged here turns out when it is read, and never gets there.
+
+    Raises:
+        UsageError: the remote holds something else.
+        CorruptLogError, StorageError: one of them cannot be read.
+    """
+    here, there = read(pair.local).catalog, Catalog()
+    _check_sound(pair.local, here)
+    with contextlib.suppress(StoreNotFoundError):  # a remote that the next pass makes
+        if pair.remote.run != pair.local.run:
+            raise UsageError(
+                f"{pair.remote.url}: there is the store of another run, {pair.remote.run}, not {pair.local.run}"
+            )
+        there = read(Journal(pair.remote.backend, pair.remote.format), look_above=True).catalog
+    holds, gone = holding(here, there), pruned(here, there)
+    brought = Catalog() if _over(here, there) else drainable(here, there)[0]
+
+    def has(node: Node) -> bool:
+        return (node in there.checkpoints and holds(node)) or gone(node) or node in brought.checkpoints
+
+    return has
 
 
 def _ahead(pair: Pair, here: Catalog, there: Catalog) -> str | None:
