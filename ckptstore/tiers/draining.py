@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from ckptstore.backends.base import Backend
@@ -23,7 +23,7 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.markup import counted
 from ckptstore.formats.records import Node, SegmentEntry, ref_of
 from ckptstore.host.bandwidth import held_to
@@ -255,6 +255,7 @@ class Drain:
             here = self._local.catalog
             _check_sound(self.pair.local, here)
             wanted, branch = drainable(here, replica.catalog, self._damaged.keys())
+            _leave_itself_out(wanted, self.pair.remote.url)
             needed = [name for name in wanted.segments if name not in replica.catalog.segments]
             if not needed:
                 yield here, wanted, branch
@@ -285,6 +286,14 @@ class _Copies(Copies):
             return
         super().bring(segments)
         crash_point("drain.segments")
+
+
+def _leave_itself_out(wanted: Catalog, url: str) -> None:
+    """No tier is its own remote: who opens it under another path would be sent to the one that this machine knows."""
+    for number, opened in wanted.terms.items():
+        if opened.extra.get(REMOTE) == url:
+            extra = {name: value for name, value in opened.extra.items() if name != REMOTE}
+            wanted.terms[number] = replace(opened, extra=extra)
 
 
 def _over(here: Catalog, there: Catalog) -> str | None:

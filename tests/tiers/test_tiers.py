@@ -321,6 +321,41 @@ def test_a_dry_run_of_prune_rests_on_the_remote_as_prune_does(folders: Place) ->
     assert not Path(f"{folders.remote}-new").exists()
 
 
+def test_the_remote_does_not_name_itself(folders: Place) -> None:
+    """Its URL was copied into its own log: who had it mounted under another path was sent to this machine's."""
+    fill(folders.open(), 1, 2)
+    fill(ckptstore.open(folders.here, remote=False), 3, 4)  # a term that is opened here alone, and drained later
+    store = ckptstore.open(folders.here)
+    store.sync()
+    assert [opened.extra.get("remote") for opened in store.view().catalog.terms.values()] == [folders.remote] * 2
+    assert [opened.extra.get("remote") for opened in folders.theirs().view().catalog.terms.values()] == [None] * 2
+    elsewhere = f"{folders.remote}-elsewhere"
+    Path(folders.remote).rename(elsewhere)
+    there = ckptstore.open(elsewhere)
+    assert there.remote is None
+    fill(there, 5, 6)  # it was: no store is there any more
+
+
+def test_who_is_killed_while_he_catches_up_has_not_forgotten_his_remote(
+    folders: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(folders.open(), 1, 2)
+    fill(folders.open(folders.there), 3, 4)
+
+    def killed(point: str) -> None:
+        if point == "tiers.filled":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ckptstore.tiers.opening.crash_point", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folders.open().writer()
+    store = ckptstore.open(folders.here)
+    assert [opened.extra.get("remote") for opened in store.view().catalog.terms.values()] == [folders.remote] * 2
+    assert store.remote is not None
+    assert store.remote.url == folders.remote
+
+
 def test_bandwidth_holds_the_drain_back(folders: Place) -> None:
     store = folders.open(bandwidth=200_000)
     began = time.monotonic()
