@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ from typing import Any
 from ckptstore import errors
 from ckptstore.cli.written import like_a_ref
 
-__all__ = ["TYPED", "hint_for", "near_names"]
+__all__ = ["TYPED", "hint_for", "near_names", "note_damage"]
 
 TYPED: ContextVar[Mapping[str, Any] | None] = ContextVar("TYPED", default=None)
 """The arguments and options of the command that runs."""
@@ -56,9 +56,6 @@ def hint_for(error: BaseException) -> str | None:
     if "has no rules of retention" in str(error) and isinstance(store, str):
         name = shlex.quote(store)
         return f"`ckpt prune {name} --keep last:100` for once, or `ckpt keep {name} last:100` for good"
-    if isinstance(error, errors.CorruptLogError) and "no checkpoint is intact" in str(error):
-        name = shlex.quote(store) if isinstance(store, str) else "STORE"
-        return f"`ckpt repair {name} DST` makes a store of what the segments still tell"
     text = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
     if text is None:
         return None
@@ -86,6 +83,19 @@ def _became(message: str, store: str) -> str | None:
         return told.fate(int(wanted[1]), None if wanted[2] is None else int(wanted[2]))
     except (errors.CkptError, OSError):
         return None
+
+
+def note_damage(store: str, damage: Sequence[str]) -> int:
+    """Say what a command that went on all the same found wrong with a store's log -> its exit code; 0: nothing."""
+    from ckptstore.cli.output import note
+
+    if not damage:
+        return 0
+    for one in damage:
+        note(one)
+    place = shlex.quote(store)
+    note(f"`ckpt verify {place}` names all that is damaged; `ckpt repair {place} DST` makes a store of what is intact")
+    return errors.CorruptionError.exit_code
 
 
 def near_names(path: str) -> list[str]:
@@ -131,6 +141,9 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     if "ckpt repair" in str(error):  # a store that has lost its FORMAT is no place for another one
         return f"`ckpt repair {shlex.quote(path)} DST` makes a store of what is there"
     stores = [near for near in near_names(path) if Path(near, "FORMAT").is_file()]
+    if "://" not in path and not stores:  # a folder of a store is no place for another one
+        with suppress(OSError):
+            stores = [str(one) for one in Path(path).expanduser().parents if (one / "FORMAT").is_file()]
     if stores:
         return f"did you mean {shlex.quote(stores[0])}?"
     place = Path(path).expanduser()

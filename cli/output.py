@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ckptstore.cli.wrapping import columns, fitted, say, width
+from ckptstore.formats.sizes import size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -106,18 +107,6 @@ def tell_asked(host: str | None, pid: int | None, timeout: float | None) -> None
     who_is = f" ({', '.join(process)})" if process else ""
     waiting = "waiting" if timeout is None else f"waiting up to {timeout:.3g} s (--timeout)"
     note(f"asked the writer{who_is}; {waiting}")
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people, in binary units with three digits: ``512 B``, ``1.46 GiB``."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value, units = nbytes / 1024, ["PiB", "TiB", "GiB", "MiB", "KiB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1024
-        units.pop()
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {units[-1]}"
 
 
 def number(value: float | None) -> str:

@@ -8,6 +8,7 @@ written is asked before (`ckptstore.formats.retention`), and a log with a damage
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -105,6 +106,7 @@ class Catalog:
         damage: slots that are damaged or missing, or do not continue the slot before them; ascending.
         lost: the highest term above `term` that has segments and no OPEN, so that the end of the log is lost; 0: none.
             Of the reading, not of the log: no fold has it.
+        place: what the store was opened with, for messages; of the reading, too.
         last: xxh3_128 of the bytes of the last slot, which the next one has to name; `NO_SLOT` in an empty log.
         ro_compat: features that a writer has to know.
         unknown: (slot, members) of every record with members that this version does not know.
@@ -127,6 +129,7 @@ class Catalog:
     manifests: dict[str, tuple[int, int]] = field(default_factory=dict)
     damage: tuple[int, ...] = ()
     lost: int = 0
+    place: str = field(default="", repr=False, compare=False)
     last: str = NO_SLOT
     ro_compat: frozenset[str] = frozenset()
     unknown: tuple[tuple[int, Mapping[str, Any]], ...] = ()
@@ -187,33 +190,43 @@ class Catalog:
         """
         found = self._newest_on_line()
         if self.lost > self.term:
-            raise CorruptLogError(
+            raise self._uncertain(
                 f"there are segments of term {self.lost}, but the log ends in term {self.term}: its end is lost, or an "
-                f"older copy was put back; {self._intact(found)}. Name a checkpoint to load it, or to continue from it"
+                "older copy was put back",
+                found,
             )
         opened = self.terms.get(self.term)
         if orphan := self._orphan(found):
-            raise CorruptLogError(
+            raise self._uncertain(
                 f"term {orphan.term} continues from {orphan.parent and orphan.parent.ref}, which the log no longer "
-                f"holds: the record that promised it is damaged or lost; {self._intact(found)}. "
-                "Name a checkpoint to load it, or to continue from it"
+                "holds: the record that promised it is damaged or lost",
+                found,
             )
         if found is not None and found.term == self.term:
             certain = self.slots[found.node]
         else:
             certain = opened.seq if opened is not None and opened.known else -1
         if hidden := [seq for seq in self.damage if seq > certain]:
-            raise CorruptLogError(
-                f"log slot {hidden[0]} is damaged, so the newest checkpoint is not known; {self._intact(found)}. "
-                "Name a checkpoint to load it, or to continue from it"
-            )
+            raise self._uncertain(f"log slot {hidden[0]} is damaged, so the newest checkpoint is not known", found)
         return found
 
-    def _intact(self, found: CheckpointEntry | None) -> str:
-        """What to name instead of ``latest``: what it would be without the damage, or what is newest at all."""
+    def _uncertain(self, why: str, found: CheckpointEntry | None) -> CorruptLogError:
+        """The error of `latest`: why, and what to name instead (what it would be without the damage, or what is newest
+        at all), or what to do where nothing is left to be named.
+        """
         if found is None and self.checkpoints:
             found = self.checkpoints[max(self.checkpoints)]
-        return "no checkpoint is intact" if found is None else f"the last intact checkpoint is {found.ref}"
+        if found is not None:
+            which = f"the last intact checkpoint is {found.ref}"
+            return CorruptLogError(f"{why}; {which}. Name a checkpoint to load it, or to continue from it")
+        error = CorruptLogError(f"{why}; no checkpoint is intact")
+        error.add_note(self.remedy())
+        return error
+
+    def remedy(self) -> str:
+        """What to do where the log has lost every checkpoint, ready to paste."""
+        place = shlex.quote(self.place) if self.place else "STORE"
+        return f"`ckpt repair {place} DST` makes a store of what the segments still tell"
 
     def _orphan(self, found: CheckpointEntry | None) -> TermEntry | None:
         """The newest term that is looked through on the way to `found` and whose parent was lost before it began."""

@@ -16,10 +16,11 @@ from ckptstore.analysis.analyzing import PREFIX_BITS, Analysis
 from ckptstore.analysis.methods import METHODS
 from ckptstore.analysis.sampling import Estimate
 from ckptstore.analysis.style import STYLE
-from ckptstore.analysis.wording import amount, headline, percent, ratio, restore_line, sample_line, what_to_do
+from ckptstore.analysis.wording import headline, percent, ratio, restore_line, sample_line, what_to_do
 from ckptstore.errors import StorageError
 from ckptstore.exchange.atomic_files import refuse_store
 from ckptstore.formats.codecs import word_size
+from ckptstore.formats.sizes import size
 
 __all__ = ["render", "write_report"]
 
@@ -65,7 +66,7 @@ def render(found: Analysis) -> str:
     first, last = found.series[0], found.series[-1]
     body = [
         f"<header><p class=kicker>ckpt analyze · {len(found.series)} checkpoints, {_text(first.label)} to "
-        f"{_text(last.label)} · {amount(found.advice.nbytes)} each</p>",
+        f"{_text(last.label)} · {size(found.advice.nbytes)} each</p>",
         f"<h1>{_text(headline(found))}</h1>",
         f"<p class=lead>{_text(restore_line(found))}</p></header>",
         _cards(found),
@@ -140,20 +141,20 @@ def _plotted(found: Analysis) -> list[str]:
 
 def _cards(found: Analysis) -> str:
     advice, best = found.advice, found.advice.best
-    margin = f"± {amount(advice.margin)}; " if advice.margin else ""
+    margin = f"± {size(advice.margin)}; " if advice.margin else ""
     cards = [
-        ("per checkpoint", amount(best.mean), f"{margin}raw is {amount(advice.nbytes)}"),
+        ("per checkpoint", size(best.mean), f"{margin}raw is {size(advice.nbytes)}"),
         (
             "smaller, fulls and deltas together",
             ratio(Estimate(best.mean / advice.nbytes, None)),
-            f"a full is {amount(advice.full)}",
+            f"a full is {size(advice.full)}",
         ),
         (
             "interval T: checkpoints on one base",
             str(best.interval) if best.interval else "fulls only",
             f"{best.deltas} deltas to a chain",
         ),
-        ("dearest restore", f"{best.times:.2f}×", f"a full: {amount(best.restore)} read"),
+        ("dearest restore", f"{best.times:.2f}×", f"a full: {size(best.restore)} read"),
         ("encode / decode", f"{advice.encode / 1e9:.2f} / {advice.decode / 1e9:.2f}", "GB/s of one core"),
     ]
     cells = (
@@ -172,10 +173,10 @@ def _recommended(found: Analysis) -> str:
                 found.label(one.group),
                 group.dtype,
                 f"{len(group.tensors):,}",
-                amount(group.nbytes),
+                size(group.nbytes),
                 f"<b>{_text(one.method)}</b>",
                 _with_margin(one.estimate),
-                amount(group.nbytes * one.estimate.fraction),
+                size(group.nbytes * one.estimate.fraction),
                 "any" if not one.cost.interval else str(one.cost.interval),
             ]
         )
@@ -225,7 +226,7 @@ def _inputs(found: Analysis) -> str:
             _text(one.label),
             f"{one.step:,}",
             f"{len(one.tensors):,}",
-            amount(one.nbytes),
+            size(one.nbytes),
             "yes" if index in measured else "",
         ]
         for index, one in enumerate(found.series)

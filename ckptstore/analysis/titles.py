@@ -7,8 +7,9 @@ import math
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.plots import speed
 from ckptstore.analysis.sampling import Estimate
-from ckptstore.analysis.wording import amount, ratio
+from ckptstore.analysis.wording import ratio
 from ckptstore.formats.codecs import word_size
+from ckptstore.formats.sizes import size
 
 __all__ = [
     "codecs_title",
@@ -71,7 +72,7 @@ def intervals_title(found: Analysis) -> str:
     best = found.advice.best
     if not best.interval:
         return "No interval pays: fulls alone store least"
-    return f"T = {best.interval} stores least: {amount(best.mean)} per checkpoint, fulls and deltas together"
+    return f"T = {best.interval} stores least: {size(best.mean)} per checkpoint, fulls and deltas together"
 
 
 def shipping_title(found: Analysis) -> str:

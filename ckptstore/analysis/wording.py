@@ -7,10 +7,10 @@ from typing import Final
 
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
+from ckptstore.formats.sizes import size
 from ckptstore.write.interval import RestoreBound
 
 __all__ = [
-    "amount",
     "headline",
     "other_mode",
     "percent",
@@ -23,17 +23,6 @@ __all__ = [
 
 STEP_BITS: Final = 27
 """Bits per parameter of a step diff of an fp32 Adam state (docs/optimizer.md: 26 to 27)."""
-
-
-def amount(nbytes: float) -> str:
-    """Bytes in binary units, three digits, as the command has them everywhere: ``41.9 MiB``."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    value, units = nbytes / 1024, ["PiB", "TiB", "GiB", "MiB", "KiB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1024
-        units.pop()
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[-1]}"
 
 
 def ratio(estimate: Estimate) -> str:
@@ -56,9 +45,9 @@ def headline(found: Analysis) -> str:
     """What to do, in one sentence."""
     advice, best = found.advice, found.advice.best
     if not best.interval:
-        return f"Store fulls: no delta pays within the restore bound ({amount(advice.full)} per checkpoint)"
+        return f"Store fulls: no delta pays within the restore bound ({size(advice.full)} per checkpoint)"
     smaller = advice.nbytes / best.mean if best.mean else math.inf
-    return f"Deltas with interval T = {best.interval}: {smaller:.2f}× smaller, {amount(best.mean)} per checkpoint"
+    return f"Deltas with interval T = {best.interval}: {smaller:.2f}× smaller, {size(best.mean)} per checkpoint"
 
 
 def restore_line(found: Analysis) -> str:
@@ -69,7 +58,7 @@ def restore_line(found: Analysis) -> str:
         return f"Codecs that are smallest: {codecs}."
     beyond = "" if best.interval <= advice.measured else f" T is beyond the largest gap measured, {advice.measured}."
     return (
-        f"Chains of at most {best.deltas} deltas: the dearest restore reads {amount(best.restore)}, "
+        f"Chains of at most {best.deltas} deltas: the dearest restore reads {size(best.restore)}, "
         f"{best.times:.2f} times a full. {codecs[0].upper()}{codecs[1:]}.{beyond}"
     )
 
@@ -92,7 +81,7 @@ def what_to_do(found: Analysis) -> str:
     every = "step" if found.spacing == 1 else f"{found.spacing:,} steps"
     return (
         f"What to do: save every {every}, as here, with store.writer(deltas=DeltaOptions({_arguments(found)})): "
-        f"{amount(best.mean)} per checkpoint instead of {amount(advice.nbytes)}."
+        f"{size(best.mean)} per checkpoint instead of {size(advice.nbytes)}."
     )
 
 
@@ -132,6 +121,6 @@ def other_mode(found: Analysis) -> str | None:
     if step >= best.mean:
         return None
     return (
-        f"Smaller still, if the script says what the optimizer did: step diffs of about {amount(step)}, "
+        f"Smaller still, if the script says what the optimizer did: step diffs of about {size(step)}, "
         "store.writer(diffs=ckptstore.DiffOptions()) and updates=OptimizerStep(optimizer) with each save."
     )

@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -311,6 +311,13 @@ class Backend(ABC):
     def deleted(self) -> bool:
         """Whether the store that this handle reached was deleted. It does not come back: see `reopened`."""
         return False
+
+    def above(self) -> Sequence[tuple[str, Callable[[], Backend]]]:
+        """The places that this one lies within, nearest first: (the name there that leads here, what gives a handle).
+
+        Nothing is asked before a handle is used. What is asked then counts here. Giving one raises `CkptError`.
+        """
+        return ()
 
     def reopened(self) -> Backend:
         """Another handle, on what is at this place now; this one is left as it is. Raises `StorageError`.

@@ -14,6 +14,7 @@ import errno
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import fsspec
@@ -256,6 +257,15 @@ class FsspecBackend(Backend):
             self._fs.rmdir(f"{self._root}/probe")
         except Exception:  # noqa: BLE001 - what is left is harmless, and another probe may be beside this one
             pass
+
+    def above(self) -> Sequence[tuple[str, Callable[[], Backend]]]:
+        """See `Backend.above`."""
+        names = self._root.lstrip("/").split("/")
+        ends = [(names[n], "/" + "/".join(names[n:])) for n in range(len(names) - 1, 0, -1)]
+        return [(name, partial(self._beside, end)) for name, end in ends]
+
+    def _beside(self, end: str) -> FsspecBackend:
+        return FsspecBackend(self._fs, self._root.removesuffix(end), url=self.url.rstrip("/").removesuffix(end))
 
     def medium(self) -> str:
         """See `Backend.medium`."""

@@ -20,8 +20,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -101,6 +102,15 @@ class LocalBackend(Backend):
     def deleted(self) -> bool:
         """See `Backend.deleted`."""
         return self._folders.deleted()
+
+    def above(self) -> Sequence[tuple[str, Callable[[], Backend]]]:
+        """See `Backend.above`. Where the folder really is: a link may lead into a store."""
+        place = Path(self.root).resolve()
+        within = [one for one in (place, *place.parents) if one != one.parent]
+        return [(one.name, partial(self._beside, str(one.parent))) for one in within]
+
+    def _beside(self, path: str) -> LocalBackend:
+        return LocalBackend(path, self._posix, recycle="never")
 
     def reopened(self) -> LocalBackend:
         """See `Backend.reopened`."""

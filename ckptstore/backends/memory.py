@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ckptstore.backends.base import (
     OBJECT_LIMIT,
@@ -17,7 +19,7 @@ from ckptstore.backends.base import (
     checked_key,
     too_long,
 )
-from ckptstore.errors import CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
+from ckptstore.errors import CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError, StoreNotFoundError
 
 
 class _Objects:
@@ -124,9 +126,20 @@ class MemoryBackend(Backend):
         """See `Backend.medium`."""
         return "memory of this process"
 
+    def above(self) -> Sequence[tuple[str, Callable[[], Backend]]]:
+        """See `Backend.above`: as the names have it, so that memory refuses what a folder would."""
+        names = self._name.split("/")
+        return [(names[n], partial(_existing, "/".join(names[:n]))) for n in range(len(names) - 1, 0, -1)]
+
     def reopened(self) -> MemoryBackend:
         """See `Backend.reopened`."""
         return MemoryBackend(self._name)
+
+
+def _existing(name: str) -> MemoryBackend:
+    if not MemoryBackend.exists(name):
+        raise StoreNotFoundError(f"memory://{name} does not exist in this process")
+    return MemoryBackend(name)
 
 
 class _MemorySink(SegmentSink):

@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from ckptstore.backends.base import (
@@ -197,6 +198,19 @@ class ObjectBackend(Backend):
         """See `Backend.medium`."""
         at = self._place.endpoint
         return f"object store ({_VENDORS[self._place.scheme]}{f', {at}' if at else ''})"
+
+    def above(self) -> Sequence[tuple[str, Callable[[], Backend]]]:
+        """See `Backend.above`."""
+        names = self._place.prefix.split("/") if self._place.prefix else []
+        bucket = f"{self._place.scheme}://{self._place.bucket}"
+        return [
+            (names[n], partial(self._beside, "/".join([bucket, *names[:n]]))) for n in range(len(names) - 1, -1, -1)
+        ]
+
+    def _beside(self, url: str) -> ObjectBackend:
+        other = ObjectBackend(url, self._options)
+        other._requests.costs = self.costs
+        return other
 
     def reopened(self) -> ObjectBackend:
         """See `Backend.reopened`."""

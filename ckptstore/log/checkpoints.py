@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptstore.errors import CorruptLogError
 from ckptstore.formats import metadata
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable
@@ -14,7 +15,16 @@ from ckptstore.log import refs
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 
-__all__ = ["CheckpointInfo", "TermInfo", "describe", "describe_all", "describe_checkpoint", "describe_terms", "look_up"]
+__all__ = [
+    "CheckpointInfo",
+    "TermInfo",
+    "damage_of",
+    "describe",
+    "describe_all",
+    "describe_checkpoint",
+    "describe_terms",
+    "look_up",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,16 @@ def describe_terms(catalog: Catalog) -> list[TermInfo]:
         )
         for number, opened in sorted(catalog.terms.items())
     ]
+
+
+def damage_of(catalog: Catalog) -> tuple[str, ...]:
+    """What is wrong with the log, one sentence each: its slots, and why ``latest`` is not known."""
+    found = [f"log slot {seq} is damaged or missing" for seq in catalog.damage]
+    try:
+        catalog.latest()
+    except CorruptLogError as error:
+        found.append(str(error))
+    return tuple(found)
 
 
 def look_up(journal: Journal, ref: str | int) -> CheckpointInfo:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections.abc import Callable
 from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import (
+    CkptError,
     CorruptLogError,
     FormatError,
     IncompatibleFormatError,
@@ -25,6 +27,8 @@ __all__ = ["Journal"]
 
 _ROOMS: Final = ("log", "seg", "fold")
 """Folders that only a store has, and never before its FORMAT file."""
+_NAMES: Final = (*_ROOMS, "pins", "req")
+"""Folders that the format names."""
 _OURS: Final = (b'"ckptstore"', b'"anchor_every"', b'"features"')
 """What a FORMAT file of ours has, whichever byte of it is another."""
 
@@ -124,6 +128,26 @@ class Journal:
         except StorageError:
             pass
 
+    def check_outside(self) -> None:
+        """Raise `UsageError` if this place is within another store. Whoever makes a store asks first.
+
+        Prevents: a store that `ckpt ls` does not list, that verify of the other one calls strangers, and that goes with
+        the other one when that is deleted. At any depth, as no file is written into a store either, and as no store is
+        made around another. Where each look costs a request there is one: above the nearest folder that has a name of
+        the format, else right above. What cannot be looked at (credentials for this prefix alone) is taken for no
+        store.
+        """
+        above = self.backend.above()
+        if above and not self.backend.cheap_looks:
+            above = [next((one for one in above if one[0] in _NAMES), above[0])]
+        for name, handle in above:
+            if (outer := _store_at(handle)) is not None:
+                within = f", in {name}/, which is that store's own" if name in _NAMES else ""
+                raise UsageError(
+                    f"{self.url} is inside the checkpoint store {outer}{within}: no store is made there; give a place "
+                    "beside it"
+                )
+
     def create(self, *, anew: bool = False) -> None:
         """Create the store if there is none.
 
@@ -132,7 +156,7 @@ class Journal:
 
         Raises:
             StoreNotFoundError: it was deleted while it was open, or its FORMAT file was removed.
-            UsageError: the place holds other things.
+            UsageError: the place holds other things, or is within another store.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
         if self.backend.deleted():  # its writers and readers keep the old handle, which reaches nothing any more
@@ -153,6 +177,7 @@ class Journal:
             return
         if self.backend.read_only:
             raise ReadOnlyError(f"{self.url}: read-only, cannot create a store")
+        self.check_outside()
         known = ("probe/", FORMAT_KEY)  # FORMAT: somebody else creates it at this moment
         if strangers := [key for key in self.backend.list("") if not key.startswith(known)]:
             raise UsageError(
@@ -163,6 +188,15 @@ class Journal:
         with contextlib.suppress(KeyExistsError):
             self.backend.create(FORMAT_KEY, encode_format(FormatFile(run=uuid.uuid4().hex)))
         self.format  # noqa: B018
+
+
+def _store_at(handle: Callable[[], Backend]) -> str | None:
+    """The URL of the store in a place; None: there is none, or nobody can tell."""
+    with contextlib.suppress(CkptError), contextlib.closing(handle()) as place:
+        with contextlib.suppress(CorruptLogError, IncompatibleFormatError):  # damaged, or newer: a store all the same
+            _decoded(place.get(FORMAT_KEY, SLOT_LIMIT), place.url)
+        return place.url
+    return None
 
 
 def _decoded(data: bytes, url: str) -> FormatFile:

@@ -185,6 +185,7 @@ class _Reading:
         except _StaleError:
             return None
         self.builder.catalog.lost = self._lost_term(terms)
+        self.builder.catalog.place = self.journal.url
         return View(self.builder.catalog, self.seq, self.fold_seq, self.reads, self.bad_folds)
 
     def _start_from_newest_fold(self) -> None:

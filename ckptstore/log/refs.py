@@ -102,7 +102,10 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
     wanted = f"step {step}" if term is None else ref_of((term, step))
     if lost := _losses(catalog):
         nearest = _nearest(catalog.checkpoints.values(), step)
-        raise CheckpointNotFoundError(f"no checkpoint of {wanted} is left; {lost}, which may have held it; {nearest}")
+        error = CheckpointNotFoundError(f"no checkpoint of {wanted} is left; {lost}, which may have held it; {nearest}")
+        if not catalog.checkpoints:
+            error.add_note(catalog.remedy())
+        raise error
     if not catalog.checkpoints:
         raise CheckpointNotFoundError(f"no checkpoint of step {step}: the store holds no checkpoint yet")
     if term is None:

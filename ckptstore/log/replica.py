@@ -81,7 +81,8 @@ class Replica:
             on_record: called after each record that was added.
 
         Raises:
-            UsageError: something else is there: another run's store, an unfinished copy of something else, files.
+            UsageError: something else is there: another run's store, an unfinished copy of something else, files; or
+                the place is within another store.
             CorruptLogError: what is there is damaged.
             StoreReplacedError: since that view another store has taken the place, or none.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
@@ -141,6 +142,7 @@ class Replica:
                 raise UsageError(f"{backend.url}: there is a store already; give an empty place")
             return False
         if marker is None:
+            Journal(backend).check_outside()
             backend.probe()
             try:
                 backend.create(COPYING_KEY, wanted)

@@ -29,6 +29,7 @@ from ckptstore.formats.markup import HtmlTable, counted
 from ckptstore.formats.records import object_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
+from ckptstore.log.checkpoints import damage_of
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import DEAD_AFTER, REFRESH_EVERY, PinWatch, Survey
 from ckptstore.log.reading import read
@@ -75,6 +76,8 @@ class Collected(HtmlTable):
         unreadable_pins: keys of damaged pins. While there is one nothing is deleted: nobody knows what it claims.
         spare_nbytes: bytes of deleted segments, of this time and before, that the medium keeps for new ones.
         strangers: what lies below ``seg/`` and is none of the store's: other names, links, pipes. It stays.
+        damage: what is wrong with the log, one sentence each. Then nothing is deleted but what the newest
+            term gave up by name: what else no record names may be what a lost one promised.
     """
 
     segments: tuple[str, ...] = ()
@@ -86,6 +89,7 @@ class Collected(HtmlTable):
     unreadable_pins: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
     spare_nbytes: int = 0
+    damage: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         pinned = f", {self.pinned_nbytes:,} bytes pinned" if self.pinned else ""
@@ -143,6 +147,7 @@ def collect(
         pins.unreadable,
         tuple(sorted(strangers)),
         spare,
+        damage_of(catalog),
     )
 
 

@@ -40,7 +40,7 @@ class Pruned(HtmlTable):
     Attributes:
         rules: those that decided.
         kept: ``newest``, ``tagged`` and every rule -> REFs of what it keeps, by term and step. One checkpoint may be
-            kept by several.
+            kept by several. ``undrained``: what no rule keeps, and the second tier lacks.
         checkpoints: number of checkpoints that are kept.
         retired: REFs of the checkpoints that are gone, by term and step.
         held: REFs of those of them, and of earlier ones, whose stored form stays: others build on it, or share its
@@ -116,10 +116,10 @@ def prune(
     before = read(journal, look_above=True).catalog
     _tell_unmatched(before, _rules_for(journal, before, chosen))  # says what is wrong before anybody is asked
     if dry_run:
-        found = _plan(journal, before, chosen, all_at_once=True)
+        found = _plan(journal, before, chosen, all_at_once=True, drained=drained)
         record = CommitRecord(before.term, drops=tuple(found.drops), retires=found.retires)
         after = before.apply(record, before.next_seq) if found else before
-        return _report(after, _rules_for(journal, before, chosen), [found])
+        return _report(after, _rules_for(journal, before, chosen), [found], drained)
     crash_point("prune.planned")
     done: list[_Plan] = []
     # What a live writer saves meanwhile is another prune's: else this would follow it for as long as it saves.
@@ -131,7 +131,7 @@ def prune(
         if found:
             done.append(found)
             crash_point("prune.retired")
-    return _report(after, _rules_for(journal, after, chosen), done)
+    return _report(after, _rules_for(journal, after, chosen), done, drained)
 
 
 def _tell_unmatched(catalog: Catalog, chosen: Iterable[str]) -> None:
@@ -229,8 +229,12 @@ def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | Non
     return found
 
 
-def _report(after: Catalog, chosen: tuple[str, ...], done: Sequence[_Plan]) -> Pruned:
-    kept, _ = reasons_of(after, chosen)
+def _report(
+    after: Catalog, chosen: tuple[str, ...], done: Sequence[_Plan], drained: Callable[[Node], bool] | None
+) -> Pruned:
+    kept, others = reasons_of(after, chosen)
+    if drained is not None and (waiting := [node for node in others if not drained(node)]):
+        kept = {**kept, "undrained": waiting}
     retired = sorted(node for plan in done for node in plan.retires)
     segments = {segment for node in after.held for edge in after.encodings.get(node, ()) for segment in edge.segments}
     alone = [

@@ -12,12 +12,12 @@ from ckptstore.formats.shards import key_of
 from ckptstore.formats.steps import STEP
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.opened import opened
+from ckptstore.restore.opened import Opened, opened
 from ckptstore.restore.plan import Rates
 from ckptstore.restore.rates import measure_rates
 from ckptstore.restore.selection import select_from
 
-__all__ = ["Explanation", "PlanStep", "explain"]
+__all__ = ["Explanation", "PlanStep", "explain", "explained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +79,47 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
         as `Store.load`. Reads headers, and at most 16 MiB to measure the medium; no tensor is restored.
     """
     with opened(journal, ref) as found:
-        names = select_from(found.tree, select, found.ref).tensors
-        chosen = [chain for name in names for chain, _ in found.stored(name)]
-        rates = measure_rates(found)
-        links = _all_links(chosen)
-        steps = []
-        for encoding in found.plan.encodings:
-            read = decoded = 0
-            restored: set[str] = set()
-            seconds = 0.0
-            for segment in encoding.segments:
-                reader = found.readers[segment]
-                for tensor in reader.doc.tensors.get(encoding.checkpoint[1], {}).values():
-                    if (id(reader), key_of(tensor)) in links:
-                        read += tensor.stored
-                        decoded += 0 if tensor.codec == RAW else tensor.nbytes
-                        seconds += _seconds(tensor, rates)
-                        restored.add(tensor.name)
-            steps.append(
-                PlanStep(
-                    ref=ref_of(encoding.checkpoint),
-                    kind=encoding.kind,
-                    base=None if encoding.base is None else encoding.base.ref,
-                    segments=tuple(found.readers[segment].entry.key for segment in encoding.segments),
-                    tensors=len(restored),
-                    bytes_read=read,
-                    bytes_decoded=decoded,
-                    seconds=seconds,
-                )
+        return explained(found, select, measure_rates(found))
+
+
+def explained(found: Opened, select: str | Sequence[str] | None, rates: Rates | None = None) -> Explanation:
+    """`explain` of a checkpoint that is open.
+
+    Args:
+        rates: of this machine and medium; None: those that this restore needs are measured, the others are typical.
+    """
+    names = select_from(found.tree, select, found.ref).tensors
+    chosen = [chain for name in names for chain, _ in found.stored(name)]
+    links = _all_links(chosen)
+    if rates is None:
+        codecs = {link.tensor.codec for chain in chosen for link in chain.sources}
+        rates = measure_rates(found, decode=not codecs <= {RAW, STEP}, replay=STEP in codecs)
+    steps = []
+    for encoding in found.plan.encodings:
+        read = decoded = 0
+        restored: set[str] = set()
+        seconds = 0.0
+        for segment in encoding.segments:
+            reader = found.readers[segment]
+            for tensor in reader.doc.tensors.get(encoding.checkpoint[1], {}).values():
+                if (id(reader), key_of(tensor)) in links:
+                    read += tensor.stored
+                    decoded += 0 if tensor.codec == RAW else tensor.nbytes
+                    seconds += _seconds(tensor, rates)
+                    restored.add(tensor.name)
+        steps.append(
+            PlanStep(
+                ref=ref_of(encoding.checkpoint),
+                kind=encoding.kind,
+                base=None if encoding.base is None else encoding.base.ref,
+                segments=tuple(found.readers[segment].entry.key for segment in encoding.segments),
+                tensors=len(restored),
+                bytes_read=read,
+                bytes_decoded=decoded,
+                seconds=seconds,
             )
-        return Explanation(found.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
+        )
+    return Explanation(found.ref, tuple(steps), sum(chain.tensor.nbytes for chain in chosen), rates)
 
 
 def _seconds(tensor: TensorEntry, rates: Rates) -> float:

@@ -13,12 +13,14 @@ import numpy.typing as npt
 
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats import dtypes
+from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.steps import STEP
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.authors import LastWriter, last_writer
+from ckptstore.reports.explaining import Explanation, explained
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
 from ckptstore.restore.chain import master_of
 from ckptstore.restore.opened import Opened, opened
@@ -96,8 +98,9 @@ class ChainLink:
 class CheckpointDescription:
     """A checkpoint taken apart: `tensors` in the order of the state, `chain` base first, `tree` as typed JSON.
 
-    `medium` says what the store lies on and how bytes get there, for people; `latest` whether it is the newest one, and
-    `writer` who wrote last.
+    `medium` says what the store lies on and how bytes get there, for people; `latest` whether it is the newest one,
+    `writer` who wrote last, `remote` the second tier that the store remembers. `plan`: how it would be restored, if
+    that was asked for.
     """
 
     info: CheckpointInfo
@@ -107,6 +110,8 @@ class CheckpointDescription:
     medium: str
     latest: bool = False
     writer: LastWriter = field(default_factory=LastWriter)
+    remote: str | None = None
+    plan: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,11 @@ class TensorStatistics(HtmlTable):
 
 
 def inspect(
-    journal: Journal, ref: str | int = "latest", select: str | Sequence[str] | None = None
+    journal: Journal,
+    ref: str | int = "latest",
+    select: str | Sequence[str] | None = None,
+    *,
+    explain: bool = False,
 ) -> CheckpointDescription:
     """Take a checkpoint apart. Reads and verifies the headers of its chain, no tensor.
 
@@ -155,6 +164,7 @@ def inspect(
         journal: the store's.
         ref: the checkpoint.
         select: describe only tensors that match one of these globs.
+        explain: also say how it would be restored: `CheckpointDescription.plan`.
 
     Raises:
         CheckpointNotFoundError, TensorNotFoundError: nothing answers to `ref`, or matches `select`.
@@ -171,6 +181,8 @@ def inspect(
             journal.backend.medium(),
             _is_latest(found),
             last_writer(found.catalog),
+            _remote(found.catalog),
+            explained(found, select or None) if explain else None,
         )
 
 
@@ -180,6 +192,12 @@ def _is_latest(found: Opened) -> bool:
     except CorruptLogError:  # nobody can tell
         return False
     return newest is not None and newest.node == found.entry.node
+
+
+def _remote(catalog: Catalog) -> str | None:
+    term = catalog.terms.get(catalog.term)
+    url = None if term is None else term.extra.get(REMOTE)
+    return url if isinstance(url, str) else None
 
 
 def _describe(found: Opened, name: str) -> TensorDescription:

@@ -5,6 +5,7 @@ Only what is asked for is described: the newest twenty of 200,000 checkpoints co
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -15,7 +16,7 @@ from ckptstore.formats.markup import HtmlTable, counted
 from ckptstore.formats.ranking import metric, names
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.log.authors import LastWriter, last_writer
-from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe, describe_terms
+from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, damage_of, describe, describe_terms
 from ckptstore.log.reading import read
 
 if TYPE_CHECKING:
@@ -77,13 +78,10 @@ def lineage(journal: Journal, limit: int | None = None, term: int | None = None,
     """
     catalog = read(journal).catalog
     terms = describe_terms(catalog)[::-1]
-    damage = [f"log slot {seq} is damaged or missing" for seq in catalog.damage]
     latest = None
-    try:
+    with contextlib.suppress(CorruptLogError):
         newest = catalog.latest()
         latest = None if newest is None else newest.ref
-    except CorruptLogError as error:
-        damage.append(str(error))
     nodes, parents = _newest(catalog, limit if by is None else None, term)
     if by is not None:
         nodes = _ranked(catalog, nodes, by)[:limit]
@@ -97,7 +95,7 @@ def lineage(journal: Journal, limit: int | None = None, term: int | None = None,
         (min(steps), max(steps)) if steps else None,
         tuple(terms),
         latest,
-        tuple(damage),
+        damage_of(catalog),
         last_writer(catalog),
     )
 

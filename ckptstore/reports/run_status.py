@@ -186,7 +186,10 @@ def status_of(url: str, run: str, now: float, view: View, pace: Pace) -> RunStat
     try:
         newest = catalog.latest()
     except CorruptLogError as error:
-        raise CorruptLogError(f"{url}: {error}") from error
+        told = CorruptLogError(f"{url}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        raise told from error
     opened = catalog.terms.get(catalog.term)
     steps_per_second, bytes_per_step, ratio = pace.speeds()
     known = None not in (steps_per_second, bytes_per_step)

@@ -62,6 +62,7 @@ class StoreStats(HtmlTable):
         rules: the store's rules of retention.
         prunable_nbytes: bytes that pruning by them would leave to gc; None: there are no rules, or damage forbids it.
         garbage_nbytes: bytes that gc would free as it is.
+        damage: what is wrong with the log, one sentence each: the rest is of what is left of it.
     """
 
     checkpoints: tuple[CheckpointInfo, ...]
@@ -75,13 +76,17 @@ class StoreStats(HtmlTable):
     rules: tuple[str, ...]
     prunable_nbytes: int | None
     garbage_nbytes: int
+    damage: tuple[str, ...] = ()
 
 
-def stats(journal: Journal, *, prunable_nbytes: int | None, garbage_nbytes: int) -> StoreStats:
+def stats(
+    journal: Journal, *, prunable_nbytes: int | None, garbage_nbytes: int, damage: tuple[str, ...] = ()
+) -> StoreStats:
     """Look a store through.
 
     Args:
         prunable_nbytes, garbage_nbytes: what maintenance says that prune and gc would free.
+        damage: what it found wrong with the log.
 
     Raises:
         CorruptLogError: nothing of the log can be read.
@@ -105,6 +110,7 @@ def stats(journal: Journal, *, prunable_nbytes: int | None, garbage_nbytes: int)
         rules=catalog.keep,
         prunable_nbytes=prunable_nbytes,
         garbage_nbytes=garbage_nbytes,
+        damage=damage,
     )
 
 

@@ -10,7 +10,7 @@ from ckptstore.formats import codecs, optim
 from ckptstore.host.buffers import aligned
 from ckptstore.host.threads import default_threads
 from ckptstore.restore.opened import Opened
-from ckptstore.restore.plan import Rates
+from ckptstore.restore.plan import TYPICAL, Rates
 
 __all__ = ["measure_rates"]
 
@@ -18,15 +18,24 @@ _PROBE = 16 << 20
 _NUMBERS = 1 << 18
 
 
-def measure_rates(found: Opened) -> Rates:
-    """Read up to 16 MiB of the plan's largest segment, and decode a made-up delta and step, against the clock."""
+def measure_rates(found: Opened, *, decode: bool = True, replay: bool = True) -> Rates:
+    """Read up to 16 MiB of the plan's largest segment, and decode a made-up delta and step, against the clock.
+
+    Args:
+        decode, replay: False: nobody asks for that rate, which is the typical one then. Its kernels alone take a second
+            of the processor to load.
+    """
     largest = max(found.readers.values(), key=lambda reader: reader.entry.size)
     memory = aligned(min(_PROBE, largest.entry.size))
     began = time.perf_counter()
     largest.source.read_into(0, memory.data)
     read = len(memory) / max(time.perf_counter() - began, 1e-6)
     threads = default_threads()
-    return Rates(read, _delta_rate() * threads, _replay_rate() * threads)
+    return Rates(
+        read,
+        _delta_rate() * threads if decode else TYPICAL.decode,
+        _replay_rate() * threads if replay else TYPICAL.replay,
+    )
 
 
 def _delta_rate() -> float:

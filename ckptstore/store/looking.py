@@ -25,13 +25,17 @@ __all__ = ["Looking"]
 class Looking(Reading):
     """The part of `Store` that answers questions: how a checkpoint is stored, how two differ, where something began."""
 
-    def inspect(self, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> CheckpointDescription:
+    def inspect(
+        self, ref: str | int = "latest", select: str | Sequence[str] | None = None, *, explain: bool = False
+    ) -> CheckpointDescription:
         """Take a checkpoint apart: its tensors and how each is stored, its chain, the rest of its state.
 
         Reads and verifies the headers of its chain, no tensor.
 
         Args:
             select: describe only tensors that match one of these globs.
+            explain: also say how it would be restored (`plan`), as `explain` does; of the rates of this machine only
+                those are measured that it takes.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: nothing answers to `ref`, or matches `select`.
@@ -39,7 +43,7 @@ class Looking(Reading):
         """
         from ckptstore.reports.inspection import inspect
 
-        return inspect(self.journal, ref, select)
+        return inspect(self.journal, ref, select, explain=explain)
 
     def statistics(self, ref: str | int, tensor: str, *, progress: Progress | bool | None = None) -> TensorStatistics:
         """Count, range, mean, norm and magnitudes of one tensor's values, in one pass. Bytes are verified.
@@ -74,6 +78,7 @@ class Looking(Reading):
             self.journal,
             prunable_nbytes=prunable_nbytes(self.journal),
             garbage_nbytes=garbage.nbytes + garbage.pinned_nbytes,
+            damage=garbage.damage,
         )
 
     def watch(

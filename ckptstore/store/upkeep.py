@@ -277,12 +277,12 @@ class Upkeep(Handle):
         from ckptstore.maintenance.pruning import prune
 
         drained = None
-        if not dry_run and (pair := self._pair()) is not None:
+        if (pair := self._pair()) is not None:
             from ckptstore.tiers.syncing import drained as drained_there
 
             with pair.reaching("nothing was pruned"):
                 pair.check_there()
-                drained = drained_there(pair)
+                drained = drained_there(pair, dry_run=dry_run)
         return prune(
             self.journal, rules or None, dry_run=dry_run, take_over=take_over, timeout=timeout, drained=drained
         )

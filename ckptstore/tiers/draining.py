@@ -10,13 +10,20 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
-from ckptstore.errors import CorruptLogError, CorruptSegmentError, FencedError, StorageError, UsageError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.errors import (
+    CorruptLogError,
+    CorruptSegmentError,
+    FencedError,
+    StorageError,
+    StoreNotFoundError,
+    UsageError,
+)
+from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.markup import counted
 from ckptstore.formats.records import Node, SegmentEntry, ref_of
 from ckptstore.host.bandwidth import held_to
@@ -248,6 +255,7 @@ class Drain:
             here = self._local.catalog
             _check_sound(self.pair.local, here)
             wanted, branch = drainable(here, replica.catalog, self._damaged.keys())
+            _leave_itself_out(wanted, self.pair.remote.url)
             needed = [name for name in wanted.segments if name not in replica.catalog.segments]
             if not needed:
                 yield here, wanted, branch
@@ -278,6 +286,14 @@ class _Copies(Copies):
             return
         super().bring(segments)
         crash_point("drain.segments")
+
+
+def _leave_itself_out(wanted: Catalog, url: str) -> None:
+    """No tier is its own remote: who opens it under another path would be sent to the one that this machine knows."""
+    for number, opened in wanted.terms.items():
+        if opened.extra.get(REMOTE) == url:
+            extra = {name: value for name, value in opened.extra.items() if name != REMOTE}
+            wanted.terms[number] = replace(opened, extra=extra)
 
 
 def _over(here: Catalog, there: Catalog) -> str | None:
@@ -318,6 +334,32 @@ def lag_of(pair: Pair) -> Lag:
         return lag_between(here, Catalog(), other)
     there = read(Journal(pair.remote.backend, pair.remote.format)).catalog
     return lag_between(here, there, _ahead(pair, here, there))
+
+
+def to_be_there(pair: Pair) -> Callable[[Node], bool]:
+    """Says of a checkpoint of the store whether the remote has it, or had it, or has it after the next pass.
+
+    By reading both logs: nothing is brought. What is damaged here turns out when it is read, and never gets there.
+
+    Raises:
+        UsageError: the remote holds something else.
+        CorruptLogError, StorageError: one of them cannot be read.
+    """
+    here, there = read(pair.local).catalog, Catalog()
+    _check_sound(pair.local, here)
+    with contextlib.suppress(StoreNotFoundError):  # a remote that the next pass makes
+        if pair.remote.run != pair.local.run:
+            raise UsageError(
+                f"{pair.remote.url}: there is the store of another run, {pair.remote.run}, not {pair.local.run}"
+            )
+        there = read(Journal(pair.remote.backend, pair.remote.format), look_above=True).catalog
+    holds, gone = holding(here, there), pruned(here, there)
+    brought = Catalog() if _over(here, there) else drainable(here, there)[0]
+
+    def has(node: Node) -> bool:
+        return (node in there.checkpoints and holds(node)) or gone(node) or node in brought.checkpoints
+
+    return has
 
 
 def _ahead(pair: Pair, here: Catalog, there: Catalog) -> str | None:

@@ -105,9 +105,7 @@ def _restored(pair: Pair, origin: Origin) -> str | None:
         latest = catalog.latest()
         node = None if latest is None else latest.node
         wanted = _line_of(catalog, node)
-        if wanted.terms:  # the store remembers where it came from before a writer opens a term in it
-            newest = wanted.terms[max(wanted.terms)]
-            wanted.terms[newest.term] = replace(newest, extra={**newest.extra, REMOTE: pair.remote.url})
+        _remember(wanted, pair.remote.url)
         return node, wanted
 
     with claim(pair.remote, choose, lambda chosen: tuple(chosen[1].segments)) as (_view, (node, wanted)):
@@ -115,6 +113,15 @@ def _restored(pair: Pair, origin: Origin) -> str | None:
         _bring(pair, wanted, replica)
         replica.finish()
     return None if node is None else ref_of(node)
+
+
+def _remember(wanted: Catalog, url: str) -> None:
+    """Have every term that is copied from the remote name it: the remote's own log does not.
+
+    Prevents: a store that has forgotten its remote, because it was killed before a writer opened the next term in it.
+    """
+    for number, opened in wanted.terms.items():
+        wanted.terms[number] = replace(opened, extra={**opened.extra, REMOTE: url})
 
 
 def _line_of(catalog: Catalog, node: Node | None) -> Catalog:
@@ -144,6 +151,7 @@ def catch_up(pair: Pair, there: Catalog, parent: Node | None) -> None:
         StorageError: a medium failed.
     """
     wanted = _line_of(there, parent)
+    _remember(wanted, pair.remote.url)
     here = read(pair.local).catalog
     if foreign := foreign_terms(here, there):
         raise _cannot_follow(pair, f"it went on by itself in term {foreign[0]}")

@@ -10,7 +10,7 @@ from ckptstore.errors import StorageError
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Node
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.tiers.draining import Drain
+from ckptstore.tiers.draining import Drain, to_be_there
 from ckptstore.tiers.pair import Pair
 
 __all__ = ["Synced", "drained", "follow", "sync"]
@@ -46,8 +46,14 @@ def sync(pair: Pair, progress: Progress | None = None) -> Synced:
     return _once(Drain(pair, tally.advance), pair)
 
 
-def drained(pair: Pair) -> Callable[[Node], bool]:
-    """Says what the remote has or had, when everything that is here now was brought there. Raises as `Drain.once`."""
+def drained(pair: Pair, *, dry_run: bool = False) -> Callable[[Node], bool]:
+    """Says what the remote has or had, when everything that is here now was brought there. Raises as `Drain.once`.
+
+    Args:
+        dry_run: bring nothing, and say what it then would have.
+    """
+    if dry_run:
+        return to_be_there(pair)
     drain = Drain(pair)
     drain.once()
     return drain.had

@@ -23,6 +23,7 @@ from ckptstore.agent.recipes import Proof, Recipe
 from ckptstore.agent.replicating import Replicated
 from ckptstore.agent.replicating import Step as Told
 from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
+from ckptstore.formats.sizes import size
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
@@ -347,7 +348,7 @@ class _Form:
     def __repr__(self) -> str:
         forms, made = self._recipe.layout.tensors, self._recipe.made
         nbytes = sum(forms[number].nbytes for number in made)
-        return f"{len(made)} of {len(forms)} tensors are made by the agent, {nbytes / 2**20:.1f} MiB"
+        return f"{len(made)} of {len(forms)} tensors are made by the agent, {size(nbytes)}"
 
     def fits(self, flat: FlatState, plan: StatePlan | None) -> bool:
         """Whether a state has this form. Of one that was taken by the plan of the last time that is known."""

@@ -15,6 +15,7 @@ import torch
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, UsageError
+from ckptstore.formats.sizes import size
 from ckptstore.host.buffers import aligned
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.steps.batcher import DiffOptions
@@ -65,25 +66,19 @@ class Circumstances:
 
 def chosen(about: Circumstances) -> tuple[Strategy, str]:
     """What ``auto`` takes -> the strategy, and why, as half a sentence."""
-    size = f"{_amount(about.nbytes)} of state"
+    state = f"{size(about.nbytes)} of state"
     if about.nbytes <= _TINY:
-        return "full", f"{size} are not worth coding"
+        return "full", f"{state} are not worth coding"
     if about.spare < 1:
-        return "full", f"{size}, and no core to spare for coding them"
+        return "full", f"{state}, and no core to spare for coding them"
     seconds = None if about.rate is None else about.nbytes / about.rate
-    speed = "" if about.rate is None else f" to a medium of {_amount(about.rate)}/s"
+    speed = "" if about.rate is None else f" to a medium of {size(about.rate)}/s"
     cores = f"{about.spare} spare core{'s' if about.spare > 1 else ''}"
     if seconds is not None and seconds <= _QUICK:
-        return "full", f"{size}{speed} take {seconds * 1e3:.0f} ms, less than coding would"
+        return "full", f"{state}{speed} take {seconds * 1e3:.0f} ms, less than coding would"
     if about.unpredicted is not None:
-        return "delta", f"{size}{speed}, {cores}, but {about.unpredicted}"
-    return "gradient", f"{size}{speed}, {cores}, and the optimizers' steps can be predicted"
-
-
-def _amount(nbytes: float) -> str:
-    if nbytes < 1 << 10:
-        return f"{nbytes:.0f} B"
-    return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"
+        return "delta", f"{state}{speed}, {cores}, but {about.unpredicted}"
+    return "gradient", f"{state}{speed}, {cores}, and the optimizers' steps can be predicted"
 
 
 def tell(url: str, strategy: Strategy, why: str) -> None:

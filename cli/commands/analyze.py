@@ -10,7 +10,7 @@ import click
 
 from ckptstore.cli.arguments import REF, SIZE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, progress, table, tables
+from ckptstore.cli.output import emit, note, progress, size, table, tables
 from ckptstore.cli.ranges import counted
 from ckptstore.cli.wrapping import say_all
 
@@ -26,8 +26,8 @@ class _Sample(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # gener
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
         text = str(value).strip()
         if not text.endswith("%"):
-            size: int = SIZE.convert(value, param, ctx)
-            return size
+            nbytes: int = SIZE.convert(value, param, ctx)
+            return nbytes
         try:
             share = float(text[:-1]) / 100
         except ValueError:
@@ -145,7 +145,7 @@ def _options(asked: Mapping[str, Any]) -> Options:
 
 
 def _text(found: Analysis) -> Iterator[str]:
-    from ckptstore.analysis.wording import amount, headline, other_mode, restore_line, sample_line, to_copy, what_to_do
+    from ckptstore.analysis.wording import headline, other_mode, restore_line, sample_line, to_copy, what_to_do
 
     yield click.style(headline(found), bold=True)
     if (other := other_mode(found)) is not None:
@@ -179,8 +179,8 @@ def _text(found: Analysis) -> Iterator[str]:
                     str(one.interval) if one.interval else "fulls",
                     str(one.deltas),
                 ),
-                *(amount(one.mean), f"{found.advice.nbytes / one.mean:.2f}x" if one.mean else "-"),
-                *(amount(one.restore), f"{one.times:.2f}"),
+                *(size(one.mean), f"{found.advice.nbytes / one.mean:.2f}x" if one.mean else "-"),
+                *(size(one.restore), f"{one.times:.2f}"),
             ]
             for one in found.advice.alternatives
         ],
@@ -198,12 +198,12 @@ def _text(found: Analysis) -> Iterator[str]:
 
 
 def _classes(found: Analysis) -> Iterator[list[str]]:
-    from ckptstore.analysis.wording import amount, percent, ratio
+    from ckptstore.analysis.wording import percent, ratio
 
     for one in found.advice.groups:
         group = found.groups[one.group]
         yield [
-            *(found.label(one.group), f"{len(group.tensors):,}", amount(group.nbytes)),
+            *(found.label(one.group), f"{len(group.tensors):,}", size(group.nbytes)),
             *(f"{group.sampled / group.nbytes:.1%}", one.method, ratio(one.estimate)),
             *(percent(one.estimate) or "exact", str(one.cost.interval or "any")),
         ]

@@ -8,6 +8,7 @@ import click
 
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.hints import note_damage
 from ckptstore.cli.output import emit, note, progress, size, some
 from ckptstore.cli.ranges import counted
 from ckptstore.cli.wrapping import say
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.gc import Collected, Holder
 
 UNREADABLE = CorruptionError.exit_code
-"""When a damaged pin kept everything from being deleted."""
+"""When a damaged pin kept everything from being deleted; `note_damage`: when damage of the log kept some of it."""
 
 
 @make_command(
@@ -50,15 +51,17 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
 
     Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
     What a reader has pinned stays, and so do files that are not the store's. It may run at any time, beside writers and
-    readers.
+    readers. Exits with 4 if the log is damaged: what it does not name may be what was lost, and stays.
     """
     with progress("deleting") as advance:
-        done = opened(store).gc(wait=wait, pin_ttl=pin_ttl, dry_run=dry_run, progress=advance)
+        target = opened(store)
+        done = target.gc(wait=wait, pin_ttl=pin_ttl, dry_run=dry_run, progress=advance)
     if as_json:
         emit(_json(store, done, dry_run))
     else:
         _print(done, dry_run)
-    return UNREADABLE if done.unreadable_pins else 0
+    damaged = note_damage(target.url, done.damage)
+    return UNREADABLE if done.unreadable_pins else damaged
 
 
 def _json(store: str, done: Collected, dry_run: bool) -> dict[str, Any]:
@@ -77,6 +80,7 @@ def _json(store: str, done: Collected, dry_run: bool) -> dict[str, Any]:
         "dead_pins": list(done.dead_pins),
         "unreadable_pins": list(done.unreadable_pins),
         "strangers": list(done.strangers),
+        "damage": list(done.damage),
     }
 
 

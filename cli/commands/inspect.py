@@ -88,9 +88,9 @@ def command(
         return
     target = opened(store)
     with patience("inspecting"):  # headers of many tensors take their time
-        found = target.inspect(ref, select)
-        plan = None if state and not as_json else target.explain(found.info.ref, select or None)
-        remote = None if plan is None else _remote(target)
+        found = target.inspect(ref, select, explain=as_json or not state)
+        plan = found.plan
+        remote = None if plan is None or found.remote is None else _remote(target)
     if plan is None:
         click.echo("\n".join(["state", *_tree(found.tree)]))
         return

@@ -20,6 +20,7 @@ from ckptstore.cli.written import like_a_ref
 if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo, TermInfo
     from ckptstore.reports.lineage import Lineage
+    from ckptstore.store import Store
 
 _MOST = 4
 _LONGEST = 24
@@ -102,7 +103,7 @@ def command(
         if term is not None:
             note(f"no checkpoint in term {term}")
         else:
-            note("`ckpt repair` finds what segments tell" if found.damage else "no checkpoint yet")
+            note(_why_nothing(target, found))
     else:
         terminal = sys.stdout.isatty()
         fold = terminal and not unfolded and limit is None and by is None
@@ -110,6 +111,12 @@ def command(
         body = [] if not shown else layout.graph() if by is None else layout.listing()
         said = [_head(found), *([_writing(found)] if terminal else []), *body, *_closing(found, term)]
         paged(said, pager=not no_pager)
+
+
+def _why_nothing(store: Store, found: Lineage) -> str:
+    if not found.damage:
+        return "no checkpoint yet"
+    return f"`ckpt repair {shlex.quote(store.url)} DST` makes a store of what the segments still tell"
 
 
 def _beside(

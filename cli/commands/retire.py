@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from typing import TYPE_CHECKING
+
 import click
 
 from ckptstore.cli.arguments import REF, STORE, answer_options, opened
@@ -9,6 +12,12 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, size
 from ckptstore.cli.ranges import checkpoints, counted, ranges
 from ckptstore.cli.wrapping import say
+
+if TYPE_CHECKING:
+    from ckptstore.store import Store
+
+_LOOKED_AT = 100
+"""Checkpoints among which an example is looked for."""
 
 
 @make_command(
@@ -20,7 +29,7 @@ from ckptstore.cli.wrapping import say
     ],
 )
 @STORE
-@click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
+@click.argument("refs", type=REF, nargs=-1, metavar="REF...")
 @click.option("--dry-run", is_flag=True, help="Change nothing: show what would become of them.")
 @answer_options
 def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, timeout: float, as_json: bool) -> None:
@@ -29,7 +38,14 @@ def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, t
     They are no longer listed and cannot be loaded. The latest cannot be given up, nor one that has a tag.
     What others build on stays stored; `ckpt gc` deletes the rest. `ckpt rm` is the same command.
     """
-    done = opened(store).retire(*refs, dry_run=dry_run, take_over=take_over, timeout=timeout)
+    target = opened(store)
+    if not refs:
+        error = click.UsageError("say which checkpoints to give up: no REF is given, and nothing was changed")
+        error.add_note(
+            f"`ckpt retire {shlex.quote(target.url)} {_example(target)} --dry-run` shows what giving one up would do"
+        )
+        raise error
+    done = target.retire(*refs, dry_run=dry_run, take_over=take_over, timeout=timeout)
     if as_json:
         emit(
             {
@@ -50,3 +66,10 @@ def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, t
         then = "would free" if dry_run else "frees"
         unneeded = counted(len(done.dropped), "segment", "is", "are")
         note(f"{unneeded} needed no more: `ckpt gc` {then} {size(done.dropped_nbytes)}")
+
+
+def _example(store: Store) -> str:
+    """The REF of the newest checkpoint that may be given up; if there is none: of the newest."""
+    found = store.lineage(_LOOKED_AT)
+    refs = [info.ref for info in found.checkpoints if info.ref != found.latest and not info.tags]
+    return next(iter(refs), found.latest or "REF")

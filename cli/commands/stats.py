@@ -9,6 +9,7 @@ import click
 
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
+from ckptstore.cli.hints import note_damage
 from ckptstore.cli.output import emit, note, size, table
 from ckptstore.cli.ranges import counted, kind_name
 from ckptstore.cli.waiting import patience
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     help="Draw bytes over steps, and the metric: .svg, .png or .pdf.",
 )
 @click.option("--metric", default="loss", metavar="NAME", help="Number of the metadata to draw. Default: loss.")
-def command(store: str, plot: Path | None, metric: str, as_json: bool) -> None:
+def command(store: str, plot: Path | None, metric: str, as_json: bool) -> int:
     """Show where a store's bytes are, and how it grows.
 
-    By kind, by term and by class of tensor. It also says what pruning by the store's rules, and gc, would free.
+    By kind, by term and by class of tensor. It also says what pruning by the store's rules, and gc, would free. Exits
+    with 4 if the log is damaged: the rest is then of what is left of it.
     """
     if plot is not None:  # before anything is read, not after
         from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
@@ -43,18 +45,17 @@ def command(store: str, plot: Path | None, metric: str, as_json: bool) -> None:
     target = opened(store)
     with patience("adding up"):
         found = target.stats()
-    for damage in target.lineage().damage:
-        note(damage)
     if plot is not None:
         from ckptstore.analysis.growth import draw_growth
 
         draw_growth(found, plot, metric)
     if as_json:
         emit(_json(store, found))
-        return
-    _print(found)
-    if plot is not None:
-        note(f"drawn: {plot}")
+    else:
+        _print(found)
+        if plot is not None:
+            note(f"drawn: {plot}")
+    return note_damage(target.url, found.damage)
 
 
 def _json(store: str, found: StoreStats) -> dict[str, Any]:
@@ -79,6 +80,7 @@ def _json(store: str, found: StoreStats) -> dict[str, Any]:
         "rules": list(found.rules),
         "prune_frees": found.prunable_nbytes,
         "gc_frees": found.garbage_nbytes,
+        "damage": list(found.damage),
     }
 
 

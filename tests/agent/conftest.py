@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.lives import agents, kill
+from tests.agent.lives import own_runtime
 
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> Iterator[Path]:
-    folder = tmp_path / "runtime"
-    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(folder))
-    yield folder
-    for pid in agents(folder):
-        kill(pid)
+    with own_runtime(tmp_path / "runtime", monkeypatch) as folder:
+        yield folder

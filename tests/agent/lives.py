@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests import warmth
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,3 +125,12 @@ def agents(folder: Path) -> list[int]:
             if is_agent and wanted in (process / "environ").read_bytes().split(b"\0"):
                 found.append(int(process.name))
     return [pid for pid in found if alive(pid)]
+
+
+@contextlib.contextmanager
+def own_runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder for the agents of a test, and none left behind."""
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(folder))
+    yield folder
+    for pid in agents(folder):
+        kill(pid)

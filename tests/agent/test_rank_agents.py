@@ -54,6 +54,17 @@ def trainer(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
+def killed_once_delivered(url: Path, path: Path, last: tuple[int, int], options: dict[str, Any]) -> None:
+    """Two trainers give their agents so many steps each; then both are killed."""
+    trainers = [trainer(url, path, rank, step, json.dumps(options)) for rank, step in enumerate(last)]
+    for process in trainers:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "delivered\n"
+    for process in trainers:
+        process.kill()
+        process.communicate()
+
+
 def check(url: Path, step: int) -> None:
     """A step is in the store as each rank had it."""
     for rank in range(2):
@@ -119,13 +130,7 @@ def test_the_trainers_are_killed_and_what_all_ranks_had_given_is_written(
 ) -> None:
     """A step that one rank has not given is no checkpoint, and holds nobody up; what all have kept they go on from."""
     url, path = tmp_path / "store", tmp_path / "trainers"
-    trainers = [trainer(url, path, rank, last[rank], json.dumps(options)) for rank in range(2)]
-    for process in trainers:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "delivered\n"
-    for process in trainers:
-        process.kill()
-        process.communicate()
+    killed_once_delivered(url, path, last, options)
     killed = time.monotonic()
     assert len(agents(runtime)) == 2
     assert as_ranks(2, lambda group: continued(url, group, inherits=last == (3, 3))) == [3, 3]
@@ -257,13 +262,7 @@ def test_the_wait_for_the_others_has_one_bound_that_is_shortened(tmp_path: Path)
 def test_a_group_of_another_size_goes_on_from_the_store(tmp_path: Path, runtime: Path) -> None:
     """What rank 0 alone has kept may be no whole state."""
     url, path = tmp_path / "store", tmp_path / "trainers"
-    trainers = [trainer(url, path, rank, 3, "{}") for rank in range(2)]
-    for process in trainers:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "delivered\n"
-    for process in trainers:
-        process.kill()
-        process.communicate()
+    killed_once_delivered(url, path, (3, 3), {})
     assert as_ranks(1, lambda group: continued(url, group, inherits=False)) == [3]
     assert steps(url) == [1, 2, 3, 4]
 

@@ -14,8 +14,9 @@ import pytest
 
 from ckptstore.analysis import Analysis, Options, analyze, write_report
 from ckptstore.analysis.titles import codecs_title, shipping_title, why_not_soonest
-from ckptstore.analysis.wording import amount, percent, ratio
+from ckptstore.analysis.wording import percent, ratio
 from ckptstore.errors import MissingDependencyError, StorageError
+from ckptstore.formats.sizes import size
 from tests.analysis.analysis_data import trajectory, write
 
 
@@ -120,7 +121,7 @@ def test_a_title_says_the_numbers_of_its_picture(found: Analysis) -> None:
 
 
 def test_wording(found: Analysis) -> None:
-    told = [amount(n) for n in (0, 999, 1024, 67_854_336, 1.5e12)]
+    told = [size(n) for n in (0, 999, 1024, 67_854_336, 1.5e12)]
     assert told == ["0 B", "999 B", "1.00 KiB", "64.7 MiB", "1.36 TiB"]
     estimate = found.measurements[0].estimate
     assert percent(estimate) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,29 @@ def test_what_is_kept_for_new_checkpoints_is_said(
     monkeypatch.setenv("CKPTSTORE_RECYCLE", "never")
     assert "spare" not in ckpt("gc", run).out
     assert not list((run / ".spare").iterdir())
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_a_lost_log_is_damage_and_costs_nothing(ckpt: Run, run: Path, options: tuple[str, ...]) -> None:
+    segments = sorted(run.rglob("*.safetensors"))
+    for part in ("log", "fold"):
+        shutil.rmtree(run / part, ignore_errors=True)
+    outcome = ckpt("gc", run, *options)
+    assert (outcome.code, ckpt("verify", run).code) == (4, 4)
+    assert outcome.out.endswith("0 segments: 0 B\n")
+    assert "note: there are segments of term 3, but the log ends in term 0" in outcome.err
+    assert f"`ckpt repair {run} DST` makes a store of what is intact" in outcome.err
+    found = ckpt("gc", run, *options, "--json")
+    assert found.code == 4
+    assert_documented(found.json, documented("ckpt gc")[0])
+    assert "its end is lost" in found.json["damage"][0]
+    assert sorted(run.rglob("*.safetensors")) == segments
+
+
+def test_what_a_damaged_log_does_not_name_stays(ckpt: Run, run: Path, litter: Path) -> None:
+    slot = run / "log" / f"{2:020d}"
+    slot.write_bytes(slot.read_bytes()[:-40])
+    outcome = ckpt("gc", run)
+    assert outcome.code == 4
+    assert "note: log slot 2 is damaged or missing" in outcome.err
+    assert (run / litter).exists()  # it may be what that slot promised

@@ -48,3 +48,26 @@ def test_mistakes(ckpt: Run, run: Path) -> None:
         assert (outcome.code, why in outcome.err) == (code, True), ref
     assert ckpt("retire", run).code == 2
     assert len(ckptstore.open(run).checkpoints()) == 7
+
+
+def test_without_a_ref_it_says_what_to_type(ckpt: Run, run: Path) -> None:
+    """The example can be pasted: the newest that may be given up (4@2: 5@3 is the latest, and has a tag)."""
+    before = sorted(run.rglob("*"))
+    for name in ("rm", "retire"):
+        outcome = ckpt(name, run)
+        assert outcome.code == 2
+        assert "error: say which checkpoints to give up: no REF is given, and nothing was changed" in outcome.err
+        assert f"hint: `ckpt retire {run} 4@2 --dry-run` shows what giving one up would do" in outcome.err
+    assert sorted(run.rglob("*")) == before
+    assert ckpt("retire", run, "4@2", "--dry-run").code == 0
+    found = ckpt("rm", run, "--json", "--take-over")
+    assert (found.code, found.json["error"]["exit_code"]) == (2, 2)
+    assert f"{run} 4@2 --dry-run" in found.json["error"]["hint"]
+
+
+def test_of_a_store_without_such_a_checkpoint_the_example_is_a_word(ckpt: Run, tmp_path: Path) -> None:
+    ckptstore.open(tmp_path / "empty run", create=True)
+    outcome = ckpt("rm", tmp_path / "empty run")
+    assert outcome.code == 2
+    assert f"`ckpt retire '{tmp_path}/empty run' REF --dry-run`" in outcome.err
+    assert ckpt("rm", tmp_path / "nothing").code == 3

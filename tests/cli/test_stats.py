@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import ckptstore
@@ -36,3 +37,17 @@ def test_mistakes(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert ckpt("stats", run, "--plot", tmp_path / "x.doc").code == 2
     assert ckpt("stats", tmp_path / "nothing").code == 3
     assert ckpt("stats", run, "--plot", tmp_path / "no" / "x.svg").code != 0
+
+
+def test_a_lost_log_is_damage(ckpt: Run, run: Path) -> None:
+    for part in ("log", "fold"):
+        shutil.rmtree(run / part, ignore_errors=True)
+    outcome = ckpt("stats", run)
+    assert (outcome.code, ckpt("verify", run).code) == (4, 4)
+    assert outcome.out.startswith("0 checkpoints: 0 B")
+    assert "note: there are segments of term 3, but the log ends in term 0" in outcome.err
+    assert f"`ckpt repair {run} DST` makes a store of what is intact" in outcome.err
+    found = ckpt("stats", run, "--json")
+    assert found.code == 4
+    assert_documented(found.json, documented("ckpt stats")[0])
+    assert "its end is lost" in found.json["damage"][0]

@@ -101,7 +101,7 @@ def test_a_lost_log_sends_nobody_to_gc(ckpt: Run, run: Path) -> None:
     assert f"hint: `ckpt repair {run} DST` makes a store of what the segments still tell" in ckpt("inspect", run).err
     log = ckpt("log", run)
     assert "no checkpoint yet" not in log.err
-    assert "`ckpt repair` finds what segments tell" in log.err
+    assert f"`ckpt repair {run} DST` makes a store of what the segments still tell" in log.err
 
 
 @pytest.mark.filterwarnings("default")

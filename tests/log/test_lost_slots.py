@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -473,8 +474,13 @@ class TestLostEnd:
 
     def test_a_log_that_is_gone_as_a_whole(self, place: Store) -> None:
         self.cut(place, 0)
-        with pytest.raises(CorruptLogError, match="no checkpoint is intact"):
+        with pytest.raises(CorruptLogError, match=r"no checkpoint is intact\n`ckpt repair") as lost:
             place.load("latest")
+        hint = f"`ckpt repair {shlex.quote(place.url)} DST` makes a store of what the segments still tell"
+        assert lost.value.__notes__ == [hint]  # no checkpoint to be named: what to do instead, with the real place
+        with pytest.raises(ckptstore.CheckpointNotFoundError, match="is left") as gone:
+            place.load(6)
+        assert gone.value.__notes__ == [hint]
         with pytest.raises(CorruptLogError):
             place.writer()
 

@@ -281,6 +281,10 @@ def test_prune_drains_first(folders: Place) -> None:
     fill(folders.open(), 1, 2)
     fill(ckptstore.open(folders.here, remote=False), 3, 8)
     store = ckptstore.open(folders.here)
+    before = folders.theirs().checkpoints()
+    planned = store.prune("last:1", dry_run=True)
+    assert (planned.checkpoints, planned.retired) == (1, tuple(steps(store)[:-1]))
+    assert folders.theirs().checkpoints() == before
     assert store.prune("last:1", take_over=True).checkpoints == 1
     store.gc()
     assert [one.step for one in folders.theirs().checkpoints()] == list(range(1, 9))
@@ -292,11 +296,64 @@ def test_prune_leaves_what_the_remote_never_gets(folders: Place) -> None:
     fill(ckptstore.open(folders.here, remote=False), 3, 5)
     fill(folders.open(folders.there), 8, 9)  # the run goes on elsewhere: what is here alone is a branch
     store = ckptstore.open(folders.here)
-    store.prune("last:1", take_over=True)
+    planned = store.prune("last:1", dry_run=True)
+    assert (planned.retired, planned.kept["undrained"]) == (("1@1", "2@1"), ("3@2", "4@2"))
+    done = store.prune("last:1", take_over=True)
+    assert (done.retired, done.kept, done.checkpoints) == (planned.retired, planned.kept, planned.checkpoints)
     assert steps(store) == ["3@2", "4@2", "5@2"]
     store.gc()
     for step in (3, 4, 5):
         check(store.load(f"{step}@2", framework="numpy"), step)
+
+
+def test_a_dry_run_of_prune_rests_on_the_remote_as_prune_does(folders: Place) -> None:
+    fill(folders.open(), 1, 3)
+    store = ckptstore.open(folders.here)
+    Path(folders.remote).rename(f"{folders.remote}-unmounted")
+    for dry_run in (True, False):
+        with pytest.raises(StorageError, match="no store is there any more"):
+            store.prune("last:1", dry_run=dry_run, take_over=not dry_run)
+    assert steps(store) == ["1@1", "2@1", "3@1"]
+    Path(f"{folders.remote}-unmounted").rename(folders.remote)
+    assert store.prune("last:1", dry_run=True).retired == ("1@1", "2@1")
+    new = ckptstore.open(folders.here, remote=f"{folders.remote}-new")  # the next pass makes it, and brings all
+    assert new.prune("last:1", dry_run=True).retired == ("1@1", "2@1")
+    assert not Path(f"{folders.remote}-new").exists()
+
+
+def test_the_remote_does_not_name_itself(folders: Place) -> None:
+    """Its URL was copied into its own log: who had it mounted under another path was sent to this machine's."""
+    fill(folders.open(), 1, 2)
+    fill(ckptstore.open(folders.here, remote=False), 3, 4)  # a term that is opened here alone, and drained later
+    store = ckptstore.open(folders.here)
+    store.sync()
+    assert [opened.extra.get("remote") for opened in store.view().catalog.terms.values()] == [folders.remote] * 2
+    assert [opened.extra.get("remote") for opened in folders.theirs().view().catalog.terms.values()] == [None] * 2
+    elsewhere = f"{folders.remote}-elsewhere"
+    Path(folders.remote).rename(elsewhere)
+    there = ckptstore.open(elsewhere)
+    assert there.remote is None
+    fill(there, 5, 6)  # it was: no store is there any more
+
+
+def test_who_is_killed_while_he_catches_up_has_not_forgotten_his_remote(
+    folders: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(folders.open(), 1, 2)
+    fill(folders.open(folders.there), 3, 4)
+
+    def killed(point: str) -> None:
+        if point == "tiers.filled":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ckptstore.tiers.opening.crash_point", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folders.open().writer()
+    store = ckptstore.open(folders.here)
+    assert [opened.extra.get("remote") for opened in store.view().catalog.terms.values()] == [folders.remote] * 2
+    assert store.remote is not None
+    assert store.remote.url == folders.remote
 
 
 def test_bandwidth_holds_the_drain_back(folders: Place) -> None:

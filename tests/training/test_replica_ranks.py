@@ -22,7 +22,7 @@ from ckptstore.agent import AgentWriter  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
 from ckptstore.write.ranks.mailbox import Group  # noqa: E402
-from tests.agent.lives import agents, kill, until  # noqa: E402
+from tests.agent.lives import own_runtime, until  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 from tools import shim_kills  # noqa: E402
@@ -32,11 +32,8 @@ from tools.warm import Warm  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> Iterator[Path]:
-    folder = tmp_path / "runtime"
-    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(folder))
-    yield folder
-    for pid in agents(folder):
-        kill(pid)
+    with own_runtime(tmp_path / "runtime", monkeypatch) as folder:
+        yield folder
 
 
 class Script:

@@ -9,7 +9,9 @@ import threading
 import time
 import uuid
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,19 @@ def check(store: ckptstore.Store, *steps: int, units: int = 1) -> None:
         for name, array in weights(step, units).items():
             assert np.array_equal(loaded[name], array)
     assert ckptstore.verify(store).ok
+
+
+@contextmanager
+def taken(writer: ckptstore.Writer, medium: Medium) -> Iterator[None]:
+    """A writer's one place is taken in the ``with``: by a save of step 1, which the medium holds up so long."""
+    sync = threading.Thread(target=writer.save, args=(weights(1), 1))
+    sync.start()
+    try:
+        assert medium.begun[0].wait(20)
+        yield
+    finally:
+        medium.release()
+        sync.join(20)
 
 
 def run(script: str) -> str:
@@ -611,14 +626,9 @@ class TestCancelling:
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         medium = Medium(monkeypatch, 9)
-        with store.writer(max_in_flight=1, poll_seconds=None) as writer:
-            sync = threading.Thread(target=writer.save, args=(weights(1), 1))
-            sync.start()
-            assert medium.begun[0].wait(20)
+        with store.writer(max_in_flight=1, poll_seconds=None) as writer, taken(writer, medium):
             assert writer.save_async(weights(2), 2).cancel()
             assert writer.save_async(weights(3), 3).cancel()  # its place is free again
-            medium.release()
-            sync.join(20)
         check(store, 1)
         assert medium.opened == 1
 
@@ -627,20 +637,16 @@ class TestCancelling:
     ) -> None:
         medium = Medium(monkeypatch, 9)
         with store.writer(max_in_flight=1, poll_seconds=None) as writer:
-            sync = threading.Thread(target=writer.save, args=(weights(1), 1))
-            sync.start()
-            assert medium.begun[0].wait(20)
-            pending = writer.save_async(weights(2), 2)
-            assert pending.cancel()
-            assert pending.cancel()
-            writer.save_async(weights(3), 3)
-            fourth = threading.Thread(target=writer.save_async, args=(weights(4), 4))
-            fourth.start()
-            fourth.join(0.2)
-            waits = fourth.is_alive()
-            medium.release()
-            for one in (sync, fourth):
-                one.join(20)
+            with taken(writer, medium):
+                pending = writer.save_async(weights(2), 2)
+                assert pending.cancel()
+                assert pending.cancel()
+                writer.save_async(weights(3), 3)
+                fourth = threading.Thread(target=writer.save_async, args=(weights(4), 4))
+                fourth.start()
+                fourth.join(0.2)
+                waits = fourth.is_alive()
+            fourth.join(20)
         assert waits, "step 3 was in flight, and nothing else may be"
         check(store, 1, 3, 4)
 

@@ -195,11 +195,13 @@ class _Copying:
 
 
 def check_apart(source: Backend, target: Backend) -> None:
-    """Raise `UsageError` if one place lies in the other."""
+    """Raise `UsageError` if one place lies in the other, or what is to be made in some other store."""
     if isinstance(source, LocalBackend) and isinstance(target, LocalBackend):
         there, here = Path(target.root).resolve(), Path(source.root).resolve()
         if there == here or here in there.parents or there in here.parents:
             raise UsageError(f"{target.url}: the copy of a store has a place of its own, outside of {source.url}")
+    if isinstance(target, LocalBackend) and not Path(target.root).exists():  # before anything is made there
+        Journal(target).check_outside()
 
 
 def _check_copyable(journal: Journal, catalog: Catalog) -> None:
