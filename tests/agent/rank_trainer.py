@@ -50,9 +50,11 @@ def main() -> None:
     url, path, rank, last, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     group = trainers(path, rank)
     how = {"linger_seconds": 60, "max_in_flight": 8, **json.loads(options)}
+    apart = how.pop("apart", None)  # the step at which replicas differ
     writer = ckptstore.agent.writer(url, group=group, ranks=OPTIONS, **how)
     for step in range(1, last + 1):
-        writer.save_async(state(step, rank), step)
+        beside = {"bias": np.full(9, step + rank)} if step == apart else {}
+        writer.save_async(state(step, rank) | beside, step)
     delivered(writer, last)
     print("delivered", flush=True)
     time.sleep(120)
