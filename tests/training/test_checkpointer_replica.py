@@ -510,7 +510,7 @@ def test_a_fork_is_refused_and_touches_nothing(tmp_path: Path, wholes: list[int]
 def refused_in_a_fork(kept: Checkpointer, model: Small) -> int:
     """How many of some steps there are not refused."""
     taken = 0
-    for options in ({}, {"save": True}, {"tags": "mine"}, {"save": False}):
+    for options in ({"save": False}, {}, {"save": True}, {"tags": "mine"}):
         with torch.no_grad():
             for one in model.parameters():
                 one.grad = torch.ones_like(one)
