@@ -288,6 +288,20 @@ def test_a_step_that_could_not_be_begun_may_be_given_again(
     check(store, 1)
 
 
+def test_what_a_failed_save_has_begun_is_named_to_gc(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next commit: what is left of it on the medium need not wait for another term."""
+    medium = Medium(monkeypatch, 9, held=False)
+    medium.fails = {1}
+    with store.writer(max_in_flight=1, poll_seconds=None) as writer:
+        writer.save(weights(1), 1)
+        with pytest.raises(ckptstore.StorageError):
+            writer.save(weights(2), 2)
+        assert len(store.view().catalog.dropped) == 0
+        writer.save(weights(3), 3)
+        assert len(store.view().catalog.dropped) == 1
+    check(store, 1, 3)
+
+
 class TestMemory:
     def test_it_is_the_bound(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of a state several times as large, on a slow medium. Training waits, and is told how long."""
