@@ -177,7 +177,9 @@ class Saving:
             pass  # `settle` says of which step
         last = self._under_way[-1] if self._under_way else None
         lost = last is not None and isinstance(last.exception(), self.given_again)
-        self.settle(last.step if lost and last is not None else None)
+        # Prevents: a step that is lost without a word, since it is not given again once the state is the next one's.
+        again = lost and not self._taken.any
+        self.settle(last.step if again and last is not None else None)
         if lost:
             self._again()
 

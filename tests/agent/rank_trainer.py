@@ -55,12 +55,14 @@ def main() -> None:
     group = trainers(path, rank)
     how = {"linger_seconds": 300, "max_in_flight": 8, **json.loads(options)}
     memory, leaves = how.pop("memory", False), how.pop("leaves", False)
+    apart = how.pop("apart", None)  # the step at which replicas differ
     with ckptstore.agent.writer(url, group=group, ranks=OPTIONS, **how) as writer:
         for step in range(1, last + 1):
             if memory:
                 writer.hold(bridge.flattened(state(step, rank)), step)
             else:
-                writer.save_async(state(step, rank), step)
+                beside = {"bias": np.full(9, step + rank)} if step == apart else {}
+                writer.save_async(state(step, rank) | beside, step)
         delivered(writer, last)
         print("delivered", flush=True)
         if leaves:

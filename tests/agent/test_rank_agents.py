@@ -258,6 +258,21 @@ def test_the_wait_for_the_others_has_one_bound_that_is_shortened(tmp_path: Path)
     assert calls == [], "no trainer was held for long"
 
 
+def test_nobody_goes_on_with_what_was_refused(tmp_path: Path, runtime: Path) -> None:
+    """All ranks have kept the same step, and it is no checkpoint: replicas differed in it."""
+    url, path = tmp_path / "store", tmp_path / "trainers"
+    trainers = [trainer(url, path, rank, 3, json.dumps({"apart": 3})) for rank in range(2)]
+    for process in trainers:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "delivered\n"
+    for process in trainers:
+        process.kill()
+        process.communicate()
+    assert as_ranks(2, lambda group: continued(url, group, inherits=False)) == [2, 2]
+    assert steps(url) == [1, 2, 3]
+    check(url, 3)
+
+
 @long_only  # rank 0's agent waits ten seconds for that of rank 1, which nobody ends
 def test_a_group_of_another_size_goes_on_from_the_store(tmp_path: Path, runtime: Path) -> None:
     """What rank 0 alone has kept may be no whole state."""

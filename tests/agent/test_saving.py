@@ -196,6 +196,9 @@ def test_layers_are_copied_into_the_agents_memory(tmp_path: Path) -> None:
         begun_save = writer.begin(state, 1, {"first": ["a"]})
         begun_save.ready("first")
         begun_save.wait("first")
+        for call in (writer.wait, lambda: writer.tag("x"), lambda: writer.save(state, 2)):
+            with pytest.raises(UsageError, match="step 1 is not over: finish or abandon it"):
+                call()
         state["a"] += 1  # the layer may change
         pending = begun_save.finish({**state, "n": 2})
         state["b"] += 1
@@ -345,8 +348,11 @@ def test_a_fork_cannot_use_it_and_does_not_keep_it_alive(tmp_path: Path) -> None
         if child == 0:
             code = 1
             try:
-                writer.save(begun(), 2)
-            except WriterClosedError:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
+                signal.alarm(20)
+                for call in (lambda: writer.save(begun(), 2), writer.poll):
+                    with pytest.raises(WriterClosedError, match="not to its fork"):
+                        call()
                 writer.close()
                 code = 0
             finally:

@@ -116,4 +116,6 @@ def test_no_tag_reads_like_another_ref(ckpt: Run, run: Path, name: str) -> None:
             writer.tag(name, 5)
         with pytest.raises(ckptstore.UsageError, match="is no tag name"):
             writer.save({"x": 1}, 6, tags=name)
+    with pytest.raises(ckptstore.UsageError, match="is no tag name"):
+        store.untag(name + "\n")
     assert set(store.tags()) == {"best"}

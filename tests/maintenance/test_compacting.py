@@ -16,7 +16,7 @@ from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Store
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.maintenance.compact import Samples, compacting
-from ckptstore.maintenance.compact.measuring import Measured
+from ckptstore.maintenance.compact.measuring import Measured, measure
 from tests.maintenance.stores import flip
 from tests.restore.twofold import stored_again
 from tests.store.states import same
@@ -285,6 +285,15 @@ class TestDamage:
         assert (told["drop"].result, told["drop"].damaged) == ("refused", True)
         assert full.segments[0] in told["drop"].reason
         same(state(3), store.load(3, framework="numpy"))
+
+
+def test_what_is_retired_while_it_is_measured_is_passed_over(store: Store) -> None:
+    filled(store, range(1, 4), deltas=None)
+    catalog = store.view().catalog
+    store.retire("2@1", take_over=True)
+    found = measure(store.journal, catalog).samples
+    assert found is not None
+    assert [gap for gap, _ in found.deltas] == [2]
 
 
 class TestBesideOthers:

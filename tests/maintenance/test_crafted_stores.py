@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import CorruptSegmentError, DiffOptions
+from ckptstore import CorruptSegmentError, DiffOptions, UsageError
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.codecs import Derive, Sub, Xor
 from ckptstore.formats.shards import state_parts
@@ -321,6 +321,22 @@ def test_what_a_load_refuses_is_reported_without_decoding(deltas: Crafted, how: 
     assert any(
         reason in str(error) or "base has" in str(error) or "begins with" in str(error) for error in wrong.values()
     )
+
+
+@pytest.mark.parametrize("how", ["copy", "sync"])
+def test_nothing_is_added_to_a_copy_that_has_another_state_of_the_name(
+    deltas: Crafted, tmp_path: Path, how: str
+) -> None:
+    """Of the very same term. It is refused at once: nobody else is at work there."""
+    place = tmp_path / "place"
+    getattr(deltas.clone().write(), how)(place)
+    before = [info.state for info in ckptstore.open(place).checkpoints()]
+    crafted = deltas.clone()
+    _tree(crafted, 2, "step", 7)
+    other = crafted.write(restate=True)
+    with pytest.raises(UsageError, match="its 2@1 is another state"):
+        getattr(other, how)(place)
+    assert [info.state for info in ckptstore.open(place).checkpoints()] == before
 
 
 @pytest.mark.parametrize(("how", "form"), [("another value", "full"), ("run", "stored"), ("term", "stored")])

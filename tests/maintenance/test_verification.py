@@ -122,6 +122,49 @@ def test_a_chunk_that_this_process_cannot_read(store: ckptstore.Store, monkeypat
     assert report.unknown == ("2@1", "3@1", "4@1")
 
 
+def test_one_bad_sector_is_no_reason_to_give_its_neighbours_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbouring tensors are read at once. What fails then is read piece by piece, and the bad one is named."""
+    store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
+    chance = np.random.default_rng(1)
+    state = {name: chance.integers(0, 256, 3000, dtype=np.uint8) for name in "abc"}
+    with store.writer(poll_seconds=None) as writer:
+        writer.save(state, 1)
+    (key,) = (entry.key for entry in store.view().catalog.segments.values())
+    bad = store.backend.get(key).index(state["b"].tobytes()) + 5
+    open_source = MemoryBackend.open_source
+
+    def opened(self: Any, wanted: str) -> Any:
+        source = open_source(self, wanted)
+        read_into = source.read_into
+
+        def failing(offset: int, out: memoryview) -> None:
+            if wanted == key and offset <= bad < offset + len(out):
+                raise ckptstore.StorageError(errno.EIO, "cannot read: Input/output error", key)
+            read_into(offset, out)
+
+        monkeypatch.setattr(source, "read_into", failing)
+        return source
+
+    monkeypatch.setattr(MemoryBackend, "open_source", opened)
+    report = ckptstore.verify(store)
+    (damage,) = report.damage
+    assert damage.key == key
+    assert "tensor 'b'" in damage.what
+    assert report.lost == ("1@1",)
+    assert not report.unread
+
+
+def test_what_only_looks_like_a_slot_or_a_fold_is_named(store: ckptstore.Store) -> None:
+    for folder in ("log", "fold"):
+        store.backend.create(f"{folder}/notes", b"what somebody left here")
+    report = ckptstore.verify(store)
+    assert [(damage.key, damage.what) for damage in report.damage] == [
+        ("fold/notes", "not the name of a fold"),
+        ("log/notes", "not the name of a log slot"),
+    ]
+    assert len(report.restorable) == 4
+
+
 def test_the_command_says_what_was_not_read(store: ckptstore.Store, broken: Break) -> None:
     key = store.describe(4)[-1][0].key
     root = Path(store.url.removeprefix("file://"))

@@ -21,6 +21,7 @@ from ckptstore import (
     ReadOnlyError,
     StorageError,
     UsageError,
+    WriterClosedError,
 )
 from ckptstore.tiers import background
 from tests.tiers.conftest import Outage, Place
@@ -181,9 +182,12 @@ def test_undrained_steps_of_an_old_machine_are_told_and_stay_readable(outage: Ou
     writer = outage.place.open().writer(deltas=3)
     writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
     outage.begin()
-    writer.save(state(2), 2)
+    pending = writer.save_async(state(2), 2)
+    pending.result()
     with pytest.warns(UserWarning, match="lacks"):
         writer.close()  # the remote is not there: what is left is said
+    with pytest.raises(WriterClosedError, match="2@1 is not in the remote, and the writer is closed"):
+        pending.result(tier="remote", timeout=5)
     fill(outage.other.open(outage.other.there), 5, 6)
     outage.end()
     with pytest.warns(BranchWarning, match=r"2@1"):

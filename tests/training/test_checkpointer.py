@@ -745,6 +745,45 @@ def test_a_writer_that_was_fenced_is_told_of_at_every_step(tmp_path: Path) -> No
                 checkpointer.step()
 
 
+def test_a_fork_is_refused_before_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the save that was on its way when it was forked, whose thread it does not have: its place is never free."""
+    create, free = LocalBackend.create, threading.Event()
+
+    def held(backend: LocalBackend, key: str, data: bytes) -> None:
+        free.wait(60)
+        create(backend, key, data)
+
+    script = Script()
+    with Checkpointer(tmp_path / "s", **script.parts(), strategy="full", max_in_flight=1) as checkpointer:
+        checkpointer.resume()
+        (tokens,) = next(endless(checkpointer.loader))
+        for number in range(3):
+            script.one(tokens, number)
+            checkpointer.step()
+        checkpointer.wait()
+        monkeypatch.setattr(LocalBackend, "create", held)
+        try:
+            script.one(tokens, 3)
+            checkpointer.step()
+            victim = os.fork()
+            if not victim:
+                status = 1
+                try:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
+                    signal.alarm(20)
+                    script.optimizer.step()
+                    checkpointer.step()
+                except WriterClosedError as error:
+                    status = 2 * ("not to its fork" not in str(error))
+                finally:
+                    os._exit(status)
+            _, status = os.waitpid(victim, 0)
+        finally:
+            free.set()
+        assert os.waitstatus_to_exitcode(status) == 0
+    assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 2, 3, 4]
+
+
 def test_an_optimizer_that_never_steps_is_remarked_upon(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     given, used = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))

@@ -42,10 +42,13 @@ class Script:
             store, model=self.model, optimizer=self.optimizer, agent=True, linger_seconds=30, **options
         )
 
-    def train(self) -> ckptstore.PendingSave:
+    def update(self) -> None:
         self.inner(torch.randn(8, 16)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def train(self) -> ckptstore.PendingSave:
+        self.update()
         pending = self.checkpointer.step()
         assert pending is not None
         return pending
@@ -161,6 +164,25 @@ def test_the_last_step_is_saved_again_if_its_agent_dies_with_it(tmp_path: Path, 
                 assert ckptstore.open(tmp_path / "run").latest_step() == 3
     assert all(one.exception() is not None for one in pending)
     assert {AgentRestartWarning, UnsavedStepWarning} <= {one.category for one in caught}
+    store = ckptstore.open(tmp_path / "run")
+    assert [info.step for info in store.checkpoints()] == [1, 3]
+    assert shim_kills.digest([store.load()["model"]]) == shim_kills.digest([script.model.state_dict()])
+
+
+def test_a_step_whose_agent_died_is_not_saved_again_once_the_next_has_begun(tmp_path: Path) -> None:
+    """The state is the next step's by then: under the name of the last one it would be another than it was."""
+    script = Script(tmp_path / "run", strategy="gradient", batch=50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with script.checkpointer:
+            script.checkpointer.resume()
+            script.train().result()
+            script.train()  # waits for its batch, in the agent's memory
+            killed(script.agent_pid)
+            script.update()
+            script.checkpointer.wait()
+            assert ckptstore.open(tmp_path / "run").latest_step() == 1
+            script.checkpointer.step()
     store = ckptstore.open(tmp_path / "run")
     assert [info.step for info in store.checkpoints()] == [1, 3]
     assert shim_kills.digest([store.load()["model"]]) == shim_kills.digest([script.model.state_dict()])

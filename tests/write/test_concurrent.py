@@ -286,6 +286,37 @@ class TestTogether:
         check(store, *range(1, 9), units=3)
 
 
+def test_a_step_that_could_not_be_begun_may_be_given_again(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken, and has no place."""
+
+    def none(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    with store.writer(max_in_flight=1, poll_seconds=None) as writer:
+        with monkeypatch.context() as patched:
+            patched.setattr("ckptstore.write.fulls.plan_units", none)
+            with pytest.raises(MemoryError):
+                writer.save_async(weights(1), 1)
+        writer.save(weights(1), 1)
+    check(store, 1)
+
+
+def test_what_a_failed_save_has_begun_is_named_to_gc(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next commit: what is left of it on the medium need not wait for another term."""
+    medium = Medium(monkeypatch, 9, held=False)
+    medium.fails = {1}
+    with store.writer(max_in_flight=1, poll_seconds=None) as writer:
+        writer.save(weights(1), 1)
+        with pytest.raises(ckptstore.StorageError):
+            writer.save(weights(2), 2)
+        assert len(store.view().catalog.dropped) == 0
+        writer.save(weights(3), 3)
+        assert len(store.view().catalog.dropped) == 1
+    check(store, 1, 3)
+
+
 class TestMemory:
     def test_it_is_the_bound(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of a state several times as large, on a slow medium. Training waits, and is told how long."""

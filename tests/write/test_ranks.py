@@ -603,6 +603,24 @@ def test_a_base_that_was_retired_is_built_on_no_more(tmp_path: Path) -> None:
     assert_same(ckptstore.open(tmp_path).load(3, rank=1), drifting(1, 3))
 
 
+def test_after_everything_was_retired_and_dropped_the_next_step_begins_anew(tmp_path: Path) -> None:
+    """A delta against what is gone could never be committed."""
+
+    def work(group: Group) -> list[str]:
+        store = ckptstore.open(tmp_path)
+        with store.writer(group=group, ranks=PATIENT, deltas=4, poll_seconds=0.05) as writer:
+            kinds = [writer.save(drifting(group.rank, step), step).kind for step in (1, 2)]
+            if group.rank == 0:
+                change = Change(retires=((1, 1), (1, 2)), drops=tuple(store.view().catalog.segments))
+                asked = requests.post(store.journal, 1, "test", change)
+                assert requests.wait(store.journal, asked, timeout=120).answer == "accepted"
+            kinds += [writer.save(drifting(group.rank, step), step).kind for step in (3, 4)]
+        return kinds
+
+    assert as_ranks(2, work) == [["full", "delta", "full", "delta"]] * 2
+    assert_same(ckptstore.open(tmp_path).load(4, rank=1), drifting(1, 4))
+
+
 def test_what_ranks_cannot_do_yet_is_said_before_a_term_is_opened(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path)
     with pytest.raises(UsageError, match=r"memory=.* cannot be combined"):
