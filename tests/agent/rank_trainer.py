@@ -49,7 +49,7 @@ def main() -> None:
     """One rank."""
     url, path, rank, last, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     group = trainers(path, rank)
-    how = {"linger_seconds": 60, "max_in_flight": 8, **json.loads(options)}
+    how = {"linger_seconds": 120, "max_in_flight": 8, **json.loads(options)}
     writer = ckptstore.agent.writer(url, group=group, ranks=OPTIONS, **how)
     for step in range(1, last + 1):
         writer.save_async(state(step, rank), step)

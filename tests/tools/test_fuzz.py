@@ -91,7 +91,7 @@ recorder = worker.Recorder(guard.Target("hang", run, lambda: []), Path(sys.argv[
 recorder.run(b"for a while")
 recorder.run(b"for ever")
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=repository(), timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=repository(), timeout=240, check=False)
     assert done.returncode == -signal.SIGPROF
     left = (tmp_path / "current").read_bytes()
     assert left[8 : 8 + int.from_bytes(left[:8], "little")] == b"for ever"
