@@ -48,7 +48,11 @@ def probe_folder(where: Path) -> Iterator[Path]:
         folder.mkdir(0o700)  # within the try: a signal that comes right after it finds what is to be deleted
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:  # a signal that comes while it is deleted: what it has cut short is done again
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def examine_disk(folder: Path, where: Path, *, quick: bool) -> Iterator[Finding]:

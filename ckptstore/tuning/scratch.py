@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,14 +84,20 @@ def scratch(place: str) -> Iterator[Scratch]:
             f"{place} is where a medium is mounted: what is beside it lies on another; name a folder in it"
         )
     refuse_inside_store(parent / _PREFIX)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    except OSError as error:
-        raise StorageError(error.errno, f"a temporary folder cannot be made: {error.strerror}", str(parent)) from error
-    try:
+    folder = parent / f"{_PREFIX}{secrets.token_hex(8)}"
+    try:  # from here on: a signal that comes right after it was made finds what is to be removed
+        try:
+            folder.mkdir(0o700)
+        except OSError as error:
+            what = f"a temporary folder cannot be made: {error.strerror}"
+            raise StorageError(error.errno, what, str(parent)) from error
         yield Scratch(folder, scheme)
     finally:
-        _remove(folder)
+        try:
+            _remove(folder)
+        except BaseException:  # a signal meanwhile: what it has cut short is done again
+            _remove(folder)
+            raise
 
 
 def _local(place: str) -> tuple[str, Path]:

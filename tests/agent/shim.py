@@ -35,7 +35,7 @@ class Shim:
         its.close()
         shim = cls(ours, agent)
         start = {"url": str(url), "name": "", "parent": "latest", "options": OPTIONS, "environment": {}}
-        return shim, shim.ask("start", protocol=1, linger_seconds=30, **start | other)
+        return shim, shim.ask("start", protocol=1, linger_seconds=120, **start | other)
 
     @classmethod
     def connected(cls, runtime: Path) -> Self:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import signal
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ from tests.write.test_diffs import Trainer
 
 
 def opened(url: Path, **options: Any) -> AgentWriter:
-    return ckptstore.agent.writer(url, linger_seconds=options.pop("linger_seconds", 30.0), **options)
+    return ckptstore.agent.writer(url, linger_seconds=options.pop("linger_seconds", 120.0), **options)
 
 
 TRAIN = """
 steps = int(sys.argv[2])
-writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer = ckptstore.agent.writer(url, linger_seconds=120)
 state = begun() if writer.parent is None else writer.load()
 print(writer.agent_pid, flush=True)
 for step in range(writer.step + 1, steps + 1):
@@ -76,7 +75,7 @@ def test_nothing_is_read_from_storage(tmp_path: Path) -> None:
 def test_torch_tensors_come_back_as_such(tmp_path: Path) -> None:
     script = """
 from tests.store.states import training_state
-writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer = ckptstore.agent.writer(url, linger_seconds=120)
 writer.save(training_state(), 1)
 kill()
 """
@@ -101,7 +100,7 @@ class Stops:
         if offset:
             kill()
 
-writer = ckptstore.agent.writer(url, linger_seconds=60, max_in_flight=int(sys.argv[2]))
+writer = ckptstore.agent.writer(url, linger_seconds=120, max_in_flight=int(sys.argv[2]))
 for step in (1, 2):
     pending = writer.save_async({"big": np.full(20 << 20, step, np.uint8)}, step)
 if sys.argv[3] == "wait":
@@ -125,7 +124,7 @@ def test_a_buffer_that_is_half_filled_is_never_offered(tmp_path: Path, in_flight
 def test_what_waits_for_its_batch_is_written_and_the_chain_goes_on(tmp_path: Path) -> None:
     script = """
 writer = ckptstore.agent.writer(
-    url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), max_in_flight=2, linger_seconds=60
+    url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), max_in_flight=2, linger_seconds=120
 )
 from tests.write.test_diffs import Trainer
 trainer = Trainer()
@@ -157,7 +156,7 @@ def test_killed_again_and_again_at_any_moment(tmp_path: Path) -> None:
     """Each life finds what the one before had handed over, but for the step that it was at."""
     script = """
 import threading
-writer = ckptstore.agent.writer(url, linger_seconds=60, max_in_flight=2)
+writer = ckptstore.agent.writer(url, linger_seconds=120, max_in_flight=2)
 state = begun() if writer.parent is None else writer.load()
 print("up", writer.step, flush=True)
 threading.Timer(float(sys.argv[2]), kill).start()
@@ -207,10 +206,10 @@ def test_sigterm_ends_an_agent_that_waits(tmp_path: Path, runtime: Path) -> None
 
 def test_two_trainers_never_share_one(tmp_path: Path) -> None:
     script = """
-writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer = ckptstore.agent.writer(url, linger_seconds=120)
 writer.save(begun(), 1)
 print("up", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     first = started(script, tmp_path / "store")
     try:
@@ -239,20 +238,20 @@ def test_a_trainer_that_takes_long_to_die_is_waited_for(tmp_path: Path) -> None:
     """The kernel takes seconds to take a large process's memory back: here a thread holds on after the main one."""
     script = """
 import ctypes, threading
-writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer = ckptstore.agent.writer(url, linger_seconds=120)
 writer.save(begun(), 1)
 def last():
     time.sleep(3)
+    open(sys.argv[2], "x").close()
     os._exit(9)
 threading.Thread(target=last).start()
 print("up", flush=True)
 ctypes.CDLL(None).syscall(60, 0)
 """
-    first = started(script, tmp_path / "store")
+    first = started(script, tmp_path / "store", tmp_path / "its end")
     until(lambda: not alive(first.pid))
-    began = time.monotonic()
     with opened(tmp_path / "store") as writer:
-        assert time.monotonic() - began > 1
+        assert (tmp_path / "its end").exists()
         assert (writer.term, writer.step) == (1, 1)
         writer.save(begun(), 2)
     assert first.wait() == 9
@@ -263,20 +262,19 @@ ctypes.CDLL(None).syscall(60, 0)
 def test_a_child_that_outlives_the_trainer_does_not_keep_its_agent(tmp_path: Path) -> None:
     """Workers of a data loader are forked, and hold whatever was open."""
     script = """
-writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer = ckptstore.agent.writer(url, linger_seconds=120)
 writer.save(begun(), 1)
 if (child := os.fork()) == 0:
     os.close(1); os.close(2)
-    time.sleep(60)
+    time.sleep(600)
 print(child, flush=True)
 kill()
 """
     (child,) = run(script, tmp_path / "store", code=-9)
     try:
-        began = time.monotonic()
         with opened(tmp_path / "store") as writer:
             assert (writer.term, writer.step) == (1, 1)
-        assert time.monotonic() - began < 30
+        assert alive(int(child))  # it was not waited for
     finally:
         kill(int(child))
 
@@ -323,7 +321,7 @@ def test_a_term_that_came_after_wins_over_what_the_agent_keeps(tmp_path: Path) -
 def test_nobody_goes_on_with_a_branch_that_was_left(tmp_path: Path) -> None:
     """The trainer went back, and was killed before it had saved anything."""
     script = """
-writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer = ckptstore.agent.writer(url, linger_seconds=120)
 for step in (1, 2, 3):
     writer.save(truth(step), step)
 writer.rollback(1)
@@ -352,7 +350,7 @@ def test_a_store_in_the_place_of_another_gets_an_agent_of_its_own(tmp_path: Path
 def test_a_step_that_could_not_be_written_is_in_memory_still(tmp_path: Path) -> None:
     """The store has lost its FORMAT file: nothing can be committed, and training need not go back."""
     script = """
-writer = ckptstore.agent.writer(url, linger_seconds=60)
+writer = ckptstore.agent.writer(url, linger_seconds=120)
 writer.save(truth(1), 1)
 os.rename(url + "/FORMAT", url + ".FORMAT")
 try:

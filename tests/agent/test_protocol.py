@@ -56,7 +56,7 @@ def test_what_changes_after_it_was_handed_over_is_noticed(shim: Shim, tmp_path: 
     assert shim.event()["event"] == "saved"
     memory[100:101] = b"\x02"
     shim.close()
-    with ckptstore.agent.writer(tmp_path / "store", max_in_flight=1, poll_seconds=None, linger_seconds=30) as writer:
+    with ckptstore.agent.writer(tmp_path / "store", max_in_flight=1, poll_seconds=None, linger_seconds=120) as writer:
         assert writer.inherited is not None
         with pytest.raises(ckptstore.CorruptionError, match="not what was handed over"):
             writer.inherited.load()
@@ -137,7 +137,7 @@ def test_what_is_no_message_ends_the_connection_and_not_the_agent(shim: Shim, tm
         assert shim.event()["event"] == "broken"
         with pytest.raises((EOFError, ConnectionResetError)):
             shim.hear()
-    with ckptstore.agent.writer(tmp_path / "store", max_in_flight=1, poll_seconds=None, linger_seconds=30) as writer:
+    with ckptstore.agent.writer(tmp_path / "store", max_in_flight=1, poll_seconds=None, linger_seconds=120) as writer:
         assert (writer.term, writer.step) == (1, 2)
         assert (writer.load()["x"] == 4).all()
 

@@ -78,7 +78,7 @@ def steps(url: Path) -> list[int]:
 
 
 def opened(url: Path, group: Group, **options: Any) -> AgentWriter:
-    return ckptstore.agent.writer(url, group=group, ranks=OPTIONS, linger_seconds=60, **options)
+    return ckptstore.agent.writer(url, group=group, ranks=OPTIONS, linger_seconds=120, **options)
 
 
 def continued(url: Path, group: Group, *, inherits: bool) -> int:
@@ -399,7 +399,7 @@ def test_a_second_ctrl_c_gives_up_what_closing_waits_for(tmp_path: Path, runtime
     """As of a `Writer`: it is said what is waited for, and the interpreter's end does not wait again."""
     url = tmp_path / "store"
     command = [sys.executable, "-c", LEAVING, str(url), whose]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=50, check=False)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=240, check=False)
     assert [line for line in done.stderr.splitlines() if line.startswith("ckptstore: ")] == [
         f"ckptstore: {url}: interrupted: closing ends once step 1 is written; Ctrl-C gives up",
         f"ckptstore: {url}: interrupted: step 1 is perhaps not saved",

@@ -32,7 +32,7 @@ from tests.write.test_diffs import Trainer
 
 
 def opened(url: Path, **options: Any) -> AgentWriter:
-    return ckptstore.agent.writer(url, linger_seconds=options.pop("linger_seconds", 30.0), **options)
+    return ckptstore.agent.writer(url, linger_seconds=options.pop("linger_seconds", 120.0), **options)
 
 
 def test_every_type_of_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_layers_are_copied_into_the_agents_memory(tmp_path: Path) -> None:
 
 def test_an_ordinary_exit_without_close_writes_what_waits(tmp_path: Path) -> None:
     script = """
-writer = ckptstore.agent.writer(url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), linger_seconds=60)
+writer = ckptstore.agent.writer(url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), linger_seconds=120)
 from tests.write.test_diffs import Trainer
 trainer = Trainer()
 for step in range(1, 6):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import ckptstore
+from ckptstore.backends.base import SegmentSource
 from ckptstore.host import carriers
 from tools.objects.proxy import FaultProxy, Rule
 from tools.objects.server import Server, options_for
@@ -23,7 +24,7 @@ INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_
 COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from ckptstore.cli.main import main; main()"]
 SILENCE = 100.0
 """Seconds for which the server says nothing; requests time out after 60."""
-SOON = 20.0
+SOON = 50.0
 """Seconds for a signal to end a process: many, because the machine may be busy; none of them is waited for."""
 
 
@@ -213,19 +214,30 @@ def go_on_mute(proxy: FaultProxy, process: subprocess.Popen[str]) -> None:
     wait_until_mute(proxy, process)
 
 
+def interrupted_read(source: SegmentSource, proxy: FaultProxy) -> bytearray:
+    """What a read was to fill that was interrupted before its answer, which comes within a second then."""
+    for _ in range(10):  # where the machine stands still the answer may be there before the alarm
+        proxy.rules([Rule("slow", "range", seconds=1.0)])
+        out = bytearray(1000)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            source.read_into(0, memoryview(out))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            if not any(out):
+                return out
+    raise AssertionError("no read was interrupted")
+
+
 def test_what_is_given_up_writes_to_nobodys_memory(s3: Server, proxy: FaultProxy, url: str) -> None:
     """The main thread's wait is interrupted; the answer comes later, and nothing of it is seen."""
     store = ckptstore.open(url, storage_options=options_for(proxy.port))
     (segment,) = store.checkpoint().segments
     key = store.view().catalog.segments[segment].key
-    proxy.rules([Rule("slow", "range", seconds=1.0)])
-    out = bytearray(1000)
     before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     try:
         with store.backend.open_source(key) as source:
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            with pytest.raises(KeyboardInterrupt):
-                source.read_into(0, memoryview(out))
+            out = interrupted_read(source, proxy)
             time.sleep(1.5)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -229,7 +229,7 @@ def test_a_fork_is_told_to_open_anew(s3: Server) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert "UsageError" in done.stdout
     assert "opened before a fork" in done.stdout

@@ -19,7 +19,7 @@ from tests.cli.conftest import Run, assert_documented, documented, state
 INTERRUPTIBLE: Final = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 """Shells have what they start in the background ignore SIGINT, and tests may be that."""
 COMMAND: Final = [sys.executable, "-c", f"{INTERRUPTIBLE}; from ckptstore.cli.main import main; main()", "follow"]
-PATIENCE: Final = 60.0
+PATIENCE: Final = 120.0
 
 
 def test_once_in_text_and_json(ckpt: Run, run: Path) -> None:

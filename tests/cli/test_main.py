@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -271,7 +270,7 @@ import ckptstore.exchange.torch_archive as archive
 write = archive.write_archive
 def slow(*arguments):
     print("inside", flush=True)
-    time.sleep(60)
+    time.sleep(600)
     return write(*arguments)
 import ckptstore.exchange.exporting as exporting
 exporting.write_archive = slow
@@ -289,9 +288,7 @@ main()
     assert process.stdout.readline() == "inside\n"
     assert list(tmp_path.iterdir()), "a temporary file while it works"
     process.send_signal(number)
-    began = time.monotonic()
-    _, complaint = process.communicate(timeout=30)
-    assert time.monotonic() - began < 20
+    _, complaint = process.communicate(timeout=120)
     assert process.returncode == code
     assert "Traceback" not in complaint
     assert not list(tmp_path.iterdir())

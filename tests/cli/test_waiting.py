@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import time
 
@@ -11,7 +12,7 @@ import pytest
 
 from ckptstore.cli.waiting import patience
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 def test_on_a_terminal_it_says_for_how_long() -> None:
@@ -20,14 +21,14 @@ def test_on_a_terminal_it_says_for_how_long() -> None:
     with open(other, "w") as terminal, contextlib.redirect_stderr(terminal):
         with patience("inspecting", every=0.01):
             end = time.monotonic() + PATIENCE
-            while b"inspecting: 0 s" not in shown and time.monotonic() < end:
+            while b" s" not in shown and time.monotonic() < end:
                 if select.select([main], [], [], 0.1)[0]:
                     shown += os.read(main, 4096)
         print("end", file=terminal, flush=True)
         while b"end" not in shown:
             shown += os.read(main, 4096)
     os.close(main)
-    assert b"inspecting: 0 s" in shown
+    assert re.search(rb"inspecting: \d+ s", shown)  # 0, unless the machine stood still
     assert shown.endswith(b"\r\x1b[Kend\r\n")
 
 

@@ -27,9 +27,9 @@ HEX = "a" * 32
 
 @pytest.fixture(autouse=True)
 def in_seconds() -> Iterator[None]:
-    begin = time.process_time()
+    begin = time.thread_time()
     yield
-    assert time.process_time() - begin < 20
+    assert time.thread_time() - begin < 20
 
 
 def peak(call: Callable[[], object]) -> int:
@@ -166,10 +166,10 @@ def test_a_million_encodings_of_one_checkpoint_take_linear_time() -> None:
         Encoding(node, "full", None, (HEX,), False, random.getrandbits(53)) for _ in range(count)
     )
     data, digest = folds.encode_fold(catalog, run=seeds.RUN)
-    begin = time.process_time()
+    begin = time.thread_time()
     found = folds.decode_fold(data, seq=catalog.next_seq - 1, run=seeds.RUN, digest16=digest[:16], what="fold/x")
     assert len(found.encodings[node]) == count
-    assert time.process_time() - begin < 1.5  # a copy for each took 2.7 s, and a hundred times that for 200,000
+    assert time.thread_time() - begin < 1.5  # a copy for each took 2.7 s, and a hundred times that for 200,000
 
 
 @pytest.mark.parametrize("rows", [2**20, 2**53])
@@ -194,9 +194,9 @@ def test_a_record_with_a_million_encodings_of_one_checkpoint_takes_linear_time()
     count = 200_000
     edges = tuple(Encoding((1, 1), "full", None, (HEX,), False, 1) for _ in range(count))
     builder = CatalogBuilder()
-    begin = time.process_time()
+    begin = time.thread_time()
     builder.apply(CommitRecord(1, HEX, encodings=edges), 0)
-    assert time.process_time() - begin < 5
+    assert time.thread_time() - begin < 5
     assert len(builder.catalog.encodings[1, 1]) == count
 
 
@@ -276,8 +276,8 @@ def test_the_newest_checkpoint_behind_many_empty_terms_is_found_in_linear_time()
         entry = CheckpointEntry(1, step, HEX, 0.0, 1, 1)
         catalog.checkpoints[entry.node], catalog.slots[entry.node] = entry, 0
     catalog.checkpoints.consolidate()  # as after every record
-    begin = time.process_time()
+    begin = time.thread_time()
     found = catalog.latest()
-    assert time.process_time() - begin < 2  # 30 s when every term looked at every checkpoint
+    assert time.thread_time() - begin < 2  # 30 s when every term looked at every checkpoint
     assert found is not None
     assert found.node == (1, count - 1)

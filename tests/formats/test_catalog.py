@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -147,9 +148,9 @@ class TestFold:
         for step in range(1, 1001):
             builder.apply(save(step, step - 1 if step % 10 else None), step)
         data, name = folds.encode_fold(builder.catalog, run=RUN)
-        begun = time.process_time()
+        begun = time.thread_time()
         folds.decode_fold(data, seq=1000, run=RUN, digest16=name[:16], what="fold")
-        assert time.process_time() - begun < 10  # it takes 10 ms; only a quadratic decoder would take seconds
+        assert time.thread_time() - begun < 10  # it takes 10 ms; only a quadratic decoder would take seconds
 
 
 def document(records: list[Record]) -> tuple[dict[str, Any], Columns]:
@@ -333,10 +334,14 @@ class TestApply:
             builder.apply(save(step), step)
         record = save(20_001, 20_000, retires=((1, 1),), drops=(digest(1),))
         check_commit(builder.catalog, record)  # makes the index, once
-        begun = time.process_time()
-        for _ in range(200):
+
+        def seconds() -> float:
+            begun = time.thread_time()
             check_commit(builder.catalog, record)
-        assert (time.process_time() - begun) / 200 < 0.001
+            return time.thread_time() - begun
+
+        # The median: garbage may be collected meanwhile.
+        assert statistics.median(seconds() for _ in range(200)) < 0.001
 
 
 class TestLatest:

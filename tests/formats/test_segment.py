@@ -161,11 +161,11 @@ def test_the_header_is_sized_before_hashes_are_known_and_quickly() -> None:
     for _ in range(5):
         layout = plan_plain(specs, draft)
         tensors = {spec.name: raw_entry(layout, spec, ["f" * 16] * chunk_count(spec.nbytes), 1) for spec in specs}
-        planned = time.process_time()
+        planned = time.thread_time()
         header = encode_plain(layout, replace(draft, tensors={100: tensors}))
-        encoded = time.process_time()
+        encoded = time.thread_time()
         doc = parse(header, layout.size, "segment", nothing_to_read)
-        best = [min(best[0], encoded - planned), min(best[1], time.process_time() - encoded)]
+        best = [min(best[0], encoded - planned), min(best[1], time.thread_time() - encoded)]
     assert len(header) == layout.header_size
     assert layout.header_size - len(header.rstrip(b" ")) < ALIGN
     assert doc == replace(draft, tensors={100: tensors})
@@ -436,14 +436,14 @@ def test_twenty_steps_of_a_thousand_tensors_stay_small_and_quick() -> None:
             tensors[step][made.name] = replace(made, chunks=(chunk,))
             position += chunk.length
     doc = replace(draft, tensors=tensors)
-    start = time.process_time()
+    start = time.thread_time()
     header, index = encode_packed(doc, position - header_size, header_size)
-    encoded = time.process_time()
+    encoded = time.thread_time()
     size = position + len(index)
     assert parse(header, size, "s", lambda offset, length: index if offset == position else b"") == doc
     assert len(index) < 20_000 * 21, "two hashes take 16 bytes; everything else together at most 5"
     assert encoded - start < 3
-    assert time.process_time() - encoded < 3
+    assert time.thread_time() - encoded < 3
 
 
 def test_a_header_is_planned_for_any_payload_and_generation() -> None:

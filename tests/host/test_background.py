@@ -24,7 +24,7 @@ def test_a_job_again_and_again_until_it_is_stopped() -> None:
     assert not periodic.started
     periodic.start()
     assert periodic.started
-    assert third.wait(10)
+    assert third.wait(120)
     periodic.stop()
     periodic.join()
     assert done[-1] == "end"
@@ -52,7 +52,7 @@ def test_the_end_is_done_whatever_the_work_raised() -> None:
 
     periodic = Periodic(0.01, work, "test", ended.set)
     periodic.start()
-    assert ended.wait(10)
+    assert ended.wait(120)
     periodic.join()
 
 
@@ -61,7 +61,7 @@ def test_a_job_after_a_time_can_be_cancelled() -> None:
     cancel = background.after(0.2, lambda: done.append(1))
     happened = threading.Event()
     background.after(0.01, happened.set)
-    assert happened.wait(10)
+    assert happened.wait(120)
     cancel()
     time.sleep(0.3)
     assert done == []

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +225,7 @@ def test_ctrl_c_gives_up(tmp_path: Path) -> None:
             "-c",
             begin + "threading.Thread(target=lambda: None).start()",
             tmp_path / "store",
-            "30",
+            "600",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -236,11 +235,9 @@ def test_ctrl_c_gives_up(tmp_path: Path) -> None:
     try:
         assert child.stdout.readline() == "ready\n"
         assert "Ctrl-C gives up" in child.stderr.readline()
-        began = time.monotonic()
         child.send_signal(signal.SIGINT)
-        _, said = child.communicate(timeout=60)
+        _, said = child.communicate(timeout=120)  # the medium would take longer
         assert "interrupted: steps 2 to 3 (2) are perhaps not saved" in said
-        assert time.monotonic() - began < 20, "it waited all the same"
     finally:
         child.kill()
     check(tmp_path / "store", [1])
@@ -320,7 +317,7 @@ def test_sigterm_while_the_interpreter_ends(tmp_path: Path) -> None:
     try:
         assert "Ctrl-C gives up" in child.stderr.readline()
         child.send_signal(signal.SIGTERM)
-        _, said = child.communicate(timeout=60)
+        _, said = child.communicate(timeout=120)
     finally:
         child.kill()
     assert said == ""

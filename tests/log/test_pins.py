@@ -54,7 +54,7 @@ class TestPin:
                     renewed.set()
 
         with Pin(Watched(world, lambda _operation, _key: "ok"), [A], refresh_every=0.001):
-            assert renewed.wait(10)
+            assert renewed.wait(120)
         assert world.list("pins/") == []
 
     def test_a_failing_renewal_is_tried_again(self) -> None:
@@ -68,7 +68,7 @@ class TestPin:
             return fates.pop(0) if fates else "ok"
 
         with Pin(FaultyBackend(world, fate), [A], refresh_every=0.001):
-            assert renewed.wait(10)
+            assert renewed.wait(120)
 
     def test_without_write_access_a_reader_goes_unpinned_and_says_so(self) -> None:
         world = World()
@@ -155,7 +155,7 @@ def test_ctrl_c_leaves_no_pin_that_is_renewed(within: str) -> None:
         assert interrupted == (interrupt.left <= 0)
         renewing = [thread for thread in threading.enumerate() if thread.name == "ckptstore-pin"]
         for thread in renewing:
-            thread.join(10)
+            thread.join(120)
             assert not thread.is_alive(), f"renewed for ever after {count} lines"
         assert store.backend.list("pins/") == []
     assert count > (20 if within == "pin" else 100)

@@ -322,7 +322,7 @@ class TestBesideOthers:
             own = ckptstore.open(store.url)
             try:
                 while not stop.is_set():
-                    moves.extend(own.compact(timeout=20.0).moves)
+                    moves.extend(own.compact(timeout=120.0).moves)
                     own.gc()
             except Exception as error:  # noqa: BLE001  # raised by the test, below
                 failures.append(error)
@@ -334,8 +334,9 @@ class TestBesideOthers:
                 thread.start()
             try:
                 step = 12
-                while (step < 40 or not moves) and not failures and step < 400:
+                while (step < 40 or not moves) and not failures and step < 2000:
                     step += 1
+                    time.sleep(0.02 if step > 40 else 0.0)  # what compacts has its turn
                     save(writer, [step])
             finally:
                 stop.set()

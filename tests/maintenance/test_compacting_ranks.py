@@ -23,7 +23,7 @@ from tests.write.rank_threads import as_ranks
 from tests.write.test_rank_diffs import sharded, trainer, truths
 from tools.objects.server import Server
 
-RANKS = RankOptions(timeout=30)
+RANKS = RankOptions(timeout=120)
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
 RULES = ("last:2", "every:4")
 STEPS = 14

@@ -222,7 +222,7 @@ def test_damage_stops_it(source: Path, tmp_path: Path, wanted: dict[str, Any], w
 def killed(source: Path, target: Path, place: str) -> int:
     call = f"import ckptstore; ckptstore.open({str(source)!r}).copy({str(target)!r})"
     environment = {**os.environ, "CKPTSTORE_CRASH_AT": place}
-    return subprocess.run([sys.executable, "-c", call], env=environment, check=False, timeout=60).returncode
+    return subprocess.run([sys.executable, "-c", call], env=environment, check=False, timeout=240).returncode
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_two_that_copy_to_one_folder_take_turns(tmp_path: Path) -> None:
             writer.save({"n": 2}, 2)
             second = pool.submit(store.copy, tmp_path / "copy")
             assert not wait([second], 0.5).done, "it waits"
-            told, _ = other.communicate("\n", timeout=60)
+            told, _ = other.communicate("\n", timeout=120)
             assert (told, other.returncode) == ("", 0)
             done = second.result(60)
         finally:

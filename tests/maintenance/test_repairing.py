@@ -401,7 +401,7 @@ def killed(call: str, source: Path, target: Path, left: int, **environment: str)
         [sys.executable, "-c", KILLED.format(call=call), str(source), str(target), str(left)],
         env={**os.environ, **environment},
         check=False,
-        timeout=60,
+        timeout=240,
     )
     return done.returncode
 

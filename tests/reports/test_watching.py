@@ -65,7 +65,7 @@ def test_a_writer_at_work_is_followed_to_its_end(store: Store) -> None:
             for step in range(1, 21):
                 save(writer, step)
                 if step % 8 == 1:
-                    told.acquire(timeout=30)  # so that it is seen at work, however busy the machine is
+                    told.acquire(timeout=120)  # so that it is seen at work, however busy the machine is
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -87,7 +87,9 @@ def test_a_writer_at_work_is_followed_to_its_end(store: Store) -> None:
 def test_the_speeds_are_those_of_the_checkpoints(store: Store) -> None:
     with store.writer(poll_seconds=None) as writer:
         save(writer, 10, 20, 30)
+        free = [shutil.disk_usage(store.url).free]
         status = next(store.watch())
+        free.append(shutil.disk_usage(store.url).free)
         first, _, third = infos = store.checkpoints()
         assert status.steps_per_second == pytest.approx(20 / (third.time - first.time))
         assert status.bytes_per_step == pytest.approx((infos[1].stored + third.stored) / 20)
@@ -95,7 +97,7 @@ def test_the_speeds_are_those_of_the_checkpoints(store: Store) -> None:
         assert status.ratio == pytest.approx(sum(i.nbytes for i in infos) / sum(i.stored for i in infos))
         assert status.nbytes == store.stats().nbytes
         assert (status.saved, status.lag) == (third.time, pytest.approx(status.time - third.time))
-        assert status.free == pytest.approx(shutil.disk_usage(store.url).free, rel=0.05)
+        assert 0.9 * min(free) < (status.free or 0) < 1.1 * max(free)  # others write, too
         assert (status.writer, status.run, status.term, status.parent) == ("alive", store.run, 1, None)
 
 

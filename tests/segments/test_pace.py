@@ -23,7 +23,7 @@ class Sink:
         self.broken = broken
 
     def write(self, offset: int, data: memoryview) -> None:
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         if self.broken:
             raise OSError(5, "gone")
 
@@ -80,7 +80,7 @@ def test_several_threads_while_the_medium_waits() -> None:
 
         def work() -> None:
             jobs.one(0, sends=False)
-            meet.wait(30)  # breaks unless three run at once
+            meet.wait(120)  # breaks unless three run at once
 
         assert list(workers.in_order(writes.paced([work] * 6))) == [None] * 6
         assert jobs.most == 3
@@ -95,7 +95,7 @@ def test_a_thread_that_waits_goes_on_when_the_medium_is_done() -> None:
 
         def work() -> None:
             sink.open.set()  # the second job begins though the first still runs
-            met.wait(30)
+            met.wait(120)
 
         assert list(workers.in_order(writes.paced([work, work]))) == [None, None]
 

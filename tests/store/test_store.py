@@ -461,7 +461,7 @@ class TestAsync:
         original = MemoryBackend.open_sink
 
         def slow(self: MemoryBackend, key: str, size_hint: int) -> Any:
-            gate.wait(20)
+            gate.wait(120)
             return original(self, key, size_hint)
 
         monkeypatch.setattr(MemoryBackend, "open_sink", slow)
@@ -473,7 +473,7 @@ class TestAsync:
             time.sleep(0.2)
             assert third.is_alive()  # two snapshots are in memory: the third save waits
             gate.set()
-            third.join(20)
+            third.join(120)
             assert not third.is_alive()
 
 
@@ -532,9 +532,9 @@ def test_describing_many_tagged_checkpoints_is_not_quadratic(monkeypatch: pytest
         checkpoints={node: CheckpointEntry(*node, "0" * 32, 0.0, 0, 0) for node in nodes},
         tags={f"step-{step}": (1, step) for step in range(20_000)},
     )
-    began = time.monotonic()
+    began = time.thread_time()
     infos = describe_all(catalog)
-    assert time.monotonic() - began < 5  # 400 million comparisons take longer
+    assert time.thread_time() - began < 5  # 400 million comparisons take longer
     assert infos[7].tags == ("step-7",)
 
 
@@ -559,7 +559,7 @@ class TestFailures:
         gate = threading.Event()
 
         def failing(self: MemoryBackend, key: str, size_hint: int) -> Any:
-            assert gate.wait(20)
+            assert gate.wait(120)
             if (step := next(count)) in steps:
                 raise ckptstore.StorageError(28, f"no space for the {step}. segment")
             return original(self, key, size_hint)
@@ -596,7 +596,7 @@ class TestFailures:
         gate = threading.Event()
 
         def failing(self: MemoryBackend, key: str, size_hint: int) -> Any:
-            gate.wait(20)
+            gate.wait(120)
             raise ckptstore.StorageError(28, "no space")
 
         monkeypatch.setattr(MemoryBackend, "open_sink", failing)
@@ -614,7 +614,7 @@ class TestFailures:
             with pytest.raises(KeyboardInterrupt):
                 writer.save_async({"w": torch.zeros(4)}, step=1)
             monkeypatch.undo()
-            writer.save_async({"w": torch.ones(4)}, step=1).result(20)
+            writer.save_async({"w": torch.ones(4)}, step=1).result(120)
         assert ckptstore.open(url).load(1)["w"].tolist() == [1] * 4
 
     @pytest.mark.parametrize("options", [{}, {"deltas": 1}], ids=["lanes", "one thread"])
@@ -721,7 +721,7 @@ def test_upkeep_that_fails_fails_no_save_and_keeps_polling(url: str, monkeypatch
     monkeypatch.setattr("ckptstore.write.commits.requests.handle", broken)
     with ckptstore.open(url).writer(poll_seconds=0.01) as writer:
         writer.save({"n": 1}, step=1)  # pytest makes errors of warnings, in the writer's thread, too
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while len(calls) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(calls) >= 4

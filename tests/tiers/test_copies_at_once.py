@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Bucket:
     def elsewhere(self) -> None:
         """Another process makes the copy, from beginning to end."""
         call = f"import sys, ckptstore; {COPY}"
-        subprocess.run([sys.executable, "-c", call, str(self.folder), self.url], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", call, str(self.folder), self.url], check=True, timeout=240)
 
     def check(self, *numbers: int) -> None:
         copied = ckptstore.open(self.url, create=False)
@@ -88,7 +89,7 @@ def test_who_finishes_a_copy_deletes_nothing_that_another_is_about_to_name(
     monkeypatch.setattr(replica, "crash_point", at("replica.slot-created", 2, meanwhile))
     try:
         assert bucket.store.copy(bucket.url).checkpoints == ("1@1",)
-        told, _ = others[0].communicate("\n", timeout=60)
+        told, _ = others[0].communicate("\n", timeout=120)
         assert (told, others[0].returncode) == ("", 0)
     finally:
         for other in others:
@@ -175,8 +176,12 @@ def test_a_bucket_that_is_emptied_beside_a_drain_is_not_taken_for_the_remote(s3:
         theirs.delete(key)
     pending = writer.save_async(state(2), 2)
     pending.result()
+    end = time.monotonic() + 120
+    while "the store was deleted" not in (writer.lag().error or ""):
+        assert time.monotonic() < end
+        time.sleep(0.02)
     with pytest.raises(TimeoutError, match="the store was deleted"):
-        pending.result(tier="remote", timeout=3)
+        pending.result(tier="remote", timeout=0.5)
     assert theirs.list("") == []
     assert "the store was deleted" in (writer.lag().error or "")
     with pytest.warns(UserWarning, match="what the remote lacks is in"):

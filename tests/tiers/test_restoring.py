@@ -67,7 +67,7 @@ def test_two_processes_that_restore_at_once_cost_nothing_that_one_of_them_saves_
         with ThreadPoolExecutor(1) as other:
             going_on = other.submit(go_on)
             assert not wait([going_on], 1.0).done, "it waits for the slow one"
-            told, _ = slow.communicate("\n", timeout=60)
+            told, _ = slow.communicate("\n", timeout=120)
             assert going_on.result(60) == "3@2"
         assert told in ("2\n", "3\n")
         assert slow.returncode == 0

@@ -23,7 +23,7 @@ from tools.objects.server import Server
 from tools.tier_kills import campaign
 
 CKPT = [sys.executable, "-m", "ckptstore"]
-LONG = 60.0
+LONG = 120.0
 
 
 def killed_at(point: str, *arguments: str) -> bool:

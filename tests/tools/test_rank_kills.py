@@ -16,6 +16,9 @@ from tools.rank_kills import Doom, Life
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="the harness forks its ranks")
 
+PATIENT = ckptstore.RankOptions(timeout=100.0, per_rank="rng")
+"""For ranks that wait for each other, and for none that is dead."""
+
 
 @pytest.mark.slow
 def test_no_acknowledged_checkpoint_is_lost_and_all_ranks_agree(
@@ -27,7 +30,8 @@ def test_no_acknowledged_checkpoint_is_lost_and_all_ranks_agree(
     assert done.restored
 
 
-def test_ranks_that_nobody_kills_save_every_step(tmp_path: Path) -> None:
+def test_ranks_that_nobody_kills_save_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_kills, "OPTIONS", PATIENT)
     life = rank_kills.live(tmp_path / "store", 3, Doom(()), steps=4)
     assert life.opened == dict.fromkeys(range(3), (1, None))
     assert life.acknowledged == {(1, step) for step in range(1, 5)}
@@ -39,13 +43,17 @@ def test_ranks_that_nobody_kills_save_every_step(tmp_path: Path) -> None:
 def test_a_batch_of_gradient_diffs_is_there_whole_or_not_at_all(
     tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_kills, "OPTIONS", ckptstore.RankOptions(timeout=0.8, per_rank="rng"))
-    life = rank_kills.live(tmp_path / "store", 3, Doom((0,), point, diffs=3))
+    # How many steps there are by then is asked: neither a rank that is late may end one, nor the time a batch.
+    monkeypatch.setattr(rank_kills, "OPTIONS", PATIENT)
+    untimed = {"diffs": ckptstore.DiffOptions(full_every=4, batch=3, seconds=None)}
+    monkeypatch.setattr(Doom, "writer", property(lambda _: untimed))
+    life = rank_kills.live(tmp_path / "store", 3, Doom((0,), point, others=0.2, diffs=3))
     assert 0 in life.killed
     assert rank_kills.check(tmp_path / "store", life, 3, set()) == (5 if point == "ranks.ended" else 1)
 
 
-def test_the_oracle_sees_what_is_lost_and_what_was_denied(tmp_path: Path) -> None:
+def test_the_oracle_sees_what_is_lost_and_what_was_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_kills, "OPTIONS", PATIENT)
     life = rank_kills.live(tmp_path / "store", 2, Doom(()), steps=2)
     ckptstore.open(tmp_path / "store").retire(1, take_over=True)
     with pytest.raises(Violation, match=r"acknowledged and lost: \[\(1, 1\)\]"):

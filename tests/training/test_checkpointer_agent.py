@@ -39,7 +39,7 @@ class Script:
         self.inner: torch.nn.Module = self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.checkpointer = Checkpointer(
-            store, model=self.model, optimizer=self.optimizer, agent=True, linger_seconds=30, **options
+            store, model=self.model, optimizer=self.optimizer, agent=True, linger_seconds=120, **options
         )
 
     def update(self) -> None:
@@ -80,7 +80,7 @@ def killed(pid: int) -> None:
     """Kill an agent, and wait until it is gone."""
     assert pid > 1
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -63,7 +63,7 @@ class Script:
                 scaler=self.scaler,
                 strategy="replica",
                 agent=True,
-                linger_seconds=60,
+                linger_seconds=120,
                 **options,
             )
 
@@ -267,7 +267,7 @@ def test_gradients_leave_during_backward_until_that_is_in_vain(tmp_path: Path, w
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    options: dict[str, Any] = {"strategy": "replica", "agent": True, "linger_seconds": 60}
+    options: dict[str, Any] = {"strategy": "replica", "agent": True, "linger_seconds": 120}
     early = []
     with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, **options) as checkpointer:
         for step in range(9):
@@ -492,7 +492,7 @@ def test_a_fork_is_refused_and_touches_nothing(tmp_path: Path, wholes: list[int]
                 status = 1
                 try:
                     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
-                    signal.alarm(20)
+                    signal.alarm(120)
                     torch.set_num_threads(1)  # torch's pool of threads is not in a fork
                     status = 2 * refused_in_a_fork(kept, model)
                 finally:

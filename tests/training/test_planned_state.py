@@ -374,7 +374,7 @@ def test_that_bytes_of_objects_do_not_tell_is_said_once(
 @pytest.mark.parametrize("strategy", ["full", "gradient"])
 def test_saves_by_an_agent_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
-    run = Run(tmp_path, monkeypatch, strategy, agent=True, linger_seconds=5)
+    run = Run(tmp_path, monkeypatch, strategy, agent=True, linger_seconds=30)
     with run.checkpointer, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(4):
@@ -450,7 +450,7 @@ def test_compressed_gradients_are_planned(tmp_path: Path, monkeypatch: pytest.Mo
     sizes = []
     for number, with_plans in enumerate((True, False)):
         hook = TopKHook(0.05, exact=False)
-        options: dict[str, Any] = {"agent": True, "linger_seconds": 5} if agent else {}
+        options: dict[str, Any] = {"agent": True, "linger_seconds": 30} if agent else {}
         run = Run(tmp_path / str(number), monkeypatch, "gradient", full_every=100, compressor=hook, **options)
         if not with_plans:
             inside.plan_nothing(run.checkpointer)
@@ -487,7 +487,7 @@ def test_memory_is_touched_before_the_first_step_that_is_saved(
     if agent:
         prepare = AgentWriter.prepare
         monkeypatch.setattr(AgentWriter, "prepare", lambda one, flat: (prepare(one, flat), told.append(flat.nbytes))[0])
-    options: dict[str, Any] = {"agent": True, "linger_seconds": 5} if agent else {}
+    options: dict[str, Any] = {"agent": True, "linger_seconds": 30} if agent else {}
     run = Run(tmp_path, monkeypatch, "full", save_every=3, max_in_flight=1, **options)
     with run.checkpointer:
         for _ in range(2):

@@ -55,7 +55,7 @@ class Script:
             optimizer=self.optimizer,
             strategy="replica",
             agent=True,
-            linger_seconds=60,
+            linger_seconds=120,
             rank_timeout=60,
             **options,
         )

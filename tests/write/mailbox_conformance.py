@@ -97,7 +97,7 @@ class MailboxConformance:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
         assert not errors
 
     def test_waiting_ends_when_it_comes_or_when_the_time_is_over(self, boxes: Boxes) -> None:

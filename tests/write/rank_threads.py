@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from ckptstore.write.ranks import mailbox
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 
-__all__ = ["as_ranks"]
+__all__ = ["Clock", "as_ranks"]
 
 
 def as_ranks(size: int, work: Callable[[Group], Any], box: LocalMailbox | None = None) -> list[Any]:
@@ -29,3 +33,24 @@ def as_ranks(size: int, work: Callable[[Group], Any], box: LocalMailbox | None =
         thread.join(240)  # a machine may be slow; who hangs does so for ever
         assert not thread.is_alive(), f"{thread.name} hangs"
     return found
+
+
+class Clock:
+    """That by which ranks wait for each other. It can be put forward: who shall wait in vain does so at once.
+
+    So a test gives ranks minutes, which nobody needs on a machine that is slow, and waits for none of them.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        monkeypatch.setattr(mailbox, "time", self)
+
+    def put_forward(self) -> None:
+        """Hours pass for everybody who waits."""
+        self.ahead += 10_000
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return time.monotonic() + self.ahead
+
+    sleep = staticmethod(time.sleep)

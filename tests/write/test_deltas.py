@@ -413,10 +413,10 @@ def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
 
         def late() -> None:
             copying.set()
-            assert changed.wait(20)
+            assert changed.wait(120)
 
         def reached() -> None:
-            assert copying.wait(20)
+            assert copying.wait(120)
 
         inside.copies_late(writer, monkeypatch, late)
         inside.interrupt_after_submit(writer, monkeypatch, reached)

@@ -413,7 +413,7 @@ def settle() -> Iterator[Callable[[], None]]:
     def send() -> None:
         settled.clear()
         os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not settled:  # the writers' handler sends it on when everything is written
             assert time.monotonic() < deadline
             time.sleep(0.005)

@@ -376,9 +376,9 @@ def test_a_fork_waits_for_nobody(store: ckptstore.Store) -> None:
         child = context.Process(target=_in_a_fork, args=(save, answer))
         child.start()
         try:
-            assert answer.get(timeout=30) == 0.0
+            assert answer.get(timeout=120) == 0.0
         finally:
-            child.join(10)
+            child.join(120)
             child.kill()
             held.goes_on.set()
         save.finish().result(60)

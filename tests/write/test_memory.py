@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
@@ -177,6 +178,7 @@ def test_what_a_process_takes(tmp_path: Path, mode: str) -> None:
 def test_memory_of_what_stays_is_touched_with_that_of_the_first_save(options: dict[str, Any], copies: int) -> None:
     state = {"a": np.ones(32 * MIB, np.uint8)}
     with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(poll_seconds=None, **options) as writer:
+        gc.collect()  # else what other tests have left may go meanwhile
         before = resident()
         writer.prepare(state)
         until = time.monotonic() + 60

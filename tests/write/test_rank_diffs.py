@@ -27,7 +27,7 @@ from tests.store.states import same
 from tests.write.rank_threads import as_ranks
 from tests.write.test_diffs import ADAM, Trainer
 
-OPTIONS = RankOptions(timeout=30)
+OPTIONS = RankOptions(timeout=120)
 SIZES = {"wide": (300, 70), "tall": (900, 20), "bias": (700,), "norm": (3,), "one": (1,)}
 
 
@@ -207,7 +207,7 @@ def test_whoever_asks_for_a_result_ends_the_batch(tmp_path: Path, who: tuple[int
                 model.train()
                 pending = writer.save_async(model.state(), step, updates=model.updates())
                 if step == 4 and group.rank in who:
-                    assert pending.result(20).step == 4
+                    assert pending.result(120).step == 4
             if group.rank == 1:
                 writer.wait()
 
@@ -226,7 +226,7 @@ def test_a_batch_waits_no_longer_than_is_said(tmp_path: Path) -> None:
             for step in range(1, 4):
                 model.train()
                 pending = writer.save_async(model.state(), step, updates=model.updates())
-            until = time.monotonic() + 20
+            until = time.monotonic() + 120
             while not pending.done() and time.monotonic() < until:
                 time.sleep(0.01)
             assert pending.done()
@@ -251,7 +251,7 @@ def test_a_tag_and_a_request_write_what_waits(tmp_path: Path) -> None:
             if group.rank == 0:
                 store.tag("one", 1)  # as another process would, beside the writer
                 tagged.set()
-            assert tagged.wait(30)
+            assert tagged.wait(120)
 
     assert as_ranks(2, work) == [None] * 2
     store = ckptstore.open(tmp_path)

@@ -34,7 +34,7 @@ from tests.write.test_diffs import ADAM
 from tests.write.test_rank_diffs import sharded, trainer, truths
 
 MIB = 1 << 20
-OPTIONS = RankOptions(timeout=30, per_rank="own")
+OPTIONS = RankOptions(timeout=120, per_rank="own")
 CODED: dict[str, dict[str, Any]] = {
     "plain": {},
     "deltas": {"deltas": DeltaOptions(interval=1)},

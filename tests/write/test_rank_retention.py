@@ -14,7 +14,7 @@ from tests.write.rank_threads import as_ranks
 from tests.write.test_rank_diffs import replicas, truths
 from tests.write.test_ranks import assert_same, state
 
-PATIENT = RankOptions(timeout=30, per_rank="rng.*")
+PATIENT = RankOptions(timeout=120, per_rank="rng.*")
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=6))
 RULES = ("last:2", "every:5", "best:loss:1")
 STEPS = range(1, 18)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ from ckptstore import DiffOptions, FailedRankError, MissingRankError, RankMismat
 from ckptstore.errors import CheckpointNotFoundError, FencedError, UnsupportedStateError, UsageError
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from tests.store.states import same
-from tests.write.rank_threads import as_ranks
+from tests.write.rank_threads import Clock, as_ranks
 
-OPTIONS = RankOptions(timeout=30)
-QUICK = RankOptions(timeout=0.5)
+OPTIONS = RankOptions(timeout=120)
 
 
 def state(step: int, branch: int = 0) -> dict[str, Any]:
@@ -93,15 +92,23 @@ def test_a_failure_that_nobody_saw_stops_all(tmp_path: Path, rank: int, monkeypa
     assert as_ranks(3, work) == [None] * 3
 
 
-def test_a_rank_that_does_not_come_stops_all(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stopped = Clock(monkeypatch), threading.Semaphore(0)
+    monkeypatch.setattr("ckptstore.write.ranks.settling._FAREWELL", 0.5)
+
     def work(group: Group) -> None:
-        with ckptstore.open(tmp_path).writer(group=group, ranks=QUICK) as writer:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS) as writer:
             writer.save(state(1), 1)
             if group.rank == 1:
-                time.sleep(2)
+                for _ in range(2):
+                    while not stopped.acquire(timeout=0.05):
+                        clock.put_forward()
                 return
-            with pytest.raises(MissingRankError):
-                writer.rollback(1)
+            try:
+                with pytest.raises(MissingRankError):
+                    writer.rollback(1)
+            finally:
+                stopped.release()
 
     assert as_ranks(3, work) == [None] * 3
     assert len(ckptstore.open(tmp_path).terms()) == 1

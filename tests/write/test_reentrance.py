@@ -33,7 +33,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return begin(self, key, size_hint)
 
     monkeypatch.setattr(LocalBackend, "open_sink", open_sink)
-    timer = threading.Timer(5.0, opened.set)
+    timer = threading.Timer(100.0, opened.set)  # nobody may wait for ever; no machine stands still for so long
     timer.start()
     yield opened
     timer.cancel()

@@ -210,7 +210,7 @@ def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
             child = multiprocessing.get_context("fork").Process(target=_misuse, args=(writer,), daemon=True)
             child.start()
-        child.join(30)
+        child.join(120)
         if child.exitcode is None:
             child.kill()
         assert child.exitcode == 0
@@ -228,7 +228,7 @@ def test_a_fork_does_not_wait_for_what_its_parent_saves(tmp_path: Path) -> None:
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks and threads
             child = multiprocessing.get_context("fork").Process(target=_ask, args=(done, pending), daemon=True)
             child.start()
-        child.join(30)
+        child.join(120)
         if child.exitcode is None:
             child.kill()
         gate.set()
@@ -266,14 +266,17 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
     """Every thread that codes has a chunk of 16 MiB in memory, and one chunk waits to be written."""
     from ckptstore.write import encoding, lifetime
 
-    lock, ready, under_way, most = threading.Lock(), threading.Event(), [0], [0]
+    lock, met, under_way, most = threading.Lock(), threading.Event(), [0], [0]
     code = encoding.code_group
 
     def counted(*arguments: Any) -> Any:
         with lock:
             under_way[0] += 1
             most[0] = max(most[0], under_way[0])
-        ready.wait(0.2)  # so that as many as can come come
+            if most[0] == 2:
+                met.set()
+        met.wait(60)
+        time.sleep(0.1)  # so that as many as can come come
         try:
             return code(*arguments)
         finally:
