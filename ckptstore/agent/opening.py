@@ -282,11 +282,12 @@ class _RankOpener(_Opener):
         Raises:
             AgentBusyError: one is that serves a trainer, or does not end.
         """
-        until = time.monotonic() + _BEGINNING
+        until: float | None = None
         inherited: Inherited | None = None
         kept: Kept | None = None
         while True:
-            left = found(place, told=_heard, lost=_heard)
+            left = found(place, told=_heard, lost=_heard)  # which waits for one that parts from the others
+            until = until or time.monotonic() + _BEGINNING
             if left is not None:
                 inherited, kept = self._left(left, parent), None
                 if inherited is not None:

@@ -119,7 +119,7 @@ def parting_of(job: Job, linger: float = 0.0, told: Callable[[], bool] = lambda:
         linger: seconds that it waits for a successor.
         told: whether it was told to end.
     """
-    restarted = min(job.options.timeout, RESTARTED)
+    restarted = min(job.options.timeout / 2, RESTARTED)  # whose other ranks wait for that successor
     return Parting(max(linger, restarted), restarted, told)
 
 
@@ -290,6 +290,7 @@ class RankSaves:
         if not waits:
             return None
         every = [dict(unpack(letter, "held")) for letter in self._letters(keys)]
+        self.parting.held_up = None  # all have come: what follows takes no longer than writing
         common = set(held).intersection(*every)
         if not common:
             return None
