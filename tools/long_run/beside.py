@@ -15,6 +15,8 @@ from tools.long_run.promised import digest, read_saved
 __all__ = ["keep_up", "read_on"]
 
 _COMPACT_EVERY = 5
+_AT_LEAST = 2
+"""Checkpoints that each reader restores, however late it comes: a short run may be over before it has begun."""
 
 
 def read_on(url: str, out: Path, number: int) -> None:
@@ -24,7 +26,7 @@ def read_on(url: str, out: Path, number: int) -> None:
     """
     chance, restored, steps, late = random.Random(number), 0, set[int](), 0
     store = None
-    while not (out / "stop").exists():
+    while restored < _AT_LEAST or not (out / "stop").exists():
         try:
             store = store or ckptstore.open(url)
             found = store.checkpoints()
@@ -50,14 +52,14 @@ def read_on(url: str, out: Path, number: int) -> None:
 
 
 def keep_up(url: str, out: Path, pause: float) -> None:
-    """Prune by the store's rules, collect, compact now and then, and measure, until ``stop`` is there.
+    """Prune by the store's rules, collect, compact now and then, and measure, until ``stop`` is there; once at least.
 
     Writes ``sizes.jsonl``: seconds, newest step, checkpoints, bytes and number of segments, slots, objects of all.
     """
     began, done = time.monotonic(), 0
     with (out / "sizes.jsonl").open("w") as book:
         store: Any = None
-        while not (out / "stop").exists():
+        while not done or not (out / "stop").exists():
             time.sleep(pause)
             try:
                 store = store or ckptstore.open(url)
