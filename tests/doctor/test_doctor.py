@@ -144,18 +144,27 @@ def test_how_hot_loops_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_signal_leaves_nothing_behind(tmp_path: Path) -> None:
+    for _ in range(10):
+        status = told_to_end(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        if status == 143:
+            return
+        assert status in (0, 1, -signal.SIGTERM)  # it was about to end, or had: this test came late
+    raise AssertionError("it always ended before it was told to")
+
+
+def told_to_end(folder: Path) -> int:
+    """The status of a doctor that was told to end as soon as it had begun to write."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckptstore", "doctor", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "ckptstore", "doctor", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    end = time.monotonic() + 60
-    while not any(tmp_path.glob(f"{PREFIX}*")):
-        assert process.poll() is None, "it ended before it was told to"
+    end = time.monotonic() + 120
+    while not any(folder.glob(f"{PREFIX}*")) and process.poll() is None:
         assert time.monotonic() < end
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     process.communicate()
-    assert process.returncode == 143
-    assert list(tmp_path.iterdir()) == []
+    return process.returncode
 
 
 def test_a_bucket(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,7 +361,7 @@ def signalled(folder: Path) -> None:
             rank_timeout=60.0,
         ) as checkpointer:
             checkpointer.resume()
-            for step in range(2000):
+            for step in range(20_000):
                 script.one(step)
                 if step == 3 and rank == 1 and deadline is None:
                     os.kill(os.getpid(), signal.SIGUSR1 if name == "usr1" else signal.SIGTERM)
@@ -381,10 +381,10 @@ def terminated(folder: Path, victim: int = 1) -> None:
     script = Script(alike=True)
     store = ckptstore.open(folder / "terminated")
     with Checkpointer(
-        store, model=script.model, optimizer=script.optimizer, strategy="full", save_every=10**6, rank_timeout=20.0
+        store, model=script.model, optimizer=script.optimizer, strategy="full", save_every=10**6, rank_timeout=60.0
     ) as checkpointer:
         checkpointer.resume()
-        for step in range(2000):
+        for step in range(20_000):
             script.one(step)
             if step == 3 and dist.get_rank() == victim:
                 os.kill(os.getpid(), signal.SIGTERM)
