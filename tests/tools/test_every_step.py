@@ -11,7 +11,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 from tools.bench import every_step, every_step_turns, training_worker  # noqa: E402
-from tools.bench.training_cases import Case, Results  # noqa: E402
+from tools.bench.training_cases import SPIN, Case, Results  # noqa: E402
 from tools.bench.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
 from tools.bench.training_loop import Shape, Trainer, digest  # noqa: E402
 from tools.bench.training_strategies import Ledger, NotInThisBuildError, Options  # noqa: E402
@@ -71,12 +71,16 @@ def test_the_overhead_of_turns_is_that_of_pairs() -> None:
 @pytest.mark.slow
 def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
+    monkeypatch.setenv(SPIN, "0.001")  # what the command says of it goes when the test is over
     small = ("--parameters", "30k", "--tokens", "1", "16", "--steps", "2", "--pairs", "2", "--json")
-    done = CliRunner().invoke(every_step_turns.main, ["topk", *small, "--out", str(tmp_path / "out")])
+    asked = ["full-agent", "--control", *small, "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(every_step_turns.main, asked)
     assert done.exit_code == 0, done.output
-    (result,) = json.loads((tmp_path / "out" / "every_step_turns.json").read_text())["results"]
-    assert len(result["plain"]) == len(result["saving"]) == 2
+    result, control = json.loads((tmp_path / "out" / "every_step_turns.json").read_text())["results"]
+    assert len(result["plain"]) == len(result["saving"]) == len(control["saving"]) == 2
     assert result["result"]["restore_s"] > 0, "its last state was restored and compared"
+    assert control["strategy"] == "none-spin"
+    assert "restore_s" not in control["result"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["every_step_turns.json"]
 
 

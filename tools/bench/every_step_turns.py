@@ -7,6 +7,10 @@ one after the other cannot tell an overhead of 3 % from one of 10. Two turns are
 of a turn does not count: in it a saver has nothing of an earlier step to do yet, and what the other's saver had left is
 done (a turn ends with `Strategy.settle`, which does not count, either). *Overhead* is the median over pairs of turns,
 with the interval that holds it with 95 % (bootstrap). In the end the newest state is restored and compared bit by bit.
+
+Two processors of a virtual machine are often one core that runs two threads: whatever computes on the other one slows
+training down. ``--control`` measures that, after a strategy with an agent, in the same way: no saves, and a process on
+the savers' cores computes as long for each step as the agent did, in a few kilobytes. That part is not the saves'.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from tools.bench import machine
 from tools.bench.every_step import LABELS, base_of, number
 from tools.bench.rounds import WorkerError
 from tools.bench.training import parameters, shape_of
-from tools.bench.training_cases import ROOT, Case, Plan, environment
+from tools.bench.training_cases import ROOT, SPIN, Case, Plan, environment
 
 __all__ = ["Turns", "interval_of", "main", "taken"]
 
@@ -48,6 +52,7 @@ class Turns:
     Attributes:
         plain, saving: wall seconds a step, by pair of turns.
         plain_thread, saving_thread: of the training thread's processor, the same.
+        agent: of the agent's processor, where there is one.
         result: what the saving worker said in the end: its state was restored and compared.
     """
 
@@ -55,6 +60,7 @@ class Turns:
     saving: list[float] = field(default_factory=list)
     plain_thread: list[float] = field(default_factory=list)
     saving_thread: list[float] = field(default_factory=list)
+    agent: list[float] = field(default_factory=list)
     result: dict[str, Any] = field(default_factory=dict)
 
     def overheads(self) -> list[float]:
@@ -88,6 +94,7 @@ def taken(plan: Plan, plain: Case, saving: Case, pairs: int, told: Callable[[str
             ):
                 seconds.append(statistics.fmean(said[place]["iterations"][1:]))
                 processor.append(statistics.fmean(said[place]["threads"][1:]))
+            found.agent += [said[1]["agent"]] if "agent" in said[1] else []
             told(f"  {turn + 1}/{pairs}: {found.plain[-1] * 1e3:.0f} ms without, {found.overheads()[-1]:+.1%}")
         for worker in workers:
             found.result = worker.ask(0)
@@ -149,16 +156,21 @@ class _Worker:
 
 
 _COLUMNS: Final = (
-    *("ms/it without", "ms/it", "overhead", "with 95 %", "CPU ms/it without", "CPU ms/it", "pairs", "equal"),
+    *("ms/it without", "ms/it", "overhead", "with 95 %", "CPU ms/it without", "CPU ms/it", "agent's", "pairs", "equal"),
 )
+_CONTROL: Final = "the same without saves, another process computes"
 
 
 def _row(one: Turns) -> list[str]:
     lowest, highest = interval_of(one.overheads())
-    medians = [statistics.median(each) for each in (one.plain, one.saving, one.plain_thread, one.saving_thread)]
-    plain, saving, plain_thread, saving_thread = (number(each, ".1f", 1e-3) for each in medians)
+    medians = [statistics.median(each) for each in (one.plain, one.saving)]
+    threads = [statistics.median(each) for each in (one.plain_thread, one.saving_thread)]
+    threads += [statistics.median(one.agent)] if one.agent else []
     slowed = (f"{statistics.median(one.overheads()):.1%}", f"{lowest:.1%} to {highest:.1%}")
-    return [plain, saving, *slowed, plain_thread, saving_thread, str(len(one.plain)), "yes"]
+    found = [number(each, ".1f", 1e-3) for each in medians]
+    found += [*slowed, *(number(each, ".1f", 1e-3) for each in threads), *["-"] * (3 - len(threads))]
+    found.append(str(len(one.plain)))
+    return [*found, "yes" if "restore_s" in one.result else "-"]
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
@@ -173,6 +185,7 @@ def _row(one: Turns) -> list[str]:
 @click.option("--tokens", default=(8, 64), show_default=True, type=int, nargs=2, help="Batch and context of a step.")
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Counted steps of a turn.")
 @click.option("--pairs", default=30, show_default=True, type=click.IntRange(1), help="Turns of each loop.")
+@click.option("--control", is_flag=True, help="Also what a process that computes as long as the agent costs.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--pin/--no-pin", "pinned", default=True, show_default=True, help="Other cores for saving than training.")
 @click.option("--out", default=Path("bench-out"), show_default=True, type=click.Path(path_type=Path))
@@ -183,6 +196,7 @@ def main(
     tokens: tuple[int, int],
     steps: int,
     pairs: int,
+    control: bool,
     device: str,
     pinned: bool,
     out: Path,
@@ -201,20 +215,28 @@ def main(
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     described, results, failed = machine.describe(scratch), [], False
+    told = partial(console.print, style="dim", highlight=False)
+
+    def measure(strategy: str, label: str) -> Turns | None:
+        told(f"{label}: {pairs} pairs of turns of {steps} steps ...")
+        try:
+            one = taken(plan, Case("loop", base_of(strategy), 1), Case("loop", strategy, 1), pairs, told)
+        except WorkerError as error:
+            results.append({"strategy": strategy, "error": str(error)})
+            table.add_row(label, f"[red]failed[/red]: {error}")
+            return None
+        numbers = {"overhead": statistics.median(one.overheads()), "interval_95": interval_of(one.overheads())}
+        results.append({"strategy": strategy} | numbers | asdict(one))
+        table.add_row(label, *_row(one))
+        return one
+
     try:
         for strategy in dict.fromkeys(strategies):
-            console.print(f"{LABELS[strategy]}: {pairs} pairs of turns of {steps} steps ...", style="dim")
-            told = partial(console.print, style="dim", highlight=False)
-            try:
-                one = taken(plan, Case("loop", base_of(strategy), 1), Case("loop", strategy, 1), pairs, told)
-            except WorkerError as error:
-                failed = True
-                results.append({"strategy": strategy, "error": str(error)})
-                table.add_row(LABELS[strategy], f"[red]failed[/red]: {error}")
-                continue
-            numbers = {"overhead": statistics.median(one.overheads()), "interval_95": interval_of(one.overheads())}
-            results.append({"strategy": strategy} | numbers | asdict(one))
-            table.add_row(LABELS[strategy], *_row(one))
+            one = measure(strategy, LABELS[strategy])
+            failed |= one is None
+            if control and one is not None and one.agent:
+                os.environ[SPIN] = str(statistics.median(one.agent))
+                failed |= measure(f"{base_of(strategy)}-spin", _CONTROL) is None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     settings = {name: getattr(plan, name) for name in ("width", "layers", "batch", "context", "steps", "device")}

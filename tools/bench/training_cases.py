@@ -22,6 +22,8 @@ from tools.warm import Script, Warm
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _DIGESTS: Final = "digests.txt"
+SPIN: Final = "CKPTSTORE_BENCH_SPIN_SECONDS"
+"""In the environment: seconds a step, of `training_checkpointers.Spinning`."""
 
 STRATEGIES: Final = (
     *("none", "torch.save", "dcp-async", "checkfreq", "naive-diff", "ckptstore-1", "ckptstore-2", "ckptstore-4"),

@@ -7,9 +7,13 @@ gradients the loop compresses them after its backward, saves or not (``none-topk
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from tools.bench.training_cases import SPIN
 from tools.bench.training_loop import Trainer, on_savers
 from tools.bench.training_strategies import Ledger, Nothing, NotInThisBuildError, Options, Store, Strategy
 
@@ -48,6 +52,43 @@ class NothingCompressed(Nothing):
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
         _compressed(trainer)
+
+
+_SPIN: Final = """
+import sys, time
+for line in sys.stdin:
+    end = time.process_time() + float(line)
+    while time.process_time() < end:
+        for number in range(2000):
+            number * number
+"""
+
+
+class Spinning(Nothing):
+    """No saves; a process on the savers' cores computes so long for each step, in memory of a few kilobytes.
+
+    What training loses beside that is the machine's: cores that share their units, or a host that has fewer than it
+    says. `SPIN` in the environment says how many seconds.
+    """
+
+    label = "none, beside a process that computes"
+    compressed: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
+        super().__init__(folder, trainer, options, ledger)
+        if self.compressed:
+            _compressed(trainer)
+        with on_savers():
+            self._process = subprocess.Popen([sys.executable, "-c", _SPIN], stdin=subprocess.PIPE)
+
+    def save(self, step: int) -> None:
+        super().save(step)
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{os.environ[SPIN]}\n".encode())
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 class Checkpointed(Strategy):
@@ -137,6 +178,8 @@ def _kind(base: type[Strategy], label: str, **members: Any) -> type[Strategy]:
 
 CHECKPOINTERS: Final[dict[str, type[Strategy]]] = {
     "none-topk": NothingCompressed,
+    "none-spin": Spinning,
+    "none-topk-spin": _kind(Spinning, "none, top-k, beside a process that computes", compressed=True),
     "full-agent": _kind(Checkpointed, "Checkpointer, fulls, agent", how="full", by_agent=True),
     "dense": _kind(Checkpointed, "Checkpointer, step diffs"),
     "dense-agent": _kind(Checkpointed, "Checkpointer, step diffs, agent", by_agent=True),

@@ -160,12 +160,21 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
             break
         run.iterations.clear()
         run.threads.clear()
+        pid = getattr(run.strategy, "agent_pid", None)
+        before = 0.0 if pid is None else _processor(pid)
         run.until(run.trainer.step + steps)
         run.strategy.settle()
-        say({"iterations": run.iterations, "threads": run.threads})
+        agent = {} if pid is None else {"agent": (_processor(pid) - before) / steps}
+        say({"iterations": run.iterations, "threads": run.threads} | agent)
     trained, step = digest(run.trainer.state()), run.trainer.step
     run.strategy.close()
     return {} if asked.strategy.startswith("none") else restored(asked, shape, step, trained)
+
+
+def _processor(pid: int) -> float:
+    """Seconds of processor that a process has had."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def restored(asked: argparse.Namespace, shape: Shape, step: int, trained: str) -> dict[str, float]:
