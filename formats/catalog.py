@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
@@ -31,18 +31,9 @@ from ckptstore.formats.records import (
 )
 from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
+from ckptstore.formats.told import CLOSED, HIGHEST, LACKS, REACHED, REMOTE
 
-__all__ = ["CLOSED", "LACKS", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "TermEntry"]
-
-CLOSED: Final = "closed"
-"""Member of a COMMIT: the term has ended, and nothing that it was given is missing. Kept in `TermEntry.extra`."""
-LACKS: Final = "lacks"
-"""Member of a COMMIT in a second tier: the lowest step of the term that was left out there. In `TermEntry.extra`."""
-REACHED: Final = "reached"
-"""Member of an OPEN: up to which step the newest term before it was promised there, retired since or not."""
-REMOTE: Final = "remote"
-"""Member of an OPEN: the URL of the store's second tier. Each OPEN repeats that of the one before."""
-
+__all__ = ["CLOSED", "HIGHEST", "LACKS", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "TermEntry"]
 
 @dataclass(frozen=True, slots=True)
 class TermEntry:
@@ -178,37 +169,56 @@ class Catalog:
             return highest
         return min(highest, lacks - 1) if lacks > 0 else None
 
+    def with_highest(self, record: CommitRecord) -> CommitRecord:
+        """`record`, of the newest term, with the member `HIGHEST` if it adds a step below one that was promised before.
+
+        Prevents: an older step as ``latest`` where the COMMIT of the higher one is lost, and this one came after it.
+        """
+        node = self.checkpoints.highest(self.term)
+        highest = max(self.spent.highest or 0, 0 if node is None else node[1])
+        if all(checkpoint.step >= highest for checkpoint in record.checkpoints):
+            return record
+        return replace(record, extra={**record.extra, HIGHEST: highest})
+
     def latest(self) -> CheckpointEntry | None:
         """The newest checkpoint: the highest step of the newest term; of an empty term, its parent.
 
         If that was retired, the nearest checkpoint before it on its line of parents.
 
         Raises:
-            CorruptLogError: a newer one may be lost: a slot after it is damaged, or the newest term continues from one
-                that the log does not have. Names the slot and the last intact checkpoint. (An OPEN after the damage has
-                chosen its parent knowingly, and settles the matter.)
+            CorruptLogError: a newer one may be lost: a damaged slot may have promised it, or the newest term continues
+                from one that the log does not have. Names the slot and the last intact checkpoint.
         """
-        found = self._newest_on_line()
+        found, searched = self._newest_on_line()
         if self.lost > self.term:
             raise self._uncertain(
                 f"there are segments of term {self.lost}, but the log ends in term {self.term}: its end is lost, or an "
                 "older copy was put back",
                 found,
             )
-        opened = self.terms.get(self.term)
         if orphan := self._orphan(found):
             raise self._uncertain(
                 f"term {orphan.term} continues from {orphan.parent and orphan.parent.ref}, which the log no longer "
                 "holds: the record that promised it is damaged or lost",
                 found,
             )
-        if found is not None and found.term == self.term:
-            certain = self.slots[found.node]
-        else:
-            certain = opened.seq if opened is not None and opened.known else -1
+        certain = self._certain(found, searched)
         if hidden := [seq for seq in self.damage if seq > certain]:
             raise self._uncertain(f"log slot {hidden[0]} is damaged, so the newest checkpoint is not known", found)
         return found
+
+    def _certain(self, found: CheckpointEntry | None, searched: TermEntry | None) -> int:
+        """The slot up to which damage cannot have held, or retired, another answer than `found`.
+
+        Before the OPEN of the term that was searched last: its steps were promised after it, and who opened it has
+        named the parent. In the newest term also before the COMMIT of the highest step that it ever promised, if no
+        COMMIT says that there was a higher one.
+        """
+        if found is not None and found.term == self.term:
+            highest = max(self.spent.highest or 0, self.terms[self.term].extra.get(HIGHEST, 0))
+            if highest <= found.step:
+                return self.slots[found.node]
+        return searched.seq if searched is not None and searched.known else -1
 
     def _uncertain(self, why: str, found: CheckpointEntry | None) -> CorruptLogError:
         """The error of `latest`: why, and what to name instead (what it would be without the damage, or what is newest
@@ -239,16 +249,24 @@ class Catalog:
             term = entry.parent.term
         return None
 
-    def _newest_on_line(self) -> CheckpointEntry | None:
+    def _newest_on_line(self) -> tuple[CheckpointEntry | None, TermEntry | None]:
+        """What `latest` is if nothing is lost, and the term whose steps were searched last.
+
+        The parent of a searched term is not searched for: an intact OPEN names it.
+        """
         term, highest = self.term, MAX_INT
+        searched = None
         while entry := self.terms.get(term):
+            searched = entry
             node = self.checkpoints.highest(term, highest)
             if node is not None:
-                return self.checkpoints[node]
+                return self.checkpoints[node], searched
             if entry.parent is None:
-                return None
+                return None, searched
+            if (parent := self.checkpoints.get(entry.parent.node)) is not None:
+                return parent, searched
             term, highest = entry.parent.term, entry.parent.step
-        return None
+        return None, None
 
     def stored_bytes(self) -> int:
         """Bytes of all segments of the log, added up without a look at each."""
@@ -306,7 +324,8 @@ class CatalogBuilder:
             self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False, nonce=record.nonce))
         extra = dict(record.extra)
         self._mark_closed(record, extra.pop(CLOSED, None) is True)
-        self._mark_lacking(record.term, extra.pop(LACKS, None))
+        self._mark(record.term, LACKS, extra.pop(LACKS, None), min)  # who brings it need not know what else is missing
+        self._mark(record.term, HIGHEST, extra.pop(HIGHEST, None), max)
         if extra:
             catalog.unknown += ((seq, extra),)
         if record.keep is not None:
@@ -349,14 +368,14 @@ class CatalogBuilder:
             left = {name: value for name, value in entry.extra.items() if name != CLOSED}
             terms[record.term] = replace(entry, extra=left)
 
-    def _mark_lacking(self, term: int, step: object) -> None:
-        """Only ever lower: who brings what was left out need not know what else was, on another machine."""
+    def _mark(self, term: int, name: str, step: object, choose: Callable[[int, int], int]) -> None:
+        """Keep a step that a COMMIT says with its term: of several the one that `choose` takes."""
         entry = self.catalog.terms.get(term)
         if entry is None or type(step) is not int:
             return
-        known = entry.extra.get(LACKS)
-        lowest = min(step, known) if type(known) is int else step
-        self.catalog.terms[term] = replace(entry, extra={**entry.extra, LACKS: lowest})
+        known = entry.extra.get(name)
+        kept = choose(step, known) if type(known) is int else step
+        self.catalog.terms[term] = replace(entry, extra={**entry.extra, name: kept})
 
     def _begin_term(self, entry: TermEntry) -> None:
         catalog = self.catalog

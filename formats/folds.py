@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import jsontext
+from ckptstore.formats import jsontext, told
 from ckptstore.formats.catalog import Catalog, TermEntry
 from ckptstore.formats.fold_columns import ColumnReader, Tables, write_tables
 from ckptstore.formats.hashing import xxh3_128
@@ -249,6 +249,8 @@ class _Columns:
         found = self._left.mapping("extra")
         if not all(type(members) is dict for members in found.values()):
             self._left.refuse("extra", "an object of objects")
+        for members in found.values():
+            told.check(members, self._what)
         if not found:
             return lambda _row: {}
         return lambda row: found.get(str(row), {})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import jsontext, metadata
+from ckptstore.formats import jsontext, metadata, told
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import Members, hexadecimal
 from ckptstore.formats.records import (
@@ -149,6 +149,7 @@ def decode_record(
         term, parent = found.term(), found.checkpoint_id("parent")
         if parent is not None and parent.term >= term:  # or whoever follows the line of parents might go in circles
             found.refuse("parent", "a checkpoint of an earlier term")
+        told.check(found.rest(), what)
         return OpenRecord(
             term=term,
             nonce=found.digest("nonce"),
@@ -201,6 +202,7 @@ def _heading(found: Members, seq: int, run: str, what: str) -> tuple[str, tuple[
 
 def _commit(found: Members, incompat: tuple[str, ...], manifest: str | None, what: str) -> CommitRecord:
     term = found.term()
+    told.check(found.rest(), what)
     return CommitRecord(
         term=term,
         nonce=found.digest("nonce"),

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, StepOrderError, UsageError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.catalog import Catalog, TermEntry
 from ckptstore.formats.records import CheckpointEntry, ref_of, valid_tag
 
 __all__ = ["check_new_tag", "nothing_latest", "resolve", "step_number"]
@@ -126,16 +126,21 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
             f"{_losses(catalog)}, and may have held a newer step {entry.step}; "
             f"the newest that is left is {entry.ref}: name it so to use it"
         )
-    newer = [opened for opened in catalog.terms.values() if opened.term > entry.term]
-    if not newer:
-        return
-    following = min(newer, key=lambda one: one.term)
-    since = following.seq if following.known else catalog.slots[entry.node]
-    if hidden := [seq for seq in catalog.damage if seq > since]:
+    following = min((opened for opened in catalog.terms.values() if opened.term > entry.term), key=_term, default=None)
+    # Of the next term, if its OPEN is there. If it is lost, or there is none, it takes two slots to hide a newer step:
+    # an OPEN and a COMMIT. Where a number is missing, both may be among those that are damaged.
+    known = following is not None and following.known and following.term == entry.term + 1
+    since = following.seq if following is not None and known else catalog.slots[entry.node]
+    hidden = [seq for seq in catalog.damage if seq > since]
+    if hidden and (following is not None or len(hidden) > 1):
         raise CorruptLogError(
             f"log slot {hidden[0]} is damaged and may have held a newer step {entry.step}; "
             f"the newest intact one is {entry.ref}: name it so to use it"
         )
+
+
+def _term(opened: TermEntry) -> int:
+    return opened.term
 
 
 def _losses(catalog: Catalog) -> str:

@@ -170,7 +170,7 @@ class Replica:
             StorageError: the medium failed.
         """
         nonce = self.catalog.terms[record.term].nonce
-        record = replace(record, nonce=nonce, previous=self.catalog.last)
+        record = replace(self.catalog.with_highest(record), nonce=nonce, previous=self.catalog.last)
         run = self._origin.format.run
         data, manifest = encode_commit(record, seq=self._next, run=run, manifest=secrets.token_hex(16))
         if manifest is not None:

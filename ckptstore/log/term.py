@@ -357,7 +357,7 @@ class Term:
             check_commit(self.catalog, record)
             seq = self._next_seq
             self._check_log_is_mine(seq)
-            record = replace(record, nonce=self.nonce, previous=self.catalog.last)
+            record = replace(self.catalog.with_highest(record), nonce=self.nonce, previous=self.catalog.last)
             data, manifest = encode_commit(record, seq=seq, run=self.journal.run, manifest=secrets.token_hex(16))
             record = _understood(data, seq, self.journal.run, CommitRecord, manifest)
             if manifest is not None and record.manifest is not None:

@@ -109,7 +109,8 @@ class Upkeep(Handle):
 
         Args:
             steps: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B.
-            keep_steps: every checkpoint of the range stays. Without it B alone of its diffs does.
+            keep_steps: every checkpoint of the range stays. Without it B alone of its diffs does, and what a tag names,
+                another term continues from or a rule of retention keeps (`Merged.held` says which).
             fulls: its fulls go, too: B alone of the range stays. Not with `keep_steps`.
             dry_run: write nothing; do the work, and say what would become of it.
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.

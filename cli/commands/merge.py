@@ -52,8 +52,8 @@ def command(
 
     The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit. The deltas and step diffs before
     it can no longer be restored, unless you say --keep-steps. Fulls stay (unless you say --fulls), and so does what a
-    tag names or another term continues from. What was written is read back and compared before anything is given up.
-    Then `ckpt gc` frees the space.
+    tag names, another term continues from or a rule of retention keeps. What was written is read back and compared
+    before anything is given up. Then `ckpt gc` frees the space.
     """
 
     def tell(lost: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.catalog import CLOSED, LACKS, REACHED, Catalog, TermEntry
+from ckptstore.formats.catalog import CLOSED, HIGHEST, LACKS, REACHED, Catalog, TermEntry
 from ckptstore.formats.records import (
     CheckpointEntry,
     CommitRecord,
@@ -134,7 +134,7 @@ class Transfer:
         there = self._replica.catalog
         if opened.term in there.terms:
             return
-        extra = {name: value for name, value in opened.extra.items() if name not in (CLOSED, REACHED)}
+        extra = {name: value for name, value in opened.extra.items() if name not in (CLOSED, HIGHEST, REACHED)}
         if (reached := there.reached()) is not None:  # here, which may not be as far as where it comes from
             extra[REACHED] = reached
         self._replica.open(

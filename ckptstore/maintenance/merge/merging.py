@@ -92,7 +92,8 @@ def merge(
         wanted: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B; or that with what is to stay of it.
         keep_steps: of a range that is a text: every checkpoint of the range stays restorable: stored chunks are
             copied as they are. Without it B alone of the diffs stays (of `Range.fulls`: alone of all), as whatever
-            leaves the fewest bytes: its chain copied, or B coded as one delta.
+            leaves the fewest bytes: its chain copied, or B coded as one delta. What a tag names, another term continues
+            from or a rule of retention keeps stays, too (`Merged.held`).
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
         dry_run: write nothing; do the work, and say what would become of it.
         timeout: seconds to wait for the live writer's answer; None: as long as it takes.

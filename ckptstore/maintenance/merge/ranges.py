@@ -12,6 +12,7 @@ from typing import Final
 
 from ckptstore.errors import CorruptionError, UsageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.keeping import known, reasons_of
 from ckptstore.formats.records import CheckpointEntry, Encoding, Node, ref_of
 from ckptstore.formats.retention import needed, users
 from ckptstore.log import refs
@@ -23,6 +24,7 @@ _OF_FULLS: Final = (
     ". Fulls go only where that is asked for (fulls=True, --fulls): then B alone stays. To keep every one, in fewer "
     "bytes: ckpt compact --only A..B"
 )
+_NAMED: Final = 4
 _NOT_BOTH: Final = (
     "fulls: not with keep_steps, by which every one of them stays; ckpt compact --only A..B stores the fulls of a "
     "range as deltas, and keeps them all"
@@ -197,13 +199,26 @@ def _last_kept(
         merged.insert(0, edge)
     holders = {ref_of(node): why for node, why in held.items()}
     if not retired and len(merged) < 2:
-        why = "; ".join(f"{ref}: {by}" for ref, by in holders.items())
         what = "checkpoint" if fulls else "diff"
-        raise UsageError(f"nothing to merge: every {what} of {first.ref}..{last.ref} has to stay ({why})")
+        raise UsageError(
+            f"nothing to merge: every {what} of {first.ref}..{last.ref} has to stay ({_why(holders)}); "
+            "keep_steps=True (--keep-steps) merges them and keeps every one"
+        )
     # A full is the file that other tools read: its chunks are no part of a segment of diffs.
     copyable = all(edge.checkpoint in catalog.checkpoints and edge.base is not None for edge in merged)
     there = tuple(ref_of(node) for node in members if node in whole and node not in retired)
     return Selection(first, last, last, chain, tuple(merged), copyable, retired, holders, there)
+
+
+def _why(holders: Mapping[str, str]) -> str:
+    """What holds the checkpoints: each reason once, with the first of them."""
+    grouped: dict[str, list[str]] = {}
+    for ref, by in holders.items():
+        grouped.setdefault(by, []).append(ref)
+    return "; ".join(
+        f"{', '.join(mine[:_NAMED])}{f' and {len(mine) - _NAMED} more' if len(mine) > _NAMED else ''}: {by}"
+        for by, mine in grouped.items()
+    )
 
 
 def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
@@ -217,7 +232,22 @@ def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
             held[opened.parent.node] = f"term {number} continues from it"
     for name, node in sorted(catalog.tags.items()):
         held[node] = f"tag {name!r} names it"
-    return {node: held[node] for node in nodes if node in held}
+    going = list(nodes)
+    ruled = _ruled(catalog, going)
+    return {node: why for node in going if (why := held.get(node) or ruled.get(node))}
+
+
+def _ruled(catalog: Catalog, nodes: Sequence[Node]) -> dict[Node, str]:
+    """Which of `nodes` the store's rules of retention keep, and which rule does.
+
+    Prevents: a merge that gives up what the user's rules keep, without a word.
+    """
+    if not catalog.keep:
+        return {}
+    if not known(catalog.keep):
+        return dict.fromkeys(nodes, "the store has a rule of retention that this version does not know")
+    reasons, _ = reasons_of(catalog, catalog.keep)
+    return {node: f"rule {rule} keeps it" for rule in catalog.keep for node in reasons[rule]}
 
 
 def unneeded(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ckptstore.errors import CorruptionError
+from ckptstore.errors import CorruptionError, ForeignObjectError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import fold_of, object_of, slot_key
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import anchor_above
+from ckptstore.log.reading import anchor_above, exists
 from ckptstore.log.strays import all_foreign
 from ckptstore.maintenance.verify.findings import Findings
 
@@ -46,7 +46,7 @@ def check_log(
         if (before is not None and slot.previous != before.digest) or seq in catalog.damage:
             what = "it names another slot before it, or its term was opened by another writer"
             found.add(slot_key(seq), CorruptionError(f"it does not continue the log: {what}"))
-    for first, last in _runs(_unexplained(journal, catalog, slots, listed)):
+    for first, last in _runs(_unexplained(journal, catalog, slots, listed, found)):
         which = "the slot is missing" if first == last else f"the slots from here to {slot_key(last)} are missing"
         found.add(slot_key(first), CorruptionError(f"{which}, and no fold that is there allowed to delete that"))
     for opened in catalog.terms.values():
@@ -77,18 +77,34 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _unexplained(journal: Journal, catalog: Catalog, slots: Mapping[int, SlotHashes], listed: set[str]) -> list[int]:
-    """Slots below the highest intact one that are absent although nobody may have deleted them."""
+def _unexplained(
+    journal: Journal, catalog: Catalog, slots: Mapping[int, SlotHashes], listed: set[str], found: Findings
+) -> list[int]:
+    """Slots of the log that are absent although nobody may have deleted them, those where a fold ends among them."""
     # Folds are listed now, after the slots: what was deleted before this is explained by folds that are still there.
     folds = sorted({place[0] for key in journal.backend.list("fold/") if (place := fold_of(key))}, reverse=True)
     anchor_every = journal.format.anchor_every
     limit = folds[1] if len(folds) > 1 else -1
     opens = {opened.seq for opened in catalog.terms.values() if opened.known}
     top = max(slots, default=-1)
+    end = max(top + 1, catalog.next_seq)
 
     def deletable(seq: int) -> bool:
         # The anchor above it was created before a slot above that: whether it is still there is asked of the anchor.
-        return seq <= limit and seq % anchor_every > 0 and anchor_above(seq, anchor_every) <= top
+        return seq <= limit and seq % anchor_every > 0 and anchor_above(seq, anchor_every) < end
 
-    absent = (seq for seq in range(top) if seq not in slots and slot_key(seq) not in listed)
-    return [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq))]
+    absent = [seq for seq in range(end) if seq not in slots and slot_key(seq) not in listed]
+    lost = [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq))]
+    return [seq for seq in lost if seq < top or _is_gone(journal, seq, found)]
+
+
+def _is_gone(journal: Journal, seq: int, found: Findings) -> bool:
+    """Whether a slot above all intact ones is absent, asked for by name: it may have been written since the listing.
+
+    Prevents: a lost slot that nobody reports, because a fold ends with it, so that readers do without it.
+    """
+    try:
+        return not exists(journal.backend, slot_key(seq))
+    except ForeignObjectError as error:  # a folder, say, which no listing of objects shows
+        found.add(slot_key(seq), error)
+        return False

@@ -39,23 +39,33 @@ class Catalog:
     slots: dict[Node, int] = field(default_factory=dict)  # of promised checkpoints
     damage: list[int] = field(default_factory=list)
     written: int = 0  # the newest term that has segments
+    highest: dict[int, int] = field(default_factory=dict)  # of a term: steps that were retired, or that a COMMIT tells
 
     def promised(self) -> list[Node]:
         return [node for node in self.checkpoints if node not in self.retired]
 
     def latest(self) -> Node | None:
-        term, below, found = self.term, 1 << 60, None
-        while term:
+        term, below, found, searched, orphan = self.term, 1 << 60, None, 0, False
+        while term in self.parents:
+            searched = term
             if steps := [step for one, step in self.promised() if one == term and step <= below]:
                 found = term, max(steps)
                 break
-            if term in self.orphans:
-                raise DamagedError
-            parent = self.parents.get(term)
-            term, below = (parent[0], parent[1]) if parent else (0, 0)
-        if self.written > self.term:
+            orphan |= term in self.orphans
+            parent = self.parents[term]
+            if parent is None:
+                break
+            if (parent[0], parent[1]) in self.promised():
+                found = parent[0], parent[1]
+                break
+            term, below = parent[0], parent[1]
+        else:
+            searched = 0
+        if orphan or self.written > self.term:
             raise DamagedError
-        settled = self.slots[found] if found and found[0] == self.term else self.opens.get(self.term, -1)
+        settled = self.opens.get(searched, -1)
+        if found and found[0] == self.term and found[1] >= self.highest.get(self.term, 0):
+            settled = self.slots[found]
         if any(slot > settled for slot in self.damage):
             raise DamagedError
         return found
@@ -170,7 +180,9 @@ def apply(catalog: Catalog, record: dict[str, Any], seq: int) -> None:
         catalog.retired.discard(node)
     for one in record.get("encodings", []):
         catalog.encodings.setdefault((one["checkpoint"][0], one["checkpoint"][1]), []).append(one)
+    catalog.highest[term] = max(catalog.highest.get(term, 0), record.get("highest", 0))
     for term, step in record.get("retires", []):
+        catalog.highest[term] = max(catalog.highest.get(term, 0), step)
         if (term, step) in catalog.checkpoints:
             catalog.retired.add((term, step))
     dropped = set(record.get("drops", []))
@@ -266,6 +278,9 @@ def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
         term: seq for term, seq, known in zip(terms["term"], terms["seq"], terms["known"], strict=True) if known
     }
     catalog.damage = list(found.get("damage", []))
+    for row, members in terms.get("extra", {}).items():
+        catalog.highest[terms["term"][int(row)]] = members.get("highest", 0)
+    catalog.highest[catalog.term] = max([catalog.highest.get(catalog.term, 0), *found.get("spent", [])])
     return catalog
 
 

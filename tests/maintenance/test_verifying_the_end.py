@@ -1,0 +1,64 @@
+"""`verify` finds what became of the slot that a fold ends with: readers do without it, and nobody else would say so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.formats.records import slot_key
+from tools.golden.make_conformance import _folded
+
+
+def _with_file(path: Path) -> None:
+    path.mkdir()
+    (path / "x").write_bytes(b"x")
+
+
+BECAME: dict[str, Callable[[Path], object]] = {
+    "absent": lambda path: path.parent,
+    "an empty folder": Path.mkdir,
+    "a folder": _with_file,
+    "a link": lambda path: path.symlink_to("elsewhere"),
+    "a pipe": os.mkfifo,
+    "long": lambda path: path.write_bytes(bytes(1 << 19)),
+    "other bytes": lambda path: path.write_bytes(b"x"),
+}
+
+
+@pytest.fixture
+def folded(tmp_path: Path) -> Path:
+    _folded(tmp_path / "store")
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("became", BECAME)
+def test_the_slot_that_a_fold_ends_with(folded: Path, became: str) -> None:
+    store = ckptstore.open(folded)
+    view = store.view()
+    assert view.fold_seq == view.end - 1
+    assert store.verify().damage == ()
+    before = [info.ref for info in store.checkpoints()]
+    path = folded / slot_key(view.fold_seq)
+    path.unlink()
+    BECAME[became](path)
+    again = ckptstore.open(folded)
+    assert [info.ref for info in again.checkpoints()] == before  # the fold has what it said
+    assert again.checkpoint("latest").ref == before[-1]
+    assert slot_key(view.fold_seq) in [found.key for found in again.verify().damage]
+
+
+def test_a_slot_that_came_since_the_listing_is_no_loss(folded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ckptstore.open(folded)
+    listed = store.backend.list("")
+
+    def stale(prefix: str) -> list[str]:
+        return listed if not prefix else type(store.backend).list(store.backend, prefix)
+
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"step": 20}, 20)
+    monkeypatch.setattr(store.backend, "list", stale)
+    assert store.verify().damage == ()
