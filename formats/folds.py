@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import jsontext, told
 from ckptstore.formats.catalog import Catalog, TermEntry
+from ckptstore.formats.columns import ascending
 from ckptstore.formats.fold_columns import ColumnReader, Tables, write_tables
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural
@@ -139,7 +140,7 @@ def _document(catalog: Catalog, tables: dict[str, Any], run: str, forget: Collec
         "ro_compat": sorted(catalog.ro_compat),
         "unknown": [[seq, dict(members)] for seq, members in _unknown_members(catalog)],
     }
-    known |= {"terms": _term_columns(list(catalog.terms.values()))} | tables
+    known |= {"terms": _term_columns([entry for _, entry in sorted(catalog.terms.items())])} | tables
     return known | {name: value for name, value in rest.items() if value}
 
 
@@ -213,6 +214,12 @@ class _Columns:
             self._left.refuse(name, "a list of integers in 0..2^53")
         return value
 
+    def flags(self, name: str) -> list[bool]:
+        value = self.numbers(name)
+        if not {0, 1}.issuperset(value):
+            self._left.refuse(name, "a list of flags, 0 or 1")
+        return [bool(flag) for flag in value]
+
     def times(self, name: str) -> list[float]:
         value = self._listed(name, None)
         if not all(map(is_time, value)):
@@ -245,15 +252,15 @@ class _Columns:
         ]
 
     def extras(self) -> Callable[[int], dict[str, Any]]:
-        """Row -> its unknown members."""
-        found = self._left.mapping("extra")
-        if not all(type(members) is dict for members in found.values()):
-            self._left.refuse("extra", "an object of objects")
-        for members in found.values():
+        """Row -> its unknown members, and those that are kept with a term."""
+        found: dict[int, dict[str, Any]] = {}
+        for text, members in self._left.mapping("extra").items():
+            row = int(text) if text.isdecimal() and len(text) <= 16 else -1
+            if str(row) != text or row >= (self._rows or 0) or type(members) is not dict:
+                self._left.refuse("extra", "an object of rows to objects")
             told.check(members, self._what)
-        if not found:
-            return lambda _row: {}
-        return lambda row: found.get(str(row), {})
+            found[row] = members
+        return lambda row: found.get(row, {})
 
 
 def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
@@ -273,16 +280,24 @@ def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
         encodings=NodeTable(tables.encodings),
         segments=Table(tables.segments),
         dropped=set(_Columns({"dropped": found.text("dropped", default="")}, what).loose_digests("dropped")),
-        spent=Spans(found.items("spent", lambda value: value if natural(value) else None, "steps")),
+        spent=Spans(_ascending(found, "spent", "steps")),
         tags=_read_tags(found),
         requests=_read_requests(found),
         manifests=dict(found.items("manifests", _manifest, "[uuid, term, slot]")),
-        damage=found.items("damage", lambda value: value if natural(value) else None, "slots"),
+        damage=_ascending(found, "damage", "slots"),
         ro_compat=frozenset(found.names("ro_compat")),
         unknown=unknown,
         keep=keep,
         keep_seq=keep_seq,
     )
+
+
+def _ascending(found: Members, name: str, wanted: str) -> tuple[int, ...]:
+    """A list of numbers, each above the one before."""
+    numbers = found.items(name, lambda value: value if natural(value) else None, wanted)
+    if not ascending(numbers):
+        found.refuse(name, f"a list of {wanted} that ascend")
+    return numbers
 
 
 def _rules_among(
@@ -304,8 +319,10 @@ def _rules_among(
 
 def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
     terms, parents, times = columns.numbers("term"), columns.identities("parent"), columns.times("time")
-    seqs, known, place = columns.numbers("seq"), columns.numbers("known"), columns.numbers("writer")
-    parent_found, nonces = columns.numbers("found"), columns.digests("nonce")
+    seqs, known, place = columns.numbers("seq"), columns.flags("known"), columns.numbers("writer")
+    parent_found, nonces = columns.flags("found"), columns.digests("nonce")
+    if not ascending([0, *terms]):
+        raise FormatError(f"{what}, terms: not in ascending order from 1, or one of them twice")
     texts = [text.encode(errors="surrogatepass") for text in columns.strings("writers", max(place, default=-1) + 1)]
     writers = [Members(jsontext.loads(text, what=what, max_bytes=FOLD_LIMIT), what).rest() for text in texts]
     if any(parent is not None and parent.term >= term for term, parent in zip(terms, parents, strict=True)):
@@ -314,14 +331,17 @@ def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
     return {
         term: TermEntry(
             *(term, parents[row], times[row], writers[place[row]], seqs[row]),
-            *(bool(known[row]), nonces[row], bool(parent_found[row]), extra(row)),
+            *(known[row], nonces[row], parent_found[row], extra(row)),
         )
         for row, term in enumerate(terms)
     }
 
 
 def _read_tags(found: Members) -> dict[str, Node]:
-    return {tag: node for tag, node in found.tags("tags").items() if node is not None}
+    tags = found.tags("tags")
+    if None in tags.values():
+        found.refuse("tags", "an object of tag names to [term, step]")
+    return {tag: node for tag, node in tags.items() if node is not None}
 
 
 def _read_requests(found: Members) -> dict[str, str | None]:
@@ -332,8 +352,8 @@ def _read_requests(found: Members) -> dict[str, str | None]:
 
 
 def _manifest(value: Any) -> tuple[str, tuple[int, int]] | None:
-    if type(value) is list and len(value) == 3 and hexadecimal(value[0]) and natural(value[1]) and natural(value[2]):
-        return value[0], (value[1], value[2])
+    if type(value) is list and len(value) == 3 and hexadecimal(value[0]) and all(map(natural, value[1:])):
+        return (value[0], (value[1], value[2])) if value[1] else None
     return None
 
 

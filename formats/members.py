@@ -96,18 +96,14 @@ class Members:
 
     def mapping(self, name: str) -> dict[str, Any]:
         """A JSON object; absent means empty."""
-        value = self._left.pop(name, None)
-        if value is None:
-            return {}
+        value = self._left.pop(name, {})
         if type(value) is not dict:
             self.refuse(name, "an object")
         return value
 
     def items(self, name: str, make: Callable[[Any], _T | None], wanted: str) -> tuple[_T, ...]:
         """A list whose entries `make` understands (None: it does not); absent means empty."""
-        value = self._left.pop(name, None)
-        if value is None:
-            return ()
+        value = self._left.pop(name, [])
         if type(value) is not list:
             self.refuse(name, "a list")
         made = []
@@ -128,7 +124,7 @@ class Members:
 
     def rules(self, name: str) -> tuple[str, ...] | None:
         """A list of strings that may be empty; None: absent."""
-        return self.names(name) if self._left.get(name) is not None else None
+        return self.names(name) if name in self._left else None
 
     def nodes(self, name: str) -> tuple[Node, ...]:
         """A list of [term, step]; absent means empty."""

@@ -21,6 +21,7 @@ from ckptstore.formats.members import Members
 from ckptstore.formats.segment_doc import LENGTH, MAX_DOC_DEPTH, RAW, VERSION, Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_packed import PACKED, encode_packed, plan_packed, read_packed
 from ckptstore.formats.segment_plain import PLAIN, encode_plain, plan_plain, raw_entry, read_plain
+from ckptstore.formats.segment_steps import read_ranks
 
 __all__ = [
     "RAW",
@@ -106,7 +107,10 @@ def parse(header: bytes, size: int, where: str, read: Callable[[int, int], bytes
     taken = Members(document, where)
     form = taken.text("form")
     if form == PLAIN:
-        return read_plain(members, taken, len(header), size, where)
-    if form == PACKED:
-        return read_packed(members, taken, len(header), size, read, where)
-    raise FormatError(f"{where}: unknown form {form!r:.40}")
+        doc = read_plain(members, taken, len(header), size, where)
+    elif form == PACKED:
+        doc = read_packed(members, taken, len(header), size, read, where)
+    else:
+        raise FormatError(f"{where}: unknown form {form!r:.40}")
+    read_ranks(doc.extra, doc.steps, where)  # only to refuse what is not of their form
+    return doc

@@ -58,10 +58,11 @@ def read_known_hashes(value: Any, count: int, what: str) -> list[str]:
     return _cells(value, count, what, _KNOWN)
 
 
-def read_digests(value: Any, count: int, what: str) -> list[int | None]:
-    """The `count` digests of a column, or of none (`value` is None); `FormatError` naming `what` for anything else."""
-    if value is None:
+def read_digests(columns: dict[str, Any], count: int, where: str) -> list[int | None]:
+    """Take the `count` digests of column ``digests``, if there is one; `FormatError` for anything else."""
+    if "digests" not in columns:
         return [None] * count
+    value, what = columns.pop("digests"), f"{where}: digests"
     return [None if cell == _NONE else int(cell, 16) for cell in _cells(value, count, what, _COLUMN)]
 
 

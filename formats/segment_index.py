@@ -94,7 +94,7 @@ def read_index(doc: SegmentDoc, index: Members, payload: int, header_size: int, 
     specs = _picked(columns, "tensors", "tensor", sum(counts), _read_spec, where)
     codecs = _picked(columns, "codecs", "codec", sum(counts), _read_codec, where)
     chunks = _read_chunks(columns, specs, codecs, (header_size, payload), where)
-    digests = read_digests(columns.pop("digests", None), sum(counts), f"{where}: digests")
+    digests = read_digests(columns, sum(counts), where)
     entries = (
         TensorEntry(spec.name, spec.dtype, spec.shape, own, codec, params, spec.global_shape, spec.offset, digest)
         for spec, (codec, params), own, digest in zip(specs, codecs, chunks, digests, strict=True)

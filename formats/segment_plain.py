@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import dtypes, jsontext
+from ckptstore.formats.columns import ascending
 from ckptstore.formats.layout import (
     HEADER_LIMIT,
     Layout,
@@ -131,7 +132,7 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
     specs = _specs(members, document, size - header_size, where)
     counts = [chunk_count(spec.nbytes) for spec in specs]  # bounded: the tensors fill the file, which has `size` bytes
     hashes = read_known_hashes(document.text("hashes"), sum(counts), f"{where}: hashes")
-    digests = read_digests(document.rest().pop("digests", None), len(specs), f"{where}: digests")
+    digests = read_digests(document.rest(), len(specs), where)
     tensors: dict[str, TensorEntry] = {}
     position, cell = header_size, 0
     for spec, count, digest in zip(specs, counts, digests, strict=True):
@@ -216,8 +217,8 @@ def _entry(spec: TensorSpec, position: int, hashes: Sequence[str], digest: int |
 
 def _specs(members: Mapping[str, Any], document: Members, data: int, where: str) -> list[TensorSpec]:
     """The tensors in file order. Each begins where the one before ends, and together they are `data` bytes."""
-    logical = dict(document.items("dtypes", lambda row: _row(row, 2, len(members)), "[place, dtype]"))
-    shards = dict(document.items("shards", lambda row: _row(row, 3, len(members)), "[place, global shape, offset]"))
+    logical = _placed(document, "dtypes", 2, len(members), "[place, dtype]")
+    shards = _placed(document, "shards", 3, len(members), "[place, global shape, offset]")
     specs: list[TensorSpec] = []
     position = 0
     for row, (name, info) in enumerate(members.items()):
@@ -249,6 +250,14 @@ def _logical_shape(dtype: dtypes.DType, info: Mapping[str, Any]) -> tuple[int, .
     if info["dtype"] != dtype.storage or shape[kept:] != dtype.trailing:  # fewer dimensions differ, too
         raise FormatError(f"{dtype.name} is not stored as {info['dtype']!r:.20} {shape!r:.80}")
     return shape[:kept]
+
+
+def _placed(document: Members, name: str, width: int, count: int, wanted: str) -> dict[int, list[Any]]:
+    """Take what a list says of some of `count` tensors, by their places, which ascend."""
+    rows = document.items(name, lambda row: _row(row, width, count), wanted)
+    if not ascending([place for place, _ in rows]):
+        document.refuse(name, f"a list of {wanted} whose places ascend")
+    return dict(rows)
 
 
 def _row(row: Any, width: int, count: int) -> tuple[int, list[Any]] | None:

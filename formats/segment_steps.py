@@ -6,15 +6,15 @@ encodings there are, what each builds on, which segments it reads; and with ``pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ckptstore.formats.members import Members, hexadecimal, is_time, natural
 from ckptstore.formats.records import CheckpointId
 
-__all__ = ["Part", "StepEncoding", "read_parents", "read_steps", "step_columns"]
+__all__ = ["Part", "Ranks", "StepEncoding", "read_parents", "read_ranks", "read_steps", "step_columns"]
 
 _NOTHING: Final = object()
 
@@ -53,6 +53,18 @@ class StepEncoding:
     time: float = 0.0
     lossy: bool = False
     part: Part | None = None
+
+
+class Ranks(NamedTuple):
+    """What a segment of many ranks says.
+
+    Attributes:
+        rank: step -> the rank whose segment it is.
+        ranks: step -> how many segments each rank has; in the segment with the tree.
+    """
+
+    rank: Mapping[int, int]
+    ranks: Mapping[int, tuple[int, ...]]
 
 
 def step_columns(encodings: Mapping[int, StepEncoding]) -> dict[str, Any]:
@@ -107,6 +119,28 @@ def read_parents(members: Members) -> dict[int, CheckpointId | None]:
     if any(left[0] >= right[0] for left, right in pairwise(rows)):
         members.refuse("parents", "a list of ascending terms")
     return dict(rows)
+
+
+def read_ranks(extra: Mapping[str, Any], steps: Sequence[int], where: str) -> Ranks:
+    """What segments of many ranks say (``rank``, ``ranks``); the members stay where they are.
+
+    Raises:
+        FormatError: something else.
+    """
+    members = Members(dict(extra), where)
+    rank = members.items("rank", lambda row: _numbered(row, natural), "[step, rank]")
+    ranks = members.items("ranks", lambda row: _numbered(row, _counts), "[step, [number, ...]]")
+    for name, rows in (("rank", rank), ("ranks", ranks)):
+        _some(members, name, [step for step, _ in rows], steps)
+    return Ranks(dict(rank), {step: tuple(counts) for step, counts in ranks})
+
+
+def _numbered(row: Any, check: Callable[[Any], bool]) -> tuple[int, Any] | None:
+    return (row[0], row[1]) if type(row) is list and len(row) == 2 and natural(row[0]) and check(row[1]) else None
+
+
+def _counts(value: Any) -> bool:
+    return type(value) is list and all(map(natural, value))
 
 
 def _some(members: Members, name: str, found: Sequence[int], steps: Sequence[int]) -> None:

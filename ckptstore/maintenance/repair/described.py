@@ -11,7 +11,7 @@ from ckptstore.errors import CkptError, CorruptSegmentError, StorageError
 from ckptstore.formats import hashing
 from ckptstore.formats.records import CheckpointId, SegmentEntry, object_of
 from ckptstore.formats.segment import SegmentDoc, header_length, parse
-from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.formats.segment_steps import StepEncoding, read_ranks
 from ckptstore.maintenance.verify.findings import Damage, is_bad_medium
 
 __all__ = ["Told", "survey"]
@@ -76,7 +76,7 @@ def _told(source: SegmentSource, key: str) -> Told:
     header = read(0, header_length(read(0, min(8, size)), size, key))
     doc = parse(header, size, key, read)
     entry = SegmentEntry(doc.segment, doc.term, size, len(header), hashing.header_hash(header))
-    return Told(entry, doc.run, doc.parents, doc.encodings, _shares(doc, size), *_ranks(doc))
+    return Told(entry, doc.run, doc.parents, doc.encodings, _shares(doc, size), *read_ranks(doc.extra, doc.steps, key))
 
 
 def _shares(doc: SegmentDoc, size: int) -> dict[int, int]:
@@ -84,14 +84,3 @@ def _shares(doc: SegmentDoc, size: int) -> dict[int, int]:
     stored = {step: sum(tensor.stored for tensor in doc.tensors.get(step, {}).values()) for step in doc.steps}
     rest, left = divmod(max(0, size - sum(stored.values())), len(stored))
     return {step: nbytes + rest + (left if step == doc.steps[-1] else 0) for step, nbytes in stored.items()}
-
-
-def _ranks(doc: SegmentDoc) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
-    """Members of many ranks' segments; what is not of their form is not there."""
-    rank, ranks = doc.extra.get("rank", []), doc.extra.get("ranks", [])
-    try:
-        return {int(step): int(one) for step, one in rank}, {
-            int(step): tuple(map(int, counts)) for step, counts in ranks
-        }
-    except (TypeError, ValueError):
-        return {}, {}
