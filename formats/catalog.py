@@ -35,6 +35,7 @@ from ckptstore.formats.told import CLOSED, HIGHEST, LACKS, REACHED, REMOTE
 
 __all__ = ["CLOSED", "HIGHEST", "LACKS", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "TermEntry"]
 
+
 @dataclass(frozen=True, slots=True)
 class TermEntry:
     """A term in the history.
@@ -301,9 +302,9 @@ class CatalogBuilder:
         catalog: the catalog so far. It changes with every record: take `snapshot` to hand it to another thread.
     """
 
-    def __init__(self, base: Catalog | None = None, *, adopt: bool = False) -> None:
-        """Start from a snapshot of `base`, from `base` itself if nobody else has it (`adopt`), or from an empty log."""
-        self.catalog = Catalog() if base is None else base if adopt else _copied(base)
+    def __init__(self, base: Catalog | None = None) -> None:
+        """Start from a snapshot of `base`, or from an empty log."""
+        self.catalog = Catalog() if base is None else _copied(base)
 
     def snapshot(self) -> Catalog:
         """A catalog that stays as it is: what was there a while ago is shared, what came lately is copied."""

@@ -28,9 +28,16 @@ from ckptstore.formats.columns import (
 )
 from ckptstore.formats.members import MAX_INT, Members, hexadecimal
 
-__all__ = ["ColumnReader", "Tables", "write_tables"]
+__all__ = ["ColumnReader", "Tables", "columns_size", "write_tables"]
 
 _WIDTHS: Final = {"q": 8, "d": 8, "b": 1, "x": DIGEST}
+_SHAPES: Final = {
+    "checkpoints": CheckpointRows.SHAPE + "q",
+    "held": CheckpointRows.SHAPE,
+    "segments": SegmentRows.SHAPE,
+    "encodings": EncodingRows.SHAPE,
+}
+"""The columns of each table, in order; behind them, of the encodings, one of as many numbers as they have uses."""
 _NOTHING: Final = bytes(DIGEST)
 _BELOW_LIMIT: Final = bytes(range(MAX_INT >> 48))
 
@@ -92,6 +99,21 @@ def _little(column: array[Any]) -> array[Any]:
 # ------------------------------------------------------------------------------------------------ reading
 
 
+def columns_size(found: Members, what: str) -> int:
+    """Bytes of the columns of the tables that a fold's JSON describes; its members stay where they are.
+
+    Raises:
+        FormatError: a table is not described.
+    """
+    size = 0
+    for name, shape in _SHAPES.items():
+        table = Members(found.rest().get(name), f"{what}, {name}")
+        size += table.number("rows") * sum(map(_WIDTHS.__getitem__, shape))
+        if name == "encodings":
+            size += table.number("uses") * _WIDTHS["q"]
+    return size
+
+
 class Tables:
     """The big tables of a fold as rows, checked."""
 
@@ -99,38 +121,36 @@ class Tables:
         """
         Args:
             found: the fold's members; those of the tables are taken out.
+            columns: as many bytes as `columns_size` says.
 
         Raises:
-            FormatError: wrong, short, out of order, or more than the tables take.
+            FormatError: wrong, or out of order.
         """
-        members = [
-            _Table(found.rest().pop(name, None), f"{what}, {name}", columns)
-            for name in ("checkpoints", "held", "segments", "encodings")
-        ]
+        members = [_Table(found.rest().pop(name, None), f"{what}, {name}", columns) for name in _SHAPES]
         self.checkpoints = members[0].checkpoints()
         self.slots = SlotRows([*self.checkpoints.columns[:2], members[0].column("q", "slot")])
         self.held = members[1].checkpoints()
         self.segments, ids = members[2].segments()
         self.encodings = members[3].encodings(ids)
-        columns.finish()
 
 
 class ColumnReader:
-    """Takes columns off the bytes behind a fold's JSON."""
+    """Takes columns off the bytes behind a fold's JSON: exactly those of its tables."""
 
-    def __init__(self, data: memoryview, what: str) -> None:
+    def __init__(self, data: memoryview) -> None:
+        """
+        Args:
+            data: as many bytes as `columns_size` says.
+        """
         self._data = data
-        self._what = what
 
     def take(self, letter: str, rows: int, what: str) -> Column:
-        """The next column; no more is allocated than there are bytes.
+        """The next column.
 
         Raises:
-            FormatError: too short, or a number, time or flag out of range.
+            FormatError: a number, time or flag out of range.
         """
         size = rows * _WIDTHS[letter]
-        if size > len(self._data):
-            raise FormatError(f"{what}: {size} bytes of a column, {len(self._data)} are left")
         taken, self._data = bytes(self._data[:size]), self._data[size:]
         if letter == "x":
             return taken
@@ -138,11 +158,6 @@ class ColumnReader:
         if not _IN_RANGE[letter](taken, column):
             raise FormatError(f"{what}: a number out of range")
         return column
-
-    def finish(self) -> None:
-        """Raises `FormatError` if something is left."""
-        if len(self._data):
-            raise FormatError(f"{self._what}: {len(self._data)} bytes behind the last column")
 
 
 def _naturals(taken: bytes, column: array[Any]) -> bool:

@@ -14,7 +14,7 @@ from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import jsontext, told
 from ckptstore.formats.catalog import Catalog, TermEntry
 from ckptstore.formats.columns import ascending
-from ckptstore.formats.fold_columns import ColumnReader, Tables, write_tables
+from ckptstore.formats.fold_columns import ColumnReader, Tables, columns_size, write_tables
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural
 from ckptstore.formats.records import KEEP, CheckpointId, Node
@@ -22,12 +22,12 @@ from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
 from ckptstore.formats.texts import KNOWN_FEATURES
 
-__all__ = ["FOLD_LIMIT", "MAX_MARKS", "RATIO", "SLACK", "decode_fold", "encode_fold", "intact"]
+__all__ = ["FOLD_LIMIT", "JSON_LIMIT", "RATIO", "SLACK", "decode_fold", "encode_fold", "intact"]
 
 FOLD_LIMIT: Final = 1024 * 1024 * 1024
 """Longest fold, in bytes, stored and in its frame."""
-MAX_MARKS: Final = 1 << 26
-"""Values of a fold, as `jsontext.MAX_MARKS` counts them."""
+JSON_LIMIT: Final = 64 * 1024 * 1024
+"""Longest JSON part of a fold, in bytes."""
 RATIO: Final = 64
 """How much longer than a fold's frame, but for `SLACK`, its content may be. Hashes make two to six of it."""
 SLACK: Final = 1 << 20
@@ -36,6 +36,7 @@ SLACK: Final = 1 << 20
 _MAGIC: Final = b"ckptstore fold\n"
 _HEAD: Final = len(_MAGIC) + 33
 _LEVEL: Final = 3
+_FIRST: Final = 1 << 20
 _T = TypeVar("_T")
 
 
@@ -54,8 +55,9 @@ def encode_fold(catalog: Catalog, *, run: str, forget: Collection[str] = ()) -> 
 
     what = f"the fold through slot {catalog.next_seq - 1}"
     tables, columns = write_tables(catalog)
-    line = jsontext.bounded(_document(catalog, tables, run, forget), what=what, max_marks=MAX_MARKS) + b"\n"
-    body = b"".join([line, *columns])
+    line = jsontext.bounded(_document(catalog, tables, run, forget), what=what)
+    _check_line(len(line), what)
+    body = b"".join([line, b"\n", *columns])
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(body)
     _check_size(len(body), len(frame), what)
     digest = xxh3_128(frame)
@@ -79,15 +81,16 @@ def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) ->
     if not intact(data, digest16):
         raise FormatError(f"{what}: checksum mismatch in {len(data)} bytes")
     frame = memoryview(data)[_HEAD:]
-    line, columns = _parted(_decompressed(frame, what), what)
-    found = Members(jsontext.loads(line, what=what, max_bytes=FOLD_LIMIT, max_marks=MAX_MARKS), what)
+    line = _line(frame, what)
+    found = Members(jsontext.loads(line, what=what, max_bytes=JSON_LIMIT), what)
     if (kind := found.text("ckptstore")) != "fold":
         raise FormatError(f"{what}: a text of kind {kind!r}")
     if unknown := [name for name in found.names("incompat") if name not in KNOWN_FEATURES]:
         raise IncompatibleFormatError(f"{what}: needs {', '.join(unknown)}, which this version does not know")
     if found.digest("run") != run or found.number("seq") != seq:
         raise FormatError(f"{what}: belongs to another run or slot")
-    return _catalog(found, Tables(found, ColumnReader(columns, what), what), seq, what)
+    size = columns_size(found, what)
+    return _catalog(found, Tables(found, ColumnReader(_columns(frame, len(line) + 1, size, what)), what), seq, what)
 
 
 def intact(data: bytes, digest16: str) -> bool:
@@ -103,24 +106,45 @@ def _check_size(size: int, stored: int, what: str) -> None:
         raise FormatError(f"{what}: {stored} bytes of {size} bytes of JSON and columns, at most {most} are allowed")
 
 
-def _decompressed(frame: memoryview, what: str) -> bytes:
+def _check_line(size: int, what: str) -> None:
+    """Raise `FormatError` if the JSON part is too long."""
+    if size > JSON_LIMIT:
+        raise FormatError(f"{what}: more than {JSON_LIMIT} bytes of JSON")
+
+
+def _line(frame: memoryview, what: str) -> bytes:
+    """The JSON part, decompressed as far as it may reach and no further."""
     import zstandard
 
     try:
         # The length that the frame claims is checked before anything is allocated by it.
         size = zstandard.get_frame_parameters(frame).content_size
         _check_size(size, len(frame), what)
-        return bytes(zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False))
+        with zstandard.ZstdDecompressor(max_window_size=2 * FOLD_LIMIT).stream_reader(frame) as reader:
+            head = reader.read(min(size, _FIRST))
+            if (end := head.find(b"\n")) < 0:
+                head += reader.read(JSON_LIMIT + 1 - len(head))
+                end = head.find(b"\n")
     except zstandard.ZstdError as error:
         raise FormatError(f"{what}: {error}") from error
-
-
-def _parted(body: bytes, what: str) -> tuple[bytes, memoryview]:
-    """The line of JSON, and the columns behind it."""
-    end = body.find(b"\n")
+    _check_line(len(head) if end < 0 else end, what)
     if end < 0:
         raise FormatError(f"{what}: no line of JSON")
-    return body[:end], memoryview(body)[end + 1 :]
+    return head[:end]
+
+
+def _columns(frame: memoryview, start: int, size: int, what: str) -> memoryview:
+    """What follows the JSON part. Its length is compared with what that says before the rest is decompressed."""
+    import zstandard
+
+    there = zstandard.get_frame_parameters(frame).content_size - start
+    if there != size:
+        raise FormatError(f"{what}: {there} bytes of columns, the tables have {size}")
+    try:
+        body = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{what}: {error}") from error
+    return memoryview(body)[start:]
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -324,7 +348,7 @@ def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
     if not ascending([0, *terms]):
         raise FormatError(f"{what}, terms: not in ascending order from 1, or one of them twice")
     texts = [text.encode(errors="surrogatepass") for text in columns.strings("writers", max(place, default=-1) + 1)]
-    writers = [Members(jsontext.loads(text, what=what, max_bytes=FOLD_LIMIT), what).rest() for text in texts]
+    writers = [Members(jsontext.loads(text, what=what, max_bytes=JSON_LIMIT), what).rest() for text in texts]
     if any(parent is not None and parent.term >= term for term, parent in zip(terms, parents, strict=True)):
         raise FormatError(f"{what}, terms: a parent of a later term")
     extra = columns.extras()

@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from ckptstore.errors import FormatError
 
-__all__ = ["MAX_ARRAYS", "MAX_DEPTH", "MAX_MARKS", "bounded", "check", "dumps", "loads"]
+__all__ = ["MAX_ARRAYS", "MAX_DEPTH", "MAX_DIGITS", "MAX_MARKS", "MAX_STRING", "bounded", "check", "dumps", "loads"]
 
 MAX_DEPTH = 256
 MAX_MARKS = 1 << 24
 """Commas and opening brackets that a text may have outside of its strings: no more values than these can be in it."""
-MAX_ARRAYS = 1 << 22
-"""Opening brackets among them: an empty array is two bytes of text and sixty of memory."""
-_LONGEST_INT = 4300  # CPython's own limit on int(text); stated, because another reader has to know it
+MAX_ARRAYS = 1 << 21
+"""Opening brackets among them: an empty array is two bytes of text and sixty of memory, an object two hundred."""
+MAX_STRING = 1 << 26
+"""Bytes of text between the quotes of a string."""
+MAX_DIGITS = 4300
+"""Digits of a number: CPython's own limit on int(text); stated, because another reader has to know it."""
 
 
 def dumps(value: Any) -> bytes:
@@ -64,12 +68,14 @@ def loads(
             `MAX_ARRAYS` brackets.
 
     Raises:
-        FormatError: not JSON, a duplicate key, NaN or Infinity, too long, too deep or too many values.
+        FormatError: not JSON, a duplicate key, NaN or Infinity, too long (also a string or a number), too deep or too
+            many values.
     """
     text = bytes(data)
     if len(text) > max_bytes:
         raise FormatError(f"{what}: {len(text)} bytes of JSON, at most {max_bytes} are allowed")
     _check_marks(text, what, max_marks)
+    _check_strings(text, what)
     # Quick bound first: only text with many brackets can be deep, and only that pays for the exact scan.
     if text.count(b"[") + text.count(b"{") > max_depth and _depth(text) > max_depth:
         raise FormatError(f"{what}: JSON nested deeper than {max_depth}")
@@ -78,12 +84,16 @@ def loads(
         raise FormatError(f"{what}: {token} is not allowed in JSON")
 
     def integer(token: str) -> int:
-        digits = len(token.lstrip("-"))
-        if digits > _LONGEST_INT:
-            raise FormatError(f"{what}: a number of {digits} digits")
+        check_digits(token)
         return int(token)
 
+    def check_digits(token: str) -> None:
+        digits = len(token) - sum(map(token.count, "-+.eE"))
+        if digits > MAX_DIGITS:
+            raise FormatError(f"{what}: a number of {digits} digits, at most {MAX_DIGITS} are allowed")
+
     def real(token: str) -> float:
+        check_digits(token)
         value = float(token)
         if not math.isfinite(value):
             raise FormatError(f"{what}: {token[:40]} is beyond a double's range")
@@ -101,8 +111,15 @@ def loads(
         # Decoded here: of bytes Python would also take UTF-16 and UTF-32, in which the brackets above go uncounted.
         # Lone surrogates are let through: a document inside a header may have them, and they are escaped when written.
         letters = text.decode("utf-8", "surrogatepass")
+        # Ours are called for every number, and take ten times as long as Python's: only where a number may be too long
+        # or too large (or a string looks like one).
+        long = _LONG_NUMBER.search(text) is not None
         return json.loads(
-            letters, parse_constant=refuse, parse_int=integer, parse_float=real, object_pairs_hook=members
+            letters,
+            parse_constant=refuse,
+            parse_int=integer if long else None,
+            parse_float=real if long or _LARGE_NUMBER.search(text) else None,
+            object_pairs_hook=members,
         )
     except FormatError:
         raise
@@ -114,10 +131,20 @@ def _check_marks(text: bytes, what: str, max_marks: int) -> None:
     """Raise `FormatError` if the text has too many values. Takes a hundredth of the time of parsing it."""
     arrays, marks = _marks(text)
     if arrays > MAX_ARRAYS or marks > max_marks:  # perhaps only for what is in its strings
-        arrays, marks = _marks(_STRING.sub(b"", text))
+        counted = [_marks(piece) for piece in _without_strings(text)]
+        arrays, marks = sum(one for one, _ in counted), sum(both for _, both in counted)
     if arrays > MAX_ARRAYS or marks > max_marks:
         most = f"at most {MAX_ARRAYS} and {max_marks} are allowed"
         raise FormatError(f"{what}: JSON of {arrays} arrays and objects and {marks} values; {most}")
+
+
+def _check_strings(text: bytes, what: str) -> None:
+    """Raise `FormatError` if a string is too long, which only one in a longer text can be."""
+    if len(text) <= MAX_STRING:
+        return
+    for found in _STRING.finditer(text):
+        if found.end() - found.start() - 2 > MAX_STRING:
+            raise FormatError(f"{what}: a string longer than {MAX_STRING} bytes")
 
 
 def _marks(text: bytes) -> tuple[int, int]:
@@ -127,13 +154,30 @@ def _marks(text: bytes) -> tuple[int, int]:
 
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_CLOSED = re.compile(rb'(?:[^"]*+"[^"\\]*+(?:\\.[^"\\]*+)*+")*+[^"]*+', re.DOTALL)
+_PIECE = 1 << 18
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS // 3 + 1))  # a number has at most three parts
+_LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|(?<![0-9])[0-9]{300}")
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def _without_strings(text: bytes) -> Iterator[bytes]:
+    """The text without its strings, in pieces: at once it would take the memory of millions of small ones."""
+    position = 0
+    while position < len(text):
+        piece = text[position : position + _PIECE]
+        whole = _CLOSED.match(piece).end()  # type: ignore[union-attr] # it matches anything
+        yield _STRING.sub(b"", piece[:whole])
+        position += whole
+        if whole < len(piece):  # behind it a string begins that the piece cuts
+            position = _STRING.match(text, position).end()  # type: ignore[union-attr]
 
 
 def _depth(text: bytes) -> int:
     """Nesting depth of JSON text; brackets inside strings do not count. Linear, and never recurses."""
     deepest = depth = 0
-    for byte in _STRING.sub(b"", text).translate(None, _NO_BRACKET):
-        depth += 1 if byte in b"[{" else -1
-        deepest = max(deepest, depth)
+    for piece in _without_strings(text):
+        for byte in piece.translate(None, _NO_BRACKET):
+            depth += 1 if byte in b"[{" else -1
+            deepest = max(deepest, depth)
     return deepest

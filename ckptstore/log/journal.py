@@ -20,6 +20,7 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
+from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, FormatFile
 from ckptstore.formats.texts import SLOT_LIMIT, decode_format, encode_format
 
@@ -38,6 +39,8 @@ class Journal:
 
     Attributes:
         backend: the medium. `create` replaces it if the folder was deleted meanwhile.
+        fold: key and catalog of the fold that was decoded last. Its key has its hash: who finds the same key again
+            need not read it again. Nobody changes the catalog.
     """
 
     def __init__(self, backend: Backend, format_file: FormatFile | None = None) -> None:
@@ -47,6 +50,7 @@ class Journal:
             format_file: the FORMAT file, if it is known already.
         """
         self.backend = backend
+        self.fold: tuple[str, Catalog] | None = None
         self._format = format_file
 
     @property
@@ -166,7 +170,7 @@ class Journal:
                     "again, or call Store.create"
                 )
             self.backend = self.backend.reopened()
-            self._format = None
+            self._format = self.fold = None
         try:
             self.format  # noqa: B018  # the property reads the file
         except StoreNotFoundError:

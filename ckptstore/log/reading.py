@@ -193,9 +193,7 @@ class _Reading:
         found = sorted(((place, key) for key in self.backend.list("fold/") if (place := fold_of(key))), reverse=True)
         for (seq, digest16), key in found:
             try:
-                data = self.backend.get(key, FOLD_LIMIT)
-                self.reads += 1
-                catalog = decode_fold(data, seq=seq, run=self.fmt.run, digest16=digest16, what=key)
+                catalog = self._fold(key, seq, digest16)
             except KeyNotFoundError:  # deleted since the listing: two newer ones exist
                 continue
             except IncompatibleFormatError:
@@ -203,10 +201,21 @@ class _Reading:
             except FormatError:
                 self.bad_folds += (key,)
                 continue
-            self.builder, self.fold_seq = CatalogBuilder(catalog, adopt=True), seq
+            self.builder, self.fold_seq = CatalogBuilder(catalog), seq
             if self.look_above:
                 self._check_fold()
             return
+
+    def _fold(self, key: str, seq: int, digest16: str) -> Catalog:
+        """What a fold holds. Read once by a process, as long as it is the newest: a hash is in its key."""
+        known = self.journal.fold
+        if known is not None and known[0] == key:
+            return known[1]
+        data = self.backend.get(key, FOLD_LIMIT)
+        self.reads += 1
+        catalog = decode_fold(data, seq=seq, run=self.fmt.run, digest16=digest16, what=key)
+        self.journal.fold = key, catalog
+        return catalog
 
     def _lost_term(self, folders: Sequence[str]) -> int:
         """The highest term that has segments of this run and no OPEN, above the newest that is known; 0: none."""

@@ -180,8 +180,8 @@ def open_term(
         StorageError: the medium failed; nothing was opened, or a term that nobody owns.
     """
     # Its own: a store that is deleted and created again gets another medium, and a term must stay with the one it has.
-    journal = Journal(journal.backend, journal.format)
-    backend = journal.backend
+    known, journal = journal.fold, Journal(journal.backend, journal.format)
+    backend, journal.fold = journal.backend, known
     if backend.read_only:
         raise ReadOnlyError(f"{backend.url}: read-only, a term cannot be opened")
     for done in range(patience.tries + 1):

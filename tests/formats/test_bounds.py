@@ -180,7 +180,7 @@ def test_rows_that_have_no_bytes_cost_nothing(rows: int) -> None:
         data, digest16 = fold(document)
 
         def run(data: bytes = data, digest16: str = digest16) -> None:
-            with pytest.raises(FormatError, match="bytes of a column"):
+            with pytest.raises(FormatError, match="bytes of columns, the tables have"):
                 folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
 
         assert peak(run) < 1 << 20
@@ -203,12 +203,40 @@ def test_a_record_with_a_million_encodings_of_one_checkpoint_takes_linear_time()
 def test_no_fold_is_written_that_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = seeds.catalog()
     folds.encode_fold(catalog, run=seeds.RUN)
-    for name, value in (("SLACK", 0), ("FOLD_LIMIT", 1000), ("MAX_MARKS", 50)):
+    for name, value in (("SLACK", 0), ("FOLD_LIMIT", 1000), ("JSON_LIMIT", 50)):
         with monkeypatch.context() as patched:
             patched.setattr(folds, name, value)
             patched.setattr(folds, "RATIO", 1)
             with pytest.raises(FormatError, match="the fold through slot"):
                 folds.encode_fold(catalog, run=seeds.RUN)
+
+
+def test_the_json_of_a_fold_is_bounded_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A string within the fold's length and its ratio: once it took four times its length, and twenty seconds."""
+    monkeypatch.setattr(folds, "JSON_LIMIT", 1 << 20)
+    monkeypatch.setattr(folds, "RATIO", 1 << 20)
+    text = json.dumps(base() | {"later": "a" * (32 << 20)}).encode() + b"\n" + columns()
+    data, digest16 = fold(text)
+
+    def run() -> None:
+        with pytest.raises(FormatError, match="more than 1048576 bytes of JSON"):
+            folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
+
+    assert peak(run) < 8 << 20
+    longest = "a" * ((1 << 20) - len(json.dumps(base() | {"later": ""})))
+    text = json.dumps(base() | {"later": longest}).encode() + b"\n" + columns()
+    decode(text)
+
+
+def test_columns_that_no_table_has_are_not_decompressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "RATIO", 1 << 20)
+    data, digest16 = fold(json.dumps(base()).encode() + b"\n" + columns() + bytes(64 << 20))
+
+    def run() -> None:
+        with pytest.raises(FormatError, match=r"\d+ bytes of columns, the tables have \d+"):
+            folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
+
+    assert peak(run) < 8 << 20
 
 
 def test_a_fold_longer_than_any_is_not_even_hashed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -99,3 +101,52 @@ def test_nesting_is_counted_in_brackets() -> None:
     jsontext.loads(deepest, what="here", max_bytes=1000)
     with pytest.raises(FormatError, match="nested deeper than 256"):
         jsontext.loads(b"[" + deepest + b"]", what="here", max_bytes=1000)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+def test_strings_are_left_out_piece_by_piece(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """However the text is cut: in a string, in an escape, in one that never ends."""
+    monkeypatch.setattr(jsontext, "_PIECE", size)
+    choose = random.Random(size)
+    for _ in range(300):
+        text = bytes(choose.choice(rb'"\[]{},a') for _ in range(choose.randint(0, 60)))
+        assert b"".join(jsontext._without_strings(text)) == jsontext._STRING.sub(b"", text)
+
+
+def test_brackets_in_millions_of_strings_take_no_memory() -> None:
+    text = b"[" + b'"[",' * (1 << 22) + b"0]"  # 4 M brackets, all but one in strings
+    tracemalloc.start()
+    try:
+        jsontext.check(text, what="here")
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("number", ["1" * 4301, "1." + "1" * 4300, "1" * 2000 + "." + "1" * 2000 + "e-" + "1" * 301])
+def test_a_number_has_at_most_so_many_digits(number: str) -> None:
+    for text in (number, "-" + number, f"[0, {number}]"):
+        with pytest.raises(FormatError, match=r"a number of 4301 digits, at most 4300 are allowed"):
+            jsontext.loads(text.encode(), what="here", max_bytes=10_000)
+    assert load(('["' + number + '"]').encode()) == [number]
+
+
+@pytest.mark.parametrize(
+    "number", ["1e999", "-1e999", "1E400", "1e+309", "1" + "0" * 309 + ".0", "1" + "0" * 300 + "e9", "1" * 310 + "e0"]
+)
+def test_a_number_beyond_a_double_is_refused(number: str) -> None:
+    with pytest.raises(FormatError, match="beyond a double's range"):
+        load(number.encode())
+
+
+@pytest.mark.parametrize("number", ["1e-999", "1e308", "0." + "0" * 400 + "1", "1" * 300 + ".5"])
+def test_a_number_within_a_double_is_load(number: str) -> None:
+    assert load(number.encode()) == float(number)
+
+
+def test_a_string_has_a_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsontext, "MAX_STRING", 10)
+    assert load(b'["0123456789", "0123456789"]') == ["0123456789"] * 2
+    for text in ('["01234567890"]', '{"01234567890": 1}', '"012345678' + r"\n" + '"'):
+        with pytest.raises(FormatError, match="a string longer than 10 bytes"):
+            load(text.encode())

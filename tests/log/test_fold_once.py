@@ -1,0 +1,58 @@
+"""A fold is read and decoded once by a store's handle, not once by each operation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.log import folding, reading
+from tools.golden.make_conformance import _folded
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folds that are decoded, one after the other."""
+    found: list[str] = []
+    decode = reading.decode_fold
+
+    def counted(data: bytes, **of: object) -> object:
+        found.append(str(of["what"]))
+        return decode(data, **of)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reading, "decode_fold", counted)
+    return found
+
+
+def test_a_fold_is_read_once(tmp_path: Path, decoded: list[str]) -> None:
+    _folded(tmp_path / "store")
+    decoded.clear()
+    store = ckptstore.open(tmp_path / "store")
+    first = store.view()
+    assert [info.ref for info in store.checkpoints()] == [info.ref for info in store.checkpoints()]
+    store.load("latest")
+    assert store.view().catalog == first.catalog
+    assert len(decoded) == 1
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"step": 10}, 10)
+    assert len(decoded) == 1
+    assert store.checkpoint("latest").step == 10
+    assert first.catalog.latest().step == 9  # type: ignore[union-attr] # a view stays as it is
+    folding.fold(store.journal, store.view())
+    again = store.view()
+    assert len(set(decoded)) == len(decoded) == 2
+    assert again.fold_seq > first.fold_seq
+
+
+def test_damage_behind_a_fold_stays_with_the_view_that_met_it(tmp_path: Path, decoded: list[str]) -> None:
+    """What a reading adds to a fold's catalog is its own."""
+    _folded(tmp_path / "store")
+    store = ckptstore.open(tmp_path / "store")
+    whole = store.view()
+    path = tmp_path / "store" / "log" / f"{whole.end:020d}"
+    path.write_bytes(b"damaged")
+    assert store.view().damage == (whole.end,)
+    path.unlink()
+    assert store.view().damage == ()
+    assert store.view().catalog == whole.catalog
