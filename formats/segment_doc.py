@@ -23,6 +23,7 @@ __all__ = [
     "LENGTH",
     "MAX_DOC_DEPTH",
     "RAW",
+    "USES",
     "VERSION",
     "Chunk",
     "SegmentDoc",
@@ -40,6 +41,8 @@ KNOWN_INCOMPAT: Final[frozenset[str]] = frozenset()
 """Features of `SegmentDoc.incompat` that this version can read."""
 RAW: Final = "raw"
 """The codec of bytes stored as they are: stored length, stored hash = logical length, decoded hash."""
+USES: Final = "uses"
+"""Member of a packed document: what its reader has to know, so that one that does not refuses before the index."""
 LENGTH: Final = struct.Struct("<Q")
 """The length field that a safetensors file begins with."""
 MAX_DOC_DEPTH: Final = jsontext.MAX_DEPTH + 8

@@ -8,7 +8,7 @@ one before ends), the hash of no bytes, the decoded hash of raw bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, Final, TypeVar
@@ -28,7 +28,7 @@ from ckptstore.formats.segment_columns import (
 )
 from ckptstore.formats.segment_doc import RAW, Chunk, SegmentDoc, TensorEntry, read_trees, with_extra
 
-__all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "index_members", "read_index"]
+__all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "index_members", "read_index", "uses_of"]
 
 MAX_ENTRIES: Final = 1 << 20
 MAX_CHUNKS: Final = 1 << 20
@@ -108,6 +108,17 @@ def read_index(doc: SegmentDoc, index: Members, payload: int, header_size: int, 
     if twice:
         raise FormatError(f"{where}: a member that the header has, too: {twice[0]!r:.80}")
     return replace(doc, trees=trees, tensors=tensors, extra={**doc.extra, **columns})
+
+
+def uses_of(index: Mapping[str, Any]) -> list[str]:
+    """The codecs of an index and the ids of the rules of its optimizer steps, ascending: what a reader has to know."""
+    found = set()
+    for codec, params in index["codecs"]:
+        found.add(codec)
+        rule = params.get("rule")
+        if type(rule) is dict and type(rule.get("rule")) is str:
+            found.add(rule["rule"])
+    return sorted(found)
 
 
 class _Table:

@@ -7,7 +7,7 @@ segment is and where its index lies, so that its size is bounded before encoding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,12 +22,13 @@ from ckptstore.formats.segment_columns import numbers
 from ckptstore.formats.segment_doc import (
     LENGTH,
     MAX_DOC_DEPTH,
+    USES,
     SegmentDoc,
     frame,
     identity_members,
     read_identity,
 )
-from ckptstore.formats.segment_index import index_members, read_index
+from ckptstore.formats.segment_index import index_members, read_index, uses_of
 
 __all__ = ["INDEX", "INDEX_LIMIT", "PACKED", "PAYLOAD", "encode_packed", "plan_packed", "read_packed"]
 
@@ -37,6 +38,8 @@ INDEX: Final = RESERVED_PREFIX + "index"
 INDEX_LIMIT: Final = HEADER_LIMIT
 """Largest index in bytes, stored and decompressed."""
 
+_ROOM: Final = ("_" * 16,) * 16
+"""The longest list of these that a header is planned for. Those that this version writes have ten short names."""
 _LEVEL = 3
 
 
@@ -51,7 +54,8 @@ def plan_packed(draft: SegmentDoc) -> int:
     """
     identity_members(draft, PACKED)  # or it could not be read back
     longest = replace(draft, generation=MAX_INT)
-    size = padded(LENGTH.size + len(_header_text(longest, MAX_SIZE, INDEX_LIMIT, INDEX_LIMIT, "0" * 32)))
+    pointer = _pointer(INDEX_LIMIT, "0" * 32)
+    size = padded(LENGTH.size + len(_header_text(longest, MAX_SIZE, INDEX_LIMIT, pointer, _ROOM)))
     if size > HEADER_LIMIT:
         raise FormatError(f"segment {draft.segment}: a header of {size} bytes; at most {HEADER_LIMIT} are allowed")
     return size
@@ -69,11 +73,12 @@ def encode_packed(doc: SegmentDoc, payload: int, header_size: int) -> tuple[byte
         FormatError: the document could not be read back, or outgrew what was planned.
         CorruptSegmentError: the chunks do not fill the payload without holes and overlaps.
     """
-    index = jsontext.bounded(index_members(doc, payload, header_size), what=f"segment {doc.segment}: index")
+    members = index_members(doc, payload, header_size)
+    index = jsontext.bounded(members, what=f"segment {doc.segment}: index")
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(index)
     if max(len(index), len(stored)) > INDEX_LIMIT:
         raise FormatError(f"segment {doc.segment}: an index of {len(index)} bytes; at most {INDEX_LIMIT} are allowed")
-    header = _header_text(doc, payload, len(stored), len(index), xxh3_128(stored))
+    header = _header_text(doc, payload, len(stored), _pointer(len(index), xxh3_128(stored)), uses_of(members))
     return frame(header, header_size), stored
 
 
@@ -101,6 +106,7 @@ def read_packed(
     """
     doc = read_identity(document, where)
     pointer = Members(document.mapping("index"), f"{where}: index")
+    told = document.rules(USES)
     doc = replace(doc, extra=document.rest())
     if members.keys() != {PAYLOAD, INDEX}:
         raise FormatError(f"{where}: a packed segment has the tensors {PAYLOAD} and {INDEX} only")
@@ -112,11 +118,20 @@ def read_packed(
         raise CorruptSegmentError(f"{where}: ends at byte {header_size + payload + length}, has {size} bytes")
     where = f"{where}: index at byte {header_size + payload}"
     index = _decompressed(pointer, read(header_size + payload, length), where)
-    return read_index(doc, Members(index, where), payload, header_size, where)
+    found = read_index(doc, Members(index, where), payload, header_size, where)
+    if told is not None and list(told) != uses_of(index):
+        raise FormatError(f"{where}: uses {uses_of(index)!r:.200}, the header says {told!r:.200}")
+    return found
 
 
-def _header_text(doc: SegmentDoc, payload: int, stored: int, length: int, digest: str) -> bytes:
-    document = identity_members(doc, PACKED) | {"index": {"codec": "zstd", "length": length, "hash": digest}}
+def _pointer(length: int, digest: str) -> dict[str, Any]:
+    return {"codec": "zstd", "length": length, "hash": digest}
+
+
+def _header_text(
+    doc: SegmentDoc, payload: int, stored: int, pointer: Mapping[str, Any], uses: Sequence[str]
+) -> bytes:
+    document = identity_members(doc, PACKED) | {USES: list(uses), "index": dict(pointer)}
     text = jsontext.bounded(document, what=f"segment {doc.segment}: header").decode("ascii")
     return jsontext.dumps(
         {

@@ -35,6 +35,7 @@ from ckptstore.formats.segment_columns import (
 from ckptstore.formats.segment_doc import (
     LENGTH,
     RAW,
+    USES,
     Chunk,
     SegmentDoc,
     TensorEntry,
@@ -140,6 +141,8 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
         position += spec.nbytes
         cell += count
     trees = read_trees(document, doc.steps)
+    if USES in document.rest():  # else it would become a member of the index of a packed segment made of this
+        document.refuse(USES, "a member of a plain segment")
     return replace(doc, trees=trees, tensors={doc.steps[0]: tensors}, extra=document.rest())
 
 

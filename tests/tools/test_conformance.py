@@ -31,7 +31,7 @@ def test_our_reader(name: str, kind: str, tmp_path: Path, request: pytest.Fixtur
         pytest.importorskip("numba")
     request.addfinalizer(lambda: compiled.use(None))
     compiled.use(kind)
-    folder = shutil.copytree(SET.parent / name, tmp_path / "store")  # reading leaves a pin for a while
+    folder = shutil.copytree(SET.parent / name, tmp_path / "store", symlinks=True)  # reading leaves a pin for a while
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert differences(STORES[name]["expected"], answer(folder)) == []
@@ -56,9 +56,12 @@ def test_the_set_has_everything() -> None:
     expected = {name: store["expected"] for name, store in STORES.items()}
     assert {*make_conformance.STORES, "../store-1"} == expected.keys()
     refused = {name for name, one in expected.items() if "refused" in one}
-    assert refused == {"incompat", "features-read", "major-2", "wide-gap", "fold-incompat"}
+    assert refused == {"incompat", "features-read", "major-2", "wide-gap", "fold-incompat", "log-link"}
     unknown = {name for name, one in expected.items() if isinstance(one.get("latest"), dict)}
-    assert unknown == {"orphan", "damage-after", "empty-damaged", "lost-end"}
+    assert unknown == {
+        *("orphan", "damage-after", "empty-damaged", "lost-end", "back-damaged", "overtaken"),
+        *("closed-7", "lacks-text", "drops-null", "end-other"),
+    }
     lost = {name for name, one in expected.items() for c in one.get("checkpoints", {}).values() if "error" in c}
     assert lost == {"damaged-segment", "unknown-rule", "shards-broken"}
     assert any(one["lossy"] for one in expected["../store-1"]["checkpoints"].values())

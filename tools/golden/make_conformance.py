@@ -254,6 +254,77 @@ def _back(folder: Path) -> None:
     term.commit(CommitRecord(term.number, retires=((1, 3),)))
 
 
+def _back_damaged(folder: Path) -> None:
+    """The same; a COMMIT of the term that latest has to search is damaged."""
+    _back(folder)
+    _flip(folder / slot_key(2), 100)
+
+
+def _settled(folder: Path) -> None:
+    """An empty term, whose parent is still promised, behind damage."""
+    store = _small(folder)
+    store.writer(parent=4, poll_seconds=None).close()
+    _flip(folder / slot_key(5), 100)
+
+
+def _overtaken(folder: Path) -> None:
+    """Step 2 was committed after step 3, whose COMMIT is damaged."""
+    files = {}
+    for step in (1, 3, 2):
+        spec = TensorSpec("weight", "F32", (8,))
+        told = {step: StepEncoding(1, "full")}
+        trees = {step: {"weight": {"$a": "weight"}}}
+        doc = SegmentDoc(RUN, 1, f"{step}" * 32, told, parents={1: None}, trees=trees)
+        files[f"{step}"] = plain(doc, [spec], digests=True)[0]
+    _of_segments(folder, files)
+    _flip(folder / slot_key(2), 100)
+
+
+def _last_slot(**members: Any) -> Callable[[Path], None]:
+    def made(folder: Path) -> None:
+        _small(folder)
+        _rewritten(_slots(folder)[-1], lambda slot: slot.update(members))
+
+    return made
+
+
+def _end_folder(folder: Path) -> None:
+    """A folder, with a file in it, where the newest fold ends."""
+    _folded(folder)
+    path = folder / slot_key(ckptstore.open(folder).view().fold_seq)
+    path.unlink()
+    path.mkdir()
+    (path / "x").write_bytes(b"no slot")
+
+
+def _end_other(folder: Path) -> None:
+    """Another record where the newest fold ends."""
+    _folded(folder)
+    _rewritten(folder / slot_key(ckptstore.open(folder).view().fold_seq), lambda slot: slot.update(later=1))
+
+
+def _log_link(folder: Path) -> None:
+    _small(folder)
+    (folder / "log").rename(folder / "elsewhere")
+    (folder / "log").symlink_to("elsewhere")
+
+
+def _without_uses(folder: Path) -> None:
+    found = make_codecs.examples()
+    base = make_codecs.base_segment(found)
+    _of_segments(folder, {"base": base, "delta": _stripped(make_codecs.delta_segment(found))})
+
+
+def _stripped(data: bytes) -> bytes:
+    """A packed segment, as versions before format 1 wrote it."""
+    size = header_length(data, len(data), "golden")
+    members = json.loads(data[8:size])
+    document = json.loads(members["__metadata__"]["ckptstore"])
+    del document["uses"]
+    members["__metadata__"]["ckptstore"] = dumps(document).decode()
+    return data[:8] + dumps(members).ljust(size - 8) + data[size:]
+
+
 def _merged(folder: Path) -> None:
     """Two steps have a second encoding each; the segments of the first are dropped, and gone."""
     store = _small(folder)
@@ -420,6 +491,19 @@ STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "fold-incompat": ("the newest fold has an unknown feature in incompat: refused", _fold_incompat),
     "shards": ("tensors in shards: fulls, deltas, rounded copies, cut in four ways; values of each rank", shards),
     "shards-broken": ("shards that do not make up a tensor: each step but the first is refused", broken),
+    "back-damaged": ("the same, and a slot of the term that is searched is damaged: latest is an error", _back_damaged),
+    "settled": ("an empty term behind a damaged slot: its OPEN names the parent, which is latest", _settled),
+    "overtaken": ("a step was committed after a higher one, whose slot is damaged: latest is an error", _overtaken),
+    "closed-7": ("the last slot has closed: 7, which makes it damaged: latest is an error", _last_slot(closed=7)),
+    "lacks-text": ('the last slot has lacks: "x", which makes it damaged: latest is an error', _last_slot(lacks="x")),
+    "drops-null": ("the last slot has drops: null, which makes it damaged: latest is an error", _last_slot(drops=None)),
+    "end-folder": ("a folder lies where the newest fold ends: read, the fold has what the slot said", _end_folder),
+    "end-other": (
+        "another record lies where the newest fold ends: that slot is damaged, latest is an error",
+        _end_other,
+    ),
+    "log-link": ("log/ is a symbolic link: refused", _log_link),
+    "without-uses": ("a packed segment without uses: read", _without_uses),
 }
 
 

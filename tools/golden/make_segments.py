@@ -117,7 +117,7 @@ def shards() -> tuple[bytes, SegmentDoc]:
         {101: replace(FULL, part=Part("c" * 32, 1, 2))},
         generation=7,
         ro_compat=("later",),
-        extra={"rank": 3, "new": {"a": [1, None]}},
+        extra={"mood": 3, "new": {"a": [1, None]}},
     )
     return plain(doc, specs, digests=False)
 

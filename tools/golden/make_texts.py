@@ -35,7 +35,14 @@ from tools.golden.make_segments import RUN
 Case = dict[str, Any]
 
 PARENT = CheckpointId(1, 3, "c" * 32)
-OPEN = OpenRecord(2, PARENT, "a" * 32, 1.5, {"host": "golden", "pid": 3}, extra={"later": [1]})
+OPEN = OpenRecord(
+    2,
+    PARENT,
+    "a" * 32,
+    1.5,
+    {"host": "golden", "pid": 3},
+    extra={"remote": "s3://golden/run", "reached": 4, "later": [1]},
+)
 COMMIT = CommitRecord(
     term=1,
     nonce="b" * 32,
@@ -50,7 +57,7 @@ COMMIT = CommitRecord(
     tags={"best": (1, 4), "old/one": None},
     requests={"9" * 32: None, "8" * 32: "refused: it is not so"},
     swept=("7" * 32,),
-    extra={"closed": True},
+    extra={"closed": True, "lacks": 9, "highest": 7},
 )
 
 
@@ -103,6 +110,14 @@ def _slots() -> list[Case]:
         _sealed("another run", "slot", _changed(commit, run="0" * 32), "damaged", seq=7),
         _sealed("another slot's text", "slot", commit, "damaged", seq=8),
         _sealed("a wrong bit", "slot", damaged, "damaged", seq=7),
+        *(
+            _sealed(f"{name} of another type", "slot", _changed(commit, **{name: value}), "damaged", seq=7)
+            for name, value in (("closed", 7), ("lacks", "x"), ("highest", -1), ("drops", None), ("tags", []))
+        ),
+        *(
+            _sealed(f"{name} of another type", "slot", _changed(opened, **{name: value}), "damaged", seq=7)
+            for name, value in (("remote", 7), ("reached", 1.5), ("writer", None))
+        ),
         _sealed("a missing line feed", "slot", commit[:-1], "damaged", seq=7),
     ]
 

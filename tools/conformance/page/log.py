@@ -15,6 +15,9 @@ from tools.conformance.page.codecs import RefusedError
 
 Node = tuple[int, int]
 WIDEST_GAP = 4096
+TYPES = {"closed": bool, "highest": int, "lacks": int, "reached": int, "remote": str, "manifest": dict, "writer": dict}
+TYPES |= dict.fromkeys(("segments", "checkpoints", "encodings", "drops", "retires", "swept", "keep", "ro_compat"), list)
+TYPES |= {"tags": dict, "requests": dict}
 
 
 class DamagedError(Exception):
@@ -91,7 +94,11 @@ def read_format(folder: Path) -> dict[str, Any]:
 def read(folder: Path) -> Catalog:
     """READ; nobody writes meanwhile, so that nothing is ever stale."""
     format_file = read_format(folder)
+    if any((folder / name).is_symlink() for name in ("log", "fold", "seg")):
+        raise RefusedError("a link below the store's folder")
     catalog, seq = newest_fold(folder, format_file["run"])
+    if seq:
+        check_end(folder, catalog, seq - 1, format_file["run"])
     catalog.written = max((int(path.parent.name) for path in (folder / "seg").glob("*/*")), default=0)
     names = [path.name for path in (folder / "log").glob("*")]
     slots = sorted(int(name) for name in names if len(name) == 20 and name.isascii() and name.isdecimal())
@@ -107,8 +114,24 @@ def read(folder: Path) -> Catalog:
     return catalog
 
 
+def text_of(path: Path) -> bytes:
+    """Nothing where no regular file is."""
+    return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+
+
+def check_end(folder: Path, catalog: Catalog, seq: int, run: str) -> None:
+    """The slot that a fold ends with: another record than the fold's is damage; whatever else costs nothing."""
+    data = text_of(folder / "log" / f"{seq:020d}")
+    try:
+        slot = unsealed(data)
+    except DamagedError:
+        return
+    if (slot.get("run"), slot.get("seq")) == (run, seq) and xxhash.xxh3_128_hexdigest(data) != catalog.last:
+        catalog.damage.append(seq)
+
+
 def take(folder: Path, catalog: Catalog, seq: int, run: str) -> None:
-    data = path.read_bytes() if (path := folder / "log" / f"{seq:020d}").exists() else b""
+    data = text_of(folder / "log" / f"{seq:020d}")
     try:
         slot = unsealed(data)
         check_slot(slot, run, seq)
@@ -129,6 +152,9 @@ def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
         raise DamagedError
     if slot["ckptstore"] not in ("open", "commit"):
         raise RefusedError("kind of a slot")
+    for name, kind in TYPES.items():
+        if name in slot and (type(slot[name]) is not kind or (kind is int and not 0 <= slot[name] <= 1 << 53)):
+            raise DamagedError
 
 
 def check_continues(catalog: Catalog, slot: dict[str, Any]) -> None:

@@ -57,6 +57,8 @@ def read_plain(members: dict[str, Any], document: dict[str, Any], start: int) ->
 
 def read_packed(document: dict[str, Any], index: dict[str, Any], start: int) -> dict[str, Any]:
     tensor_rows, codec_rows = index.pop("tensors"), index.pop("codecs")
+    uses = {code for code, _ in codec_rows} | {params["rule"]["rule"] for _, params in codec_rows if "rule" in params}
+    assert document.pop("uses", sorted(uses)) == sorted(uses)
     stored_lengths, counts = index.pop("length"), index.pop("counts")
     offsets = [start + sum(stored_lengths[:row]) for row in range(len(stored_lengths))]
     stored, decoded = iter(cells(index.pop("stored"))), iter(cells(index.pop("decoded")))
