@@ -29,6 +29,7 @@ from ckptstore.host import background
 from ckptstore.host.background import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn
 from ckptstore.host.crash_points import crash_point
+from ckptstore.log.arriving import text_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
 
@@ -225,7 +226,7 @@ class PinWatch:
         seen: dict[str, tuple[bytes, float]] = {}
         for key in self._backend.list("pins/"):
             try:
-                data = self._backend.get(key, MANIFEST_LIMIT)
+                data = text_bytes(self._backend, key, MANIFEST_LIMIT)
             except KeyNotFoundError:  # released since the listing
                 continue
             except ForeignObjectError:
