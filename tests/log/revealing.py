@@ -1,4 +1,4 @@
-"""A medium that shows the beginnings of an object before it shows all of it, as a file is seen that is being written."""
+"""A medium that shows the beginnings of an object before it shows all of it, as of a file that is being written."""
 
 from __future__ import annotations
 

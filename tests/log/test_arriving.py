@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import ckptstore
 from ckptstore.doctor.examination import examine
-from ckptstore.formats.records import FORMAT_KEY, slot_key, slot_of
+from ckptstore.formats.records import FORMAT_KEY, segment_key, slot_key, slot_of
 from ckptstore.formats.texts import seal, torn
 from ckptstore.log import arriving, folding
 from ckptstore.log.arriving import LONGEST, arrived
@@ -227,6 +227,23 @@ def test_the_doctor_reports_a_fold_that_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "run" / folding.fold(store.journal, store.view())).write_bytes(b"torn")
     (found,) = [one for one in examine(str(tmp_path / "run"), quick=True).findings if one.group == "store"]
     assert found.values["damage"] == 1
+
+
+@pytest.mark.parametrize("medium", ["local", "fsspec"])
+def test_a_segment_on_its_way_is_no_damage(tmp_path: Path, medium: str) -> None:
+    """Its name may be there before its bytes. A record names it only when it is whole."""
+    filesystem = fsspec.filesystem("file") if medium == "fsspec" else None
+    store = ckptstore.open(str(tmp_path / "run"), filesystem=filesystem)
+    filled(store)
+    with store.writer(poll_seconds=None) as writer:
+        key = segment_key(writer.term, "a" * 32)
+        (tmp_path / "run" / key).parent.mkdir()
+        for data in (b"", b"\x00", bytes(9000)):
+            (tmp_path / "run" / key).write_bytes(data)
+            assert store.verify().damage == ()
+            assert store.latest_step() == 5
+            done = repair(store.backend, ckptstore.open(tmp_path / f"repaired{len(data)}").backend)
+            assert (done.log, done.damage, done.lost, done.latest) == ("whole", (), {}, "5@2")
 
 
 # ------------------------------------------------------------------------------------------------ torn for good

@@ -20,7 +20,7 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record, fold_of, slot_key, slot_of
+from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record, fold_of, object_of, slot_key, slot_of
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_format, decode_record, unseal
 from ckptstore.log.arriving import slot_bytes, text_bytes
 from ckptstore.log.journal import Journal
@@ -28,7 +28,7 @@ from ckptstore.log.reading import Patience, damaged_folds, read
 from ckptstore.maintenance.repair.described import Told
 from ckptstore.maintenance.verify.findings import Damage
 
-__all__ = ["Log", "choose_run", "format_of", "read_log"]
+__all__ = ["Log", "choose_run", "format_of", "on_its_way", "read_log"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,12 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
     elif catalog.lost > catalog.term:
         damage.append(Damage("log", f"it ends in term {catalog.term}, and there are segments of term {catalog.lost}"))
     return Log(catalog, bool(catalog.term) and not damage, tuple(damage))
+
+
+def on_its_way(log: Log, key: str) -> bool:
+    """Whether a segment that cannot be read is none of a whole log's: a writer is writing it, or was killed then."""
+    place = object_of(key)
+    return log.whole and place is not None and place[0] >= log.catalog.term and place[1] not in log.catalog.segments
 
 
 def _whatever(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> Catalog:
