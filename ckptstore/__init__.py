@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from ckptstore.formats.segment import TensorEntry as TensorEntry
     from ckptstore.formats.state import FlatState as FlatState
     from ckptstore.host.caller_warnings import BranchWarning as BranchWarning
+    from ckptstore.host.caller_warnings import DamagedLogWarning as DamagedLogWarning
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
     from ckptstore.host.caller_warnings import DivergedReplicasWarning as DivergedReplicasWarning
     from ckptstore.host.caller_warnings import FallbackWarning as FallbackWarning
@@ -156,8 +157,8 @@ _HOMES = {
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",
     "host.caller_warnings": (
-        "BranchWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning LossyWarning"
-        " LostStepsWarning UnexplainedStepWarning UnpinnedWarning"
+        "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"
+        " LossyWarning LostStepsWarning UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",

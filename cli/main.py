@@ -84,6 +84,9 @@ _TRIED: dict[str, str] = {
 }
 """What people try -> what there is."""
 
+_REPORT_DAMAGE = frozenset({"gc", "log", "stats", "watch"})
+"""Commands whose own output names damaged slots: they need no warning of them."""
+
 EPILOG = """\b
 REF names a checkpoint: latest | STEP | STEP@TERM | tag:NAME
 STORE is a path or a URL. With CKPT_STORE set it may be left out before a REF
@@ -177,7 +180,11 @@ class LazyGroup(click.Group):
 def _remark(message: Warning | str, *_where: Any, **_how: Any) -> None:
     """Warnings are for whoever typed the command: no place in the source."""
     from ckptstore.cli.output import note
+    from ckptstore.host.caller_warnings import DamagedLogWarning
 
+    context = click.get_current_context(silent=True)
+    if isinstance(message, DamagedLogWarning) and context is not None and context.info_name in _REPORT_DAMAGE:
+        return
     note(str(message))
 
 

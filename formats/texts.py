@@ -47,6 +47,7 @@ __all__ = [
     "encode_pin",
     "encode_request",
     "seal",
+    "torn",
     "unseal",
 ]
 
@@ -78,6 +79,15 @@ def unseal(data: bytes, *, what: str, max_bytes: int = SLOT_LIMIT) -> Any:
     if data[-_TAIL:] != f"\n{xxh3_128(text)}\n".encode("ascii"):
         raise FormatError(f"{what}: checksum mismatch in {len(data)} bytes")
     return jsontext.loads(text, what=what, max_bytes=max_bytes)
+
+
+def torn(data: bytes) -> bool:
+    """Whether `data` may be the beginning of a sealed text whose writer has not finished, or was killed.
+
+    Canonical JSON has no line feed and no zero byte. So the beginning of a text lacks one of the two line feeds, and a
+    text of which blocks are missing has zeros. What has both and no zeros was written to its end: right, or damaged.
+    """
+    return not data or b"\0" in data or (data[:1] == b"{" and data.count(b"\n") < 2)
 
 
 # ------------------------------------------------------------------------------------------------ log slots

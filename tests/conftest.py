@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import compiled
+from ckptstore.log import arriving
 from tests import warmth
-from tests.forms import short_or
+from tests.forms import SHORT_STILL, short_or
 from tools.objects.server import Server, serving
 from tools.warm import Warm
 
@@ -66,6 +67,9 @@ LONGEST = (
 slow = [HealthCheck.too_slow]
 settings.register_profile("tests", max_examples=short_or(40, 100), deadline=None, suppress_health_check=slow)
 settings.load_profile("tests")
+
+
+arriving.STILL = SHORT_STILL  # torn slots that tests make on purpose are found so in a moment
 
 
 def pytest_configure(config: pytest.Config) -> None:

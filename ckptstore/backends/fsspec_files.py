@@ -1,8 +1,16 @@
 """A store in a file system of fsspec's: another scheme than those that have a backend, or one that the user made.
 
-It needs what most of them lack: an exclusive create. It is tried, ``open("xb")`` first and `pipe_file(mode="create")`
-then, and the probe refuses the file system where neither has exactly one winner. fsspec's own `pipe_file` only looks
-before it writes, which the probe may fail to notice: it is not tried at all. Reading works everywhere.
+It needs what most of them lack: an exclusive create. Three ways are tried, and the probe refuses the file system where
+none has exactly one winner:
+
+1. Write the object beside, under a name that begins with a dot, and give it its name with a hard link, where the file
+   system has `link`. Nobody sees half of such an object.
+2. ``open("xb")``. Readers may see each prefix of the object (`log.arriving` waits for the rest).
+3. `pipe_file(mode="create")`. fsspec's own only looks before it writes, which the probe may fail to notice: it is not
+   tried at all.
+
+A move is not among them: `mv` replaces what is there, and in most file systems copies and deletes. Reading works
+everywhere.
 
 What it makes is as durable as the file system says: fsspec has no sync.
 """
@@ -11,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +27,8 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from ckptstore.backends.base import (
     OBJECT_LIMIT,
@@ -48,6 +59,14 @@ __all__ = ["FsspecBackend", "known_scheme", "opened"]
 
 _RACERS: Final = 4
 _RACES: Final = 16
+_PROBED: Final = 32
+"""Bytes of an object that is created for a probe."""
+_TEMPORARY: Final = ".tmp-"
+"""An object that is being created. A killed process leaves it, and it harms nobody; listings pass over it."""
+_NO_LINKS: Final = frozenset(
+    {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL, errno.ENOTTY}
+)
+"""What a medium without hard links answers: nothing was created."""
 _TRIES: Final = 3
 """How often something is read that comes shorter than it is."""
 _T = TypeVar("_T")
@@ -96,7 +115,9 @@ class FsspecBackend(Backend):
         self.url = f"{scheme}://{path.lstrip('/')}" if url is None else shown(url)
         self._fs = filesystem
         self._root = path.rstrip("/")
-        self._how: Callable[[str, bytes], None] = self._open_exclusively
+        self._links = _linker(filesystem)
+        self._replaces = isinstance(_innermost(filesystem), LocalFileSystem)
+        self._how: Callable[[str, bytes], None] = self._ways()[0]
         self._lock = threading.Lock()
 
     def _path(self, key: str) -> str:
@@ -138,6 +159,34 @@ class FsspecBackend(Backend):
         """See `Backend.create`."""
         self._written(key, lambda path: self._how(path, bytes(data)), make=True)
 
+    def _ways(self) -> Sequence[Callable[[str, bytes], None]]:
+        """How an object may be created, best first."""
+        ways = (self._link, self._open_exclusively, self._pipe)
+        return ways if self._links is not None else ways[1:]
+
+    def _link(self, path: str, data: bytes) -> None:
+        assert self._links is not None
+        beside = f"{path.rpartition('/')[0]}/{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            try:
+                with self._fs.open(beside, "xb") as file:
+                    file.write(data)
+            except Exception as error:
+                raise _UnsentError(error) from error
+            try:
+                # Prevents: a reader that takes the first half of a slot for a damaged one.
+                self._links(beside, path)
+            except FileNotFoundError as error:  # somebody removed it as a stray, or the store
+                raise _UnsentError(OSError(ON_THE_WAY, "the temporary file is gone")) from error
+            except (OSError, NotImplementedError) as error:
+                if not isinstance(error, NotImplementedError) and error.errno not in _NO_LINKS:
+                    raise
+                self._links, self._how = None, self._open_exclusively
+                self._how(path, data)
+        finally:
+            with contextlib.suppress(Exception):  # a stray is harmless
+                self._fs.rm_file(beside)
+
     def _pipe(self, path: str, data: bytes) -> None:
         self._fs.pipe_file(path, data, mode="create")
 
@@ -146,8 +195,23 @@ class FsspecBackend(Backend):
             file.write(data)
 
     def replace(self, key: str, data: bytes) -> None:
-        """See `Backend.replace`."""
-        self._written(key, lambda path: self._fs.pipe_file(path, bytes(data)), make=True)
+        """See `Backend.replace`. Local files are moved over the old ones; elsewhere a reader may see a part."""
+        self._written(key, lambda path: self._replaced(path, bytes(data)), make=True)
+
+    def _replaced(self, path: str, data: bytes) -> None:
+        if not self._replaces:
+            self._fs.pipe_file(path, data)
+            return
+        beside = f"{path.rpartition('/')[0]}/{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            self._fs.pipe_file(beside, data)
+            if self._fs.isdir(path):  # Prevents: a move into it.
+                raise IsADirectoryError(errno.EISDIR, "a folder", path)
+            self._fs.mv(beside, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(beside)
+            raise
 
     def put(self, key: str, parts: Sequence[memoryview]) -> None:
         """A segment, of its parts. Raises `KeyExistsError`, `StorageError`."""
@@ -197,14 +261,15 @@ class FsspecBackend(Backend):
 
     def probe(self) -> None:
         """See `Backend.probe`: a second create has to fail, and of several at once one has to win, each time."""
-        failures = []
-        for how in (self._open_exclusively, self._pipe):
+        failures: list[str] = []
+        for how in self._ways():
             self._how = how
             why = "fsspec's own, which looks and then writes" if how == self._pipe and self._looks() else None
             why = self._not_exclusive() if why is None else why
             if not why:
                 return
             failures.append(why)
+        failures = failures[-2:]  # a link that is none: the others say enough
         raise UnsupportedBackendError(
             errno.EOPNOTSUPP,
             f"this file system does not create exclusively (open('xb'): {failures[0]}; mode='create': {failures[1]}), "
@@ -232,10 +297,12 @@ class FsspecBackend(Backend):
             key = f"probe/{uuid.uuid4().hex}"
             try:
                 with workers(_RACERS, "probe") as found:
-                    racers = [found.pool.submit(race, key, bytes([n]) * 32) for n in range(_RACERS)]
+                    racers = [found.pool.submit(race, key, bytes([n]) * _PROBED) for n in range(_RACERS)]
                     won = sum(racer.result() for racer in racers)
                 if won != 1:
                     return f"{won} of {_RACERS} won at once"
+                if len(set(self.get(key))) != 1 or self.size(key) != _PROBED:
+                    return "what was created is not there"  # a link that is a symbolic one, to what is gone by now
                 if self._won(key, b"late"):
                     return "a second one succeeded"
             except CkptError as error:
@@ -287,8 +354,13 @@ class FsspecBackend(Backend):
         """Ask. The project's errors for whatever is raised, with no text of others': it may hold credentials."""
         path = self._path(key) if path is None else path
         failure: CkptError
+        unsent = False
         try:
-            return call(path)
+            try:
+                return call(path)
+            except _UnsentError as error:
+                unsent = True
+                raise error.why from None
         except CkptError:
             raise
         except FileExistsError:
@@ -302,7 +374,33 @@ class FsspecBackend(Backend):
             code = error.errno if isinstance(error, OSError) and error.errno else ON_THE_WAY
             told = f"cannot {'write' if writing else 'read'} ({type(error).__name__})"
             failure = StorageError(code, told, self._name(key))
+        if isinstance(failure, StorageError):
+            failure.unsent = unsent
         raise failure
+
+
+class _UnsentError(Exception):
+    """An object was not created, and will not be by this attempt. Stays in this module."""
+
+    def __init__(self, why: Exception) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+def _innermost(filesystem: Any) -> Any:
+    """The file system below those that only put a folder before each path."""
+    while isinstance(filesystem, DirFileSystem):
+        filesystem = filesystem.fs
+    return filesystem
+
+
+def _linker(filesystem: Any) -> Callable[[str, str], None] | None:
+    """What gives a file a second name if that is free; None: the file system has no such call."""
+    if isinstance(filesystem, DirFileSystem):
+        inner = _linker(filesystem.fs)
+        return None if inner is None else lambda one, other: inner(filesystem._join(one), filesystem._join(other))
+    found = getattr(filesystem, "link", None)
+    return found if callable(found) else None
 
 
 class _FsspecSink(GatheredSink):

@@ -18,6 +18,7 @@ from ckptstore.doctor.software import examine_software
 from ckptstore.doctor.words import counted, span
 from ckptstore.errors import CkptError, StoreNotFoundError
 from ckptstore.log.checkpoints import describe_all
+from ckptstore.log.reading import damaged_folds, read
 from ckptstore.store import Store
 
 __all__ = ["examine"]
@@ -73,8 +74,9 @@ def _folder(place: str, scheme: str, *, quick: bool) -> Iterator[Finding]:
 def _store(place: str) -> Finding:
     """Whether a store is there, and how its log is. Reads the log, and no segment."""
     try:
-        view = Store(open_backend(place, create=False)).view()
-        infos, damage = describe_all(view.catalog), len(view.damage) + len(view.bad_folds)
+        store = Store(open_backend(place, create=False))
+        view = read(store.journal, tell=False)
+        infos, damage = describe_all(view.catalog), len(view.damage) + len(damaged_folds(store.journal, view))
     except StoreNotFoundError as error:
         if Path(place).is_file():
             return Finding("store", "store", "fails", str(error), "name the folder of a store")

@@ -10,6 +10,7 @@ from typing import Final
 
 __all__ = [
     "BranchWarning",
+    "DamagedLogWarning",
     "DeterminismWarning",
     "DivergedReplicasWarning",
     "FallbackWarning",
@@ -29,6 +30,10 @@ _THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
 
 class BranchWarning(UserWarning):
     """Checkpoints of a store never get to its remote: the run was continued elsewhere. They stay readable."""
+
+
+class DamagedLogWarning(UserWarning):
+    """Slots of a store's log are damaged or missing: what they recorded is not known. Names them, and `ckpt verify`."""
 
 
 class DeterminismWarning(UserWarning):

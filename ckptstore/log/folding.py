@@ -23,8 +23,9 @@ from ckptstore.formats.folds import FOLD_LIMIT, encode_fold, intact
 from ckptstore.formats.records import fold_key, fold_of, manifest_key, slot_key, slot_of
 from ckptstore.host import background
 from ckptstore.host.crash_points import crash_point
+from ckptstore.log.arriving import exists
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import View, anchor_above, exists
+from ckptstore.log.reading import View, anchor_above
 from ckptstore.log.term import Term
 
 __all__ = ["KEEP", "FoldThread", "Trimmed", "due", "fold", "maintain", "trim"]

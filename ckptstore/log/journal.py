@@ -21,8 +21,9 @@ from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, FormatFile
-from ckptstore.formats.texts import SLOT_LIMIT, decode_format, encode_format
+from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, FormatFile, slot_key
+from ckptstore.formats.texts import decode_format, encode_format
+from ckptstore.log.arriving import exists, text_bytes
 
 __all__ = ["Journal"]
 
@@ -73,7 +74,7 @@ class Journal:
         """
         if self._format is None:
             try:
-                self._format = _decoded(self.backend.get(FORMAT_KEY, SLOT_LIMIT), self.url)
+                self._format = _decoded(_format_bytes(self.backend), self.url)
             except KeyNotFoundError as error:
                 self._format = self._come_between(error)
         return self._format
@@ -84,7 +85,7 @@ class Journal:
         if not rooms:
             raise StoreNotFoundError(f"{self.url}: there is no checkpoint store here (no FORMAT file)") from absence
         try:
-            return _decoded(self.backend.get(FORMAT_KEY, SLOT_LIMIT), self.url)
+            return _decoded(_format_bytes(self.backend), self.url)
         except KeyNotFoundError as error:
             self._check_finished(error)
             raise StoreNotFoundError(
@@ -198,9 +199,14 @@ def _store_at(handle: Callable[[], Backend]) -> str | None:
     """The URL of the store in a place; None: there is none, or nobody can tell."""
     with contextlib.suppress(CkptError), contextlib.closing(handle()) as place:
         with contextlib.suppress(CorruptLogError, IncompatibleFormatError):  # damaged, or newer: a store all the same
-            _decoded(place.get(FORMAT_KEY, SLOT_LIMIT), place.url)
+            _decoded(_format_bytes(place), place.url)
         return place.url
     return None
+
+
+def _format_bytes(backend: Backend) -> bytes:
+    """FORMAT, once nobody is writing it any more. Slot 0 is only created when it is whole. Raises as `Backend.get`."""
+    return text_bytes(backend, FORMAT_KEY, followed=lambda: exists(backend, slot_key(0)))
 
 
 def _decoded(data: bytes, url: str) -> FormatFile:

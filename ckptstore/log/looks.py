@@ -15,6 +15,7 @@ from ckptstore.formats.records import slot_key
 from ckptstore.formats.texts import SLOT_LIMIT
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
+from ckptstore.log.telling import same_handle
 
 __all__ = ["Looks"]
 
@@ -52,7 +53,9 @@ class Looks:
         """The store that is at the place now, with its FORMAT file read where that costs next to nothing."""
         if self._journal is None or self._place.cheap_looks:
             self.close()  # Prevents: following a store that was moved away, through the handle of its folder.
-            self._journal = Journal(self._place.reopened() if self._place.cheap_looks else self._place)
+            handle = self._place.reopened() if self._place.cheap_looks else self._place
+            same_handle(handle, self._place)
+            self._journal = Journal(handle)
         journal = self._journal
         try:
             run = journal.run

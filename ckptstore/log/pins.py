@@ -1,7 +1,8 @@
 """Pins: a reader's claim on segments while it restores, so that gc leaves them alone (design: PINS, GC).
 
-A pin carries a nonce that the reader renews. A collector takes it for dead only when the nonce has not changed for a
-time on the collector's own monotonic clock; the two clocks are never compared. A reader that was taken for dead finds a
+A pin carries a nonce that the reader renews. A collector takes a pin for dead when its nonce has not changed for a time
+on the collector's own monotonic clock; the two clocks are never compared. A pin that names a process of the collector's
+own host is dead at once when that process has ended (`host.processes`). A reader that was taken for dead finds a
 segment gone or a checksum wrong, and starts over.
 """
 
@@ -9,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import platform
 import secrets
 import time
 import uuid
@@ -29,6 +28,8 @@ from ckptstore.host import background
 from ckptstore.host.background import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn
 from ckptstore.host.crash_points import crash_point
+from ckptstore.host.processes import has_ended, identity
+from ckptstore.log.arriving import text_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
 
@@ -131,8 +132,7 @@ class _Text:
     segments: tuple[str, ...]
 
     def renew(self) -> None:
-        reader = {"host": platform.node(), "pid": os.getpid()}
-        self.backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self.segments, reader)))
+        self.backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self.segments, identity())))
 
     def renew_again(self) -> None:
         with contextlib.suppress(StorageError):  # the next renewal is in time: a collector waits for many
@@ -185,7 +185,7 @@ class Survey:
     Attributes:
         segments: ids of the segments claimed by living pins.
         alive: keys of living pins.
-        dead: keys of pins not renewed for too long.
+        dead: keys of pins not renewed for too long, or whose process has ended.
         lapsed: ids of the segments that those claimed; None: one of them is damaged, and nobody knows.
         unreadable: keys of living pins that are damaged. Nobody knows what they claim: collect nothing.
         records: key of a living pin -> what it says: which segments, and who reads.
@@ -200,7 +200,8 @@ class Survey:
 
 
 class PinWatch:
-    """The collector's side. It has to watch for `dead_after` seconds before it may take any pin for dead."""
+    """The collector's side. It has to watch a pin for `dead_after` seconds before it may take it for dead, unless the
+    pin's process is known to have ended."""
 
     def __init__(
         self, backend: Backend, dead_after: float = DEAD_AFTER, clock: Callable[[], float] = time.monotonic
@@ -225,7 +226,7 @@ class PinWatch:
         seen: dict[str, tuple[bytes, float]] = {}
         for key in self._backend.list("pins/"):
             try:
-                data = self._backend.get(key, MANIFEST_LIMIT)
+                data = text_bytes(self._backend, key, MANIFEST_LIMIT)
             except KeyNotFoundError:  # released since the listing
                 continue
             except ForeignObjectError:
@@ -238,10 +239,16 @@ class PinWatch:
                 lapsed = None if lapsed is None else _claims(data, key, lapsed)
                 continue
             try:
-                records[key] = decode_pin(data, what=key)
-                segments.update(records[key].segments)
+                record = decode_pin(data, what=key)
             except FormatError:
                 unreadable.append(key)
+                continue
+            if has_ended(record.reader):
+                dead.append(key)
+                lapsed = None if lapsed is None else lapsed.union(record.segments)
+                continue
+            records[key] = record
+            segments.update(record.segments)
         self._seen = seen
         return Survey(frozenset(segments), tuple(records), tuple(dead), tuple(unreadable), records, lapsed)
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.backends.base import Backend
 from ckptstore.errors import (
     CorruptLogError,
     ForeignObjectError,
@@ -35,10 +34,12 @@ from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
 from ckptstore.formats.texts import SLOT_LIMIT, decode_record, unseal
+from ckptstore.log.arriving import exists, fold_bytes, slot_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.strays import all_foreign
+from ckptstore.log.telling import tell_damage
 
-__all__ = ["PATIENT", "Patience", "View", "anchor_above", "exists", "never_deleted", "read"]
+__all__ = ["PATIENT", "Patience", "View", "anchor_above", "damaged_folds", "never_deleted", "outdated", "read"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +97,6 @@ def anchor_above(seq: int, every: int) -> int:
     return (seq // every + 1) * every
 
 
-def exists(backend: Backend, key: str) -> bool:
-    """Whether an object is there, by asking for it: no decision rests on a listing."""
-    try:
-        backend.size(key)
-    except KeyNotFoundError:
-        return False
-    return True
-
-
 def never_deleted(journal: Journal, seq: int) -> bool:
     """Whether slot `seq` was certainly never deleted: it is an anchor, or no anchor exists above it."""
     anchor_every = journal.format.anchor_every
@@ -117,6 +109,7 @@ def read(
     patience: Patience = PATIENT,
     *,
     look_above: bool | None = None,
+    tell: bool = True,
 ) -> View:
     """READ: the history at one instant between call and return.
 
@@ -124,18 +117,24 @@ def read(
         since: an earlier view: only what came after it is fetched.
         look_above: list ``log/`` for slots above the end, which prove that slots between were lost. Whoever rests on
             the end of the log (WRITER OPEN, gc, verify) does; None: where that is cheap (`Backend.cheap_looks`).
+        tell: warn of damage (`DamagedLogWarning`), once for each handle. Whoever reports it himself does not.
 
     Raises:
         CorruptLogError: the log cannot be read from any fold; names the slot.
         IncompatibleFormatError: a record or fold needs a feature this version does not know.
         StorageError: the medium failed.
 
-    A damaged slot does not stop it: the slot is listed in the catalog's `damage`, and reading goes on after it.
+    A damaged slot does not stop it: the slot is listed in the catalog's `damage`, and reading goes on after it. A torn
+    one that nothing follows may be on its way: it is read again for `arriving.STILL` seconds before it is damage.
     """
+    if since is not None and outdated(journal, since):
+        since = None
     cheap = journal.backend.cheap_looks and since is None
-    reading = _Reading(journal, cheap if look_above is None else look_above)
+    reading = _Reading(journal, cheap if look_above is None else look_above, patience)
     for done in range(patience.tries + 1):
         if (view := reading.run(since)) is not None:
+            if tell:
+                tell_damage(journal.backend, view.catalog)
             return view
         since = None
         if done < patience.tries:
@@ -146,6 +145,34 @@ def read(
     )
 
 
+def damaged_folds(journal: Journal, view: View) -> tuple[str, ...]:
+    """Keys of the folds that `view` passed over, without those that were on their way: for whoever reports damage."""
+    return tuple(key for key in view.bad_folds if _is_damaged(journal, key))
+
+
+def _is_damaged(journal: Journal, key: str) -> bool:
+    seq, digest16 = fold_of(key) or (-1, "")
+    try:
+        decode_fold(
+            fold_bytes(journal.backend, journal.run, key), seq=seq, run=journal.run, digest16=digest16, what=key
+        )
+    except KeyNotFoundError:  # deleted since
+        return False
+    except FormatError:
+        return True
+    return False
+
+
+def outdated(journal: Journal, view: View) -> bool:
+    """Whether the last slot of `view` was torn then, and has other bytes now: its writer was slow, not dead."""
+    if view.end - 1 not in view.damage:
+        return False
+    try:
+        return xxh3_128(journal.backend.get(slot_key(view.end - 1), SLOT_LIMIT)) != view.catalog.last
+    except (KeyNotFoundError, ForeignObjectError):
+        return False
+
+
 class _StaleError(Exception):
     """Slots that were to be read have been folded and deleted: start over from a newer fold. Stays in this module."""
 
@@ -153,8 +180,9 @@ class _StaleError(Exception):
 class _Reading:
     """One READ: what it has fetched so far."""
 
-    def __init__(self, journal: Journal, look_above: bool) -> None:
+    def __init__(self, journal: Journal, look_above: bool, patience: Patience) -> None:
         self.journal = journal
+        self.sleep = patience.sleep
         self.backend = journal.backend
         self.fmt = journal.format
         self.look_above = look_above
@@ -234,7 +262,7 @@ class _Reading:
         """
         key = slot_key(self.fold_seq)
         try:
-            data = self.backend.get(key, SLOT_LIMIT)
+            data = self._slot(self.fold_seq)
             text = unseal(data, what=key)
         except (KeyNotFoundError, FormatError):
             return
@@ -242,11 +270,14 @@ class _Reading:
         if ours and xxh3_128(data) != self.builder.catalog.last:
             self.builder.mark_damaged(self.fold_seq, self.builder.catalog.last)
 
+    def _slot(self, seq: int) -> bytes:
+        return slot_bytes(self.backend, self.fmt.run, seq, self.sleep)
+
     def _take_slot(self) -> bool:
         """Apply slot `seq`; False if it is absent and nothing follows it."""
         key, digest = slot_key(self.seq), NO_SLOT
         try:
-            data = self.backend.get(key, SLOT_LIMIT)
+            data = self._slot(self.seq)
             self.reads += 1
             digest = xxh3_128(data)
             record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)

@@ -27,8 +27,9 @@ from ckptstore.formats.records import (
     object_of,
     slot_key,
 )
-from ckptstore.formats.texts import SLOT_LIMIT, encode_commit, encode_format, encode_open, seal, unseal
+from ckptstore.formats.texts import encode_commit, encode_format, encode_open, seal, unseal
 from ckptstore.host.crash_points import crash_point
+from ckptstore.log.arriving import text_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, never_deleted, read
 from ckptstore.log.term import check_same_store
@@ -202,7 +203,7 @@ class Replica:
 
     def _landed(self, key: str, data: bytes) -> bool:
         try:
-            mine = self.backend.get(key, SLOT_LIMIT) == data
+            mine = text_bytes(self.backend, key) == data
         except CkptError:
             return False
         if mine:
@@ -243,7 +244,7 @@ def is_begun(backend: Backend, origin: Origin) -> bool:
 
 def _marker(backend: Backend) -> bytes | None:
     try:
-        return backend.get(COPYING_KEY, SLOT_LIMIT)
+        return text_bytes(backend, COPYING_KEY)
     except KeyNotFoundError:
         return None
 

@@ -27,6 +27,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CommitRecord, Request, SegmentEntry, request_of
 from ckptstore.formats.retention import check_commit
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_request
+from ckptstore.log.arriving import text_bytes
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
@@ -89,7 +90,8 @@ def handle(
             term.journal.backend.delete(key)
             continue
         try:
-            data = term.journal.backend.get(key, MANIFEST_LIMIT)
+            # Prevents: a request that is refused because half of it was there.
+            data = text_bytes(term.journal.backend, key, MANIFEST_LIMIT)
         except (KeyNotFoundError, ForeignObjectError):  # the requester took it back; nobody's request
             continue
         prepare()

@@ -11,6 +11,7 @@ from typing import Final
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError
 from ckptstore.formats.texts import MANIFEST_LIMIT, unseal
+from ckptstore.log.arriving import text_bytes
 
 __all__ = ["all_foreign", "foreign"]
 
@@ -34,7 +35,7 @@ def all_foreign(backend: Backend, run: str, keys: list[str]) -> bool:
 
 def _run_of(backend: Backend, key: str) -> str:
     if key.endswith(".json"):
-        found = unseal(backend.get(key, MANIFEST_LIMIT), what=key)["run"]
+        found = unseal(text_bytes(backend, key, MANIFEST_LIMIT), what=key)["run"]
         return found if isinstance(found, str) else ""
     from ckptstore.formats.segment import header_length, parse  # numpy, which listing a store does without
 

@@ -57,8 +57,9 @@ from ckptstore.formats.texts import (
     unseal,
 )
 from ckptstore.host.crash_points import crash_point
+from ckptstore.log.arriving import slot_bytes, text_bytes
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import PATIENT, Patience, View, never_deleted, read
+from ckptstore.log.reading import PATIENT, Patience, View, never_deleted, outdated, read
 
 __all__ = ["Parent", "Patience", "Term", "View", "open_term", "read"]
 
@@ -98,7 +99,8 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
         else:
             return True
         try:
-            mine = backend.get(key, len(data)) == data
+            # Prevents: a term that gives itself up over its own slot, of which a part is there.
+            mine = text_bytes(backend, key, len(data)) == data
         except KeyNotFoundError:
             pass  # absent: resend identical bytes
         except ForeignObjectError:
@@ -129,7 +131,7 @@ def check_same_store(journal: Journal) -> None:
     if backend.anchored:
         return
     try:
-        run = decode_format(backend.get(FORMAT_KEY, SLOT_LIMIT)).run
+        run = decode_format(text_bytes(backend, FORMAT_KEY)).run
     except KeyNotFoundError as error:
         raise StoreReplacedError(f"{backend.url}: the store was deleted; nothing was committed") from error
     if run != journal.run:
@@ -139,7 +141,7 @@ def check_same_store(journal: Journal) -> None:
 def _check_same_run(journal: Journal, seq: int) -> None:
     """Raise `StoreReplacedError` if a slot that was sent, and is not ours, holds the text of another run."""
     try:
-        run = unseal(journal.backend.get(slot_key(seq), SLOT_LIMIT), what=slot_key(seq))["run"]
+        run = unseal(slot_bytes(journal.backend, journal.run, seq), what=slot_key(seq))["run"]
     except (CkptError, LookupError, TypeError):
         return  # damaged or gone: it says nothing
     if run != journal.run:
@@ -203,7 +205,8 @@ def open_term(
         if not mine:
             _check_same_run(journal, view.end)
         # 3. Unless e is an anchor, GET the anchor above e: present: void, start over with a new nonce.
-        if mine and never_deleted(journal, view.end):
+        # Or the slot before it, which was torn and is not any more: its writer lives, and what it holds counts.
+        if mine and never_deleted(journal, view.end) and not outdated(journal, view):
             crash_point("open.verified")
             return Term(journal, view, record, xxh3_128(data), patience)
         patience.pause(done)
@@ -432,7 +435,7 @@ class Term:
     def _winner(self, seq: int) -> str:
         """Who took the slot, as far as that can be read."""
         try:
-            data = self.journal.backend.get(slot_key(seq), SLOT_LIMIT)
+            data = slot_bytes(self.journal.backend, self.journal.run, seq)
             record = decode_record(data, seq=seq, run=self.journal.run, what=slot_key(seq))
         except (FormatError, KeyNotFoundError, StorageError):
             return f"slot {seq} holds what this writer did not send"

@@ -72,7 +72,8 @@ class Collected(HtmlTable):
         pinned: keys that nothing needs but a reader has pinned: they go another time.
         pinned_nbytes: their bytes.
         holders: the pins that claim them.
-        dead_pins: keys of pins that were not renewed for too long, and were deleted.
+        dead_pins: keys of pins that were not renewed for too long, or whose process on this host has ended. They were
+            deleted.
         unreadable_pins: keys of damaged pins. While there is one nothing is deleted: nobody knows what it claims.
         spare_nbytes: bytes of deleted segments, of this time and before, that the medium keeps for new ones.
         strangers: what lies below ``seg/`` and is none of the store's: other names, links, pipes. It stays.
@@ -103,7 +104,7 @@ def collect(
 
     Args:
         watch: this collector's observation of the pins, kept from call to call: only who has watched a pin for long
-            enough may take it for dead. Without one every pin counts.
+            enough may take it for dead. Without one every pin counts, but those of ended processes of this host.
         dry_run: delete nothing.
         progress: told (bytes deleted, bytes to delete).
 
@@ -164,7 +165,8 @@ def collect_patiently(
     """`collect`, and while garbage is pinned look again: until its readers are done, or are found dead.
 
     Args:
-        wait: seconds after which what is still pinned stays. A pin is found dead only within a wait of `dead_after`.
+        wait: seconds after which what is still pinned stays. A pin of another host is found dead only within a wait of
+            `dead_after`; one of this host whose process has ended, at once.
         dead_after: seconds without renewal after which a pin is dead; at least `SHORTEST_TTL`.
         dry_run, progress: as for `collect`.
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from ckptstore.errors import CkptError
 from ckptstore.formats.records import CommitRecord, Node, ref_of, slot_of
-from ckptstore.formats.texts import SLOT_LIMIT, decode_record
+from ckptstore.formats.texts import decode_record
+from ckptstore.log.arriving import slot_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 
@@ -33,7 +34,7 @@ def _seek(journal: Journal, step: int, term: int | None) -> str | None:
     slots = {seq: key for key in backend.list("log/") if (seq := slot_of(key)) is not None}
     for seq in sorted(slots, reverse=True):
         try:
-            data = backend.get(slots[seq], SLOT_LIMIT)
+            data = slot_bytes(backend, run, seq)
             record = decode_record(data, seq=seq, run=run, what=slots[seq], fetch=backend.get)
         except CkptError:  # damaged, or folded meanwhile: what it said is lost
             continue

@@ -20,7 +20,7 @@ _MOST: Final = 10
 def store_html(journal: Journal) -> str:
     """HTML. Reads the log; what keeps it from being read is what is shown. Raises nothing of ours."""
     try:
-        catalog = read(journal).catalog
+        catalog = read(journal, tell=False).catalog
         newest = list(catalog.checkpoints.values())[-_MOST:]
         infos = describe(catalog, newest)[::-1]
     except (CkptError, OSError) as error:

@@ -142,7 +142,7 @@ def _look_at(path: Path) -> RunInfo:
     try:
         journal = Journal(open_backend(path, create=False))
         try:
-            catalog = read(journal, look_above=True).catalog
+            catalog = read(journal, look_above=True, tell=False).catalog
             found = _described(str(path), journal.run, catalog)
             if catalog.damage or catalog.lost > catalog.term:
                 return replace(found, error=_DAMAGED)

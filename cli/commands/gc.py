@@ -26,7 +26,7 @@ UNREADABLE = CorruptionError.exit_code
     examples=[
         "ckpt gc runs/gpt --dry-run",
         "ckpt gc runs/gpt",
-        "ckpt gc runs/gpt --wait 700          # long enough to find dead readers out",
+        "ckpt gc runs/gpt --wait 700          # long enough to find dead readers of other hosts out",
     ],
 )
 @STORE
@@ -50,8 +50,9 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
     """Delete the segments that nothing needs.
 
     Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
-    What a reader has pinned stays, and so do files that are not the store's. It may run at any time, beside writers and
-    readers. Exits with 4 if the log is damaged: what it does not name may be what was lost, and stays.
+    What a reader has pinned stays, and so do files that are not the store's. The pin of a process that has ended on
+    this host holds nothing. It may run at any time, beside writers and readers. Exits with 4 if the log is damaged:
+    what it does not name may be what was lost, and stays.
     """
     with progress("deleting") as advance:
         target = opened(store)
@@ -95,7 +96,10 @@ def _print(done: Collected, dry_run: bool) -> None:
         say(f"pinned by readers, kept: {counted(len(done.pinned), 'segment')}, {size(done.pinned_nbytes)}")
         for holder in done.holders:
             say(f"  {holder.key}: {_who(holder)}, {counted(len(holder.segments), 'segment')}")
-        note("if a reader is dead: --wait longer than --pin-ttl (600 s) finds that out and deletes its pin")
+        note(
+            "if a reader on another host or in another container is dead: --wait longer than --pin-ttl (600 s) finds "
+            "that out and deletes its pin"
+        )
     if done.strangers:
         say(f"not the store's, kept: {some(done.strangers)}")
         note("what no store writes is never deleted; remove it yourself, or move it out of the store")
@@ -107,4 +111,5 @@ def _print(done: Collected, dry_run: bool) -> None:
 
 
 def _who(holder: Holder) -> str:
-    return ", ".join(f"{name} {holder.reader[name]}" for name in sorted(holder.reader)) or "unknown reader"
+    known = [f"{name} {holder.reader[name]}" for name in ("host", "pid") if name in holder.reader]
+    return ", ".join(known) or "unknown reader"

@@ -13,6 +13,7 @@ writers of segments expect. Durability is not visible to it: see ``tests/tools/t
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import random
@@ -33,6 +34,7 @@ from ckptstore.errors import (
     StorageError,
     UsageError,
 )
+from ckptstore.formats.texts import seal, torn
 from ckptstore.host.pages import BLOCK
 
 Opener = Callable[[], Backend]
@@ -111,6 +113,10 @@ class BackendConformance:
     """Rounds of each race."""
     replacements = 200
     """How often a pin is replaced under its readers' eyes."""
+    creates = 60
+    """Objects that are created under their readers' eyes."""
+    whole = True
+    """Whether nobody sees a part of an object that is created, or of a pin that is replaced."""
     taken_at_seal = False
     """Whether a segment's name is looked at only when it is sealed, and nothing is there before."""
 
@@ -291,6 +297,37 @@ class BackendConformance:
             racers = {str(n): pool.submit(race, opener, str(n), self.rounds) for n in range(RACERS)}
             won = {name: racer.result() for name, racer in racers.items()}
         check_race(opener(), won, self.rounds)
+
+    # Readers beside a writer
+
+    def test_a_create_is_seen_whole_or_not_at_all_or_as_on_its_way(self, backend: Backend, opener: Opener) -> None:
+        """What is not whole is recognised as the beginning of a text: `torn`. Where `whole` nobody sees it at all."""
+        texts = [seal({"n": number, "text": "x" * (number * 997)}) for number in range(self.creates)]
+        done = threading.Event()
+        seen: set[tuple[int, bytes]] = set()
+
+        def watch() -> None:
+            reader, number = opener(), 0
+            while number < len(texts):
+                ended = done.is_set()
+                with contextlib.suppress(KeyNotFoundError):
+                    seen.add((number, reader.get(f"log/{number}")))
+                    number += (number, texts[number]) in seen
+                    continue
+                if ended:
+                    return
+
+        with ThreadPoolExecutor(2) as pool:
+            watchers = [pool.submit(watch) for _ in range(2)]
+            for number, text in enumerate(texts):
+                backend.create(f"log/{number}", text)
+            done.set()
+            for watcher in watchers:
+                watcher.result()
+        assert {(number, text) for number, text in enumerate(texts)} <= seen
+        odd = {(number, data) for number, data in seen if data != texts[number]}
+        assert all(torn(data) and texts[number].startswith(data) for number, data in odd)
+        assert not (odd and self.whole)
 
     # Segments
 

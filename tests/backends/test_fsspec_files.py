@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 import uuid
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,21 +22,111 @@ from tests.backends.backend_conformance import BackendConformance, Opener
 
 
 class TestFsspecLocal(BackendConformance):
-    """fsspec's local files: `open("xb")` is exclusive there, `pipe_file(mode="create")` is not."""
+    """fsspec's local files: `link` and `open("xb")` are exclusive there, `pipe_file(mode="create")` is not."""
 
     rounds = 10
-    replacements = 0
     taken_at_seal = True
+    filesystem: type[LocalFileSystem] = LocalFileSystem
 
     @pytest.fixture
     def opener(self, tmp_path: Path) -> Opener:
         def opened() -> FsspecBackend:
-            return FsspecBackend(LocalFileSystem(skip_instance_cache=True), str(tmp_path / "store"))
+            return FsspecBackend(self.filesystem(skip_instance_cache=True), str(tmp_path / "store"))
 
         opened().probe()
         chosen = opened()
         chosen.probe()
         return lambda: chosen
+
+
+class Linkless(LocalFileSystem):
+    """Local files without hard links, as most file systems of fsspec are: an object is seen while it is written."""
+
+    protocol = "linkless"
+    link = None
+
+    def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        file = super()._open(path, mode, **more)
+        return _Slowly(file) if "x" in mode else file
+
+
+class _Slowly:
+    """Writes in pieces, each of which can be seen before the next."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> None:
+        for start in range(0, len(data), -(-len(data) // 4) or 1):
+            self._file.write(data[start : start + -(-len(data) // 4)])
+            self._file.flush()
+            time.sleep(0.0005)
+
+    def __enter__(self) -> _Slowly:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class TestFsspecLinkless(TestFsspecLocal):
+    """Without links: only ``open("xb")`` is exclusive, and readers see each prefix."""
+
+    filesystem = Linkless
+    whole = False
+
+
+class NoLinks(LocalFileSystem):
+    """A medium that refuses hard links (FAT, some network file systems)."""
+
+    protocol = "nolinks"
+
+    def link(self, src: str, dst: str, **more: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", src)
+
+
+class Symbolic(LocalFileSystem):
+    """A `link` that makes symbolic links, which lead nowhere once the temporary file is gone."""
+
+    protocol = "symbolic"
+
+    def link(self, src: str, dst: str, **more: Any) -> None:
+        self.symlink(src, dst)
+
+
+@pytest.mark.parametrize("filesystem", [NoLinks, Symbolic])
+def test_where_links_do_not_work_files_are_opened_exclusively(tmp_path: Path, filesystem: type[Any]) -> None:
+    store = ckptstore.open(str(tmp_path / "run"), filesystem=filesystem(skip_instance_cache=True))
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"step": 1}, step=1)
+    assert store.verify().ok
+    assert [path for path in (tmp_path / "run").rglob("*") if path.name.startswith(".") or path.is_symlink()] == []
+    assert ckptstore.open(tmp_path / "run").load()["step"] == 1
+
+
+def test_a_slot_that_could_not_be_written_was_never_sent(tmp_path: Path) -> None:
+    """It fails before the object has its name, so that the term goes on, and nobody finds half a slot."""
+
+    class Full(LocalFileSystem):
+        full = False
+
+        def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+            if Full.full and "x" in mode:
+                super()._open(path, mode, **more).close()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super()._open(path, mode, **more)
+
+    store = ckptstore.open(str(tmp_path / "run"), filesystem=Full(skip_instance_cache=True))
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"step": 1}, step=1)
+        Full.full = True
+        with pytest.raises(ckptstore.StorageError) as caught:
+            writer.tag("best", 1)
+        assert caught.value.errno == errno.ENOSPC
+        Full.full = False
+        writer.save({"step": 2}, step=2)
+    assert store.verify().ok
+    assert [info.step for info in store.checkpoints()] == [1, 2]
 
 
 def test_a_run_in_a_file_system_that_the_user_made(tmp_path: Path) -> None:
@@ -125,6 +217,8 @@ def test_a_file_system_that_looks_before_it_writes_is_never_taken(tmp_path: Path
     """fsspec's own `pipe_file`: a race of the probe may well have one winner all the same."""
 
     class Looks(LocalFileSystem):
+        link = None
+
         def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
             return super()._open(path, mode.replace("x", "w"), **more)
 

@@ -24,7 +24,8 @@ from ckptstore.errors import (
 from ckptstore.formats import texts
 from ckptstore.formats.records import NO_SLOT, CommitRecord, OpenRecord, slot_key
 from ckptstore.log import folding
-from ckptstore.log.reading import WIDEST_GAP, exists
+from ckptstore.log.arriving import exists
+from ckptstore.log.reading import WIDEST_GAP
 from ckptstore.log.term import open_term, read
 from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import ForeignObjectError, ReadOnlyError, UsageError
 from ckptstore.formats.records import Node, pin_key, segment_key
 from ckptstore.formats.retention import droppable
+from ckptstore.formats.texts import decode_pin, encode_pin
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
@@ -125,6 +130,41 @@ def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store)
     assert done.segments == (segment,)
     assert done.dead_pins == (pin.key,)
     assert store.backend.list("pins/") == []
+
+
+_READER = """
+import sys, time
+from ckptstore.backends.local import LocalBackend
+from ckptstore.log.pins import Pin
+with Pin(LocalBackend(sys.argv[1]), [sys.argv[2]]) as pin:
+    print(pin.key, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_pin_of_a_killed_process_of_this_host_is_removed_at_once(store: Store, tmp_path: Path) -> None:
+    """Nobody has watched it. A living reader's pin stays, and so does one that says too little, or is elsewhere."""
+    segment = collect(store.journal, dry_run=True).segments[0]
+    name = segment.rpartition("/")[2].partition(".")[0]
+    command = [sys.executable, "-c", _READER, str(tmp_path / "store"), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        key = reader.stdout.readline().strip()
+        data = store.backend.get(key)
+        assert collect(store.journal).pinned == (segment,)
+        reader.kill()
+    record = decode_pin(data, what=key)
+    elsewhere = encode_pin(replace(record, reader=dict(record.reader) | {"host": "another"}))
+    for other in (elsewhere, encode_pin(replace(record, reader={"host": platform.node(), "pid": reader.pid}))):
+        store.backend.replace(key, other)
+        assert collect(store.journal).pinned == (segment,)
+    store.backend.replace(key, data)
+    assert collect(store.journal, dry_run=True).dead_pins == (key,)
+    assert store.backend.list("pins/") == [key]
+    done = collect(store.journal)
+    assert (done.segments, done.dead_pins) == ((segment,), (key,))
+    assert store.backend.list("pins/") == []
+    assert store.backend.shrink_spare(1 << 40) == 0, "what it may still have mapped is unlinked, not written over"
 
 
 def test_a_patient_collector_waits_for_readers_and_finds_the_dead_ones_out(store: Store) -> None:

@@ -41,6 +41,7 @@ EXPECTED = [
     "CorruptSegmentError",
     "CorruptionError",
     "Damage",
+    "DamagedLogWarning",
     "DeltaOptions",
     "DeterminismWarning",
     "DiffOptions",

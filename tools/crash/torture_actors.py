@@ -28,9 +28,9 @@ from ckptstore.errors import (
 from ckptstore.formats.records import Node
 from ckptstore.formats.retention import droppable
 from ckptstore.log import folding, requests
+from ckptstore.log.arriving import exists
 from ckptstore.log.change import Change
 from ckptstore.log.pins import PinWatch, UnpinnedWarning, claim
-from ckptstore.log.reading import exists
 from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store

@@ -20,14 +20,15 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record, fold_of, slot_key, slot_of
-from ckptstore.formats.texts import MANIFEST_LIMIT, SLOT_LIMIT, decode_format, decode_record, unseal
+from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record, fold_of, object_of, slot_key, slot_of
+from ckptstore.formats.texts import MANIFEST_LIMIT, decode_format, decode_record, unseal
+from ckptstore.log.arriving import slot_bytes, text_bytes
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import Patience, read
+from ckptstore.log.reading import Patience, damaged_folds, read
 from ckptstore.maintenance.repair.described import Told
 from ckptstore.maintenance.verify.findings import Damage
 
-__all__ = ["Log", "choose_run", "format_of", "read_log"]
+__all__ = ["Log", "choose_run", "format_of", "on_its_way", "read_log"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _claims(backend: Backend, keys: Sequence[str], told: Mapping[str, Told]) -> 
     for key in keys:
         if key == FORMAT_KEY or slot_of(key) is not None:
             try:
-                run = unseal(backend.get(key, SLOT_LIMIT), what=key)["run"]
+                run = unseal(text_bytes(backend, key), what=key)["run"]
             except (CkptError, LookupError, TypeError):
                 continue
             claims.append((str(run), "FORMAT" if key == FORMAT_KEY else "log slots"))
@@ -89,7 +90,7 @@ def format_of(backend: Backend, run: str) -> tuple[FormatFile, list[Damage]]:
     Raises `IncompatibleFormatError`: it is intact, and this version does not understand it.
     """
     try:
-        found = decode_format(backend.get(FORMAT_KEY, SLOT_LIMIT))
+        found = decode_format(text_bytes(backend, FORMAT_KEY))
     except IncompatibleFormatError:
         raise
     except KeyNotFoundError:
@@ -110,9 +111,10 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
     """
     damage = []
     try:
-        view = read(Journal(backend, format_file), patience=Patience(tries=0), look_above=True)
+        journal = Journal(backend, format_file)
+        view = read(journal, patience=Patience(tries=0), look_above=True, tell=False)
         catalog = view.catalog
-        damage += [Damage(key, "the fold is damaged") for key in view.bad_folds]
+        damage += [Damage(key, "the fold is damaged") for key in damaged_folds(journal, view)]
     except CorruptLogError as error:
         catalog = _whatever(backend, format_file, keys)
         damage.append(Damage("log", str(error).removeprefix(f"{backend.url}: ")))
@@ -127,6 +129,12 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
     return Log(catalog, bool(catalog.term) and not damage, tuple(damage))
 
 
+def on_its_way(log: Log, key: str) -> bool:
+    """Whether a segment that cannot be read is none of a whole log's: a writer is writing it, or was killed then."""
+    place = object_of(key)
+    return log.whole and place is not None and place[0] >= log.catalog.term and place[1] not in log.catalog.segments
+
+
 def _whatever(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> Catalog:
     """The newest fold that can be read, and every record above it that may continue it, whatever is between."""
     builder = CatalogBuilder(_fold(backend, format_file.run, keys), adopt=True)
@@ -136,7 +144,7 @@ def _whatever(backend: Backend, format_file: FormatFile, keys: Sequence[str]) ->
         if seq < catalog.next_seq:
             continue
         try:
-            data = backend.get(key, SLOT_LIMIT)
+            data = slot_bytes(backend, format_file.run, seq)
             record = decode_record(
                 data, seq=seq, run=format_file.run, what=key, fetch=lambda name, _: backend.get(name, MANIFEST_LIMIT)
             )

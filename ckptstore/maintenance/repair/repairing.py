@@ -32,7 +32,7 @@ from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.maintenance.repair.candidates import Candidates, candidates
 from ckptstore.maintenance.repair.described import survey
-from ckptstore.maintenance.repair.evidence import Log, choose_run, format_of, read_log
+from ckptstore.maintenance.repair.evidence import Log, choose_run, format_of, on_its_way, read_log
 from ckptstore.maintenance.repair.judging import Verdict, judge
 from ckptstore.maintenance.repair.rewriting import Rewritten, rewrite
 from ckptstore.maintenance.verify.examination import examine
@@ -93,6 +93,10 @@ def repair(
     run = choose_run(source, keys, told, run)
     format_file, bad = format_of(source, run)
     log = read_log(source, format_file, keys)
+    # A writer may be at work beside this. What it was writing a moment ago is whole by now, or not committed.
+    again, damage = survey(source, [one.key for one in damage])
+    told |= again
+    damage = [one for one in damage if not on_its_way(log, one.key)]
     check_known(source.url, format_file, log.catalog)
     options = candidates(source, run, log, told)
     if not (options.catalog.checkpoints or options.broken):

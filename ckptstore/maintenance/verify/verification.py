@@ -32,9 +32,10 @@ from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log import refs
+from ckptstore.log.arriving import exists, fold_bytes, slot_bytes, text_bytes
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import exists, read
+from ckptstore.log.reading import read
 from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
 from ckptstore.maintenance.verify.log_check import SlotHashes, check_log
@@ -185,7 +186,7 @@ def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
         if check is None:
             continue
         try:
-            data = backend.get(key, _LIMITS[key.partition("/")[0]])
+            data = _bytes(journal, key)
             check(key, data)
             found.done(len(data), 1)
         except KeyNotFoundError as error:
@@ -194,9 +195,19 @@ def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
             # else removed since the listing: a pin that ended, a slot that was folded
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
-    catalog = read(journal, look_above=True).catalog
+    catalog = read(journal, look_above=True, tell=False).catalog
     check_log(journal, catalog, slots, keys, found)
     return catalog
+
+
+def _bytes(journal: Journal, key: str) -> bytes:
+    """A small object, once nobody is writing it any more: writers and readers may be at work beside this."""
+    backend, kind = journal.backend, key.partition("/")[0]
+    if (seq := slot_of(key)) is not None:
+        return slot_bytes(backend, journal.run, seq)
+    if fold_of(key) is not None:
+        return fold_bytes(backend, journal.run, key)
+    return text_bytes(backend, key, _LIMITS[kind])
 
 
 def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionError], found: Findings) -> None:

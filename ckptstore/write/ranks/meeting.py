@@ -20,9 +20,8 @@ from ckptstore.errors import (
     RankMismatchError,
     StoreNotFoundError,
 )
-from ckptstore.formats.records import slot_key
-from ckptstore.formats.texts import SLOT_LIMIT
 from ckptstore.host.crash_points import crash_point
+from ckptstore.log.arriving import slot_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.write.ranks.finding import gathered, joined, say_here
 from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
@@ -168,7 +167,7 @@ def _check_store(journal: Journal, opening: Opening) -> None:
     try:
         if journal.run != opening.run:
             raise RankMismatchError(f"{journal.url}: another store than {opening.url} of rank 0; {advice}")
-        text = journal.backend.get(slot_key(opening.slot), SLOT_LIMIT)
+        text = slot_bytes(journal.backend, opening.run, opening.slot)
     except (StoreNotFoundError, KeyNotFoundError) as error:
         raise RankMismatchError(
             f"{journal.url}: the term that rank 0 opened in {opening.url} is not there; {advice}"
