@@ -44,6 +44,7 @@ from ckptstore.write.encoding import write_packed
 from ckptstore.write.steps.batch_segments import write_batch
 from tools.conformance.ours import answer
 from tools.golden import make_codecs, make_steps
+from tools.golden.make_ranks import ranks
 from tools.golden.make_segments import RUN, packed, plain, state_of
 from tools.golden.make_shards import broken, shards
 from tools.golden.make_store import Run
@@ -420,6 +421,7 @@ STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "fold-incompat": ("the newest fold has an unknown feature in incompat: refused", _fold_incompat),
     "shards": ("tensors in shards: fulls, deltas, rounded copies, cut in four ways; values of each rank", shards),
     "shards-broken": ("shards that do not make up a tensor: each step but the first is refused", broken),
+    "ranks": ("states of many ranks: other keys, orders of keys, lengths, kinds; what no rank reads", ranks),
 }
 
 

@@ -16,7 +16,7 @@ from ckptstore.write.ranks.arriving import ArrivingShare
 from ckptstore.write.ranks.mailbox import Deadline
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.saving import Adopted, RankSave
-from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, updates_of
+from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, steady, updates_of
 from ckptstore.write.ranks.tenure import Tenure
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
@@ -36,9 +36,11 @@ def prepare(
     if isinstance(state, Adopted):
         one.adopted, state = state, state.snapshot.flat
     flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
-    found = explaining.found(updates, flat)
+    named = steady(flat, means.ranks.globs)
+    found = named.moved(explaining.found(updates, flat))
+    flat = named.flat
     _learn(tenure, found)
-    holding = holding_of(flat, means.group.rank, means.ranks.globs, list(tenure.families))
+    holding = holding_of(named, means.group.rank, means.ranks.globs, list(tenure.families))
     before, apart = tenure.agreed, means.ranks.diverged != "warn"
     deadline = Deadline(means.ranks.timeout, means.group.ended)
     agreement = tenure.agreed = one.agreement = agree(one.exchange, holding, before, deadline, replicas_apart=apart)
