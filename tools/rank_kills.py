@@ -5,7 +5,8 @@
 Each life is a group of 2 to 4 processes over a TCPStore that lives in a process of its own, as under torchrun, or in
 rank 0, as under mpirun. One rank is killed, or rank 0, or all, or the store's host. Then:
 
-- what any rank was told of is in the store, and every rank's own state of it is restored bit for bit;
+- what any rank was told of is in the store, and every rank's own state of it is restored bit for bit; a process that is
+  no rank has what each of them had, though their keys come in different orders;
 - what a rank was told has failed is not in the store (unless it was told that nobody knows);
 - a kill costs a rank at most the saves in flight (`max_in_flight`), and the steps of one batch;
 - nobody hangs, and who lives on gets an error of ours;
@@ -40,6 +41,7 @@ import ckptstore
 from ckptstore import Update
 from ckptstore.errors import CkptError, CommitUnknownError, FencedError
 from ckptstore.formats import optim
+from ckptstore.formats.ranked import rank_count
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host import crash_points
@@ -117,7 +119,13 @@ def state_of(term: int, step: int, rank: int) -> dict[str, Any]:
         "step": step,
         "rng": np.arange(4) + 10 * rank,
         "rank": rank,
+        "stages": {f"stage{rank}": _stage(term, step, rank)},
     }
+
+
+def _stage(term: int, step: int, rank: int) -> np.ndarray[Any, Any]:
+    """What this rank alone has."""
+    return np.full(7 + rank, 1000 * term + step)
 
 
 def _rows(whole: np.ndarray[Any, Any], rank: int, size: int) -> tuple[int, np.ndarray[Any, Any]]:
@@ -126,7 +134,8 @@ def _rows(whole: np.ndarray[Any, Any], rank: int, size: int) -> tuple[int, np.nd
 
 
 def _parts_of(state: dict[str, Any], rank: int, size: int) -> FlatState:
-    flat = flatten({**state, "rows": {name: array.copy() for name, array in state["rows"].items()}})
+    state = {**state, "rows": {name: array.copy() for name, array in state["rows"].items()}}
+    flat = flatten(dict(reversed(state.items())) if rank % 2 else state)
     for name, whole in (("shard", state["shard"]), *((f"rows.{key}", array) for key, array in state["rows"].items())):
         first, part = _rows(whole, rank, size)
         flat.tensors[name] = BoxSource(NumpySource(part), part.shape, 0, whole.shape, (first, 0))
@@ -392,6 +401,11 @@ def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]], cos
         for rank in range(size if life.opened and term == next(iter(life.opened.values()))[0] else 1):
             loaded = store.load(info.ref, framework="numpy", rank=rank)
             _compare(loaded, state_of(term, step, rank), f"{info.ref} of rank {rank}")
+        stages = store.load(info.ref, framework="numpy")["stages"]
+        expected = {f"stage{rank}": _stage(term, step, rank) for rank in range(rank_count(store.tree(info.ref)) or 1)}
+        if stages.keys() != expected.keys():
+            raise Violation(f"{info.ref}: a process that is no rank has {sorted(stages)}, not {sorted(expected)}")
+        _compare(stages, expected, info.ref)
     if found and not (report := store.verify()).ok:
         raise Violation(f"damage: {report}")
     return len(found)

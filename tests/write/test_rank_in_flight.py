@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore import DiffOptions, RankOptions, SaveMetrics
@@ -20,6 +24,7 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.mailbox import Group
 from tests import warmth
+from tests.forms import short_or
 from tests.write.rank_threads import as_ranks
 
 IN_FLIGHT = 2
@@ -69,6 +74,35 @@ def test_no_more_saves_than_that_are_given_and_not_durable(
         assert len(rank) == 24
         assert sum(one.waited for one in rank) > 0.05
         assert all(one.waited <= one.stall for one in rank)
+
+
+@settings(max_examples=short_or(8, 40), deadline=None)
+@given(st.sampled_from(sorted(HOW)), st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**32))
+def test_it_is_so_for_any_ranks_that_take_their_time(how: str, in_flight: int, size: int, seed: int) -> None:
+    """Whoever is slow, and whatever is waited for in between."""
+    most = [0] * size
+    url = f"memory://{uuid.uuid4().hex}"
+    bound = in_flight + (BATCH if "diffs" in how else 0)
+
+    def work(group: Group) -> None:
+        chance = random.Random(seed + group.rank)
+        together = random.Random(seed)  # what all do alike
+        options = HOW[how] | {"max_in_flight": in_flight}
+        with ckptstore.open(url).writer(group=group, ranks=RankOptions(120), **options) as writer:
+            pending = []
+            for step in range(1, 16):
+                time.sleep(chance.choice([0, 0, 0.001, 0.02]))
+                if together.random() < 0.2:
+                    writer.save(state(group.rank, step), step)
+                else:
+                    pending.append(writer.save_async(state(group.rank, step), step))
+                if chance.random() < 0.1 and pending:
+                    chance.choice(pending).result()
+                most[group.rank] = max(most[group.rank], sum(not one.done() for one in pending))
+
+    assert as_ranks(size, work) == [None] * size
+    assert max(most) <= bound
+    assert ckptstore.open(url).latest_step() == 15
 
 
 @pytest.mark.parametrize("memory", [None, LEAST])
