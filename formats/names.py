@@ -48,8 +48,9 @@ def flat_names(paths: Sequence[tuple[object, ...]]) -> list[str]:
 def place_names(places: Sequence[tuple[tuple[object, ...], str]]) -> list[str]:
     """One name per place at which a tensor stands: what a selection calls it. A name means one tensor.
 
-    The first place of a tensor has the tensor's name. Any other has its plain name if that is allowed and means no
-    other tensor (neither is one's name, nor is the plain name of a place of another), else its escaped one, as in
+    The place that a tensor is named after has the tensor's name: its first one, as `flat_names` does it, or the one
+    whose plain name it is; if there is none, its first one. Any other has its plain name if that is allowed and means
+    no other tensor (neither is one's name, nor is the plain name of a place of another), else its escaped one, as in
     `flat_names`. Two places of one tensor may share a plain name.
 
     Args:
@@ -62,11 +63,13 @@ def place_names(places: Sequence[tuple[tuple[object, ...], str]]) -> list[str]:
         if owner.setdefault(name, tensor) != tensor or not _allowed(name):
             shared.add(name)
     names: list[str] = []
-    seen: set[str] = set()
-    for (path, tensor), name in zip(places, plain, strict=True):
+    home: dict[str, int] = {}
+    for position, ((_, tensor), name) in enumerate(zip(places, plain, strict=True)):
+        if tensor not in home or (name == tensor and not _is_named_after(*places[home[tensor]])):
+            home[tensor] = position
+    for position, ((path, tensor), name) in enumerate(zip(places, plain, strict=True)):
         candidate = name
-        if tensor not in seen:
-            seen.add(tensor)
+        if home[tensor] == position:
             candidate = tensor
         elif name in shared:
             escaped = candidate = _escaped(path)
@@ -77,6 +80,10 @@ def place_names(places: Sequence[tuple[tuple[object, ...], str]]) -> list[str]:
             owner[candidate] = tensor
         names.append(candidate)
     return names
+
+
+def _is_named_after(path: tuple[object, ...], tensor: str) -> bool:
+    return tensor in (".".join(map(str, path)), _escaped(path))
 
 
 def _allowed(name: str) -> bool:

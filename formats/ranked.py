@@ -6,7 +6,8 @@
 
 It stands in place of the node that differs, as deep in the tree as can be. ``null`` stands for a member of a dict that
 a rank does not have: nothing else may be missing. Nothing in the nodes is a ``$ranks`` again. `merge` makes such a tree
-of the ranks' own, `of_rank` gives one rank's back; in between it is an ordinary typed tree (`state`).
+of the ranks' own, `of_rank` gives one rank's back, or the union of all (`united`); in between it is an ordinary typed
+tree (`state`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext
-from ckptstore.formats.tree import MAX_DEPTH
+from ckptstore.formats.tree import MAX_DEPTH, paths, tensor_names
+from ckptstore.formats.united import united
 
-__all__ = ["TAG", "merge", "of_rank", "rank_count"]
+__all__ = ["TAG", "left_out", "merge", "of_rank", "rank_count"]
 
 TAG: Final = "$ranks"
 _AROUND: Final = 3  # an object and two arrays stand around a node that differs
@@ -159,8 +161,8 @@ def of_rank(tree: Any, rank: int | None) -> Any:
 
     Args:
         tree: what `merge` gave, from an untrusted source; a tree without ``$ranks`` is every rank's.
-        rank: whose; of a tree of fewer ranks that of `rank` modulo their number. None: of no rank: everything that any
-            rank has is in it; where they differ the value is that of the first rank that has one.
+        rank: whose; of a tree of fewer ranks that of `rank` modulo their number. None: of no rank: the union of all
+            (`united.united`), whatever the order of their keys. Where values differ it has the first rank's.
 
     Raises:
         FormatError: a ``$ranks`` that is none; one within another; or what a rank lacks is no member of a dict.
@@ -191,8 +193,36 @@ def _of_rank(node: Any, rank: int | None, depth: int, *, inside: bool = False) -
     if inside:
         raise FormatError(f"state tree: {TAG} within {TAG}")
     places, nodes = _checked(node[TAG])
-    place = next((one for one in places if one is not None), None) if rank is None else places[rank % len(places)]
-    return _GONE if place is None else _of_rank(nodes[place], rank, depth + _AROUND, inside=True)
+    wanted = dict.fromkeys(places if rank is None else [places[rank % len(places)]])
+    found = [_of_rank(nodes[one], rank, depth + _AROUND, inside=True) for one in wanted if one is not None]
+    return united(found, depth) if found else _GONE
+
+
+def left_out(tree: Any) -> list[str]:
+    """Tensors that a reader that is no rank never meets, in tree order.
+
+    The union of all ranks (`of_rank`) neither names them nor has another rank's tensor in their place.
+
+    Raises:
+        FormatError: as `of_rank`.
+    """
+    if rank_count(tree) is None:
+        return []
+    shown = set(tensor_names(of_rank(tree, None)))
+    missing = [name for name in tensor_names(tree) if name not in shown]
+    waiting = [tree] if missing else []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend(node)
+        elif isinstance(node, dict) and _tag(node) != TAG:
+            waiting.extend(node.values())
+        elif isinstance(node, dict):
+            places, nodes = _checked(node[TAG])
+            used = [nodes[one] for one in dict.fromkeys(places) if one is not None]
+            there = {path for path, _ in paths(united(used))} if used else set()
+            shown.update(name for one in used for path, name in paths(one) if path in there)
+    return [name for name in missing if name not in shown]
 
 
 def _present(node: Any) -> Any:

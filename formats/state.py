@@ -44,6 +44,7 @@ from ckptstore.formats.tree import (
     places,
     select,
     select_places,
+    tensor_count,
     tensor_names,
     unflatten,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "places",
     "select",
     "select_places",
+    "tensor_count",
     "tensor_names",
     "unflatten",
 ]

@@ -16,7 +16,19 @@ from ckptstore.formats import values
 from ckptstore.formats.names import place_names
 from ckptstore.formats.sources import Origin
 
-__all__ = ["MAX_DEPTH", "Place", "Resolve", "paths", "places", "select", "select_places", "tensor_names", "unflatten"]
+__all__ = [
+    "MAX_DEPTH",
+    "Place",
+    "Resolve",
+    "decode_key",
+    "paths",
+    "places",
+    "select",
+    "select_places",
+    "tensor_count",
+    "tensor_names",
+    "unflatten",
+]
 
 MAX_DEPTH: Final = 200
 """Nesting of the tree's JSON; below `jsontext.MAX_DEPTH`, so that what was written can be read inside a document."""
@@ -101,7 +113,7 @@ class _Unflattener:
             pairs = _list(tag, body)
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
                 raise FormatError(f"{tag} holds something that is no pair")
-            found = {_decode_key(key, depth): self.node(member, depth + 3) for key, member in pairs}
+            found = {decode_key(key, depth): self.node(member, depth + 3) for key, member in pairs}
             if len(found) != len(pairs):
                 raise FormatError(f"{tag} holds a key twice")
         if tag == "$odict":
@@ -150,8 +162,8 @@ def _list(tag: str, body: Any) -> list[Any]:
     return body
 
 
-def _decode_key(node: Any, depth: int) -> Any:
-    """A dict key: a value that hashes, or a tuple of such."""
+def decode_key(node: Any, depth: int = 0) -> Any:
+    """A dict key of a tree as Python has it: a value that hashes, or a tuple of such. Raises `FormatError`."""
     if depth > MAX_DEPTH:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
     if isinstance(node, list):
@@ -162,7 +174,7 @@ def _decode_key(node: Any, depth: int) -> Any:
     if tag is None or tag in ("$bytearray", "$ints"):
         raise FormatError(f"state tree: {node!r:.80} cannot be a key")
     if tag == "$tuple":
-        return tuple([_decode_key(part, depth + 2) for part in _list(tag, node[tag])])
+        return tuple([decode_key(part, depth + 2) for part in _list(tag, node[tag])])
     return _value(tag, node[tag])
 
 
@@ -172,7 +184,7 @@ def _decode_element(node: Any, depth: int) -> Any:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
     tag = _tag(node) if isinstance(node, dict) else None
     if tag not in ("$set", "$frozenset", "$tuple"):
-        return _decode_key(node, depth)
+        return decode_key(node, depth)
     parts = [_decode_element(part, depth + 2) for part in _list(tag, node[tag])]
     if tag == "$tuple":
         return tuple(parts)
@@ -204,6 +216,21 @@ def tensor_names(tree: Any) -> list[str]:
             else:
                 waiting.extend(reversed(node.values()))
     return list(found)
+
+
+def tensor_count(tree: Any) -> int:
+    """At how many places a tree of `flatten` has a tensor: more than there are tensors if some are tied."""
+    found, waiting = 0, [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if len(node) == 1 and next(iter(node)) in _ORIGINS:
+                found += 1
+            else:
+                waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +287,7 @@ def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple
         for pair in node[tag]:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise FormatError(f"{tag} holds something that is no pair")
-            _find_places(pair[1], (*path, _decode_key(pair[0], depth)), depth + 3, found)
+            _find_places(pair[1], (*path, decode_key(pair[0], depth)), depth + 3, found)
     elif tag in ("$tuple", "$odict", "$counter"):
         _find_places(node[tag], path, depth + 1, found)
     elif tag is None:

@@ -70,12 +70,24 @@ loss = loss_of_a_batch(); loss.backward(); optimizer.step(); optimizer.zero_grad
 writer.save(state(), 1)
 step, loss = 2, loss_of_a_batch()
 """
+FOUR_RANKS = """
+import numpy, threading, ckptstore
+from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+box, store, ref = LocalMailbox(), ckptstore.open("runs/a"), 1
+def save(rank):
+    with store.writer(group=Group(rank, 4, box), ranks=ckptstore.RankOptions(per_rank="rng")) as writer:
+        writer.save({"rng": numpy.arange(3) + rank, "weight": numpy.ones(3)}, 1)
+ranks = [threading.Thread(target=save, args=(rank,)) for rank in range(4)]
+for rank in ranks: rank.start()
+for rank in ranks: rank.join()
+"""
 BEFORE = {
     ("optimizer.md", 3): TRAINING + FIRST_STEP,
     (
         "ranks.md",
         0,
     ): "import os; os.environ |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=A_PORT, RANK='0', WORLD_SIZE='1')",
+    ("ranks.md", 1): FOUR_RANKS,
     ("reading-shards.md", 0): TRAINING
     + """
 import numpy

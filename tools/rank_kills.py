@@ -5,8 +5,10 @@
 Each life is a group of 2 to 4 processes over a TCPStore that lives in a process of its own, as under torchrun, or in
 rank 0, as under mpirun. One rank is killed, or rank 0, or all, or the store's host. Then:
 
-- what any rank was told of is in the store, and every rank's own state of it is restored bit for bit;
+- what any rank was told of is in the store, and every rank's own state of it is restored bit for bit; a process that is
+  no rank has what each of them had, though their keys come in different orders;
 - what a rank was told has failed is not in the store (unless it was told that nobody knows);
+- a kill costs a rank at most the saves in flight (`max_in_flight`), and the steps of one batch;
 - nobody hangs, and who lives on gets an error of ours;
 - the next group, of whatever size, agrees on one term and one parent, which is the newest checkpoint, and goes on.
 """
@@ -39,6 +41,7 @@ import ckptstore
 from ckptstore import Update
 from ckptstore.errors import CkptError, CommitUnknownError, FencedError
 from ckptstore.formats import optim
+from ckptstore.formats.ranked import rank_count
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host import crash_points
@@ -53,6 +56,7 @@ OPTIONS: Final = RankOptions(timeout=2.0, per_rank="rng")
 _PATIENCE: Final = 150.0
 """Seconds for a whole life: many, because the machine may be busy with other things."""
 _STEPS: Final = 6
+_IN_FLIGHT: Final = 2
 _CONNECT: Final = timedelta(seconds=15)
 _ANY: Final = (
     "ranks.divided",
@@ -115,7 +119,13 @@ def state_of(term: int, step: int, rank: int) -> dict[str, Any]:
         "step": step,
         "rng": np.arange(4) + 10 * rank,
         "rank": rank,
+        "stages": {f"stage{rank}": _stage(term, step, rank)},
     }
+
+
+def _stage(term: int, step: int, rank: int) -> np.ndarray[Any, Any]:
+    """What this rank alone has."""
+    return np.full(7 + rank, 1000 * term + step)
 
 
 def _rows(whole: np.ndarray[Any, Any], rank: int, size: int) -> tuple[int, np.ndarray[Any, Any]]:
@@ -124,7 +134,8 @@ def _rows(whole: np.ndarray[Any, Any], rank: int, size: int) -> tuple[int, np.nd
 
 
 def _parts_of(state: dict[str, Any], rank: int, size: int) -> FlatState:
-    flat = flatten({**state, "rows": {name: array.copy() for name, array in state["rows"].items()}})
+    state = {**state, "rows": {name: array.copy() for name, array in state["rows"].items()}}
+    flat = flatten(dict(reversed(state.items())) if rank % 2 else state)
     for name, whole in (("shard", state["shard"]), *((f"rows.{key}", array) for key, array in state["rows"].items())):
         first, part = _rows(whole, rank, size)
         flat.tensors[name] = BoxSource(NumpySource(part), part.shape, 0, whole.shape, (first, 0))
@@ -147,6 +158,7 @@ class Life:
     Attributes:
         opened: (term, parent) by rank.
         acknowledged, failed: (term, step) that some rank was told of, was told has failed for sure.
+        given: by rank: (term, step) whose `save_async` had returned.
         killed: ranks that died by SIGKILL.
         errors: what the others raised, by name.
     """
@@ -154,6 +166,7 @@ class Life:
     opened: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     acknowledged: set[tuple[int, int]] = field(default_factory=set)
     failed: set[tuple[int, int]] = field(default_factory=set)
+    given: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
     errors: Counter[str] = field(default_factory=Counter)
 
@@ -186,7 +199,13 @@ class Doom:
     def writer(self) -> dict[str, Any]:
         """What the writers are opened with."""
         diffs = None if self.diffs is None else ckptstore.DiffOptions(full_every=4, batch=self.diffs, seconds=0.2)
-        return {"deltas": self.deltas, "diffs": diffs, "memory": LEAST if self.bounded else None}
+        memory = LEAST if self.bounded else None
+        return {"deltas": self.deltas, "diffs": diffs, "memory": memory, "max_in_flight": _IN_FLIGHT}
+
+    @property
+    def cost(self) -> int:
+        """How many saves a kill may cost a rank."""
+        return _IN_FLIGHT + (self.diffs or 0)
 
 
 def _forked(work: Callable[[int], None]) -> tuple[int, int]:
@@ -253,8 +272,9 @@ def _rank(root: Path, rank: int, size: int, port: int, doom: Doom, steps: int) -
             flat = _parts_of(state_of(writer.term, step, rank), rank, size)
             updates = None if doom.diffs is None else _updates_of(writer.term, step, rank, size)
             try:
-                if number % 3 == 1 or (doom.diffs is not None and number % 4):
+                if number % 4:
                     pending.append(writer.save_async(flat, step, updates=updates))
+                    say(f"given {writer.term} {step}")
                     continue
                 writer.save(flat, step, updates=updates)
                 say(f"saved {writer.term} {step}")
@@ -343,17 +363,21 @@ def _note(life: Life, rank: int, text: str) -> None:
         if what == "opened":
             term, parent = map(int, rest[0].split())
             life.opened[rank] = (term, None if parent < 0 else parent)
-        elif what in ("saved", "failed"):
+        elif what in ("saved", "failed", "given"):
             term, step = map(int, rest[0].split())
-            (life.acknowledged if what == "saved" else life.failed).add((term, step))
+            of_rank = life.given.setdefault(rank, set())
+            {"saved": life.acknowledged, "failed": life.failed, "given": of_rank}[what].add((term, step))
         elif what == "error":
             life.errors[rest[0]] += 1
         elif what == "bug":
             raise Violation(f"rank {rank}: {rest[0]}")
 
 
-def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]]) -> int:
+def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]], cost: int | None = None) -> int:
     """Compare a store with what its ranks were told -> how many checkpoints were restored.
+
+    Args:
+        cost: how many saves a kill may cost a rank; None: as many as there are.
 
     Raises:
         Violation: a promise is broken.
@@ -370,10 +394,18 @@ def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]]) -> 
         raise Violation(f"acknowledged and lost: {sorted(lost)}")
     if lied := life.failed & found.keys():
         raise Violation(f"said to have failed, and there: {sorted(lied)}")
+    for rank, given in life.given.items():
+        if cost is not None and len(lost := given - found.keys() - life.failed) > cost:
+            raise Violation(f"rank {rank} had given {sorted(lost)}, which are lost: more than {cost}")
     for (term, step), info in found.items():
         for rank in range(size if life.opened and term == next(iter(life.opened.values()))[0] else 1):
             loaded = store.load(info.ref, framework="numpy", rank=rank)
             _compare(loaded, state_of(term, step, rank), f"{info.ref} of rank {rank}")
+        stages = store.load(info.ref, framework="numpy")["stages"]
+        expected = {f"stage{rank}": _stage(term, step, rank) for rank in range(rank_count(store.tree(info.ref)) or 1)}
+        if stages.keys() != expected.keys():
+            raise Violation(f"{info.ref}: a process that is no rank has {sorted(stages)}, not {sorted(expected)}")
+        _compare(stages, expected, info.ref)
     if found and not (report := store.verify()).ok:
         raise Violation(f"damage: {report}")
     return len(found)
@@ -469,7 +501,7 @@ def sweep(
                 life = live(root, size, doom)
                 if any(parent != newest for _, parent in life.opened.values()):
                     raise Violation(f"the newest checkpoint was {newest}, the ranks continue from {life.opened}")
-                done.restored += check(root, life, size, promised)
+                done.restored += check(root, life, size, promised, doom.cost)
                 newest = ckptstore.open(root).latest_step() if life.opened or (root / "FORMAT").exists() else newest
             except Exception as error:
                 raise Violation(f"seed {seed}, life {number} ({size} ranks, {doom}): {error}") from error

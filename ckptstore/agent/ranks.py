@@ -131,18 +131,16 @@ class RankSaves:
     """
 
     def __init__(
-        self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, group: Group, *, plain: bool, parting: Parting
+        self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, group: Group, *, parting: Parting
     ) -> None:
         """
         Args:
             group: of the agents.
-            plain: fulls alone are written: a state is in flight until it is durable as a whole.
         """
         self._writer = writer
         self._mailbox = mailbox
         self._group = group
         self.parting = parting
-        self._plain = plain
         self._last = -1
         # Who agrees with other ranks waits for them; the agent's trainer must not.
         self._thread = started_pool(1, "ckptstore-agent-rank")
@@ -193,7 +191,7 @@ class RankSaves:
         del checks[0]  # from here on what a trainer has given is written, also when it is gone
         if parting is None:
             parting = parting_of(job)
-        return cls(writer, mailbox, group, plain=options.plain, parting=parting)
+        return cls(writer, mailbox, group, parting=parting)
 
     @property
     def term(self) -> int:
@@ -219,15 +217,13 @@ class RankSaves:
         done: Future[CheckpointInfo] = Future()
         begun: list[PendingSave] = []
         wanted = threading.Event()
-        inner = Snapshot(snapshot.flat, lambda: None, snapshot.free) if self._plain else snapshot
-        given = Adopted(inner, gradients)
+        given = Adopted(snapshot, gradients)
 
         def hand_over() -> None:
             try:
                 pending = self._writer.take_over(given, step, metadata=metadata, tags=tags, updates=updates)
             except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
                 given.give_back()
-                snapshot.land()
                 done.set_exception(_told(error))
                 return
             begun.append(pending)
@@ -236,7 +232,6 @@ class RankSaves:
             pending.when_done(lambda _: ended(pending))
 
         def ended(pending: PendingSave) -> None:
-            snapshot.land()
             if (error := pending.exception()) is None:
                 done.set_result(pending.result())
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ckptstore.formats import ranked
+from ckptstore.formats import jsontext, ranked
 from ckptstore.formats.state import unflatten
 
 __all__ = ["children", "is_tensor", "leaves", "text"]
@@ -42,18 +42,43 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """(path, node) of every leaf that is no tensor, in order; keys joined by dots. An empty container is a leaf.
 
+    A leaf that is not the same on all ranks has a row for each rank that has it, whose path ends with ``rank R``:
+    wherever in the tree the ranks differ, which depends on the order of their keys.
+
     Raises:
         FormatError: the tree is malformed.
     """
-    stack: list[tuple[str, Any]] = [("", tree)]
+    ranked.rank_count(tree)  # whether each ``$ranks`` is one
+    return _leaves(tree, "")
+
+
+def _leaves(tree: Any, start: str) -> Iterator[tuple[str, Any]]:
+    stack: list[tuple[str, Any]] = [(start, tree)]
     while stack:
         path, node = stack.pop()
+        if isinstance(node, dict) and list(node) == [ranked.TAG]:
+            yield from _rank_leaves(node, path)
+            continue
         members = children(node)
         if not members:
             if not is_tensor(node):
                 yield path, node
             continue
         stack.extend((f"{path}.{key}" if path else key, child) for key, child in reversed(members))
+
+
+def _rank_leaves(node: Any, start: str) -> Iterator[tuple[str, Any]]:
+    """`leaves` of what differs over ranks."""
+    places, nodes = node[ranked.TAG]
+    own = [dict(_leaves(one, start)) for one in nodes]
+    for path in dict.fromkeys(path for place in places if place is not None for path in own[place]):
+        having = [
+            (rank, own[place][path]) for rank, place in enumerate(places) if place is not None and path in own[place]
+        ]
+        if len(having) == len(places) and len({jsontext.dumps(leaf) for _, leaf in having}) == 1:
+            yield path, having[0][1]
+        else:
+            yield from ((f"{path}.rank {rank}" if path else f"rank {rank}", leaf) for rank, leaf in having)
 
 
 class _Name(str):

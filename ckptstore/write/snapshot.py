@@ -69,6 +69,11 @@ class Snapshot:
         if landed is not None:
             landed()
 
+    def landing(self) -> Callable[[], None]:
+        """What lands it, for somebody else to call, once: from now on `land` does nothing."""
+        landed, self._landed = self._landed, None
+        return landed or (lambda: None)
+
     def free(self) -> None:
         """Give the memory back."""
         free, self._free = self._free, None

@@ -120,6 +120,30 @@ def test_two_ranks_save_go_back_and_name(tmp_path: Path, runtime: Path) -> None:
     assert agents(runtime) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"deltas": 3}], ids=["fulls", "deltas"])
+def test_a_save_waits_until_the_one_before_is_durable_on_all_ranks(
+    tmp_path: Path, runtime: Path, options: dict[str, Any]
+) -> None:
+    """An agent that has written its own share has nothing durable yet."""
+    ahead = threading.Event()
+
+    def work(group: Group) -> bool:
+        with opened(tmp_path / "store", group, max_in_flight=1, **options) as writer:
+            writer.save(state(1, group.rank), 1)
+            if group.rank == 0:
+                assert ahead.wait(60)
+                for step in (2, 3):
+                    writer.save_async(state(step, 0), step)
+                return True
+            first = writer.save_async(state(2, 1), 2)
+            threading.Timer(0.3, ahead.set).start()
+            writer.save_async(state(3, 1), 3)
+            return ahead.is_set() and first.done()
+
+    assert as_ranks(2, work) == [True, True]
+    assert steps(tmp_path / "store") == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("last", "options"),
     [((4, 3), {}), pytest.param((3, 4), {"deltas": 3}, marks=long_only), ((3, 3), {})],

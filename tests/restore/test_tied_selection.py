@@ -339,3 +339,12 @@ class TestExport:
         whole = restore()
         assert "has a tied tensor once; left out (1): model.w (as teacher.w)" in whole.stderr
         assert restore("--select", "nothing").exit_code == 3
+
+
+def test_a_tensor_may_be_named_after_another_place_than_its_first() -> None:
+    """As ranks name it, whose dicts have other orders (SPEC.md 3.3): every place has a name of its own still."""
+    assert place_names([(("z",), "a"), (("a",), "a"), (("b", 0), "a"), (("c",), "c")]) == ["z", "a", "b.0", "c"]
+    assert place_names([(("z", "y"), "a%2Eb"), (("a.b",), "a%2Eb")]) == ["a%2Eb", "a.b"]  # none has it as plain name
+    assert place_names([(("rng",), "rng@0"), (("alias",), "rng@0")]) == ["rng@0", "alias"]
+    # Named after its first place, escaped, it stays that one's, whatever others are called.
+    assert place_names([(("a.b",), "a%2Eb"), (("a%2Eb",), "a%2Eb")]) == ["a%2Eb", "a%2Eb"]

@@ -60,5 +60,9 @@ def test_the_oracle_sees_what_is_lost_and_what_was_denied(tmp_path: Path, monkey
         rank_kills.check(tmp_path / "store", life, 2, set())
     with pytest.raises(Violation, match=r"said to have failed, and there: \[\(1, 2\)\]"):
         rank_kills.check(tmp_path / "store", Life(failed={(1, 2)}), 2, set())
+    life = Life(given={1: {(1, step) for step in range(5)}}, failed={(1, 0)})
+    rank_kills.check(tmp_path / "store", life, 2, set(), cost=3)
+    with pytest.raises(Violation, match=r"rank 1 had given \[.*\(1, 3\), \(1, 4\)\], which are lost: more than 2"):
+        rank_kills.check(tmp_path / "store", life, 2, set(), cost=2)
     with pytest.raises(Violation, match="different terms"):
         rank_kills.check(tmp_path / "store", Life({0: (1, None), 1: (2, None)}), 2, set())

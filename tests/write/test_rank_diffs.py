@@ -22,7 +22,7 @@ from ckptstore.formats.state import FlatState, flatten
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
-from ckptstore.write.ranks.shares import holding_of, updates_of
+from ckptstore.write.ranks.shares import holding_of, steady, updates_of
 from tests.store.states import same
 from tests.write.rank_threads import as_ranks
 from tests.write.test_diffs import ADAM, Trainer
@@ -499,7 +499,7 @@ def test_what_does_not_fit_together_is_said_before_anything_is_saved(tmp_path: P
 def test_a_gradient_is_cut_with_its_rows() -> None:
     whole = np.arange(24, dtype="<f4").reshape(6, 4)
     flat = flatten({name: whole + number for number, name in enumerate("wmv")})
-    holding = holding_of(flat, 0, ())
+    holding = holding_of(steady(flat), 0, ())
     sparse = SparseGradient(np.array([1, 9, 17]), np.array([1, 2, 3], "<f4"), 24)
     for gradient in (NumpySource(whole), sparse):
         update = Update(("w", "m", "v"), ADAM, optim.Step(count=1, lr=0.1), gradient)

@@ -11,7 +11,8 @@ An executable under test is given the path of one store and prints its ANSWER, a
      "checkpoints": {"STEP@TERM": CHECKPOINT, ...}}   every promised checkpoint
     CHECKPOINT = {"error": text}                      it cannot be restored
                | {"state": state hash, "lossy": boolean, "tree": the tree of SPEC.md 3.1,
-                  "tensors": {name: {"dtype": logical, "shape": [...], "hash": XXH3-128 of its image}, ...}}
+                  "tensors": {name: {"dtype": logical, "shape": [...], "hash": XXH3-128 of its image}, ...},
+                  "unranked": of a tree with $ranks, the union that no rank reads (3.3), as canonical text}
 
 Texts are not compared. ``python -m tools.conformance COMMAND ...`` runs ``COMMAND ... STORE`` for every store; two such
 commands are here: ``python -m tools.conformance.ours`` and ``python -m tools.conformance.page``, a reader made from

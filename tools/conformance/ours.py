@@ -11,6 +11,8 @@ from typing import Any
 import ckptstore
 from ckptstore.errors import CheckpointNotFoundError, CkptError, CorruptionError, FormatError
 from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.jsontext import dumps
+from ckptstore.formats.ranked import of_rank
 from ckptstore.store import Store
 
 __all__ = ["answer"]
@@ -40,7 +42,9 @@ def _checkpoint(store: Store, ref: str) -> dict[str, Any]:
             name: {"dtype": entries[name].dtype, "shape": list(entries[name].shape), "hash": xxh3_128(data.tobytes())}
             for name, data in store.read_tensors(ref)
         }
-        return {"state": info.state, "lossy": info.lossy, "tree": store.tree(ref), "tensors": tensors}
+        tree = store.tree(ref)
+        found = {"state": info.state, "lossy": info.lossy, "tree": tree, "tensors": tensors}
+        return found if (whole := of_rank(tree, None)) == tree else found | {"unranked": dumps(whole).decode()}
     except (CorruptionError, FormatError) as error:
         return {"error": str(error)}
 

@@ -44,6 +44,7 @@ from ckptstore.write.encoding import write_packed
 from ckptstore.write.steps.batch_segments import write_batch
 from tools.conformance.ours import answer
 from tools.golden import make_codecs, make_steps
+from tools.golden.make_ranks import ranks
 from tools.golden.make_segments import RUN, packed, plain, state_of
 from tools.golden.make_shards import broken, shards
 from tools.golden.make_store import Run
@@ -504,6 +505,7 @@ STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     ),
     "log-link": ("log/ is a symbolic link: refused", _log_link),
     "without-uses": ("a packed segment without uses: read", _without_uses),
+    "ranks": ("states of many ranks: other keys, orders of keys, lengths, kinds; what no rank reads", ranks),
 }
 
 

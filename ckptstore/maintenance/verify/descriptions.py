@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from ckptstore.errors import CkptError, CorruptionError, CorruptSegmentError, FormatError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.ranked import of_rank
+from ckptstore.formats.ranked import left_out, of_rank
 from ckptstore.formats.records import Encoding, Node, ref_of
 from ckptstore.formats.state import unflatten
 from ckptstore.maintenance.verify.findings import Edge, Findings, edge_of
@@ -124,6 +124,13 @@ class Descriptions:
         entry = self._catalog.find(edge.checkpoint)
         if entry is not None and state != entry.state:
             raise CorruptSegmentError(f"{where}: its segments describe another state than the log")
+        if hidden := left_out(tree):
+            # Nothing is damaged, and each rank can load its own: so no checkpoint is lost with it.
+            error = CorruptSegmentError(
+                f"{where}: tensor {hidden[0]!r} is where ranks have things of different kinds, so load() without "
+                f"rank= leaves it out{_more(hidden)}; load(rank=) and read_tensor() have it"
+            )
+            self._found.blame(edge, self._key(edge), error)
 
     def _key(self, edge: Encoding) -> str:
         return self._catalog.segments[edge.segments[0]].key
@@ -133,6 +140,10 @@ def _guilty(error: CkptError, readers: Sequence[SegmentReader]) -> str:
     """The object that an error names, or the first one."""
     keys = [reader.entry.key for reader in readers]
     return next((key for key in keys if str(error).startswith(key)), keys[0])
+
+
+def _more(hidden: Sequence[str]) -> str:
+    return f" (as {len(hidden) - 1} more)" if len(hidden) > 1 else ""
 
 
 def _text(spec: Spec) -> str:

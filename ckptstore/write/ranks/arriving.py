@@ -6,7 +6,6 @@ writes, though, so one share is copied after the other.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,7 +32,6 @@ class ArrivingShare:
         digests: Mapping[str, int],
         memory: Arenas,
         copiers: ThreadPoolExecutor,
-        leave: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -41,15 +39,12 @@ class ArrivingShare:
             plan: of its units.
             digests: state digests that are known already, by name.
             memory: what it is copied to.
-            leave: called once it is no longer in flight.
         """
         self.told = False
         self._flat: FlatState | None = share
         self._memory = memory
         self._copiers = copiers
-        self._leave: Callable[[], None] | None = leave
         self._gone: BaseException | None = None
-        self._lock = threading.Lock()
         self._arrivals = Arrivals(self._check)
         tensors = {name: Described(source) for name, source in share.tensors.items()}
         self.state = ArrivingState(share.tree, dict(tensors), plan, self._arrivals, digests)
@@ -94,12 +89,8 @@ class ArrivingShare:
         return self._arrivals.spoiled
 
     def finish(self) -> None:
-        """It is written, or will not be: its memory is free, and training goes on. May be repeated."""
+        """It is written, or will not be: its memory is free. May be repeated."""
         self._arrivals.discard()
-        with self._lock:
-            leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
 
 
 class _Once:

@@ -60,14 +60,16 @@ class Bounded:
         # Prevents: two callers who copy to what the other one waits for, while one thread writes.
         self._turn = threading.Lock()
 
-    def take(self, share: FlatState, digests: Mapping[str, int]) -> tuple[Feed | ArrivingShare, float]:
-        """What a share is copied through -> and the seconds waited for a place.
+    def take(
+        self, share: FlatState, digests: Mapping[str, int]
+    ) -> tuple[Feed | ArrivingShare, Callable[[], None] | None, float]:
+        """What a share is copied through -> that, what leaves its place in flight, and the seconds waited for one.
 
         Args:
             digests: state digests of its tensors that are known, by name.
         """
         if self._feeding is not None:
-            return self._feeding.feed(share), 0.0  # it waits for its turn instead
+            return self._feeding.feed(share), None, 0.0  # it waits for its turn instead
         began = time.monotonic()
         self._slots.acquire()
         waited = time.monotonic() - began
@@ -77,7 +79,7 @@ class Bounded:
             )
             plan = plan_units(tensors, self._segment_bytes)
             self.memory.expect(plan.space, self._limit)
-            return ArrivingShare(share, plan, digests, self.memory, self._copiers, self._slots.release), waited
+            return ArrivingShare(share, plan, digests, self.memory, self._copiers), self._slots.release, waited
         except BaseException:
             self._slots.release()
             raise

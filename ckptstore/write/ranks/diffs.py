@@ -94,6 +94,7 @@ class RankDiffs:
         finally:
             self.waiting.append(one)
             one.let_go()
+            one.leave_place()
 
     def _coded(self, one: RankSave) -> EncodedStep:
         previous, order = self._previous, one.how

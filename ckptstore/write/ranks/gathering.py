@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.errors import DivergedReplicasError, RankMismatchError, StorageError
+from ckptstore.errors import (
+    DivergedReplicasError,
+    FormatError,
+    RankMismatchError,
+    StorageError,
+    UnsupportedStateError,
+)
 from ckptstore.formats import hashing, jsontext, ranked
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.shards import state_parts
-from ckptstore.formats.state import check_size, tensor_names
+from ckptstore.formats.state import check_size, tensor_names, unflatten
 from ckptstore.log.journal import Journal
 from ckptstore.write.ranks.division import Division
 from ckptstore.write.ranks.parts import Part
@@ -48,7 +54,8 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
 
     Raises:
         RankMismatchError: a part follows another division, or does not hold what it should; names rank and tensor.
-        UnsupportedStateError: the tree of all ranks is too large, or values differ too deep in it.
+        UnsupportedStateError: the tree of all ranks is too large, or values differ too deep in it; a process that is no
+            rank could not load all of it. Names a tensor and its rank.
     """
     for part in parts:
         if part.agreement != agreement:
@@ -60,6 +67,7 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
         entries += _checked(part, specs)
     tree = ranked.merge([part.tree for part in parts])
     check_size(tree)
+    _check_united(tree, parts)
     stored = {entry.name for entry in entries}
     names = tensor_names(tree)
     if lost := [name for name in names if name not in stored]:
@@ -73,6 +81,22 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
         sum(entry.nbytes for entry in entries),
         tuple(segment for part in parts for segment in part.abandoned),
     )
+
+
+def _check_united(tree: Any, parts: Sequence[Part]) -> None:
+    """Prevents: a tensor that is stored, and that `load` without a rank leaves out."""
+    if ranked.rank_count(tree) is None:
+        return
+    if hidden := ranked.left_out(tree):
+        rank = next(part.rank for part in parts if hidden[0] in tensor_names(part.tree))
+        raise UnsupportedStateError(
+            f"tensor {hidden[0]!r} of rank {rank} is where another rank has something of another kind, so a process "
+            "that is no rank could not load both: put it under a key of its own"
+        )
+    try:
+        unflatten(ranked.of_rank(tree, None), lambda name, _origin: name)
+    except FormatError as error:
+        raise UnsupportedStateError(f"the states of the ranks cannot be one state: {error}") from error
 
 
 def _checked(part: Part, specs: dict[str, Any]) -> list[TensorEntry]:

@@ -16,7 +16,7 @@ from ckptstore.write.ranks.arriving import ArrivingShare
 from ckptstore.write.ranks.mailbox import Deadline
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.saving import Adopted, RankSave
-from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, updates_of
+from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, steady, updates_of
 from ckptstore.write.ranks.tenure import Tenure
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
@@ -36,9 +36,11 @@ def prepare(
     if isinstance(state, Adopted):
         one.adopted, state = state, state.snapshot.flat
     flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
-    found = explaining.found(updates, flat)
+    named = steady(flat, means.ranks.globs)
+    found = named.moved(explaining.found(updates, flat))
+    flat = named.flat
     _learn(tenure, found)
-    holding = holding_of(flat, means.group.rank, means.ranks.globs, list(tenure.families))
+    holding = holding_of(named, means.group.rank, means.ranks.globs, list(tenure.families))
     before, apart = tenure.agreed, means.ranks.diverged != "warn"
     deadline = Deadline(means.ranks.timeout, means.group.ended)
     agreement = tenure.agreed = one.agreement = agree(one.exchange, holding, before, deadline, replicas_apart=apart)
@@ -64,13 +66,16 @@ def _copied(means: Means, one: RankSave, holding: Holding, updates: Sequence[Upd
         return 0.0
     bounded, waited = means.bounded, 0.0
     if bounded is not None and (one.asynchronous or bounded.coded):
-        one.feed, waited = bounded.take(one.share, _known(one.share, one.digests))
+        one.feed, leave, waited = bounded.take(one.share, _known(one.share, one.digests))
+        if leave is not None:
+            one.take_place(leave)
         if isinstance(one.feed, ArrivingShare):
             one.share = one.feed.state
         one.updates = with_sparse_copies(updates_of(holding, one.agreement.writes, updates or ()))
         return waited
     if one.asynchronous:
         one.snapshot, waited = means.snapshots.take(one.share, means.blocks)
+        one.take_place(one.snapshot.landing())
     elif updates is not None:  # the next step is coded against this one
         one.snapshot = means.snapshots.copy(one.share, means.workers.pool)
     if one.snapshot is not None:
@@ -84,7 +89,8 @@ def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
     """Leave the share where it is: the snapshot owns all of the state that it is a part of."""
     assert one.share is not None
     flat = LaidOutState(one.share.tree, dict(one.share.tensors), ())
-    one.snapshot = Snapshot(flat, given.snapshot.land, given.snapshot.free)
+    one.snapshot = Snapshot(flat, lambda: None, given.snapshot.free)
+    one.take_place(given.snapshot.land)
     one.share = with_digests(flat, one.digests)
     one.updates, one.gradients = updates, given.gradients
 

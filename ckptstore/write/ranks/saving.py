@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Adopted", "RankSave"]
+__all__ = ["Adopted", "Place", "RankSave"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,21 @@ class Adopted:
             self.gradients.free()
 
 
+class Place:
+    """A place among the saves in flight. It refers to no memory, so a save's future keeps no memory alive."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave: Callable[[], None] | None = leave
+        self._lock = threading.Lock()
+
+    def leave(self) -> None:
+        """Let another save have it. Any thread; a second time does nothing."""
+        with self._lock:
+            leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
 @dataclass(slots=True)
 class RankSave:
     """A step that was given, and what has become of it so far.
@@ -55,6 +71,7 @@ class RankSave:
         agreement: who writes what.
         kept: the agreement is an earlier step's.
         share: what this rank stores. `tree`: of this rank's state. `digests`: of what others have alike.
+        place: among the saves in flight; None: it takes none.
         snapshot: what owns the share's memory; None: it is training's.
         adopted: the state that the share is a part of, where it was adopted.
         feed: what the share is copied through as it is written or coded; None: it is where it stays.
@@ -79,6 +96,7 @@ class RankSave:
     tree: Any = None
     digests: Mapping[str, int] | None = None
     adopted: Adopted | None = None
+    place: Place | None = None
     snapshot: Snapshot | None = None
     feed: Feed | ArrivingShare | None = None
     updates: Sequence[Update] = ()
@@ -103,15 +121,28 @@ class RankSave:
         """Whether the call that gave it raises what stops it."""
         return self.feed is not None and (self.feed.told or self.feed.spoiled)
 
+    def take_place(self, leave: Callable[[], None]) -> None:
+        """It has a place in flight, which it leaves when it is durable on all ranks or has failed, or in a batch.
+
+        Args:
+            leave: lets another save have the place.
+        """
+        # Prevents: a kill that costs more than `max_in_flight` saves, because written shares wait for their commit.
+        place = self.place = Place(leave)
+        self.done.add_done_callback(lambda _: place.leave())
+
+    def leave_place(self) -> None:
+        """It waits for its batch, which has a bound of its own."""
+        if self.place is not None:
+            self.place.leave()
+
     def let_go(self) -> None:
-        """It is no longer in flight: give its memory back, but what stays. May be repeated."""
+        """Nobody reads it any more: give its memory back, but what stays. May be repeated."""
         if self.feed is not None:
             self.feed.finish()
         if self.gradients is not None:
             self.gradients.free()
         self.updates = ()
-        if self.snapshot is not None:
-            self.snapshot.land()
-            if not self.retained:
-                self.snapshot.free()
+        if self.snapshot is not None and not self.retained:
+            self.snapshot.free()
         self.share = None

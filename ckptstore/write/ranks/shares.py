@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,12 +17,12 @@ from ckptstore.formats.boxes import Box
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import BoxSource, place_of
-from ckptstore.formats.state import FlatState, TensorSource, places, select_places
+from ckptstore.formats.state import FlatState, TensorSource, places, select_places, tensor_count
 from ckptstore.frameworks import bridge
 from ckptstore.write.ranks.division import Family, Item, Rows, encode_items
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Holding", "digests_of", "holding_of", "share_of", "updates_of"]
+__all__ = ["Holding", "Steady", "digests_of", "holding_of", "share_of", "steady", "updates_of"]
 
 _PIECE: Final = 16 << 20
 _READ: Final = 4 << 20
@@ -56,17 +56,61 @@ class Holding:
         return select_places(self.flat.tree, kept)
 
 
-def holding_of(flat: FlatState, rank: int, per_rank: Sequence[str], families: Sequence[Family] = ()) -> Holding:
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """A state whose tensors have names that do not depend on the order of its members.
+
+    Attributes:
+        flat: the state.
+        renamed: name that a tied tensor had -> its name in `flat`.
+        places: name in `flat` -> what a tied tensor is called at each of its places.
+    """
+
+    flat: FlatState
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def moved(self, updates: Sequence[Update]) -> Sequence[Update]:
+        """What the optimizers did, by these names."""
+        if not self.renamed:
+            return updates
+        return [replace(one, slots=tuple(self.renamed.get(name, name) for name in one.slots)) for one in updates]
+
+
+def steady(flat: FlatState, per_rank: Sequence[str] = ()) -> Steady:
+    """A rank's state with the same name for a tied tensor on all ranks: of its places that whose name sorts first.
+
+    By itself it has the name of its first place, so a rank whose dicts have another order would have another tensor,
+    which would be stored twice and compared with nothing.
+
+    Args:
+        per_rank: names of tensors of its own, or globs: these keep their names, which nobody else has.
+    """
+    found = places(flat.tree) if tensor_count(flat.tree) > len(flat.tensors) else []
+    tied: dict[str, list[str]] = {}
+    for place in found:
+        tied.setdefault(place.tensor, []).append(place.name)
+    names = {name: name if _is_own(called, per_rank) else min(called) for name, called in tied.items()}
+    renamed = {before: name for before, name in names.items() if name != before}
+    called = {names[before]: every for before, every in tied.items() if len(every) > 1}
+    if not renamed:
+        return Steady(flat, places=called)
+    tree = select_places(flat.tree, {position: names[place.tensor] for position, place in enumerate(found)})
+    return Steady(FlatState(tree, {names[name]: source for name, source in flat.tensors.items()}), renamed, called)
+
+
+def holding_of(state: Steady, rank: int, per_rank: Sequence[str], families: Sequence[Family] = ()) -> Holding:
     """What `rank` has. Raises `UnsupportedStateError` if a name of an own tensor is another tensor's.
 
     Args:
-        per_rank: names of tensors of its own, or globs.
+        per_rank: names of tensors of its own, or globs; of a tied one at any of its places.
         families: tensors that belong together; those that are not among the items do not count.
     """
+    flat = state.flat
     own: dict[str, str] = {}
     items: list[Item] = []
     for name, source in flat.tensors.items():
-        if any(fnmatch.fnmatchcase(name, glob) or name.startswith(f"{glob}.") for glob in per_rank):
+        if _is_own(state.places.get(name, (name,)), per_rank):
             own[name] = f"{name}@{rank}"
             if own[name] in flat.tensors:
                 raise UnsupportedStateError(f"tensor {name!r} is this rank's own, but {own[name]!r} is another tensor")
@@ -75,6 +119,11 @@ def holding_of(flat: FlatState, rank: int, per_rank: Sequence[str], families: Se
     names = {item.name for item in items}
     letter = encode_items(items, [family for family in families if names.issuperset(family)])
     return Holding(flat, tuple(items), own, letter, xxh3_128(letter))
+
+
+def _is_own(called: Sequence[str], per_rank: Sequence[str]) -> bool:
+    """Whether a tensor that is called so at its places is one of a rank's own."""
+    return any(fnmatch.fnmatchcase(name, glob) or name.startswith(f"{glob}.") for name in called for glob in per_rank)
 
 
 def _item(name: str, source: TensorSource) -> Item:

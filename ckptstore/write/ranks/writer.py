@@ -1,8 +1,8 @@
 """The writer of one rank, for its caller: it stores this rank's share, and says what became of the step.
 
 Two threads work for it: one writes and hands in (`writing`), the next steps' right behind; one waits for what becomes
-of each (`settling`), where rank 0 gathers and commits. Who saves waits for other ranks only where a tensor came, went
-or changed its shape (`agreeing`).
+of each (`settling`), where rank 0 gathers and commits. A save waits for other ranks if a tensor was added, removed or
+reshaped (`agreeing`), and while `max_in_flight` earlier saves are not durable on all of them.
 """
 
 from __future__ import annotations
@@ -139,9 +139,10 @@ class RankWriter:
     ) -> PendingSave:
         """Copy this rank's share of `state` to host memory and store it in the background.
 
-        Waits while `max_in_flight` earlier copies are not written yet, while `memory` is spent, and for the other ranks
-        where the ranks have to agree anew who writes what (the first save). An error that nobody asked for with
-        `result` is raised by the next call, or on leaving the ``with``.
+        Waits while `max_in_flight` earlier saves are not durable on all ranks yet, and while `memory` is spent
+        (`on_metrics` is told how long); a step diff that waits for its batch does not count. Waits for the other ranks
+        if they have to agree anew who writes what (the first save). An error that nobody asked for with `result` is
+        raised by the next call, or on leaving the ``with``.
 
         Args:
             state, step, metadata, tags, updates: as for `save`.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tools.conformance.page import codecs, log, segments, steps
+from tools.conformance.page import codecs, log, ranks, segments, steps
 from tools.conformance.page.codecs import RefusedError
 
 CHUNK = 1 << 24
@@ -70,6 +70,7 @@ class Store:
             "lossy": lossy,
             "tree": state.tree,
             "tensors": tensors,
+            **({} if (whole := ranks.unranked(state.tree)) == state.tree else {"unranked": canonical(whole)}),
         }
 
     def restore(self, node: log.Node) -> State:
@@ -255,6 +256,10 @@ def taken(
     return images
 
 
+def canonical(tree: Any) -> str:
+    return json.dumps(tree, separators=(",", ":"))
+
+
 def numbers(values: list[int]) -> bytes:
     return b"".join(value.to_bytes(8, "little") for value in values)
 
@@ -266,7 +271,7 @@ def state_hash(state: State) -> str:
     def part(data: bytes) -> None:
         hasher.update(len(data).to_bytes(8, "little") + data)
 
-    part(json.dumps(state.tree, separators=(",", ":")).encode())
+    part(canonical(state.tree).encode())
     for name, keys in sorted(state.parts.items()):
         tensor = state.tensors[keys[0]]
         part(name.encode())

@@ -1,0 +1,135 @@
+"""What a reader that is no rank takes of nodes that differ over the ranks: their union (SPEC.md 3.3).
+
+Containers of one kind are united member by member, at any depth. Where no union can be, the first node that holds a
+tensor stands, and if none does, the first node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ckptstore.errors import FormatError
+from ckptstore.formats import jsontext
+from ckptstore.formats.tree import MAX_DEPTH, decode_key, tensor_names
+
+__all__ = ["united"]
+
+_TENSOR: Final = "tensor"
+_VALUE: Final = "value"
+_MAPPINGS: Final = ("$dict", "$odict", "$counter")
+_SEQUENCES: Final = ("$list", "$tuple")
+
+
+def united(nodes: Sequence[Any], depth: int = 0) -> Any:
+    """The union of nodes.
+
+    Args:
+        nodes: typed JSON of the ranks that have something here, in their order; at least one. No ``$ranks`` is in them.
+        depth: arrays and objects that stand around them.
+
+    Raises:
+        FormatError: a node is not what `state.flatten` writes.
+    """
+    if depth > MAX_DEPTH:
+        raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
+    if len(nodes) == 1:
+        return nodes[0]
+    kinds = [_kind(node) for node in nodes]
+    # Prevents: a tensor of one rank hidden by another rank's None, which stands in its place there.
+    leads = 0 if len(set(kinds)) == 1 else next((at for at, node in enumerate(nodes) if tensor_names(node)), 0)
+    kind, nodes = kinds[leads], [node for node, kind in zip(nodes, kinds, strict=True) if kind == kinds[leads]]
+    if kind in _MAPPINGS:
+        return _mapping(kind, nodes, depth)
+    if kind in _SEQUENCES:
+        return _sequence(kind, nodes, depth)
+    return nodes[0]
+
+
+def _kind(node: Any) -> str:
+    """Which nodes are united with each other; ``$dict`` and ``$list`` also of those that need no tag."""
+    if isinstance(node, list):
+        return "$list"
+    if not isinstance(node, dict):
+        return _VALUE
+    tag = _tag(node)
+    if tag is None:
+        return "$dict"
+    if tag in ("$t", "$a"):
+        return _TENSOR
+    return tag if tag in (*_MAPPINGS, "$tuple") else _VALUE
+
+
+def _tag(node: Mapping[str, Any]) -> str | None:
+    return next((key for key in node if key[:1] == "$"), None) if len(node) == 1 else None
+
+
+def _mapping(kind: str, nodes: Sequence[Any], depth: int) -> Any:
+    """Every key that a node has, in the order in which they come; its value is the union of what the nodes have."""
+    bodies = [node if _tag(node) is None else node[kind] for node in nodes]
+    if kind == "$dict" and any(isinstance(node.get(kind), dict) and len(node) == 1 for node in nodes):
+        raise FormatError("$dict holds no list")
+    if all(isinstance(body, dict) for body in bodies):
+        rows: dict[str, list[Any]] = {}
+        for body in bodies:
+            for key, value in body.items():
+                rows.setdefault(key, []).append(value)
+        inner = depth + (1 if kind == "$dict" else 2)
+        members = {key: united(values, inner) for key, values in rows.items()}
+        return members if kind == "$dict" else {kind: members}
+    pairs = _Pairs()
+    for body in bodies:
+        pairs.add(kind, body)
+    return {kind: [[key, united(values, depth + 3)] for key, values in pairs.rows]}
+
+
+class _Pairs:
+    """Keys that are no plain text, each with the values that the nodes have for it.
+
+    Attributes:
+        rows: key and values, in the order in which the keys came.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Any, list[Any]]] = []
+        self._by_text: dict[bytes, list[Any]] = {}
+        self._by_key: dict[Any, list[Any]] = {}
+
+    def add(self, kind: str, body: Any) -> None:
+        """The members of one node."""
+        seen: set[int] = set()
+        for pair in body.items() if isinstance(body, dict) else _list(kind, body):
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise FormatError(f"{kind} holds something that is no pair")
+            values = self._values(pair[0])
+            if id(values) in seen:
+                raise FormatError(f"{kind} holds a key twice")
+            seen.add(id(values))
+            values.append(pair[1])
+
+    def _values(self, key: Any) -> list[Any]:
+        """The values of a key: the same text, or one that Python takes for the same, as 1 and true."""
+        text = jsontext.dumps(key)
+        found = self._by_text.get(text)
+        if found is None:
+            fresh: list[Any] = []
+            found = self._by_text[text] = self._by_key.setdefault(decode_key(key), fresh)
+            if found is fresh:
+                self.rows.append((key, found))
+        return found
+
+
+def _sequence(kind: str, nodes: Sequence[Any], depth: int) -> Any:
+    """Element by element, as many as the longest has; values alone are no container, and the first node's stand."""
+    bodies = [_list(kind, node if kind == "$list" else node["$tuple"]) for node in nodes]
+    if all(_kind(element) == _VALUE for body in bodies for element in body):
+        return nodes[0]
+    columns = [[body[at] for body in bodies if at < len(body)] for at in range(max(map(len, bodies)))]
+    elements = [united(column, depth + (1 if kind == "$list" else 2)) for column in columns]
+    return elements if kind == "$list" else {kind: elements}
+
+
+def _list(tag: str, body: Any) -> list[Any]:
+    if not isinstance(body, list):
+        raise FormatError(f"{tag} holds no list")
+    return body

@@ -1,0 +1,191 @@
+"""`max_in_flight` bounds what is not durable, on every rank: so it bounds what a kill can cost."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptstore
+from ckptstore import DiffOptions, RankOptions, SaveMetrics
+from ckptstore.backends.local import LocalBackend
+from ckptstore.host.arenas import LEAST
+from ckptstore.write.ranks.mailbox import Group
+from tests import warmth
+from tests.forms import short_or
+from tests.write.rank_threads import as_ranks
+
+IN_FLIGHT = 2
+BATCH = 3
+HOW: dict[str, dict[str, Any]] = {
+    "fulls": {},
+    "bounded": {"memory": LEAST},
+    "deltas": {"deltas": 3},
+    "bounded-deltas": {"deltas": 3, "memory": LEAST},
+    "diffs": {"diffs": DiffOptions(batch=BATCH, seconds=None)},
+    "bounded-diffs": {"diffs": DiffOptions(batch=BATCH, seconds=None), "memory": LEAST},
+}
+
+
+def state(rank: int, step: int) -> dict[str, Any]:
+    return {"weight": np.full(500, step, "<f4"), f"own{rank}": np.full(100, step), "step": step}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_no_more_saves_than_that_are_given_and_not_durable(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a medium that is slow to commit, which is what bounds nothing if shares alone are waited for."""
+    create = LocalBackend.create
+
+    def late(self: LocalBackend, key: str, data: bytes) -> Any:
+        time.sleep(0.02)
+        return create(self, key, data)
+
+    monkeypatch.setattr(LocalBackend, "create", late)
+    most, told = [0, 0], list[list[SaveMetrics]]([[], []])
+    bound = IN_FLIGHT + (BATCH if "diffs" in how else 0)
+
+    def work(group: Group) -> None:
+        options = HOW[how] | {"max_in_flight": IN_FLIGHT, "on_metrics": told[group.rank].append}
+        with ckptstore.open(tmp_path / "store").writer(group=group, ranks=RankOptions(120), **options) as writer:
+            pending = []
+            for step in range(1, 25):
+                pending.append(writer.save_async(state(group.rank, step), step))
+                most[group.rank] = max(most[group.rank], sum(not one.done() for one in pending))
+
+    assert as_ranks(2, work) == [None] * 2
+    assert max(most) <= bound
+    assert max(one.in_flight for rank in told for one in rank) <= bound + 1  # one more while it waits
+    for rank in told:
+        # The wait is said: with batches only now and then, as the medium is asked once for three steps.
+        assert len(rank) == 24
+        assert sum(one.waited for one in rank) > 0.05
+        assert all(one.waited <= one.stall for one in rank)
+
+
+@settings(max_examples=short_or(8, 40), deadline=None)
+@given(st.sampled_from(sorted(HOW)), st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**32))
+def test_it_is_so_for_any_ranks_that_take_their_time(how: str, in_flight: int, size: int, seed: int) -> None:
+    """Whoever is slow, and whatever is waited for in between."""
+    most = [0] * size
+    url = f"memory://{uuid.uuid4().hex}"
+    bound = in_flight + (BATCH if "diffs" in how else 0)
+
+    def work(group: Group) -> None:
+        chance = random.Random(seed + group.rank)
+        together = random.Random(seed)  # what all do alike
+        options = HOW[how] | {"max_in_flight": in_flight}
+        with ckptstore.open(url).writer(group=group, ranks=RankOptions(120), **options) as writer:
+            pending = []
+            for step in range(1, 16):
+                time.sleep(chance.choice([0, 0, 0.001, 0.02]))
+                if together.random() < 0.2:
+                    writer.save(state(group.rank, step), step)
+                else:
+                    pending.append(writer.save_async(state(group.rank, step), step))
+                if chance.random() < 0.1 and pending:
+                    chance.choice(pending).result()
+                most[group.rank] = max(most[group.rank], sum(not one.done() for one in pending))
+
+    assert as_ranks(size, work) == [None] * size
+    assert max(most) <= bound
+    assert ckptstore.open(url).latest_step() == 15
+
+
+@pytest.mark.parametrize("memory", [None, LEAST])
+def test_a_save_waits_for_another_rank_s_part_of_the_one_before(tmp_path: Path, memory: int | None) -> None:
+    """A rank that is ahead has written its own share long ago: nothing of it is durable."""
+    ahead, gate = threading.Event(), threading.Event()
+    told: list[SaveMetrics] = []
+
+    def work(group: Group) -> None:
+        how: dict[str, Any] = {"max_in_flight": 1, "memory": memory, "on_metrics": told.append if group.rank else None}
+        with ckptstore.open(tmp_path / "store").writer(group=group, ranks=RankOptions(120), **how) as writer:
+            writer.save(state(group.rank, 1), 1)
+            if group.rank == 0:
+                assert ahead.wait(60)
+                writer.save_async(state(0, 2), 2)
+                writer.save_async(state(0, 3), 3)
+                return
+            first = writer.save_async(state(1, 2), 2)
+            threading.Timer(0.3, ahead.set).start()
+            writer.save_async(state(1, 3), 3)
+            assert first.done()
+            gate.set()
+
+    assert as_ranks(2, work) == [None] * 2
+    assert gate.is_set()
+    waited = {one.step: one.waited for one in told}
+    assert waited[3] > 0.2 > waited[2]
+
+
+def test_a_step_that_fails_leaves_its_place(tmp_path: Path) -> None:
+    """Else the second save after it would wait for ever."""
+
+    def work(group: Group) -> list[str]:
+        found = []
+        how: dict[str, Any] = {"max_in_flight": 1, "ranks": RankOptions(120)}
+        with ckptstore.open(tmp_path / "store").writer(group=group, **how) as writer:
+            for step in range(1, 7):
+                # Every other step another replica diverges.
+                diverged = step % 2 * group.rank
+                pending = writer.save_async({"weight": np.full(10, step + diverged)}, step)
+                error = pending.exception()
+                found.append("saved" if error is None else type(error).__name__)
+        return found
+
+    assert as_ranks(2, work) == [["DivergedReplicasError", "saved"] * 3] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["fulls", "bounded", "diffs", "checkpointer", "batches"])
+def test_a_kill_costs_no_more_than_is_promised(tmp_path: Path, job: str) -> None:
+    """Real gloo ranks, on a slow medium, killed all at once while they save as fast as they can."""
+    pytest.importorskip("torch.distributed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        warmth.start(
+            [sys.executable, "-m", "tests.write.lost_job", str(port), str(rank), "2", str(tmp_path), job],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        end = time.monotonic() + 120
+        while min(given(tmp_path, rank) for rank in range(2)) < 40:
+            assert time.monotonic() < end, "no rank gives steps"
+            assert all(rank.poll() is None for rank in ranks), "\n".join(one.communicate()[0] for one in ranks)
+            time.sleep(0.01)
+        for one in ranks:
+            one.send_signal(signal.SIGKILL)
+    finally:
+        for one in ranks:
+            one.kill()
+            one.communicate()
+    batch = BATCH if job in ("diffs", "batches") else 0
+    lost = max(given(tmp_path, rank) for rank in range(2)) - (ckptstore.open(tmp_path / "store").latest_step() or 0)
+    assert lost <= IN_FLIGHT + batch
+
+
+def given(folder: Path, rank: int) -> int:
+    """The newest step that a rank has given, as it noted."""
+    place = folder / f"given-{rank}"
+    lines = place.read_text().split() if place.exists() else []
+    return int(lines[-1]) if lines else 0
