@@ -9,48 +9,26 @@ are set to what they were at that time before the iterator is made, and to what 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from types import GeneratorType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ckptstore.errors import FormatError
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training import loader_facts, rng
 from ckptstore.training.loader_facts import Difference
-from ckptstore.training.rest_of_epoch import RestOfEpoch, padding
+from ckptstore.training.loader_plans import FORMAT, Plan, is_stateful, keeps_iterator, planned, read
+from ckptstore.training.rest_of_epoch import RestOfEpoch
 
 __all__ = ["CountedBatches", "counted", "is_stateful"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
-_FORMAT: Final = 2
 _OWN: Final = frozenset({"loader", "epoch", "given"})
-_SAID_WORKERS: Final[list[bool]] = []
-
-
-def is_stateful(value: object) -> bool:
-    """Whether it says where it is, and can be sent there."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-class _Plan(NamedTuple):
-    """How a loader continues.
-
-    Attributes:
-        way: ``inner``: where its own state sends it. ``counted``: batches are loaded and thrown away. ``samples``:
-            indices are left out. ``anew``: the epoch begins once more. ``next``: it was over, or had not begun.
-        asks: its own state is given back to it.
-        count: batches (``counted``) or samples (``samples``) to leave out.
-        differences: what has changed in the loader.
-    """
-
-    way: str
-    asks: bool = False
-    count: int = 0
-    differences: tuple[Difference, ...] = ()
 
 
 class CountedBatches:
@@ -76,12 +54,13 @@ class CountedBatches:
         self._asked = False  # whether `state_dict` has made the one of the epoch
         self._raises = False  # whether the loader's state_dict is of no use
         self._sent: Mapping[str, Any] | None = None  # the state to continue from
-        self._plan = _Plan("next")
+        self._plan = Plan("next")
         self._was_sent = False
         self._turn = object()  # the iteration that counts
         self._stale = False
         self._rest: RestOfEpoch | None = None
         self._remarks: list[str] = []
+        self._said_workers = False
 
     # -- as the loader
 
@@ -146,7 +125,7 @@ class CountedBatches:
         inner = self._inner()
         own = loader_facts.own_generators(self.loader)
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "epoch": self._epoch,
             "given": self._given,
             "start": self._start,
@@ -163,7 +142,7 @@ class CountedBatches:
         Raises:
             FormatError: it is no state that this loader can continue from.
         """
-        return list(self._planned(_read(state)).differences)
+        return list(planned(self.loader, read(state)).differences)
 
     def load_state_dict(self, state: Any) -> None:
         """Go there: the next iteration gives the rest of the epoch.
@@ -172,8 +151,8 @@ class CountedBatches:
             FormatError: it is no state that this loader can continue from.
             and what the loader's own ``load_state_dict`` raises.
         """
-        saved = _read(state)
-        plan = self._planned(saved)
+        saved = read(state)
+        plan = planned(self.loader, saved)
         self._leave_rest()
         leave: frozenset[str] = frozenset()
         if is_stateful(self.loader) and isinstance(self.loader, DataLoader):
@@ -224,7 +203,13 @@ class CountedBatches:
         if plan.way == "next" and self._begun is not None:
             self._epoch += 1
             again = plan.asks and isinstance(self.loader, DataLoader)
-            if again or (self._keeps_iterator() and not self._made):
+            created = keeps_iterator(self.loader) and not self._made
+            if created and not again and self._is_stream():
+                # Its iterator is not made twice: worker processes would read ahead in the dataset.
+                batches = self._begin()
+                self._set(now)
+                return batches
+            if again or created:
                 # Prevents: draws that the run made in an earlier epoch (the only iterator over persistent workers), or
                 # that it never made (torchdata continues the epoch that is over before it begins the next).
                 self._make()
@@ -244,10 +229,13 @@ class CountedBatches:
             for number in range(plan.count):
                 if next(batches, self) is self:
                     raise FormatError(f"the loader ends after {number} batches, and {plan.count} had been given out")
+        lazy = plan.way == "inner" and isinstance(batches, GeneratorType)
+        if lazy and isinstance(self.loader, DataLoader):
+            batches = self._first_taken(batches)
         self._set(now)  # what training has drawn meanwhile, dropout above all, was not drawn again
-        return self._first_drawn(batches) if isinstance(batches, GeneratorType) and plan.way == "inner" else batches
+        return self._first_watched(batches) if lazy and not isinstance(self.loader, DataLoader) else batches
 
-    def _at_its_beginning(self, begun: Mapping[str, Any], plan: _Plan) -> None:
+    def _at_its_beginning(self, begun: Mapping[str, Any], plan: Plan) -> None:
         """Set everything to what it was when the epoch began."""
         sampler = getattr(self.loader, "sampler", None)
         epoch = begun.get("sampler_epoch")
@@ -255,19 +243,23 @@ class CountedBatches:
             now = sampler.epoch
             sampler.set_epoch(epoch)
             self._remarks.append(
-                f"the sampler's epoch is {now}, and the checkpoint is in the middle of its epoch {epoch}, which continues "
-                f"now: call set_epoch({epoch}) first, and count on from there"
+                f"the sampler's epoch was set to {now}, but the checkpoint is in the middle of epoch {epoch}, which "
+                f"continues: call set_epoch({epoch}) for it, and count on from there"
             )
             self.remark()
         self._set(begun)
         created = begun.get("created", True)
-        if plan.way == "inner" or not self._keeps_iterator() or created != self._made:
+        if plan.way == "inner" or not keeps_iterator(self.loader) or created != self._made or self._is_stream():
             return
         if created:
             iter(DataLoader([0], generator=self.loader.generator))  # draws what making the iterator has drawn
         else:
             self._make()  # it was made in an earlier epoch
             self._set(begun)
+
+    def _is_stream(self) -> bool:
+        """Whether the order of its samples is the dataset's, which no sampler draws."""
+        return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     def _make(self) -> None:
         """Have the loader make an iterator, for what that draws and begins."""
@@ -285,20 +277,29 @@ class CountedBatches:
             self._rest.draw()
         return found
 
-    def _first_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same, if it makes its iterator only when the first batch is asked for: say so if that draws."""
+    def _first_taken(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same, the first batch taken: a loader that wraps torch's makes the iterator only then."""
+        first = list(itertools.islice(batches, 1))
+        self._remarks.append(
+            f"{type(self.loader).__name__} makes its iterator when the first batch is asked for: if loading a sample "
+            "draws random numbers (augmentation), the first batches of this run have others"
+        )
+        self.remark()
+        return itertools.chain(first, batches)
+
+    def _first_watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same; if something is drawn when the first batch is asked for, nobody knows for what: that is told."""
         before = rng.gathered()
-        with contextlib.suppress(StopIteration):
-            first = next(batches)
-            if not rng.equal(before, rng.gathered()):
-                self._remarks.append(
-                    f"{type(self.loader).__name__} makes its iterator when the first batch is asked for, and random "
-                    "numbers were drawn then: what of them the epoch's beginning drew, and what loading the batch "
-                    "does, cannot be told apart, so the random numbers of this run may be others"
-                )
-                self.remark()
-            yield first
-            yield from batches
+        first = list(itertools.islice(batches, 1))
+        if not rng.equal(before, rng.gathered()):
+            self._remarks.append(
+                f"{type(self.loader).__name__}.__iter__ is a generator, and random numbers were drawn when its first "
+                "batch was asked for: if they were not for that batch (but to shuffle, say), the random numbers of "
+                "this run are others. Draw when the epoch begins, or keep what was drawn in state_dict"
+            )
+            self.remark()
+        yield from first
+        yield from batches
 
     def _leave_rest(self) -> None:
         if self._rest is not None:
@@ -345,10 +346,6 @@ class CountedBatches:
 
     # -- going on
 
-    def _keeps_iterator(self) -> bool:
-        """Whether the loader makes an iterator once, with worker processes that outlive an epoch."""
-        return bool(getattr(self.loader, "persistent_workers", False) and getattr(self.loader, "num_workers", 0))
-
     def _inner(self) -> Any:
         """The loader's own state; None: it has none, or none that is of use."""
         if not is_stateful(self.loader) or self._raises or self._start:
@@ -388,7 +385,7 @@ class CountedBatches:
             )
             return None
 
-    def _ask(self, saved: Mapping[str, Any], plan: _Plan) -> tuple[_Plan, frozenset[str]]:
+    def _ask(self, saved: Mapping[str, Any], plan: Plan) -> tuple[Plan, frozenset[str]]:
         """Give the loader its own state -> the plan, another if it does not take it; generators that it has set."""
         before = {name: rng.state_of(one) for name, one in loader_facts.own_generators(self.loader).items()}
         try:
@@ -407,94 +404,18 @@ class CountedBatches:
         after = loader_facts.own_generators(self.loader).items()
         return plan, frozenset(name for name, one in after if not rng.equal(rng.state_of(one), before.get(name)))
 
-    def _planned(self, saved: Mapping[str, Any]) -> _Plan:
-        """How the loader continues from a state."""
-        now, before = loader_facts.facts(self.loader), saved["facts"]
-        asks = self._usable(saved, now)
-        changed = [] if before is None else loader_facts.differences(before, now)
-        if saved["begun"] is None:
-            if saved["inner"] is not None and not asks:
-                raise FormatError(
-                    f"loader: the checkpoint holds the state of a loader that says where it is, and "
-                    f"{type(self.loader).__name__} cannot be sent there. Give the loader that was saved, with as many "
-                    "worker processes, or leave loader= out"
-                )
-            said = _told(changed, "its own state says where it continues", prevents=True) if asks else ()
-            return _Plan("inner" if asks else "next", asks, 0, said)
-        if saved["finished"]:
-            keeps = asks and (not isinstance(self.loader, DataLoader) or _keeps_state(self.loader))
-            return _Plan("next", keeps, 0, _told(changed, "another epoch begins with that", prevents=False))
-        if not changed:
-            return _Plan("inner" if asks else "counted", asks, saved["given"])
-        assert before is not None
-        return self._changed(saved, asks, changed, before, now)
-
-    def _changed(
-        self,
-        saved: Mapping[str, Any],
-        asks: bool,
-        changed: list[str],
-        before: Mapping[str, Any],
-        now: Mapping[str, Any],
-    ) -> _Plan:
-        """How it continues in the middle of an epoch if it is not what it was."""
-        position, given = loader_facts.position(saved), saved["given"]
-        if not loader_facts.same_order(before, now):
-            out = f"{given} batches" if position is None else f"{position} samples"
-            what = f"the epoch begins anew: the {out} that were given out come a second time, and none is left out"
-            return _Plan("anew", False, 0, _told(changed, what, prevents=True))
-        known = all(one["shared"] or one["ranks"] == 1 for one in (before, now))
-        if position is not None and known and loader_facts.batch_sampler(self.loader) is not None:
-            return _Plan("samples", False, position, _told(changed, _exactly(position, now), prevents=False))
-        what = (
-            ""
-            if known
-            else (
-                "each rank continues where an earlier rank was: which samples the others gave out is not known, so that "
-                "some may come a second time, or not at all"
-            )
-        )
-        size, new = before["batch_size"], now["batch_size"]
-        if asks and size != new:
-            what = what or "its own state says where it continues"
-        if asks or size == new or size is None or new is None:
-            what = what or f"the epoch continues after {given} batches"
-            return _Plan(
-                "inner" if asks else "counted", asks, given, _told(changed, what, prevents=not known or size != new)
-            )
-        count, again = divmod(given * size, new)
-        what = what or (
-            f"the epoch continues after {count} batches of {new} samples: {again} of the {given * size} samples that "
-            "were given out come a second time, and none is left out"
-        )
-        return _Plan("counted", False, count, _told(changed, what, prevents=bool(again) or not known))
-
-    def _usable(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-        """Whether the loader can be sent to the place that its own state names."""
-        if saved["inner"] is None or not is_stateful(self.loader):
-            return False
-        before, begun = saved["facts"], saved["begun"]
-        if before is None or not isinstance(self.loader, DataLoader):
-            return True
-        if before["kind"] != now["kind"] or before["workers"] != now["workers"]:
-            return False
-        # With persistent workers a later epoch begins without a draw that making an iterator begins with, and torch's
-        # own sampler takes its seed after it.
-        drawn = str(before["order"]).startswith(("shuffled by torch.", "that of"))
-        return not (self._keeps_iterator() and begun is not None and not begun["created"] and drawn)
-
-    def _said(self, saved: Mapping[str, Any], plan: _Plan) -> list[str]:
+    def _said(self, saved: Mapping[str, Any], plan: Plan) -> list[str]:
         """What is to be told of a plan."""
         said = [one.sentence for one in plan.differences]
         created = saved["begun"] is None or saved["begun"].get("created", True)
-        fresh = plan.way == "inner" or (plan.way == "counted" and self._keeps_iterator() and not created)
+        fresh = plan.way == "inner" or (plan.way == "counted" and keeps_iterator(self.loader) and not created)
         workers = getattr(self.loader, "num_workers", 0)
-        if not said and fresh and workers and saved["given"] and not _SAID_WORKERS:
-            _SAID_WORKERS.append(True)
+        if not said and fresh and workers and saved["given"] and not self._said_workers:
+            self._said_workers = True
             said.append(
-                f"the generators of the loader's {workers} worker processes begin anew, because a process cannot be "
-                "asked for them: the samples and their order are those of the run that was saved, but what draws random "
-                "numbers while it loads a sample (augmentation) draws others"
+                f"the random generators of the loader's {workers} worker processes begin anew, because nobody can ask "
+                "these processes for them. The samples and their order are those of the run that was saved; but if "
+                "loading a sample draws random numbers (augmentation), it draws others"
             )
         return said
 
@@ -515,44 +436,3 @@ def counted(loader: Any) -> CountedBatches:
     if isinstance(loader, CountedBatches):
         return loader  # of another Checkpointer
     return (_CountedIterator if hasattr(type(loader), "__next__") else CountedBatches)(loader)
-
-
-def _read(state: Any) -> Mapping[str, Any]:
-    """A loader's state, of whatever version."""
-    if isinstance(state, Mapping) and state.get("format") == _FORMAT and "begun" in state:
-        return state
-    empty: dict[str, Any] = {"epoch": 0, "given": 0, "start": 0, "finished": False, "begun": None, "own": {}}
-    empty |= {"inner": None, "facts": None}
-    if isinstance(state, Mapping) and set(state) == {"epoch", "given", "begun"}:
-        return {**empty, **state}  # of an earlier version, which counted
-    return {**empty, "inner": state}  # of an earlier version: the loader's own
-
-
-def _told(changed: list[str], what: str, *, prevents: bool) -> tuple[Difference, ...]:
-    """What has changed, and what follows from it; nothing, if nothing has."""
-    if not changed:
-        return ()
-    return (*(Difference(f"loader: {one}", False) for one in changed), Difference(what, prevents))
-
-
-def _exactly(position: int, now: Mapping[str, Any]) -> str:
-    """Says that an epoch continues after a sample of its order."""
-    left = now["samples"] if now["shared"] else now["epoch_samples"]
-    if left is None:
-        return f"the epoch continues after the {position} samples that were given out"
-    left -= position
-    if left <= 0:
-        return f"all samples of the epoch were given out ({position})"
-    said = f"the epoch continues after the {position} samples that were given out: the other {left} come once each"
-    if not now["shared"]:
-        return said
-    more = padding(left, now["ranks"], drop_last=bool(now["drop_last_share"]))
-    if more > 0:
-        return f"{said}, and {more} samples a second time, so that each rank has as many"
-    return f"{said}, but for {-more} that are left out, so that each rank has as many" if more else said
-
-
-def _keeps_state(loader: DataLoader[Any]) -> bool:
-    """Whether a part of it may carry something from one epoch to the next."""
-    parts = (loader.dataset, loader.sampler, loader.batch_sampler)
-    return any(callable(getattr(one, "load_state_dict", None)) for one in parts)

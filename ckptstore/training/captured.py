@@ -23,8 +23,9 @@ import torch
 from ckptstore.errors import FormatError, UsageError
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training import rng
-from ckptstore.training.batches import counted, is_stateful
+from ckptstore.training.batches import counted
 from ckptstore.training.environment import described
+from ckptstore.training.loader_plans import is_stateful
 from ckptstore.training.sharded import Rooms, sharding
 from ckptstore.training.standing import WatchedModule, WatchedOptimizer, is_plain_module, is_plain_optimizer
 

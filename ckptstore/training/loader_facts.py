@@ -75,8 +75,8 @@ def facts(loader: Any) -> dict[str, Any]:
     """What is kept of a loader in each checkpoint: numbers, flags and names. None: unknown.
 
     ``batch_size``, ``samples`` (the dataset's length), ``epoch_samples`` (of one rank), ``order`` (which order, in
-    words), ``drop_last``, ``ranks`` (that share the samples), ``shared`` (whether it is known how), ``drop_last_share``, ``workers``,
-    ``persistent``, ``kind`` (its class).
+    words), ``drop_last``, ``ranks`` (that share the samples), ``shared`` (whether it is known how), ``drop_last_share``
+    (if samples do not fill equal shares), ``workers``, ``persistent``, ``kind`` (its class).
     """
     sampler = getattr(loader, "sampler", None)
     batches = batch_sampler(loader)

@@ -1,4 +1,4 @@
-"""Random generators: those of the process (python's, numpy's, torch's on the CPU and on every CUDA device), and objects.
+"""Random generators: of the process (python's, numpy's, torch's on the CPU and every CUDA device), and single ones.
 
 As tensors, not as lists of Python numbers: they are in every checkpoint, and 625 numbers take longer to be written as
 JSON than a layer does to be copied.
