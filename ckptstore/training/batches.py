@@ -237,7 +237,7 @@ class CountedBatches:
 
     def _at_its_beginning(self, begun: Mapping[str, Any], plan: Plan) -> None:
         """Set everything to what it was when the epoch began."""
-        sampler = getattr(self.loader, "sampler", None)
+        sampler = loader_facts.sampler_of(self.loader)
         epoch = begun.get("sampler_epoch")
         if epoch is not None and callable(getattr(sampler, "set_epoch", None)) and sampler.epoch != epoch:
             now = sampler.epoch
@@ -280,9 +280,16 @@ class CountedBatches:
     def _first_taken(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same, the first batch taken: a loader that wraps torch's makes the iterator only then."""
         first = list(itertools.islice(batches, 1))
+        drawn = str(loader_facts.order(self.loader)).startswith(("shuffled by torch.", "that of"))
+        if drawn and getattr(loader_facts.sampler_of(self.loader), "generator", None) is None:
+            lost = (
+                "its sampler takes its order from the global generators: give it a generator= of its own, or samples "
+            )
+            lost += "may come a second time in this epoch, or not at all"
+        else:
+            lost = "if loading a sample draws random numbers (augmentation), the first batches of this run have others"
         self._remarks.append(
-            f"{type(self.loader).__name__} makes its iterator when the first batch is asked for: if loading a sample "
-            "draws random numbers (augmentation), the first batches of this run have others"
+            f"{type(self.loader).__name__} makes its iterator when the first batch is asked for: {lost}"
         )
         self.remark()
         return itertools.chain(first, batches)
@@ -320,7 +327,7 @@ class CountedBatches:
 
     def _generators(self) -> dict[str, Any]:
         own = loader_facts.own_generators(self.loader)
-        sampler = getattr(self.loader, "sampler", None)
+        sampler = loader_facts.sampler_of(self.loader)
         epoch = getattr(sampler, "epoch", None)
         return {
             "global": rng.gathered(),

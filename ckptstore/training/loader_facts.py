@@ -32,6 +32,7 @@ __all__ = [
     "own_generators",
     "position",
     "same_order",
+    "sampler_of",
     "sharing_sampler",
 ]
 
@@ -62,6 +63,13 @@ def batch_sampler(loader: Any) -> BatchSampler | None:
     return found if own else None
 
 
+def sampler_of(loader: Any) -> Any:
+    """What chooses single indices: of a loader that was given a batch sampler, that one's; None: nothing known."""
+    found = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    found = getattr(loader, "sampler", None) if found is None else found
+    return getattr(found, "in_place_of", found)
+
+
 def sharing_sampler(sampler: object) -> DistributedSampler[Any] | None:
     """A sampler that gives each rank its share of one order, if it is known how it does that."""
     if type(sampler) is DistributedSampler:
@@ -78,9 +86,8 @@ def facts(loader: Any) -> dict[str, Any]:
     words), ``drop_last``, ``ranks`` (that share the samples), ``shared`` (whether it is known how), ``drop_last_share``
     (if samples do not fill equal shares), ``workers``, ``persistent``, ``kind`` (its class).
     """
-    sampler = getattr(loader, "sampler", None)
     batches = batch_sampler(loader)
-    sharing = sharing_sampler(sampler)
+    sharing = sharing_sampler(sampler_of(loader))
     size = batches.batch_size if batches is not None else getattr(loader, "batch_size", None)
     if batches is None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         size = size if isinstance(loader.dataset, IterableDataset) else None  # batches of a sampler's own making
@@ -88,7 +95,7 @@ def facts(loader: Any) -> dict[str, Any]:
         "kind": _name(type(loader)),
         "batch_size": _number(size),
         "samples": _length(getattr(loader, "dataset", None)),
-        "epoch_samples": None if batches is None else _length(batches.sampler),
+        "epoch_samples": None if batches is None else _length(sampler_of(loader)),
         "order": order(loader),
         "drop_last": _flag(batches.drop_last if batches is not None else getattr(loader, "drop_last", None)),
         "ranks": sharing.num_replicas if sharing is not None else _ranks(),
@@ -101,8 +108,7 @@ def facts(loader: Any) -> dict[str, Any]:
 
 def order(loader: Any) -> str | None:
     """In which order a loader goes through its dataset, in words; None: unknown."""
-    sampler = getattr(loader, "sampler", None)
-    dataset = getattr(loader, "dataset", None)
+    sampler, dataset = sampler_of(loader), getattr(loader, "dataset", None)
     if sampler is None or not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
         return None
     if batch_sampler(loader) is None and loader.batch_sampler is not None:
@@ -187,7 +193,7 @@ def own_generators(loader: Any) -> dict[str, rng.Generator]:
         "": loader,
         "sampler.": getattr(loader, "sampler", None),
         "batch_sampler.": batches,
-        "batch_sampler.sampler.": getattr(batches, "sampler", None),
+        "batch_sampler.sampler.": sampler_of(loader),
         "dataset.": getattr(loader, "dataset", None),
     }
     found: dict[str, rng.Generator] = {}

@@ -19,7 +19,11 @@ def padding(left: int, ranks: int, *, drop_last: bool) -> int:
 
 
 class RestOfEpoch:
-    """A sampler that leaves out what was given out, in place of a batch sampler's own until `remove`."""
+    """A sampler that leaves out what was given out, in place of a batch sampler's own until `remove`.
+
+    Attributes:
+        in_place_of: that one.
+    """
 
     def __init__(self, batches: BatchSampler, start: int) -> None:
         """Put it in place.
@@ -29,19 +33,19 @@ class RestOfEpoch:
             start: samples of the order, over all ranks that share it, that were given out.
         """
         self._batches = batches
-        self._sampler: Any = batches.sampler
+        self.in_place_of: Any = batches.sampler
         self._start = start
         self._ready: Iterator[int] | None = None
         self._asked = False
         batches.sampler = self
 
     def __len__(self) -> int:
-        return len(self._sampler)  # of the epoch: the loader's length does not change in the middle of it
+        return len(self.in_place_of)  # of the epoch: the loader's length does not change in the middle of it
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":
+        if name == "in_place_of":
             raise AttributeError(name)  # a copy that is being made has none yet
-        return getattr(self._sampler, name)
+        return getattr(self.in_place_of, name)
 
     def __iter__(self) -> Iterator[int]:
         self._asked = True
@@ -56,12 +60,12 @@ class RestOfEpoch:
     def remove(self) -> None:
         """Give the batch sampler its own one back."""
         if self._batches.sampler is self:
-            self._batches.sampler = self._sampler
+            self._batches.sampler = self.in_place_of
 
     def _rest(self) -> Iterator[int]:
-        sharing = sharing_sampler(self._sampler)
+        sharing = sharing_sampler(self.in_place_of)
         if sharing is None:
-            return _drawn(itertools.islice(iter(self._sampler), self._start, None))
+            return _drawn(itertools.islice(iter(self.in_place_of), self._start, None))
         order = order_of_all_ranks(sharing)
         rest = order[self._start :]
         more = padding(len(rest), sharing.num_replicas, drop_last=sharing.drop_last)

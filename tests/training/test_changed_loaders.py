@@ -21,6 +21,7 @@ from torch.utils.data import (  # noqa: E402 - torch decides whether this file r
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
 )
 
@@ -286,6 +287,20 @@ def test_batches_of_a_sampler_s_own_making() -> None:
     batches, said = resumed(loader(BatchSampler), state)
     assert said.endswith("the 2 batches that were given out come a second time, and none is left out")
     assert flat(taken(iter(batches))) == list(range(7))
+
+
+def test_the_order_is_that_of_the_batch_sampler() -> None:
+    """And not of the loader's own sampler, which nothing asks then."""
+
+    def loader(size: int, kind: Any) -> DataLoader[int]:
+        return DataLoader(list(range(12)), batch_sampler=BatchSampler(kind(range(12)), size, drop_last=False))
+
+    first, state = cut_off(loader(2, RandomSampler), 2)
+    batches, said = resumed(loader(4, RandomSampler), state)
+    assert said.endswith("the other 8 come once each")
+    assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
+    _, said = resumed(loader(2, SequentialSampler), state)
+    assert "the epoch begins anew: the 4 samples" in said
 
 
 def test_an_epoch_that_was_over() -> None:
