@@ -23,8 +23,9 @@ import torch
 from ckptstore.errors import FormatError, UsageError
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training import rng
-from ckptstore.training.batches import CountedBatches, is_stateful
+from ckptstore.training.batches import counted
 from ckptstore.training.environment import described
+from ckptstore.training.loader_plans import is_stateful
 from ckptstore.training.sharded import Rooms, sharding
 from ckptstore.training.standing import WatchedModule, WatchedOptimizer, is_plain_module, is_plain_optimizer
 
@@ -72,7 +73,7 @@ class Captured:
         self._optimizer = _each("optimizer", optimizer, inner_optimizer)
         self._scheduler = _each("scheduler", scheduler, _stateful)
         self._scaler = None if scaler is None else _stateful("scaler", scaler)
-        self.loader = loader if loader is None or is_stateful(loader) else CountedBatches(loader)
+        self.loader = None if loader is None else counted(loader)
         if extra is not None and not isinstance(extra, Mapping):
             raise UsageError(f"extra: {type(extra).__name__}; objects by name are wanted, as in extra={{'ema': ema}}")
         self._given = dict(extra or {})

@@ -56,7 +56,8 @@ class Checkpointer:
 
     Attributes:
         store: where to.
-        loader: iterate over this: the given loader if it knows its position, else one that is counted.
+        loader: iterate over this, not over the given loader, whose attributes it has: it counts the batches, and keeps
+            the random generators as they are while an iterator is made in a resumed epoch. None: none was given.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Checkpointer:
             model: a module, compiled or wrapped by DistributedDataParallel or not; or several, in a list or dict.
             optimizer: what moves it; or several. Its steps are noticed by hooks.
             scheduler: its schedule, or several.
-            loader: what gives the batches. If it has no ``state_dict``, iterate over `loader` of this.
+            loader: what gives the batches. Iterate over `loader` of this.
             strategy: ``full``, ``delta``, ``gradient``, ``replica`` (with ``agent=True``), or ``auto``, which chooses
                 one of the first three and says why: in a line on a terminal, in the ``repr``, and to the logger
                 ``ckptstore.training`` (level INFO).
@@ -330,6 +331,8 @@ class Checkpointer:
             tenure.saving.restored()
         self._taken.loaded = False
         compared(state.get("environment"), self._captured.environment(tenure.ranks), ref)
+        if self.loader is not None:
+            self.loader.remark()
 
     def _agree(self, tenure: Tenure) -> None:
         """Begin to agree with the other ranks on what is urgent. To be called where the last step is known."""

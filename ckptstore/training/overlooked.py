@@ -53,6 +53,7 @@ class Overlooked:
         self._order = _Order(captured)
         self._strangers = None if captured.optimizers or captured.may_have_schedule else _Strangers(captured)
         self._best = None if best is None else _Best(best)
+        self._loader = _Loader(captured.loader)
         self._moved = 0
 
     def stepped(self, moved: bool) -> None:
@@ -63,8 +64,7 @@ class Overlooked:
             self._order.stepped()
             if self._moved == 1:
                 _check_schedule(self._captured)
-            if self._moved == _BATCHES:
-                _check_loader(self._captured.loader)
+        self._loader.stepped(moved)
 
     def measured(self, metrics: Mapping[str, Any] | None) -> None:
         """The metrics of a step that is saved, on the rank that says what they are."""
@@ -299,10 +299,26 @@ def _check_schedule(captured: Captured) -> None:
             return
 
 
-def _check_loader(loader: Any) -> None:
-    if isinstance(loader, CountedBatches) and loader.untouched:
-        warn(
-            "loader= was given, but nothing iterates over Checkpointer.loader, which counts its batches: a resumed run "
-            "would get other ones. Write `for batch in checkpointer.loader`",
-            DeterminismWarning,
-        )
+class _Loader:
+    """Whether it is `Checkpointer.loader` that gives the batches; looked at again after each resume."""
+
+    def __init__(self, loader: CountedBatches | None) -> None:
+        self._loader = loader
+        self._untouched = 0
+
+    def stepped(self, moved: bool) -> None:
+        if self._loader is None:
+            return
+        self._loader.remark()
+        if not self._loader.untouched:
+            self._untouched = 0
+            return
+        self._untouched += moved
+        if self._untouched == _BATCHES:
+            self._loader = None
+            warn(
+                "loader= was given, but nothing iterates over Checkpointer.loader, which counts its batches and keeps "
+                "the random generators as they are while a resumed epoch begins: a resumed run would get other batches "
+                "or other random numbers. Write `for batch in checkpointer.loader`",
+                DeterminismWarning,
+            )

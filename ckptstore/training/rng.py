@@ -1,4 +1,4 @@
-"""The random generators of a process: python's, numpy's, torch's on the CPU and on every CUDA device.
+"""Random generators: of the process (python's, numpy's, torch's on the CPU and every CUDA device), and single ones.
 
 As tensors, not as lists of Python numbers: they are in every checkpoint, and 625 numbers take longer to be written as
 JSON than a layer does to be copied.
@@ -16,7 +16,10 @@ import torch
 
 from ckptstore.errors import FormatError
 
-__all__ = ["gathered", "restored"]
+__all__ = ["Generator", "equal", "gathered", "restored", "set_state", "state_of"]
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""A generator that is an object of its own."""
 
 
 def gathered() -> dict[str, Any]:
@@ -24,17 +27,9 @@ def gathered() -> dict[str, Any]:
 
     CUDA devices are asked only once this process uses CUDA: before that they have drawn nothing.
     """
-    version, words, spare = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
-        "python": {"version": version, "words": np.array(array.array("I", words), np.uint32), "spare": spare},
-        "numpy": {
-            "name": name,
-            "keys": np.array(keys),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
+        "python": _python_state(random.getstate()),
+        "numpy": _numpy_state(np.random.get_state(legacy=True)),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -49,10 +44,8 @@ def restored(state: Mapping[str, Any]) -> None:
         FormatError: it is no such state.
     """
     try:
-        python, numpy = state["python"], state["numpy"]
-        random.setstate((python["version"], tuple(int(word) for word in python["words"]), python["spare"]))
-        keys = np.asarray(numpy["keys"])
-        np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+        random.setstate(_python_arguments(state["python"]))
+        np.random.set_state(_numpy_arguments(state["numpy"]))
         torch.set_rng_state(torch.as_tensor(state["torch"]).cpu())
         devices = state.get("cuda", [])
         if devices and torch.cuda.is_available():
@@ -60,3 +53,70 @@ def restored(state: Mapping[str, Any]) -> None:
                 torch.cuda.set_rng_state(torch.as_tensor(one).cpu(), number)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(f"the checkpoint's random generators cannot be restored: {error!r:.200}") from error
+
+
+def state_of(generator: Generator) -> Any:
+    """The state of one generator, copied: tensors, arrays and numbers."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return _numpy_state(generator.get_state(legacy=True))
+    return _python_state(generator.getstate())
+
+
+def set_state(generator: Generator, state: Any) -> None:
+    """Give one generator the state that `state_of` found.
+
+    Raises:
+        FormatError: it is the state of another kind of generator.
+    """
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.as_tensor(state).cpu())
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(_numpy_arguments(state))
+        else:
+            generator.setstate(_python_arguments(state))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FormatError(f"the checkpoint holds no state of a {type(generator).__name__}: {error!r:.200}") from error
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states of generators are the same."""
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and np.array_equal(one, other)
+    return bool(one == other)
+
+
+def _python_state(state: Any) -> dict[str, Any]:
+    version, words, spare = state
+    return {"version": version, "words": np.array(array.array("I", words), np.uint32), "spare": spare}
+
+
+def _python_arguments(state: Any) -> tuple[Any, ...]:
+    return (state["version"], tuple(int(word) for word in state["words"]), state["spare"])
+
+
+def _numpy_state(state: Any) -> dict[str, Any]:
+    name, keys, position, has_gauss, cached = state
+    return {
+        "name": name,
+        "keys": np.array(keys),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "cached": float(cached),
+    }
+
+
+def _numpy_arguments(state: Any) -> tuple[Any, ...]:
+    return (state["name"], np.asarray(state["keys"]), state["position"], state["has_gauss"], state["cached"])

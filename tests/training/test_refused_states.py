@@ -83,13 +83,13 @@ def test_something_more_by_name_than_was_saved(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_has_fewer_batches_than_were_given_out(tmp_path: Path) -> None:
-    with begun(tmp_path, loader=torch.utils.data.DataLoader(range(5))) as checkpointer:
+    with begun(tmp_path, loader=["a", "b", "c"]) as checkpointer:
         for number, _ in enumerate(checkpointer.loader, 1):
             if number == 3:
                 checkpointer.step()
                 break
     with (
-        begun(tmp_path, loader=torch.utils.data.DataLoader(range(2))) as checkpointer,
+        begun(tmp_path, loader=["a", "b"]) as checkpointer,
         pytest.raises(FormatError, match="ends after 2 batches, and 3 had been given out"),
     ):
         next(iter(checkpointer.loader))

@@ -1,0 +1,373 @@
+"""A loader that is not what it was when the run was saved: what of the epoch comes, and what is told."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+from torch.utils.data import (  # noqa: E402 - torch decides whether this file runs at all
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ckptstore import DeterminismWarning  # noqa: E402
+from ckptstore.errors import FormatError  # noqa: E402
+from ckptstore.training.batches import CountedBatches, counted  # noqa: E402
+from tests.forms import short_or  # noqa: E402
+
+# torchdata asks torch for something that torch has given up.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+def taken(batches: Iterator[Any], count: int = 10**9) -> list[list[int]]:
+    found = []
+    while len(found) < count and (batch := next(batches, None)) is not None:
+        found.append(batch.tolist() if isinstance(batch, torch.Tensor) else list(batch))
+    return found
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [one for batch in batches for one in batch]
+
+
+def resumed(loader: Any, state: Any) -> tuple[CountedBatches, str]:
+    """A loader sent to a place, as another process would be -> it, and what is told."""
+    torch.manual_seed(99)
+    batches = counted(loader)
+    state = copy.deepcopy(state)
+    compared = batches.compare(state)
+    batches.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches.remark()
+    said = "".join(str(one.message) for one in caught)
+    assert said == "; ".join(one.sentence for one in compared)
+    assert all(one.category is DeterminismWarning for one in caught)
+    return batches, said
+
+
+def cut_off(loader: Any, after: int) -> tuple[list[list[int]], Any]:
+    """Batches of a new epoch, and the state after them."""
+    torch.manual_seed(1)
+    batches = counted(loader)
+    found = taken(iter(batches), after)
+    return found, batches.state_dict()
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> dict[str, Any]:
+    """Three processes, or groups of them, that go through one epoch."""
+    sizes = st.sampled_from((1, 2, 3, 4))
+    ranks = draw(st.one_of(st.just((1, 1, 1)), st.tuples(*[st.sampled_from((1, 2, 4))] * 3)))
+    return {
+        "samples": draw(st.sampled_from((24, 29, 32))),
+        "ranks": ranks,
+        "shared": max(ranks) > 1 or draw(st.booleans()),
+        "shuffled": draw(st.booleans()),
+        "stateful": draw(st.booleans()),
+        "generator": draw(st.booleans()),
+        "sizes": draw(st.tuples(sizes, sizes, sizes)),
+        "steps": draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+def group(one: dict[str, Any], life: int) -> list[CountedBatches]:
+    data, found = list(range(one["samples"])), []
+    for rank in range(one["ranks"][life]):
+        options: dict[str, Any] = {"batch_size": one["sizes"][life]}
+        if one["shared"]:
+            sampler = DistributedSampler(data, one["ranks"][life], rank, shuffle=one["shuffled"])
+            sampler.set_epoch(5)
+            options["sampler"] = sampler
+        else:
+            options["shuffle"] = one["shuffled"]
+        if one["generator"]:
+            options["generator"] = torch.Generator().manual_seed(life)
+        found.append(counted((torchdata.StatefulDataLoader if one["stateful"] else DataLoader)(data, **options)))
+    return found
+
+
+@settings(max_examples=short_or(60, 500), deadline=None)
+@given(lives())
+def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
+    """With other batch sizes and other numbers of ranks; of those that come twice it is told how many."""
+    states: list[Any] = []
+    seen: list[int] = []
+    twice = 0
+    for life in range(3):
+        torch.manual_seed(one["seed"] + 100 * life)
+        ranks = group(one, life)
+        if states:
+            said = ""
+            for rank, batches in enumerate(ranks):
+                state = copy.deepcopy(states[rank % len(states)])
+                said = "; ".join(difference.sentence for difference in batches.compare(state))
+                assert not any(difference.prevents for difference in batches.compare(state))
+                batches.load_state_dict(state)
+                batches._remarks.clear()
+            changed = any(one[what][life] != one[what][life - 1] for what in ("ranks", "sizes"))
+            assert bool(said) == changed
+            found = re.search(r"and (\d+) samples a second time", said)
+            more = int(found[1]) if found else 0
+            if changed and len(set(seen)) < one["samples"]:  # those come last
+                twice = more
+        else:
+            twice = math.ceil(one["samples"] / len(ranks)) * len(ranks) - one["samples"] if one["shared"] else 0
+        running = [iter(batches) for batches in ranks]
+        steps = one["steps"][life] if life < 2 else 10**9
+        for _ in range(steps):
+            given_out = [next(each, None) for each in running]
+            if given_out[0] is None:
+                assert given_out == [None] * len(running)  # as many for each rank: a group would hang
+                break
+            seen += flat([batch.tolist() for batch in given_out])
+        else:
+            states = [batches.state_dict() for batches in ranks]
+            continue
+        break
+    assert sorted(set(seen)) == list(range(one["samples"]))
+    assert len(seen) - one["samples"] == twice
+
+
+def test_another_batch_size_goes_on_in_the_same_order() -> None:
+    data = list(range(40))
+    whole = flat(cut_off(DataLoader(data, batch_size=4, shuffle=True), 10)[0])
+    first, state = cut_off(DataLoader(data, batch_size=4, shuffle=True), 3)
+    batches, said = resumed(DataLoader(data, batch_size=10, shuffle=True), state)
+    assert said == (
+        "loader: a batch had 4 samples, and has 10 now; the epoch continues after the 12 samples that were given out: "
+        "the other 28 come once each"
+    )
+    rest = taken(iter(batches))
+    assert [len(batch) for batch in rest] == [10, 10, 8]
+    assert flat(first) + flat(rest) == whole
+    assert batches.loader.batch_sampler.sampler is not batches.loader.sampler
+    assert sorted(flat(taken(iter(batches)))) == data  # the next epoch is a whole one
+    assert batches.loader.batch_sampler.sampler is batches.loader.sampler
+
+
+def test_in_the_middle_of_a_shortened_epoch() -> None:
+    data = list(range(40))
+    first, state = cut_off(DataLoader(data, batch_size=4, shuffle=True), 3)
+    batches, _ = resumed(DataLoader(data, batch_size=10, shuffle=True), state)
+    second = taken(iter(batches), 1)
+    batches, said = resumed(DataLoader(data, batch_size=10, shuffle=True), batches.state_dict())
+    assert said == ""
+    assert sorted(flat(first) + flat(second) + flat(taken(iter(batches)))) == data
+
+
+@pytest.mark.parametrize("kind", [DataLoader, torchdata.StatefulDataLoader])
+def test_a_dataset_that_grew(kind: Any) -> None:
+    first, state = cut_off(kind(list(range(12)), batch_size=2), 3)
+    batches, said = resumed(kind(list(range(15)), batch_size=2), state)
+    assert "the dataset had 12 samples, and has 15 now; the epoch continues after the 6 samples" in said
+    assert flat(first) + flat(taken(iter(batches))) == list(range(15))
+
+
+def test_a_dataset_that_shrank_to_less_than_was_given_out() -> None:
+    _, state = cut_off(DataLoader(list(range(12)), batch_size=2), 3)
+    batches, said = resumed(DataLoader(list(range(5)), batch_size=2), state)
+    assert said.endswith("all samples of the epoch were given out (6)")
+    assert taken(iter(batches)) == []
+    assert flat(taken(iter(batches))) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "differs"),
+    [
+        ({"shuffle": False}, "the order of samples was shuffled by torch.utils.data.sampler.RandomSampler, and is the"),
+        ({"shuffle": True, "longer": True}, "the dataset had 12 samples, and has 13 now"),
+        ({"sampler": DistributedSampler(range(12), 2, 0)}, "the samples were for 1 ranks, and are for 2 now"),
+    ],
+)
+def test_another_order_begins_the_epoch_anew(options: dict[str, Any], differs: str) -> None:
+    _, state = cut_off(DataLoader(list(range(12)), batch_size=2, shuffle=True), 2)
+    data = list(range(12 + options.pop("longer", False)))
+    loader = DataLoader(data, batch_size=2, **options)
+    batches, said = resumed(loader, state)
+    assert differs in said
+    assert said.endswith("the 4 samples that were given out come a second time, and none is left out")
+    assert [one.prevents for one in batches.compare(state)][-1]
+    assert len(flat(taken(iter(batches)))) == len(loader.sampler)
+    assert batches.epoch == 0
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_what_drop_last_leaves_out_is_told(shuffled: bool) -> None:
+    data = list(range(13))
+    first, state = cut_off(DataLoader(data, batch_size=2, shuffle=shuffled), 2)
+    batches, said = resumed(DataLoader(data, batch_size=4, shuffle=shuffled, drop_last=True), state)
+    assert said.endswith("the other 9 come once each, but for 1 that drop_last leaves out")
+    assert len({*flat(first), *flat(taken(iter(batches)))}) == 12
+
+
+def test_shares_that_drop_last() -> None:
+    def loaders(ranks: int, size: int) -> list[Any]:
+        samplers = [DistributedSampler(range(26), ranks, rank, drop_last=True) for rank in range(ranks)]
+        return [DataLoader(range(26), batch_size=size, sampler=sampler, drop_last=True) for sampler in samplers]
+
+    first = [cut_off(loader, 2) for loader in loaders(2, 2)]
+    seen = flat([flat(batches) for batches, _ in first])
+    for rank, loader in enumerate(loaders(4, 2)):
+        batches, said = resumed(loader, first[rank % 2][1])
+        assert said.endswith("the other 18 come once each, but for 2 that drop_last leaves out")
+        seen += flat(taken(iter(batches)))
+    assert len(seen) == len(set(seen)) == 24
+
+
+def test_the_other_number_of_workers() -> None:
+    def loader(workers: int) -> Any:
+        return torchdata.StatefulDataLoader(list(range(12)), batch_size=2, num_workers=workers)
+
+    first, state = cut_off(loader(0), 2)
+    batches, said = resumed(loader(1), state)
+    assert "0 worker processes loaded samples, and 1 do now" in said
+    assert flat(first) + flat(taken(iter(batches))) == list(range(12))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(20)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, torchdata.StatefulDataLoader])
+@pytest.mark.parametrize(("size", "rest"), [(3, 6), (4, 4)])
+def test_a_stream_whose_batches_cannot_be_cut(kind: Any, size: int, rest: int) -> None:
+    _, state = cut_off(kind(Stream(), batch_size=2), 3)
+    batches, said = resumed(kind(Stream(), batch_size=size), state)
+    again = 6 - rest
+    assert said.endswith(
+        f"continues after {6 // size} batches of {size} samples: {again} of the 6 samples that were given out come a "
+        "second time, and none is left out"
+    )
+    assert [one.prevents for one in batches.compare(state)][-1] == bool(again)
+    assert flat(taken(iter(batches))) == list(range(rest, 20))
+
+
+def test_ranks_that_nobody_knows_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, state = cut_off(DataLoader(list(range(12)), batch_size=2), 2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
+    batches, said = resumed(DataLoader(list(range(12)), batch_size=2), state)
+    assert "for 1 ranks, and are for 2 now" in said
+    assert said.endswith("is not known, so some may come a second time, or not at all")
+    assert [one.prevents for one in batches.compare(state)][-1]
+    assert flat(first) + flat(taken(iter(batches))) == list(range(12))
+
+
+def test_batches_of_a_sampler_s_own_making() -> None:
+    class Own(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([0], [1, 2], [3, 4, 5], [6])
+
+    def loader(kind: Any) -> DataLoader[int]:
+        return DataLoader(list(range(7)), batch_sampler=kind(SequentialSampler(range(7)), 2, drop_last=False))
+
+    first, state = cut_off(loader(Own), 2)
+    batches, said = resumed(loader(Own), state)
+    assert said == ""
+    assert flat(first) + flat(taken(iter(batches))) == list(range(7))
+    batches, said = resumed(loader(BatchSampler), state)
+    assert said.endswith("the 2 batches that were given out come a second time, and none is left out")
+    assert flat(taken(iter(batches))) == list(range(7))
+
+
+def test_the_order_is_that_of_the_batch_sampler() -> None:
+    """And not of the loader's own sampler, which nothing asks then."""
+
+    def loader(size: int, kind: Any) -> DataLoader[int]:
+        return DataLoader(list(range(12)), batch_sampler=BatchSampler(kind(range(12)), size, drop_last=False))
+
+    first, state = cut_off(loader(2, RandomSampler), 2)
+    batches, said = resumed(loader(4, RandomSampler), state)
+    assert said.endswith("the other 8 come once each")
+    assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
+    _, said = resumed(loader(2, SequentialSampler), state)
+    assert "the epoch begins anew: the 4 samples" in said
+
+
+def test_an_epoch_that_was_over() -> None:
+    loader = DataLoader(list(range(12)), batch_size=2)
+    _, state = cut_off(loader, 99)
+    batches, said = resumed(DataLoader(list(range(12)), batch_size=3), state)
+    assert said == "loader: a batch had 2 samples, and has 3 now; another epoch begins with that"
+    assert flat(taken(iter(batches))) == list(range(12))
+    assert batches.epoch == 1
+
+
+def test_the_epoch_of_a_sampler_that_a_script_sets_to_another() -> None:
+    def loader(epoch: int) -> DataLoader[int]:
+        sampler = DistributedSampler(list(range(12)), 1, 0)
+        sampler.set_epoch(epoch)
+        return DataLoader(list(range(12)), sampler=sampler)
+
+    first, state = cut_off(loader(3), 5)
+    batches, _ = resumed(loader(3), state)
+    assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
+    batches, _ = resumed(loader(0), state)
+    with pytest.warns(DeterminismWarning, match=r"set to 0, but the checkpoint is in the middle of epoch 3"):
+        rest = taken(iter(batches))
+    assert sorted(flat(first) + flat(rest)) == list(range(12))
+
+
+# -- states of earlier versions, and of other kinds
+
+
+def test_a_state_of_an_earlier_version_that_counted() -> None:
+    loader = DataLoader(list(range(12)), shuffle=True, generator=torch.Generator().manual_seed(3))
+    first, state = cut_off(loader, 5)
+    begun = {"global": state["begun"]["global"], "own": list(state["begun"]["own"].values())}
+    earlier = {"epoch": 0, "given": 5, "begun": begun}
+    batches, said = resumed(DataLoader(list(range(12)), shuffle=True, generator=torch.Generator()), earlier)
+    assert said == ""
+    assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
+
+
+def test_a_state_of_an_earlier_version_that_asked() -> None:
+    loader = torchdata.StatefulDataLoader(list(range(12)), shuffle=True)
+    first, state = cut_off(loader, 5)
+    batches, _ = resumed(torchdata.StatefulDataLoader(list(range(12)), shuffle=True), state["inner"])
+    before = torch.get_rng_state()
+    assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
+    assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(FormatError, match="DataLoader cannot be sent there"):
+        counted(DataLoader(list(range(12)))).compare(state["inner"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(DataLoader, torchdata.StatefulDataLoader), (torchdata.StatefulDataLoader, DataLoader)]
+)
+def test_a_loader_of_another_kind(before: Any, after: Any) -> None:
+    first, state = cut_off(before(list(range(12)), batch_size=2), 2)
+    batches, said = resumed(after(list(range(12)), batch_size=2), state)
+    assert said == ""
+    assert flat(first) + flat(taken(iter(batches))) == list(range(12))
+
+
+def test_a_loader_that_does_not_take_its_state_back(caplog: pytest.LogCaptureFixture) -> None:
+    class Once(torchdata.StatefulDataLoader):
+        def load_state_dict(self, state: Any) -> None:
+            if state:
+                raise RuntimeError("no")
+
+    first, state = cut_off(Once(list(range(12)), batch_size=2), 2)
+    batches, _ = resumed(Once(list(range(12)), batch_size=2), state)
+    assert "Once.load_state_dict() raises RuntimeError: no" in caplog.text
+    assert flat(first) + flat(taken(iter(batches))) == list(range(12))
