@@ -102,6 +102,7 @@ EXPECTED = [
     "SideBySide",
     "Snapshot",
     "StateDifference",
+    "StateMismatchError",
     "StepOrderError",
     "StorageError",
     "Store",
