@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ckptstore.errors import RequestError as RequestError
     from ckptstore.errors import RequestRefusedError as RequestRefusedError
     from ckptstore.errors import RequestTimeoutError as RequestTimeoutError
+    from ckptstore.errors import StateMismatchError as StateMismatchError
     from ckptstore.errors import StepOrderError as StepOrderError
     from ckptstore.errors import StorageError as StorageError
     from ckptstore.errors import StoreNotFoundError as StoreNotFoundError
@@ -145,7 +146,7 @@ _HOMES = {
         "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError"
         " CorruptSegmentError FencedError ForeignObjectError FormatError IncompatibleFormatError"
         " KeyExistsError KeyNotFoundError MissingDependencyError NotFoundError ReadOnlyError RequestError"
-        " RequestRefusedError RequestTimeoutError StepOrderError StorageError StoreNotFoundError"
+        " RequestRefusedError RequestTimeoutError StateMismatchError StepOrderError StorageError StoreNotFoundError"
         " StoreReplacedError TensorNotFoundError UnsupportedBackendError UnsupportedStateError UsageError"
         " WriterClosedError WriterError RankError MissingRankError FailedRankError RankMismatchError"
         " UnmadeStateError DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError"

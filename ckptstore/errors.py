@@ -15,6 +15,7 @@
     │   └── CorruptLogError
     ├── FormatError (ValueError)           5   not our format, or a hostile one
     │   ├── IncompatibleFormatError        5   a newer format than this version understands
+    │   ├── StateMismatchError (RuntimeError)  5   a resumed script's objects differ from the checkpoint's
     │   └── ForeignObjectError             5   a folder, link, pipe, device or giant where an object should be
     ├── UnsupportedStateError (TypeError)  6   the state holds something that cannot be stored
     ├── WriterError                        7   this writer must stop
@@ -49,6 +50,9 @@ tensor or option. What a command finds exits with the code of its kind, whether 
 from __future__ import annotations
 
 from typing import Final
+
+_LISTED: Final = 20
+"""Differences that a message lists; an error has them all."""
 
 EXIT_CODES: Final = {
     0: "success",
@@ -136,6 +140,26 @@ class FormatError(CkptError, ValueError):
 
 class IncompatibleFormatError(FormatError):
     """The store uses features that this version does not know."""
+
+
+class StateMismatchError(FormatError, RuntimeError):
+    """A script's objects differ from those that the checkpoint is of. Nothing was restored.
+
+    Attributes:
+        differences: what differs, one each, with its path in the state.
+    """
+
+    def __init__(self, differences: list[str] | tuple[str, ...] = (), ref: str = "") -> None:
+        self.differences = tuple(differences)
+        listed = "".join(f"\n  {one}" for one in self.differences[:_LISTED])
+        more = len(self.differences) - _LISTED
+        rest = f"\n  and {more} more, in the error's .differences" if more > 0 else ""
+        count = f"{len(self.differences)} difference{'' if len(self.differences) == 1 else 's'}"
+        super().__init__(
+            f"checkpoint {ref} does not fit the script ({count}), and nothing was restored:{listed}{rest}\n"
+            'resume(parts=["model"]) restores the named parts alone, resume(strict=False) what fits of all; both say '
+            "what they leave out"
+        )
 
 
 class ForeignObjectError(FormatError):

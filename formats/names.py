@@ -12,9 +12,15 @@ from collections.abc import Sequence
 
 from ckptstore.formats.values import is_plain_text
 
-__all__ = ["flat_names", "place_names"]
+__all__ = ["bare_name", "flat_names", "place_names"]
 
 _RESERVED = "ckptstore/"
+_COMPILED = "_orig_mod"
+
+
+def bare_name(name: str) -> str:
+    """A name without what `torch.compile` puts into those of a compiled module, at any depth."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED) or name if _COMPILED in name else name
 
 
 def flat_names(paths: Sequence[tuple[object, ...]]) -> list[str]:

@@ -22,8 +22,9 @@ from ckptstore.exchange.torch_archive import TensorReference, TorchObject, is_ar
 from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER, STATE_MEMBER
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.layout import TensorSpec, order
+from ckptstore.formats.names import bare_name
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.state import check_size, places, unflatten
+from ckptstore.formats.state import check_size, places, select_places, unflatten
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.restore.load import restoring
 from ckptstore.restore.opened import Opened
@@ -104,8 +105,8 @@ def export(
         out: the file; with shards, the name they and the index are derived from.
         format: the file format.
         select: only tensors at places that match one of these patterns (globs, as in `Store.load`). A tensor's name in
-            the file is that of the first such place. `Below`: the file is a flat dict of tensors, without the rest of
-            the state.
+            the file is that of the first such place, without the ``_orig_mod`` of compiled modules. `Below`: the file
+            is a flat dict of tensors, without the rest of the state.
         overwrite: replace files that exist.
         max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
         progress: told how many bytes of tensors are written.
@@ -228,7 +229,21 @@ _Chosen = tuple[dict[str, str], Any, tuple[tuple[str, str], ...]]
 
 def _picked(found: Restorable, select: str | Sequence[str] | None) -> _Chosen:
     picked = select_from(found.tree, select, found.ref)
-    return picked.tensors, picked.tree(picked.tensors), _tied(found, picked)
+    names = picked.tensors
+    short = _bare(names)
+    if short == names:
+        return names, picked.tree(names), _tied(found, picked)
+    kept = dict(enumerate(places(found.tree))) if picked.all else picked.kept
+    tree = select_places(found.tree, {position: short[place.tensor] for position, place in kept.items()})
+    tied = tuple((bare_name(name), bare_name(there)) for name, there in _tied(found, picked))
+    return short, tree, tied
+
+
+def _bare(names: Mapping[str, str]) -> dict[str, str]:
+    """The names without what `torch.compile` put into them; as they are, if two would be one without it."""
+    found = {tensor: bare_name(name) for tensor, name in names.items()}
+    # Prevents: one of two tensors lost, in a file that has one name for both.
+    return found if len(set(found.values())) == len(set(names.values())) else dict(names)
 
 
 def _flat(found: Restorable, below: Below) -> _Chosen:
@@ -241,13 +256,14 @@ def _flat(found: Restorable, below: Below) -> _Chosen:
     if not kept:
         there = ", ".join(list(dict.fromkeys(repr(place.name.split(".")[0] + ".") for place in every))[:5])
         raise TensorNotFoundError(f"checkpoint {found.ref}: no tensor's name begins with {prefix!r}; there are {there}")
+    shorts = _bare({place.name: place.name[len(prefix) :] for place in kept})
     names: dict[str, str] = {}
     origins: dict[str, str] = {}
     unflatten(found.tree, origins.setdefault)
     tree: dict[str, dict[str, str]] = {}
     tied = []
     for place in kept:  # names are distinct, and so they are without what all begin with
-        short = place.name[len(prefix) :]
+        short = shorts[place.name]
         if not short or short[0] in ".$" or short == "__metadata__" or short.startswith("ckptstore/"):
             raise UsageError(
                 f"without {prefix!r} a tensor would be named {short!r}, which no file has; a prefix ends with its dot"

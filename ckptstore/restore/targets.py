@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +21,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.selection import Selection
 
-__all__ = ["MadeTargets", "TargetSink", "Targets", "find_targets", "made_targets", "sharing"]
+__all__ = ["MadeTargets", "TargetSink", "Targets", "distinct_elements", "find_targets", "made_targets", "sharing"]
 
 _MOST_WORK: Final = 1_000_000
 """Of `numpy.shares_memory`; views of one buffer take a few steps."""
@@ -124,9 +124,11 @@ def find_targets(
         into: a state; `select`: the part of it that is meant.
 
     Raises:
-        UsageError: one is missing, superfluous or does not fit, or two share memory. Nothing has been overwritten.
+        UsageError: one is missing, superfluous or does not fit, or two share memory; an optimizer's parameters have
+            names (``param_names``), and those are in another order. Nothing has been overwritten.
     """
     flat = bridge.flattened(into, sharded=True)
+    _check_parameter_names(picked, flat.tree)
     names = picked.tensors  # those that the caller knows
     if select is None:
         targets: dict[str, Any] = dict(flat.tensors)
@@ -135,6 +137,43 @@ def find_targets(
         targets = _selected(flat, picked, names, select)
     _check_targets({names[name]: tensor for name, tensor in wanted.items()}, targets)
     return Targets({name: targets[names[name]] for name in wanted})
+
+
+def _check_parameter_names(picked: Selection, mine: Any) -> None:
+    """An optimizer's state counts its parameters. Where both states name them, each number has to have one name."""
+    for path, stored, own in _both(picked.whole, mine, ()):
+        name = ".".join(path)
+        selected = picked.all or any(place.name.startswith(f"{name}.") for place in picked.kept.values())
+        theirs, ours = _parameter_names(stored), _parameter_names(own)
+        if not selected or theirs is None or ours is None:
+            continue
+        # Prevents: moments that are read into those of another layer of the same shape, without a word.
+        if other := [(one, its) for one, its in zip(ours, theirs, strict=False) if one != its]:
+            raise UsageError(
+                f"into= has {other[0][0]!r} in {name}.param_groups where the checkpoint has {other[0][1]!r} "
+                f"({len(other)} of {len(ours)} differ): what is kept for one would be read into the other; give the "
+                "optimizer its parameters in the checkpoint's order, or let a Checkpointer map them by name"
+            )
+
+
+def _both(stored: Any, mine: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """The optimizers' states that two trees have at one place, with that place."""
+    if isinstance(stored, dict) and isinstance(mine, dict):
+        if "param_groups" in stored and "param_groups" in mine:
+            yield path, stored["param_groups"], mine["param_groups"]
+        else:
+            for key in stored.keys() & mine.keys():
+                yield from _both(stored[key], mine[key], (*path, key))
+    elif isinstance(stored, list) and isinstance(mine, list):
+        for number, (one, its) in enumerate(zip(stored, mine, strict=False)):
+            yield from _both(one, its, (*path, str(number)))
+
+
+def _parameter_names(groups: Any) -> list[str] | None:
+    """The names of an optimizer's parameters, in their order; None: not all of its groups have them."""
+    if not isinstance(groups, list) or not all(isinstance(one, dict) and "param_names" in one for one in groups):
+        return None
+    return [name for group in groups for name in group["param_names"]]
 
 
 def _of_a_rank(stored: Any, names: Collection[str], flat: FlatState) -> dict[str, str]:
@@ -238,11 +277,21 @@ def _writable(target: Any) -> bool:
     array = target.array if isinstance(target, NumpySource) else None
     if array is not None and not array.flags.writeable:
         return False
-    strides = target.tensor.stride() if array is None else array.strides
-    reach = 0 if array is None else array.itemsize - 1
-    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, target.shape, strict=True)):
+    if array is None:
+        return distinct_elements(target.tensor.stride(), target.shape)
+    return distinct_elements(array.strides, target.shape, array.itemsize)
+
+
+def distinct_elements(strides: Sequence[int], shape: Sequence[int], itemsize: int = 1) -> bool:
+    """Whether no two elements share memory. False, too, for rare ones that do not but are interleaved.
+
+    Args:
+        strides: in units of which an element takes `itemsize`.
+    """
+    reach = itemsize - 1
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True)):
         if size > 1 and stride <= reach:
-            return bool(target.nbytes == 0)
+            return 0 in shape
         reach += stride * (size - 1)
     return True
 

@@ -235,6 +235,9 @@ class Reading(Handle):
         ``torch.load(weights_only=True)`` as the nested state that was saved; torch is not needed to write it. The file
         appears under its name complete and durable, or not at all.
 
+        What `torch.compile` puts into names (``_orig_mod``) is in none of a ``.safetensors`` file or after `strip`. The
+        nested state of a ``.pt`` file has its keys as they were saved.
+
         Args:
             ref: the checkpoint.
             out: the file; with shards, the name they and the index are derived from.

@@ -20,12 +20,14 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 from ckptstore import store as stores
 from ckptstore.errors import UsageError, WriterClosedError
+from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.restore.targets import MadeTargets
 from ckptstore.store import Store
@@ -33,11 +35,13 @@ from ckptstore.training.captured import Captured
 from ckptstore.training.deciding import Deciding
 from ckptstore.training.environment import compared, hyperparameters, unheeded
 from ckptstore.training.explained import Explained
+from ckptstore.training.fitting import some
 from ckptstore.training.offering import Offering
 from ckptstore.training.opening import Opening
 from ckptstore.training.overlooked import Overlooked
 from ckptstore.training.pacing import Pacing
 from ckptstore.training.replicas import check_replicable
+from ckptstore.training.resume_checks import Comparison, check_parts
 from ckptstore.training.settings import CheckpointerOptions, Settings
 from ckptstore.training.taken import Scale, TakenSteps
 from ckptstore.training.tenure import Tenure
@@ -147,38 +151,56 @@ class Checkpointer:
         """The deadline is near, or SIGTERM came, and the last step is durable: end the loop. Alike on all ranks."""
         return self._urgency.stopping
 
-    def resume(self, ref: str | int | None = "latest") -> int:
+    def resume(
+        self, ref: str | int | None = "latest", *, parts: str | Sequence[str] | None = None, strict: bool = True
+    ) -> int:
         """Begin: restore everything in place -> the step to go on from; 0 if there is nothing yet.
 
-        A second time, in the same run, it goes back: as `rollback`.
+        First everything is compared with the script's objects; nothing is restored unless all of it fits. A second
+        time, in the same run, it goes back: as `rollback`.
 
         Args:
             ref: what to continue from: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``; one that is not the newest
                 begins a branch. None: from nothing, whatever the store holds.
+            parts: restore these alone, and leave the others as the script has them: some of ``model``, ``optimizer``,
+                ``scheduler``, ``scaler``, ``compressor``, ``extra``, ``loader``, ``random`` (the generators). None:
+                all. A log line says what is left out.
+            strict: False: restore what fits, tensor by tensor; a `DeterminismWarning` lists what does not.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
-            FormatError: it was not saved by a Checkpointer, or without a part that is to be restored.
+            StateMismatchError: the script's objects differ from the checkpoint's; it lists every difference. Nothing
+                was restored, and no term is open: another `resume` may follow.
+            FormatError: it was not saved by a Checkpointer.
             CorruptionError, StorageError: it cannot be read, or the store not be written.
+            UsageError: parts that there are not.
+            what an object's own ``load_state_dict`` raises; the objects restored before it are put back.
         """
         self._check_open()
+        asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
         if self._tenure is not None:
             if ref is None:
                 raise UsageError("resume(None) begins from nothing, and this run has begun: make another Checkpointer")
-            return self.rollback(ref)
+            return self.rollback(ref, parts=parts, strict=strict)
         tenure = self._open(None if ref is None else str(ref))
         writer = tenure.writer
         if isinstance(writer, Inherits) and writer.inherited is not None:
-            self._give_back(tenure, writer.load(), f"step {writer.step}")
+            self._begin_with(tenure, None, asked)
         elif writer.parent is not None:
-            self._restore(tenure, writer.parent)
-        self._agree(tenure)
+            self._begin_with(tenure, writer.parent, asked)
+        else:
+            self._agree(tenure)
         return self._done
 
-    def rollback(self, ref: str | int | CheckpointInfo) -> int:
+    def rollback(
+        self, ref: str | int | CheckpointInfo, *, parts: str | Sequence[str] | None = None, strict: bool = True
+    ) -> int:
         """Go back to an earlier checkpoint, and restore everything in place -> its step.
 
         What was saved after it stays in the store, as a branch; ``latest`` is on the new one from now on.
+
+        Args:
+            parts, strict: as for `resume`.
 
         Raises:
             as `resume`.
@@ -186,7 +208,8 @@ class Checkpointer:
         name = ref.ref if isinstance(ref, CheckpointInfo) else str(ref)
         tenure = self._tenure
         if tenure is None:
-            return self.resume(name)  # or it is closed, which that says
+            return self.resume(name, parts=parts, strict=strict)  # or it is closed, which that says
+        asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
         if isinstance(tenure.writer, GoesBack):
             parent: CheckpointInfo | None = tenure.writer.rollback(name)
         else:
@@ -195,8 +218,7 @@ class Checkpointer:
             tenure = self._open(name)
             parent = tenure.writer.parent
         assert parent is not None
-        self._restore(tenure, parent)
-        self._agree(tenure)
+        self._begin_with(tenure, parent, asked)
         return self._done
 
     def step(
@@ -314,15 +336,61 @@ class Checkpointer:
         self._opening.begin(tenure)
         return tenure
 
-    def _restore(self, tenure: Tenure, parent: CheckpointInfo) -> None:
-        into = MadeTargets(self._captured.rooms) if self._captured.sharding else None
-        self._give_back(tenure, self.store.load(parent.ref, rank=tenure.rank, into=into), parent.ref)
+    def _begin_with(self, tenure: Tenure, parent: CheckpointInfo | None, asked: _Asked) -> None:
+        """Restore what a term goes on from; if that fails there is no term.
 
-    def _give_back(self, tenure: Tenure, state: Any, ref: str) -> None:
+        Args:
+            parent: None: what an agent has kept.
+        """
+        loaded = self._taken.loaded
+        try:
+            state, comparison, ref = self._read(tenure, parent, asked)
+            heard = self._give_back(tenure, state, comparison, ref)
+        except BaseException:
+            # Prevents: steps of a script that was not restored, as if they followed the checkpoint's.
+            self._taken.loaded = loaded
+            self._end_term()
+            raise
+        self._agree(tenure)
+        left = f"left out, as the script has it: {some(comparison.differences)}" if comparison.differences else ""
+        for said in [*([left] if left else []), *comparison.warnings]:
+            warn(f"resuming {ref}: {said}", DeterminismWarning)
+        compared(heard, self._captured.environment(tenure.ranks), ref)
+        if self.loader is not None:
+            self.loader.remark()
+
+    def _read(self, tenure: Tenure, parent: CheckpointInfo | None, asked: _Asked) -> tuple[Any, Comparison, str]:
+        """The state, and how it compares with the script's."""
+        if parent is None:
+            writer = tenure.writer
+            assert isinstance(writer, Inherits)
+            state, ref = writer.load(), f"step {writer.step}"
+        else:
+            ref = parent.ref
+
+            def rooms(outline: Any) -> Mapping[str, Any]:
+                return self._captured.rooms(self._compared(outline, asked, ref))
+
+            # Shards are read into the script's own tensors: they are compared before.
+            into = MadeTargets(rooms) if self._captured.sharding else None
+            state = self.store.load(ref, rank=tenure.rank, into=into)
+        return state, self._compared(state, asked, ref), ref
+
+    def _compared(self, state: Any, asked: _Asked, ref: str) -> Comparison:
+        comparison = Comparison(self._captured.given, state, asked.parts, whole=asked.named is None)
+        if asked.strict:
+            comparison.check(ref)
+        return comparison
+
+    def _give_back(self, tenure: Tenure, state: Any, comparison: Comparison, ref: str) -> Any:
+        """Restore a state -> what it says of the script's environment."""
         chosen = partial(hyperparameters, self._captured.optimizers, scheduled=self._captured.may_have_schedule)
         asked = [] if self._done else chosen()  # later it is what this run has made of it
-        self._done = self._captured.restore(state)
-        if differs := unheeded(asked, chosen()):
+        comparison.restore(read_in_place=bool(self._captured.sharding))
+        notes = [] if self._done else comparison.notes
+        self._done = comparison.step
+        left = [comparison.left] if comparison.left else []
+        if differs := [*unheeded(asked, chosen()), *notes, *left]:
             _LOG.warning("%s: resuming %s: %s", self.store.url, ref, "; ".join(differs))
         self._unsaved.last = None
         self._scale.note()
@@ -330,9 +398,7 @@ class Checkpointer:
         if tenure.saving is not None:
             tenure.saving.restored()
         self._taken.loaded = False
-        compared(state.get("environment"), self._captured.environment(tenure.ranks), ref)
-        if self.loader is not None:
-            self.loader.remark()
+        return state.get("environment")
 
     def _agree(self, tenure: Tenure) -> None:
         """Begin to agree with the other ranks on what is urgent. To be called where the last step is known."""
@@ -383,6 +449,21 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise WriterClosedError(f"{self.store.url}: this Checkpointer is closed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `resume` is to restore.
+
+    Attributes:
+        parts: of the state.
+        named: as they were named; None: all.
+        strict: everything of them.
+    """
+
+    parts: frozenset[str]
+    named: str | Sequence[str] | None
+    strict: bool
 
 
 def _exited(made: weakref.ref[Checkpointer], process: int) -> None:

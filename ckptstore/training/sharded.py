@@ -54,17 +54,18 @@ class Rooms:
             for one, its in zip(outline, live, strict=False):
                 self.of(one, its)
 
-    def of_optimizer(self, outline: Any, optimizer: torch.optim.Optimizer) -> None:
+    def of_optimizer(
+        self, outline: Any, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Any, torch.Tensor]]
+    ) -> None:
         """What it keeps for DTensors, in their shape: if that is not made yet, it gets DTensors that are cut alike.
 
         Args:
             outline: its state in the checkpoint.
+            pairs: numbers of parameters there, each with the script's parameter.
         """
         if not isinstance(outline, Mapping) or not isinstance(outline.get("state"), Mapping):
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in outline.get("param_groups", ()) for number in group.get("params", ())]
-        for number, parameter in zip(numbers, parameters, strict=False):
+        for number, parameter in pairs:
             slots = outline["state"].get(number)
             for key, entry in slots.items() if isinstance(slots, Mapping) else ():
                 if isinstance(entry, TensorEntry) and key != "step":  # that is a number, whatever its shape

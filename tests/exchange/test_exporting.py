@@ -350,3 +350,31 @@ def test_what_cannot_be_stripped_is_said(tmp_path: Path) -> None:
         with pytest.raises(error, match=said):
             store.export(1, tmp_path / "x.safetensors", strip=strip)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("strip", [None, "model."])
+@pytest.mark.parametrize("select", [None, "model.*"])
+def test_names_are_those_of_the_bare_model_at_any_depth(tmp_path: Path, strip: str | None, select: str | None) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    model[1][0] = torch.compile(model[1][0], backend="eager")
+    whole = torch.compile(model, backend="eager")
+    state = {"model": whole.state_dict()}
+    store = stored(state)
+    out = tmp_path / "m.safetensors"
+    store.export(1, out, strip=strip, select=select)
+    loaded = safetensors.torch.load_file(out)
+    bare = ["0.bias", "0.weight", "1.0.bias", "1.0.weight"]
+    assert sorted(loaded) == [f"{'' if strip else 'model.'}{name}" for name in bare]
+    assert torch.equal(loaded["1.0.weight" if strip else "model.1.0.weight"], model[1][0].weight)
+    copy = ckptstore.open(tmp_path / "copy")
+    import_files(copy.journal, [out], step=1)
+    back = copy.load(1, framework="torch")
+    same(dict(back), loaded) if strip else same(back["model"], state["model"])
+
+
+def test_names_that_would_be_one_without_what_compile_puts_there_stay(tmp_path: Path) -> None:
+    store = stored({"model": {"a.w": torch.zeros(1), "a._orig_mod.w": torch.ones(1)}})
+    for strip, names in ((None, {"model.a.w", "model.a._orig_mod.w"}), ("model.", {"a.w", "a._orig_mod.w"})):
+        store.export(1, tmp_path / f"{strip}.safetensors", strip=strip)
+        assert set(safetensors.torch.load_file(tmp_path / f"{strip}.safetensors")) == names

@@ -103,6 +103,7 @@ EXPECTED = [
     "SideBySide",
     "Snapshot",
     "StateDifference",
+    "StateMismatchError",
     "StepOrderError",
     "StorageError",
     "Store",

@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.backends.local import LocalBackend  # noqa: E402
-from ckptstore.errors import FormatError, UsageError, WriterClosedError  # noqa: E402
+from ckptstore.errors import FormatError, StateMismatchError, UsageError, WriterClosedError  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning, retention  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tools.warm import Warm  # noqa: E402
@@ -406,12 +406,15 @@ def test_what_is_no_checkpoint_of_a_checkpointer_is_refused(tmp_path: Path) -> N
         checkpointer.resume()
 
 
-def test_another_optimizer_is_warned_of(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused_and_warned_of_on_request(tmp_path: Path) -> None:
     Script(torch.optim.AdamW).run(tmp_path / "s", 2, strategy="full")
     script = Script(torch.optim.Adam)
     with Checkpointer(tmp_path / "s", **script.parts(), strategy="full") as checkpointer:
+        with pytest.raises(StateMismatchError, match="optimizer: AdamW in the checkpoint, Adam in the script"):
+            checkpointer.resume()
         with pytest.warns(DeterminismWarning, match=r"not be bit-identical.*optimizer 0: AdamW.* -> Adam,"):
-            assert checkpointer.resume() == 2
+            assert checkpointer.resume(strict=False) == 2
+        assert script.optimizer.state  # Adam keeps what AdamW keeps
         script.one(torch.arange(8), 2)
         assert checkpointer.step() is not None
 

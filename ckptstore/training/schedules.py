@@ -1,0 +1,213 @@
+"""Schedules of a script, and of a checkpoint: of which class they are, what they were told, where the two differ.
+
+A schedule's ``load_state_dict`` puts the checkpoint's numbers in place of the script's. Functions are not in its state:
+those are the script's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any, Final
+
+__all__ = ["described", "otherwise", "refusal"]
+
+_PROGRESS: Final = frozenset(
+    {"last_epoch", "num_bad_epochs", "best", "cooldown_counter", "T_cur", "T_i", "base_lrs", "n_averages", "verbose"}
+)
+"""Members that tell how far a schedule is, and rates that the optimizer's groups tell of."""
+_PRIVATE: Final = frozenset({"_milestones"})
+_MOST: Final = 16
+_LONGEST: Final = 256
+_VERSION: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+"""Constants of a function are compared only between those of one version: what is one is the compiler's choice."""
+
+
+def described(schedule: Any) -> dict[str, Any]:
+    """What a checkpoint says of a schedule beside its state: its class, its functions, and of those in it the same."""
+    found: dict[str, Any] = {"class": type(schedule).__qualname__}
+    if functions := [_function(one) for one in _functions(schedule)]:
+        found["functions"] = functions
+    if parts := _parts(schedule):
+        found["schedules"] = [described(one) for one in parts]
+    return found
+
+
+def refusal(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
+    """Why a checkpoint's state is none of this schedule; empty: it may be.
+
+    Args:
+        about: what `described` said of it; None: it is an old checkpoint.
+    """
+    mine = type(schedule).__qualname__
+    if isinstance(about, Mapping):
+        if about.get("class") != mine:
+            return [f"{path}: {about.get('class')} in the checkpoint, {mine} in the script"]
+        parts, theirs = _parts(schedule), about.get("schedules") or []
+        if len(parts) != len(theirs):
+            return [f"{path}: {len(theirs)} schedules in the checkpoint's {mine}, {len(parts)} in the script's"]
+        return [
+            said
+            for number, (part, its) in enumerate(zip(parts, theirs, strict=True))
+            for said in refusal(f"{path}[{number}]", part, None, its)
+        ]
+    if isinstance(state, Mapping):
+        lacking = sorted(name for name in _told(schedule) if name in _live(schedule) and name not in state)
+        if lacking:
+            return [f"{path}: the checkpoint's has no {lacking[0]}: it is of another class than {mine}"]
+    return []
+
+
+def otherwise(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
+    """What the script told its schedule and the checkpoint has otherwise, for people. Ask before it is loaded."""
+    live = _live(schedule)
+    found = [
+        f"{path}: {name.lstrip('_')} is {_said(state[name])}, as in the checkpoint, not {_said(live[name])} as in the "
+        "script"
+        for name in _settings(schedule, live)
+        if isinstance(state, Mapping) and name in state and not _equal(state[name], live[name])
+    ]
+    if found:
+        found.append("to have the script's, set it on the scheduler after resume()")
+    theirs = about.get("functions") if isinstance(about, Mapping) else None
+    if theirs is not None:
+        found += _other_functions(path, [_function(one) for one in _functions(schedule)], theirs)
+    states = state.get("_schedulers") if isinstance(state, Mapping) else None
+    abouts = about.get("schedules") if isinstance(about, Mapping) else None
+    for number, part in enumerate(_parts(schedule)):
+        its, its_about = _at(states, number), _at(abouts, number)
+        found += otherwise(f"{path}[{number}]", part, its, its_about)
+    return found
+
+
+def _at(values: Any, number: int) -> Any:
+    return values[number] if isinstance(values, list | tuple) and number < len(values) else None
+
+
+def _live(schedule: Any) -> Mapping[str, Any]:
+    return vars(schedule) if hasattr(schedule, "__dict__") else {}
+
+
+def _parts(schedule: Any) -> list[Any]:
+    found = getattr(schedule, "_schedulers", None)
+    return list(found) if isinstance(found, list | tuple) else []
+
+
+def _told(schedule: Any) -> set[str]:
+    """Names of what its class is made with."""
+    try:
+        return set(inspect.signature(type(schedule).__init__).parameters) - _PROGRESS - {"self", "optimizer"}
+    except (TypeError, ValueError):
+        return set()
+
+
+def _settings(schedule: Any, live: Mapping[str, Any]) -> Iterator[str]:
+    """Names of its members that a script chose. Of classes that are not torch's: what the class is made with."""
+    ours = type(schedule).__module__.startswith("torch.")
+    told = _told(schedule)
+    for name, value in live.items():
+        public = not name.startswith("_") or name in _PRIVATE
+        if public and name not in _PROGRESS and (ours or name in told) and _is_plain(value):
+            yield name
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, int | float | str) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) == list(other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return dict(one) == dict(other)
+    return bool(one == other)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Mapping):  # a Counter of milestones
+        return repr(sorted(value))
+    return f"{value!r:.80}"
+
+
+def _functions(schedule: Any) -> list[Any]:
+    """Functions that a script gave it."""
+    found: list[Any] = []
+    for name, value in _live(schedule).items():
+        if not name.startswith("_") and name not in ("optimizer", "step"):
+            found += [one for one in (value if isinstance(value, list | tuple) else [value]) if _is_function(one)]
+    return found[:_MOST]
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _function(function: Any) -> dict[str, Any]:
+    """The name of a function, and the numbers in it: arguments that are bound, variables that it uses, constants."""
+    if isinstance(function, functools.partial):
+        inner = _function(function.func)
+        bound = {**{str(number): one for number, one in enumerate(function.args)}, **function.keywords}
+        return {**inner, "numbers": {**inner.get("numbers", {}), **_numbers(bound)}}
+    if not isinstance(function, FunctionType):
+        numbers = _numbers(vars(function)) if hasattr(function, "__dict__") else {}
+        return {"name": type(function).__qualname__, "numbers": numbers}
+    code = function.__code__
+    used = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+    closed = {name: _cell(cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)}
+    defaults = function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    constants = [one for one in code.co_consts if isinstance(one, int | float) and not isinstance(one, bool)]
+    return {
+        "name": function.__qualname__,
+        "numbers": _numbers({**used, **closed, **given}),
+        "constants": {_VERSION: constants[:_MOST]},
+    }
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        str(name): value
+        for name, value in values.items()
+        if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _LONGEST)
+    }
+    return dict(sorted(found.items())[:_MOST])
+
+
+def _other_functions(path: str, mine: list[dict[str, Any]], theirs: list[Any]) -> list[str]:
+    found = []
+    if len(mine) != len(theirs):
+        found.append(f"{path}: {len(mine)} functions, as in the script; the checkpoint's run had {len(theirs)}")
+    for number, (own, its) in enumerate(zip(mine, theirs, strict=False)):
+        where = f"{path}: function {number} ({own['name']})"
+        if own["name"] != its.get("name"):
+            found.append(f"{where} is the script's; the checkpoint's run had {its.get('name')}")
+            continue
+        before, now = its.get("numbers") or {}, own.get("numbers") or {}
+        found += [
+            f"{where}: {name} is {now.get(name)!r}, as in the script; the checkpoint's run had {before.get(name)!r}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        was, has = (_at_version(one) for one in (its, own))
+        if was is not None and was != has:
+            found.append(f"{where}: its constants are {has}, as in the script; the checkpoint's run had {was}")
+    return found
+
+
+def _at_version(described: Mapping[str, Any]) -> Any:
+    return (described.get("constants") or {}).get(_VERSION)

@@ -1,0 +1,615 @@
+"""A script that changed between two runs: what fits is restored, all else is said or refused, and nothing changed."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402
+from ckptstore import DeterminismWarning  # noqa: E402
+from ckptstore.errors import FormatError, StateMismatchError, UsageError  # noqa: E402
+from ckptstore.training import Checkpointer  # noqa: E402
+
+nn = torch.nn
+
+
+class Two(nn.Module):  # type: ignore[misc]
+    """Two layers of one shape; `swapped`: the same layers, made in another order."""
+
+    def __init__(self, swapped: bool = False, **also: nn.Module) -> None:
+        super().__init__()
+        for name in ("b", "a") if swapped else ("a", "b"):
+            self.add_module(name, nn.Linear(4, 4))
+        for name, one in also.items():
+            self.add_module(name, one)
+
+    def forward(self, x: Any) -> Any:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def trained(
+    path: Path,
+    model: Any,
+    make: Callable[[Any], Any] = torch.optim.AdamW,
+    steps: int = 3,
+    scheduler: Any = None,
+    strategy: str = "full",
+    **also: Any,
+) -> tuple[Any, Any]:
+    """Train some steps, each parameter by other gradients, and save each."""
+    optimizer = make(model.parameters()) if callable(make) else make
+    schedule = None if scheduler is None else scheduler(optimizer)
+    with Checkpointer(
+        path, model=model, optimizer=optimizer, scheduler=schedule, strategy=strategy, **also
+    ) as checkpointer:
+        for step in range(checkpointer.resume(), steps):
+            for number, parameter in enumerate(model.parameters()):
+                if parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, float(number + step + 1))
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            checkpointer.step()
+    return model, optimizer
+
+
+def moments(model: Any, optimizer: Any) -> dict[str, Any]:
+    """What an optimizer keeps, by names of parameters and slots."""
+    return {
+        f"{name.replace('_orig_mod.', '')}/{key}": value.clone() if isinstance(value, torch.Tensor) else value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, Any]:
+    weights = {f"model.{name}": one.clone() for name, one in model.state_dict().items()}
+    groups = {
+        f"group {number} {key}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }
+    return weights | moments(model, optimizer) | groups
+
+
+def same(one: Any, other: Any) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other[key].dtype, key
+            assert torch.equal(value, other[key]), key
+        else:
+            assert value == other[key], key
+
+
+def resumed(path: Path, model: Any, optimizer: Any, how: Any = None, **also: Any) -> int:
+    with Checkpointer(path, model=model, optimizer=optimizer, strategy="full", **also) as checkpointer:
+        return checkpointer.resume(**(how or {}))
+
+
+def refused(path: Path, model: Any, optimizer: Any, **also: Any) -> StateMismatchError:
+    """A resume that has to be refused, with nothing changed."""
+    before = everything(model, optimizer)
+    generator = torch.get_rng_state()
+    with (
+        Checkpointer(path, model=model, optimizer=optimizer, strategy="full", **also) as checkpointer,
+        pytest.raises(StateMismatchError) as caught,
+    ):
+        checkpointer.resume()
+    same(everything(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    return caught.value
+
+
+# -- names
+
+
+@pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
+def test_modules_made_in_another_order_get_their_own_moments(tmp_path: Path, strategy: str) -> None:
+    model, optimizer = trained(tmp_path / "s", Two(), strategy=strategy)
+    other = Two(swapped=True)
+    fresh = torch.optim.AdamW(other.parameters())
+    assert resumed(tmp_path / "s", other, fresh) == 3
+    same(moments(other, fresh), moments(model, optimizer))
+    x = torch.randn(3, 4)
+    for net, optim in ((model, optimizer), (other, fresh)):
+        optim.zero_grad()
+        net(x).square().sum().backward()
+        optim.step()
+    assert all(torch.equal(one, other.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+def test_an_agent_and_a_replica_keep_names_too(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path / "s", Two(), strategy="replica", agent=True)
+    other = Two(swapped=True)
+    fresh = torch.optim.AdamW(other.parameters())
+    assert resumed(tmp_path / "s", other, fresh, agent=True) == 3
+    same(moments(other, fresh), moments(model, optimizer))
+
+
+def test_groups_in_another_order_get_their_own_numbers(tmp_path: Path) -> None:
+    def grouped(model: Any, names: tuple[str, str]) -> Any:
+        decay = {"a": 0.1, "b": 0.0}
+        return torch.optim.AdamW(
+            [{"params": getattr(model, name).parameters(), "weight_decay": decay[name]} for name in names]
+        )
+
+    model = Two()
+    _, optimizer = trained(tmp_path / "s", model, grouped(model, ("a", "b")))
+    other = Two()
+    fresh = grouped(other, ("b", "a"))
+    resumed(tmp_path / "s", other, fresh)
+    same(moments(other, fresh), moments(model, optimizer))
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.0, 0.1]
+
+
+def test_parameters_in_another_group_are_refused(tmp_path: Path) -> None:
+    model = Two()
+    optimizer = torch.optim.SGD([{"params": model.a.parameters()}, {"params": model.b.parameters(), "lr": 0.1}], lr=1.0)
+    trained(tmp_path / "s", model, optimizer)
+    other = Two()
+    fresh = torch.optim.SGD(
+        [{"params": [other.a.weight]}, {"params": [other.a.bias, *other.b.parameters()], "lr": 0.1}], lr=1.0
+    )
+    error = refused(tmp_path / "s", other, fresh)
+    assert "divided otherwise" in str(error)
+
+
+def test_names_that_an_optimizer_was_given_count_for_parameters_of_no_model(tmp_path: Path) -> None:
+    def scales(order: str) -> list[tuple[str, Any]]:
+        return [(name, nn.Parameter(torch.zeros(3))) for name in order]
+
+    def save(named: list[tuple[str, Any]], steps: int) -> Any:
+        optimizer = torch.optim.Adam(named)
+        with Checkpointer(tmp_path / "s", model=nn.Linear(1, 1), optimizer=optimizer, strategy="full") as checkpointer:
+            for _ in range(checkpointer.resume(), steps):
+                for name, one in named:
+                    one.grad = torch.full((3,), float(ord(name)))
+                optimizer.step()
+                checkpointer.step()
+        return {name: optimizer.state[one]["exp_avg"] for name, one in named}
+
+    expected = save(scales("xyz"), 1)
+    found = save(scales("zxy"), 1)
+    assert all(torch.equal(expected[name], found[name]) for name in "xyz")
+
+
+def test_parameters_of_no_model_go_by_number(tmp_path: Path) -> None:
+    def made(*shapes: int) -> tuple[Any, Any]:
+        parameters = [nn.Parameter(torch.zeros(size)) for size in shapes]
+        return parameters, torch.optim.Adam(parameters)
+
+    parameters, optimizer = made(3, 4)
+    with Checkpointer(tmp_path / "s", model=nn.Linear(1, 1), optimizer=optimizer, strategy="full") as checkpointer:
+        checkpointer.resume()
+        for one in parameters:
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+        checkpointer.step()
+    again, fresh = made(3, 4)
+    resumed(tmp_path / "s", nn.Linear(1, 1), fresh)
+    for one, other in zip(parameters, again, strict=True):
+        assert torch.equal(optimizer.state[one]["exp_avg"], fresh.state[other]["exp_avg"])
+    _, swapped = made(4, 3)
+    error = refused(tmp_path / "s", nn.Linear(1, 1), swapped)
+    assert "exp_avg of parameter 0: float32 [3] in the checkpoint, the parameter is float32 [4]" in str(error)
+
+
+def test_a_checkpoint_without_names_resumes_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.training.captured import Captured
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Captured, "_script", lambda self, standing: {})
+        patch.setattr(Captured, "watched", lambda self: None)
+        model, optimizer = trained(tmp_path / "s", Two())
+    assert "script" not in ckptstore.open(tmp_path / "s").load()
+    other = Two()
+    fresh = torch.optim.AdamW(other.parameters())
+    assert resumed(tmp_path / "s", other, fresh) == 3
+    same(everything(other, fresh), everything(model, optimizer))
+    moved = Two(swapped=True)
+    error = refused(tmp_path / "s", moved, torch.optim.AdamW(moved.parameters()))
+    assert "another order" in str(error)
+
+
+@pytest.mark.parametrize("strategy", ["delta", "gradient"])
+def test_names_make_no_step_a_full(tmp_path: Path, strategy: str) -> None:
+    trained(tmp_path / "s", Two(), strategy=strategy, steps=6)
+    kinds = [info.kind for info in ckptstore.open(tmp_path / "s").checkpoints()]
+    assert kinds == ["full", *[strategy] * 5]
+
+
+# -- what is refused
+
+
+def test_another_class_of_optimizer_is_refused_before_anything_is_restored(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    model = Two()
+    error = refused(tmp_path / "s", model, torch.optim.AdamW(model.parameters()))
+    assert error.differences == ("optimizer: SGD in the checkpoint, AdamW in the script",)
+    assert 'resume(parts=["model"])' in str(error)
+    assert "resume(strict=False)" in str(error)
+    assert isinstance(error, FormatError)
+
+
+def test_layers_and_groups_that_were_added_are_listed(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two())
+    model = Two(c=nn.Linear(4, 2))
+    error = refused(tmp_path / "s", model, torch.optim.AdamW(model.parameters()))
+    assert {one.partition(":")[0] for one in error.differences} == {"model.c.weight", "model.c.bias", "optimizer"}
+    assert any("model.c.weight: the script's optimizer has it" in one for one in error.differences)
+    model = Two()
+    groups = [{"params": model.a.parameters()}, {"params": model.b.parameters()}]
+    error = refused(tmp_path / "s", model, torch.optim.AdamW(groups))
+    assert "1 in the checkpoint, 2 in the script" in str(error)
+
+
+def test_a_vocabulary_of_another_size_is_refused_and_on_request_left_out(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path / "s", Two(words=nn.Embedding(5, 4)))
+    other = Two(words=nn.Embedding(7, 4))
+    fresh = torch.optim.AdamW(other.parameters())
+    error = refused(tmp_path / "s", other, fresh)
+    assert "model.words.weight: float32 [5, 4] in the checkpoint, float32 [7, 4] in the script" in error.differences
+    words = other.words.weight.clone()
+    with pytest.warns(DeterminismWarning, match=r"left out, as the script has it: model\.words\.weight"):
+        assert resumed(tmp_path / "s", other, fresh, {"strict": False}) == 3
+    assert torch.equal(other.words.weight, words)
+    assert other.words.weight not in fresh.state
+    for name in ("a.weight", "b.bias"):
+        mine, its = other.get_parameter(name), model.get_parameter(name)
+        assert torch.equal(mine, its)
+        assert torch.equal(fresh.state[mine]["exp_avg"], optimizer.state[its]["exp_avg"])
+
+
+def test_parts_alone_are_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = trained(tmp_path / "s", Two())
+    other = Two()
+    fresh = torch.optim.SGD(other.parameters(), lr=0.5)
+    generator = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING), pytest.warns(DeterminismWarning, match="optimizer 0: AdamW.* -> SGD"):
+        assert resumed(tmp_path / "s", other, fresh, {"parts": ["model"]}) == 3
+    assert "restored: model; left as the script has them: optimizer, random generators" in caplog.text
+    assert all(torch.equal(one, other.state_dict()[name]) for name, one in model.state_dict().items())
+    assert not fresh.state
+    assert fresh.param_groups[0]["lr"] == 0.5
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("parts", [["weights"], ["scheduler"], [], [1]])
+def test_parts_that_there_are_not_are_refused(tmp_path: Path, parts: Any) -> None:
+    trained(tmp_path / "s", Two())
+    model = Two()
+    with pytest.raises(UsageError, match="parts"):
+        resumed(tmp_path / "s", model, torch.optim.AdamW(model.parameters()), {"parts": parts})
+
+
+def test_a_refused_resume_leaves_no_term_to_step_in(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two())
+    model = Two(c=nn.Linear(1, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path / "s", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        with pytest.raises(StateMismatchError):
+            checkpointer.resume()
+        with pytest.raises(UsageError, match="call resume"):
+            checkpointer.step()
+        with pytest.warns(DeterminismWarning):
+            assert checkpointer.resume(strict=False) == 3
+        optimizer.step()
+        checkpointer.step()
+    assert ckptstore.open(tmp_path / "s").latest_step() == 4
+
+
+def test_going_back_compares_too(tmp_path: Path) -> None:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path / "s", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        checkpointer.resume()
+        optimizer.step()
+        checkpointer.step()
+        checkpointer.wait()
+        model.add_module("c", nn.Linear(1, 1))
+        before = everything(model, optimizer)
+        with pytest.raises(StateMismatchError, match=r"model\.c\.weight"):
+            checkpointer.rollback(1)
+        same(everything(model, optimizer), before)
+        assert checkpointer.rollback(1, parts="optimizer") == 1
+
+
+def test_a_foreign_object_that_fails_puts_everything_back(tmp_path: Path) -> None:
+    class Counter:
+        def __init__(self, fails: bool) -> None:
+            self.at, self.fails = 0, fails
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if self.fails and state != {"at": 0}:
+                raise KeyError("of the script's own")
+            self.at = state["at"]
+
+    model = Two()
+    model.register_buffer("mask", torch.zeros(1).expand(3))
+    good, bad = Counter(False), Counter(True)
+    good.at = bad.at = 5
+    trained(tmp_path / "s", model, extra={"good": good, "bad": bad})
+    other = Two()
+    other.register_buffer("mask", torch.ones(1).expand(3))
+    fresh = torch.optim.AdamW(other.parameters())
+    good, bad = Counter(False), Counter(True)
+    before, generator = everything(other, fresh), torch.get_rng_state()
+    with (
+        Checkpointer(
+            tmp_path / "s", model=other, optimizer=fresh, extra={"good": good, "bad": bad}, strategy="full"
+        ) as checkpointer,
+        pytest.raises(KeyError, match="of the script's own") as caught,
+    ):
+        checkpointer.resume()
+    assert "restoring extra['bad'] failed; the script's other objects are as they were" in caught.value.__notes__[0]
+    same(everything(other, fresh), before)
+    assert not fresh.state
+    assert good.at == 0
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+# -- dtypes
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(("before", "after"), [("float32", "bfloat16"), ("float32", "float64"), ("float64", "float32")])
+def test_another_dtype_is_cast_with_a_warning_and_trains_on(tmp_path: Path, make: Any, before: str, after: str) -> None:
+    model, optimizer = trained(tmp_path / "s", Two().to(getattr(torch, before)), make)
+    other = Two().to(getattr(torch, after))
+    fresh = make(other.parameters())
+    slots = sum(isinstance(one, torch.Tensor) and one.ndim > 0 for one in moments(model, optimizer).values())
+    with pytest.warns(
+        DeterminismWarning,
+        match=f"Cast: 4 tensors of the model from {before} to {after}.*{slots} tensors of the optimizer from {before}",
+    ):
+        assert resumed(tmp_path / "s", other, fresh) == 3
+    for name, one in moments(other, fresh).items():
+        if isinstance(one, torch.Tensor) and one.ndim:
+            assert torch.equal(one, moments(model, optimizer)[name].to(getattr(torch, after)))
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fresh.step()
+
+
+def test_a_dtype_that_cuts_numbers_off_is_refused(tmp_path: Path) -> None:
+    for dtype in (torch.complex64, torch.float32):
+        model = Two()
+        model.register_buffer("kept", torch.full((2,), 1.5, dtype=dtype))
+        trained(tmp_path / str(dtype), model)
+        other = Two()
+        other.register_buffer("kept", torch.zeros(2, dtype=torch.int64))
+        error = refused(tmp_path / str(dtype), other, torch.optim.AdamW(other.parameters()))
+        assert "cannot become int64 [2]" in str(error)
+
+
+# -- modules
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [(True, False), (False, True), (True, True)])
+def test_compiled_submodules_have_the_names_of_the_bare_model(tmp_path: Path, compiled: tuple[bool, bool]) -> None:
+    def net(wrap: bool) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+        if wrap:
+            model[1][0] = torch.compile(model[1][0], backend="eager")
+            model[0] = torch.compile(model[0], backend="eager")
+        return model
+
+    ema = torch.optim.swa_utils.AveragedModel(net(compiled[0]))
+    model, optimizer = trained(tmp_path / "s", net(compiled[0]), extra={"ema": ema})
+    state = ckptstore.open(tmp_path / "s").load()
+    assert list(state["model"]) == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
+    assert not any("_orig_mod" in name for name in state["extra"]["ema"])
+    other = net(compiled[1])
+    fresh = torch.optim.AdamW(other.parameters())
+    resumed(tmp_path / "s", other, fresh, extra={"ema": torch.optim.swa_utils.AveragedModel(net(compiled[1]))})
+    same(moments(other, fresh), moments(model, optimizer))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_repeated_elements_are_restored(tmp_path: Path) -> None:
+    def net(value: float) -> Any:
+        model = Two()
+        model.register_buffer("base", torch.full((1,), value))
+        model.register_buffer("spread", torch.full((1, 3), value).expand(2, 3))
+        model.register_buffer("view", model.base.expand(4))
+        model.register_buffer("windows", torch.full((4,), value).as_strided((3, 2), (1, 1)))
+        return model
+
+    model, optimizer = trained(tmp_path / "s", net(2.0))
+    other = net(5.0)
+    view = other.view
+    fresh = torch.optim.AdamW(other.parameters())
+    resumed(tmp_path / "s", other, fresh)
+    same(everything(other, fresh), everything(model, optimizer))
+    assert view.data_ptr() == other.base.data_ptr()  # equal by what it is a view of: left as it is
+    equal = net(2.0)
+    spread = equal.spread.data_ptr()
+    resumed(tmp_path / "s", equal, torch.optim.AdamW(equal.parameters()))
+    assert equal.spread.data_ptr() == spread
+    assert equal.spread.stride() == (0, 1)
+
+
+def test_non_contiguous_parameters_are_restored(tmp_path: Path) -> None:
+    def net() -> Any:
+        model = Two()
+        model.turned = nn.Parameter(torch.randn(3, 5).t())
+        return model
+
+    model, optimizer = trained(tmp_path / "s", net())
+    other = net()
+    fresh = torch.optim.AdamW(other.parameters())
+    resumed(tmp_path / "s", other, fresh)
+    same(everything(other, fresh), everything(model, optimizer))
+    assert other.turned.stride() == (1, 5)
+
+
+def test_tensors_that_are_one_in_the_script_alone_are_refused(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two())
+    model = Two()
+    model.b.weight = model.a.weight
+    error = refused(tmp_path / "s", model, torch.optim.AdamW(model.parameters()))
+    assert any("model.b.weight: one tensor with model.a.weight in the script" in one for one in error.differences)
+
+
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two())
+    with torch.device("meta"):
+        model = Two()
+    with (
+        Checkpointer(tmp_path / "s", model=model, strategy="full") as checkpointer,
+        pytest.raises(StateMismatchError, match="on the meta device"),
+    ):
+        checkpointer.resume()
+
+
+def test_a_buffer_that_is_not_kept_any_more_is_refused(tmp_path: Path) -> None:
+    def net(persistent: bool) -> Any:
+        model = Two()
+        model.register_buffer("seen", torch.zeros(2), persistent=persistent)
+        return model
+
+    for one, said in ((True, "the script's has none"), (False, "the checkpoint has none")):
+        trained(tmp_path / str(one), net(one))
+        model = net(not one)
+        error = refused(tmp_path / str(one), model, torch.optim.AdamW(model.parameters()))
+        assert error.differences[0].startswith(f"model.seen: {said}")
+
+
+# -- schedules
+
+
+def test_another_schedule_is_refused_and_on_request_left_out(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two(), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2))
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    error = refused(tmp_path / "s", model, optimizer, scheduler=scheduler)
+    assert error.differences == ("scheduler: StepLR in the checkpoint, CosineAnnealingLR in the script",)
+    with pytest.warns(DeterminismWarning, match="left out, as the script has it: scheduler: StepLR"):
+        assert resumed(tmp_path / "s", model, optimizer, {"strict": False}, scheduler=scheduler) == 3
+    assert scheduler.last_epoch == 0
+    assert scheduler.T_max == 10
+    assert optimizer.state
+
+
+WARMUP = 3
+
+
+def nested(optimizer: Any, milestone: int, total: int) -> Any:
+    schedules = torch.optim.lr_scheduler
+    first = schedules.LinearLR(optimizer, total_iters=total)
+    return schedules.SequentialLR(optimizer, [first, schedules.ExponentialLR(optimizer, 0.9)], [milestone])
+
+
+def cosine(step: int, *, warmup: int, total: int = 9) -> float:
+    return min(1.0, step / warmup) * total
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20, eta_min=0.1),
+            ["T_max is 10, as in the checkpoint, not 20 as in the script", "eta_min is 0.0"],
+        ),
+        (
+            lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
+            lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5]),
+            ["milestones is [2, 4], as in the checkpoint, not [2, 5] as in the script"],
+        ),
+        (
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
+            ["total_steps is 10, as in the checkpoint, not 30 as in the script"],
+        ),
+        (
+            lambda o: nested(o, 2, 5),
+            lambda o: nested(o, 3, 6),
+            ["scheduler: milestones is [2]", "scheduler[0]: total_iters is 5"],
+        ),
+        (
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: step / 10),
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: step / 20),
+            ["its constants are [20], as in the script; the checkpoint's run had [10]"],
+        ),
+        (
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, __import__("functools").partial(cosine, warmup=1)),
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, __import__("functools").partial(cosine, warmup=2)),
+            ["function 0 (cosine): warmup is 2, as in the script; the checkpoint's run had 1"],
+        ),
+        (
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, cosine_of(2)),
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, cosine_of(4)),
+            ["warmup is 4, as in the script; the checkpoint's run had 2"],
+        ),
+        (
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, cosine_of(2)),
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0),
+            ["is the script's; the checkpoint's run had cosine_of.<locals>.rate"],
+        ),
+    ],
+    ids=["cosine", "milestones", "onecycle", "nested", "constant", "partial", "closure", "name"],
+)
+def test_other_numbers_of_a_schedule_are_told(
+    tmp_path: Path, before: Any, after: Any, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "s", Two(), scheduler=before)
+    for make, told in ((before, []), (after, said)):
+        caplog.clear()
+        model = Two()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with caplog.at_level(logging.WARNING):
+            resumed(tmp_path / "s", model, optimizer, scheduler=make(optimizer))
+        assert all(one in caplog.text for one in told), caplog.text
+        assert bool(told) or not caplog.text, caplog.text
+
+
+def cosine_of(warmup: int) -> Any:
+    def rate(step: int) -> float:
+        return min(1.0, step / warmup)
+
+    return rate
+
+
+def test_a_scaler_that_was_disabled_is_told_of(tmp_path: Path) -> None:
+    for enabled in (True, False):
+        trained(tmp_path / str(enabled), Two(), scaler=torch.amp.GradScaler("cpu", enabled=enabled))
+        model = Two()
+        with pytest.warns(DeterminismWarning, match="scaler: "):
+            resumed(
+                tmp_path / str(enabled),
+                model,
+                torch.optim.AdamW(model.parameters()),
+                scaler=torch.amp.GradScaler("cpu", enabled=not enabled),
+            )
+
+
+def test_warnings_that_are_errors_come_when_all_is_restored(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path / "s", Two())
+    other = Two().double()
+    fresh = torch.optim.AdamW(other.parameters())
+    with Checkpointer(tmp_path / "s", model=other, optimizer=fresh, strategy="full") as checkpointer:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DeterminismWarning)
+            with pytest.raises(DeterminismWarning, match="Cast"):
+                checkpointer.resume()
+        assert checkpointer.steps_done == 3
+        assert torch.equal(other.a.weight, model.a.weight.double())
+        fresh.step()
+        checkpointer.step()
+    assert ckptstore.open(tmp_path / "s").latest_step() == 4
+    assert optimizer.state
