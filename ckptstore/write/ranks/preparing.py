@@ -37,7 +37,13 @@ def prepare(
         one.adopted, state = state, state.snapshot.flat
     flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
     found = explaining.found(updates, flat)
+    families = len(tenure.families)
     _learn(tenure, found)
+    if tenure.agreed is not None and len(tenure.families) > families:
+        explaining.say(
+            "the ranks divide their tensors anew, because earlier saves did not say what an optimizer moves together: "
+            "the next checkpoint is a full. Give updates= with the first save, too"
+        )
     holding = holding_of(flat, means.group.rank, means.ranks.globs, list(tenure.families))
     before, apart = tenure.agreed, means.ranks.diverged != "warn"
     deadline = Deadline(means.ranks.timeout, means.group.ended)
