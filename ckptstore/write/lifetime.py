@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
 from ckptstore.errors import WriterClosedError, WriterError
+from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.host import exiting, sigterm
@@ -83,7 +84,10 @@ class Lifetime:
         # Payloads under way take no more memory than the staging blocks do. What is not coded has none.
         encoders = max(self._staging.blocks - 1, options.max_in_flight * options.threads if options.plain else 1)
         draft = self._draft(term)
-        self._deltas = Deltas(options.deltas, self._backend, draft, self._snapshots, reopen, min(cores, encoders))
+        chains = Chains(lambda: self._committer.log.catalog.keep)
+        self._deltas = Deltas(
+            options.deltas, self._backend, draft, self._snapshots, reopen, min(cores, encoders), chains
+        )
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
         self._coded = Coded(
@@ -160,7 +164,7 @@ class Lifetime:
         self.parent = parent
         diffs: Diffs | None = None
         if self._options.diffs is not None:
-            diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers)
+            diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers, self._deltas.chains)
         committer = Committer(
             term,
             Saves(term.number, parent, self._failures),
