@@ -80,13 +80,9 @@ class Lifetime:
         self._snapshots = SnapshotPool(
             options.max_in_flight, self._background.submit, self._backend.segment_bytes, kept=int(options.keeps_copies)
         )
-        cores = os.cpu_count() or 1
-        # Payloads under way take no more memory than the staging blocks do. What is not coded has none.
-        encoders = max(self._staging.blocks - 1, options.max_in_flight * options.threads if options.plain else 1)
-        draft = self._draft(term)
         chains = Chains(lambda: self._committer.log.catalog.keep)
         self._deltas = Deltas(
-            options.deltas, self._backend, draft, self._snapshots, reopen, min(cores, encoders), chains
+            options.deltas, self._backend, self._draft(term), self._snapshots, reopen, self._encoders(), chains
         )
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
@@ -120,6 +116,12 @@ class Lifetime:
         exiting.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             sigterm.watch(self)
+
+    def _encoders(self) -> int:
+        """Threads that code: payloads under way take no more memory than the staging blocks do."""
+        # What is not coded has no payloads.
+        plain = self._options.max_in_flight * self._options.threads if self._options.plain else 1
+        return min(os.cpu_count() or 1, max(self._staging.blocks - 1, plain))
 
     def _upkeep(self) -> None:
         self._committer.housekeeping()  # whichever it is by then
