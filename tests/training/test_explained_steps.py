@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.training import Checkpointer, OptimizerStep  # noqa: E402
 from ckptstore.write.ranks.mailbox import Group  # noqa: E402
+from ckptstore.write.steps import batcher  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 
 EXPLAINED = 34.0
@@ -239,3 +240,35 @@ def test_after_going_back(tmp_path: Path, agent: bool) -> None:
             job.one()
             checkpointer.step().result()
         job.check(4, 8)
+
+
+@pytest.mark.filterwarnings("default::ckptstore.UnexplainedStepWarning")
+def test_a_step_for_which_there_was_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is coded against the step before it, which its own update does not reach."""
+    job, used = Job(), []
+    whole = batcher.encode_step
+
+    def encode(flat: Any, updates: Any, base: Any, step: int, **others: Any) -> Any:
+        used.append((step, len(updates)))
+        if step == 3:
+            raise MemoryError("none left")
+        return whole(flat, updates, base, step, **others)
+
+    monkeypatch.setattr(batcher, "encode_step", encode)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        ckptstore.open(tmp_path / "run").writer(diffs=ckptstore.DiffOptions()) as writer,
+    ):
+        warnings.simplefilter("always")
+        for step in range(1, 6):
+            updates = job.one()
+            state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+            if step == 3:
+                with pytest.raises(MemoryError):
+                    writer.save_async(state, step, updates=updates).result()
+            else:
+                writer.save_async(state, step, updates=updates).result()
+    assert used == [(2, 4), (3, 4), (4, 0), (5, 4)]
+    told = [str(one.message) for one in caught if one.category is ckptstore.UnexplainedStepWarning]
+    assert len(told) == 1
+    assert "step 3 before it could not be stored" in told[0]

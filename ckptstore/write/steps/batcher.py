@@ -6,9 +6,10 @@ The committer's thread alone uses it.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -20,6 +21,7 @@ from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, N
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
+from ckptstore.host.caller_warnings import UnexplainedStepWarning
 from ckptstore.host.checks import seconds, whole
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -174,6 +176,7 @@ class Diffs:
         """
         self._chains = chains
         self._size = 0.0  # of the last step diff, as a part of a full
+        self._missed: int | None = None  # a step that could not be coded, since the one in memory
         self.options = options
         self._draft = draft
         self._term = draft.term
@@ -258,7 +261,15 @@ class Diffs:
             self._keep_latest(snapshot)
             self.waiting.append(Waiting(step, time.time(), done, None, labels))
             return len(self.waiting) >= self.batch
-        coded = self._encode(snapshot, updates, step)
+        if self._missed is not None:
+            _warn_unexplained(step, self._missed)
+            updates = ()  # Prevents: a step explained by itself alone, from a checkpoint that lies further back.
+        try:
+            coded = self._encode(snapshot, updates, step)
+        except BaseException:
+            self._missed = step
+            raise
+        self._missed = None
         self._stored(step, coded.base.step, coded.stored, coded.nbytes)
         self._depth += 1
         self.waiting.append(Waiting(step, time.time(), done, coded, labels))
@@ -410,6 +421,7 @@ class Diffs:
         self._advance(None)
 
     def _advance(self, following: MemoryBase | None) -> None:
+        self._missed = None
         previous, self._previous = self._previous, following
         if previous is not None:
             previous.forget()
@@ -423,6 +435,17 @@ class Diffs:
         assert self._previous is not None
         tensors = self._previous.tensors
         return dict(zip(tensors, self._workers.pool.map(_digest, tensors.values()), strict=True))
+
+
+def _warn_unexplained(step: int, missed: int) -> None:
+    """Say why a step is stored as a difference."""
+    with suppress(Warning):  # where warnings are errors: this thread has a step to store
+        warnings.warn(
+            f"step {step} is stored as a difference, which takes up to three times the bytes: step {missed} before it "
+            "could not be stored, and one step can be explained",
+            UnexplainedStepWarning,
+            stacklevel=1,
+        )
 
 
 def _digest(source: TensorSource) -> int:
