@@ -23,6 +23,8 @@ __all__ = ["MAX_RULES", "Keeping", "checked", "known", "reasons_of", "unmatched"
 
 MAX_RULES: Final = 64
 """Rules that a store may have."""
+_FOR_NOW: Final = ("newest", "last:", "newer-than:")
+"""Reasons to keep a checkpoint that pass as others come."""
 _GRAMMAR: Final = (
     "last:N, every:N, best:METRIC:N (or best:METRIC:N:max), newer-than:7d (s, m, h, d, w), tagged, branches"
 )
@@ -152,6 +154,14 @@ class Keeping:
         found = ["newest"] if self._newest is not None and entry.node == self._newest.node else []
         found += ["tagged"] if entry.node in self._named else []
         return found + [rule for rule, window in self._windows.items() if window.keeps(entry, on_line)]
+
+    def kept_for_long(self, catalog: Catalog) -> list[Node]:
+        """Those of the checkpoints that are kept not only because they are among the newest, ascending."""
+        return [
+            node
+            for node, entry in catalog.checkpoints.items()
+            if not all(reason.startswith(_FOR_NOW) for reason in self.reasons(entry))
+        ]
 
     def _retag(self, tags: Mapping[str, Node | None]) -> None:
         now = {name: node for name, node in tags.items() if node is not None}

@@ -13,7 +13,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.keeping import checked
 from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, ref_of, valid_tag
 
-__all__ = ["check_commit", "droppable", "needed", "users"]
+__all__ = ["check_commit", "droppable", "needed", "pinned", "users"]
 
 
 def check_commit(catalog: Catalog, record: CommitRecord) -> None:
@@ -201,6 +201,23 @@ def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = 
         segment for node in sorted(garbage) for edge in catalog.encodings.get(node, ()) for segment in edge.segments
     )
     return tuple(segment for segment in segments if garbage.issuperset(users(catalog, segment)))
+
+
+def pinned(catalog: Catalog, kept: Iterable[Node], current: Iterable[Node]) -> tuple[list[Node], int]:
+    """Retired checkpoints that stay stored for those that are `kept` -> them, ascending, and their bytes.
+
+    Args:
+        kept: (term, step) of promised checkpoints.
+        current: (term, step) of those on which the next checkpoints build: what they need is not counted.
+    """
+    held = {node for node in needed(catalog, kept) if node in catalog.held} - needed(catalog, current)
+    segments = {segment for node in held for edge in catalog.encodings.get(node, ()) for segment in edge.segments}
+    nbytes = sum(
+        catalog.segments[segment].size
+        for segment in segments
+        if segment in catalog.segments and held.issuperset(users(catalog, segment))
+    )
+    return sorted(held), nbytes
 
 
 def _bases(catalog: Catalog, node: Node) -> set[Node]:

@@ -73,6 +73,10 @@ class Window(ABC):
     def refill(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only ages change so
         """The newest one is older than the one before: what was let go may be kept again."""
 
+    def for_good(self, step: int) -> bool:  # noqa: ARG002  # most windows move on
+        """Whether the rule keeps every checkpoint of this step, whatever comes after it."""
+        return False
+
     @abstractmethod
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:
         """Whether the rule keeps a checkpoint that was added."""
@@ -189,8 +193,11 @@ class _Every(Window):
     def begin(self, found: Found) -> Iterable[Node] | None:
         return [node for node in found.nodes if node[1] % self._steps == 0]
 
+    def for_good(self, step: int) -> bool:
+        return step % self._steps == 0
+
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
-        return entry.step % self._steps == 0
+        return self.for_good(entry.step)
 
 
 class _Branches(Window):

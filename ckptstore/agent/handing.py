@@ -18,7 +18,6 @@ from ckptstore.errors import AgentLostError
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.gathering import shared_out
 from ckptstore.host.threads import default_threads, run_all, started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -29,7 +28,7 @@ from ckptstore.write.ledger import Labels, PendingSave
 from ckptstore.write.metrics import Measured, Meter
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.snapshot import copy_jobs
-from ckptstore.write.steps.updates import Found, Update, Updates, looked_up
+from ckptstore.write.steps.updates import Explaining, Update, Updates
 
 __all__ = ["AgentRestartWarning", "Fill", "FilledByOwner", "HandingOver"]
 
@@ -55,7 +54,7 @@ class HandingOver:
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
         self._meter = Meter(options.on_metrics)
         self._begun: Begun | None = None
-        self._remarked = False
+        self._explaining = Explaining(wanted=options.diffs is not None)
         self._laid_out: tuple[Mapping[str, TensorSource], Layout] = ({}, Layout(()))
 
     # -- whole states
@@ -203,7 +202,7 @@ class HandingOver:
 
     def _changes(self, lent: Lent, updates: Updates | None, flat: FlatState) -> tuple[dict[str, Any], Lent | None]:
         """What the optimizers did, as a message says it, and the buffer with copies of the gradients."""
-        found = self._updates(updates, flat)
+        found = self._explaining.found(updates, flat)
         if not found:
             return {}, None
         packed = Packed()
@@ -217,26 +216,6 @@ class HandingOver:
             beside.give_back()
             raise
         return {"updates": form, "gradients": beside.number}, beside
-
-    def _updates(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
-        if updates is None:
-            return ()
-        if self._options.diffs is None:
-            self._remark(
-                "updates= is ignored, and every step is stored whole or as a delta: step diffs need a writer with "
-                "diffs=DiffOptions(...)"
-            )
-            return ()
-        found = looked_up(updates, flat)
-        if isinstance(found, Found) and found.left_out is not None:
-            self._remark(found.left_out)
-        return found
-
-    def _remark(self, text: str) -> None:
-        """Say once what is not used of `updates`."""
-        if not self._remarked:
-            self._remarked = True
-            warn(text, UnexplainedStepWarning)
 
     # -- layer by layer
 

@@ -21,6 +21,7 @@ import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -257,6 +258,16 @@ class Backend(ABC):
 
     def check_space(self, nbytes: int) -> None:  # noqa: B027 - most media do not know
         """Raise `StorageError` (ENOSPC) if `nbytes` of new segments cannot fit. Where that is not certain: no word."""
+
+    def reclaim_with(self, reclaim: Callable[[], int]) -> None:  # noqa: B027 - most media have no end
+        """Call `reclaim` before a write fails for want of space: it deletes what nothing needs, and gives its bytes."""
+
+    def upkeep(self) -> AbstractContextManager[None]:
+        """Within it, what this thread creates may take space that is reserved for those who make space."""
+        return nullcontext()
+
+    def keep_reserve(self) -> None:  # noqa: B027 - most media have no end
+        """Reserve space for `upkeep`, if none is and there is enough. Raises nothing."""
 
     def free_bytes(self) -> int | None:
         """Bytes that new segments may take at most, for people; None: the medium does not say. Never raises."""

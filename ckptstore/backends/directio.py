@@ -19,6 +19,7 @@ from typing import Final
 from ckptstore.backends.base import SegmentSink, SegmentSource
 from ckptstore.backends.folders import Folders, kind_of
 from ckptstore.backends.posix import Posix, address_of, write_some
+from ckptstore.backends.room import Room
 from ckptstore.backends.spare_files import FULL, SpareFiles
 from ckptstore.backends.system_errors import reading, writing
 from ckptstore.errors import (
@@ -88,7 +89,8 @@ class FileSink(SegmentSink):
         posix: the system calls.
         size_hint: bytes to reserve; a poor guess costs nothing but time.
         direct: whether to try O_DIRECT.
-        spare: files whose blocks it may have, and which go first when the disk is full.
+        spare: files whose blocks it may have.
+        room: makes space when the disk is full.
     """
 
     _access = os.O_WRONLY
@@ -102,12 +104,13 @@ class FileSink(SegmentSink):
         *,
         direct: bool = True,
         spare: SpareFiles | None = None,
+        room: Room | None = None,
     ) -> None:
         self._folders = folders
         self._folder, _, self._name = key.rpartition("/")
         self._path = f"{folders.root}/{key}"
         self._posix = posix
-        self._spare = spare
+        self._room = room
         self._settled = False  # sealed or removed: nothing is left to give up
         with writing(self._path), folders.opened(self._folder) as folder:
             try:
@@ -144,8 +147,8 @@ class FileSink(SegmentSink):
                 self._posix.ftruncate(descriptor, before)
 
     def _freed(self, error: OSError) -> bool:
-        """Whether the disk was full, and has space now: spare files go before a checkpoint fails."""
-        return error.errno in FULL and self._spare is not None and self._spare.shrink(0) > 0
+        """Whether the disk was full, and has space now: spare files, and what is retired, go before a save fails."""
+        return error.errno in FULL and self._room is not None and self._room.make()
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `SegmentSink.write`. Misaligned blocks are slower, not wrong."""

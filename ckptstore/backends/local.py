@@ -21,7 +21,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -39,6 +39,7 @@ from ckptstore.backends.directio import FileSink, FileSource, open_direct
 from ckptstore.backends.folders import Folders, kind_of
 from ckptstore.backends.overwriting import LOCAL, Recycling, chosen_mode
 from ckptstore.backends.posix import SYSTEM, Posix, write_some
+from ckptstore.backends.room import Room
 from ckptstore.backends.spare_files import FULL, SpareFiles
 from ckptstore.backends.system_errors import ABSENCES, Attempt, reading, writing
 from ckptstore.errors import (
@@ -91,6 +92,7 @@ class LocalBackend(Backend):
         self._folders = Folders(self.root, posix)
         self._recycling = Recycling(self._folders, posix, chosen_mode(recycle))
         self._spare = SpareFiles(self._folders, posix, self._recycling)
+        self._room = Room(self._folders, posix, self._spare)
         with reading(self.root):
             self._folders.attach()
             self.read_only = not self._folders.writable()
@@ -115,7 +117,9 @@ class LocalBackend(Backend):
     def reopened(self) -> LocalBackend:
         """See `Backend.reopened`."""
         mode = self._recycling.mode
-        return LocalBackend(self.root, self._posix, url=self.url, direct=self._direct, recycle=mode)
+        found = LocalBackend(self.root, self._posix, url=self.url, direct=self._direct, recycle=mode)
+        found._room.reclaim = self._room.reclaim
+        return found
 
     @property
     def recycling(self) -> str:
@@ -166,6 +170,14 @@ class LocalBackend(Backend):
             self._create(key, data)
 
     def _create(self, key: str, data: bytes) -> None:
+        try:
+            self._create_once(key, data)
+        except OSError as error:
+            if not (getattr(error, "unsent", False) and self._room.give_up_reserve(error)):
+                raise
+            self._create_once(key, data)
+
+    def _create_once(self, key: str, data: bytes) -> None:
         folder, _, name = key.rpartition("/")
         with Attempt() as attempt, self._folders.made(folder) as handle, self._temporary(handle) as temporary:
             self._write(temporary, data, handle)
@@ -195,8 +207,8 @@ class LocalBackend(Backend):
         try:
             self._write_once(name, data, folder)
         except OSError as error:
-            # Spare files go before a commit fails; a new file, because a sync may be what failed.
-            if error.errno not in FULL or not self._spare.shrink(0):
+            # Spare files, and what is retired, go before a commit fails; a new file, because a sync may have failed.
+            if error.errno not in FULL or not self._room.make():
                 raise
             self._posix.unlink(name, folder)
             self._write_once(name, data, folder)
@@ -277,9 +289,25 @@ class LocalBackend(Backend):
                 return
             # Root may have the blocks that are reserved for it.
             free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+            if nbytes > free and nbytes > free + self._spare.nbytes() and self._room.collect():
+                status = self._posix.statvfs(handle)
+                free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
             if nbytes > free and nbytes > (free := free + self._spare.nbytes()):
                 why = f"{nbytes:,} bytes are needed at least and {free:,} are free; make space, or retire and collect"
                 raise StorageError(errno.ENOSPC, why, self.root)
+
+    def reclaim_with(self, reclaim: Callable[[], int]) -> None:
+        """See `Backend.reclaim_with`."""
+        self._room.reclaim = reclaim
+
+    def upkeep(self) -> AbstractContextManager[None]:
+        """See `Backend.upkeep`."""
+        return self._room.upkeep()
+
+    def keep_reserve(self) -> None:
+        """See `Backend.keep_reserve`."""
+        if not self.read_only:
+            self._room.keep_reserve()
 
     def free_bytes(self) -> int | None:
         """See `Backend.free_bytes`. As ``df`` has it: what is reserved for root is not free."""
@@ -330,7 +358,9 @@ class LocalBackend(Backend):
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
         """See `Backend.open_sink`."""
         with writing(self._path(key)), self._folders.made(key.rpartition("/")[0]):
-            return FileSink(self._folders, key, self._posix, size_hint, direct=self._direct, spare=self._spare)
+            return FileSink(
+                self._folders, key, self._posix, size_hint, direct=self._direct, spare=self._spare, room=self._room
+            )
 
     def open_source(self, key: str) -> SegmentSource:
         """See `Backend.open_source`."""

@@ -95,7 +95,8 @@ def handle(
         except (KeyNotFoundError, ForeignObjectError):  # the requester took it back; nobody's request
             continue
         prepare()
-        _answer(term, key, identity, data, objection)
+        with term.journal.backend.upkeep():
+            _answer(term, key, identity, data, objection)
         commits += 1
         term.journal.backend.delete(key)
     return commits

@@ -47,6 +47,11 @@ def change(journal: Journal, what: str, plan: Planner, *, take_over: bool, timeo
     timeout = seconds("timeout", timeout)
     if journal.backend.read_only:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be changed")
+    with journal.backend.upkeep():
+        return _changed(journal, what, plan, take_over=take_over, timeout=timeout)
+
+
+def _changed(journal: Journal, what: str, plan: Planner, *, take_over: bool, timeout: float | None) -> Catalog:
     catalog = read(journal).catalog
     wanted = plan(catalog)  # says what is wrong before anybody is asked or fenced
     if wanted is None:

@@ -138,6 +138,7 @@ def collect(
         for key in pins.dead:
             backend.delete(key)
         spare = backend.shrink_spare(_spare_limit(catalog))
+        backend.keep_reserve()
     return Collected(
         segments,
         sum(sizes[key] for key in segments),

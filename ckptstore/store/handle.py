@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +27,8 @@ class Handle:
         self.journal = Journal(backend)
         self._remote = remote or Remote()
         self._reached: Pair | None = None
+        # Whoever writes by this handle and finds no space has what is retired deleted, and tries again.
+        backend.reclaim_with(partial(_reclaimed, weakref.ref(self.journal)))
 
     @property
     def backend(self) -> Backend:
@@ -108,3 +112,11 @@ class Handle:
         if pair is None:
             raise UsageError(f"{self.url}: the store has no remote: name one")
         return pair
+
+
+def _reclaimed(reference: weakref.ref[Journal]) -> int:
+    """Delete what nothing needs any more -> its bytes."""
+    from ckptstore.maintenance.gc import collect
+
+    journal = reference()
+    return 0 if journal is None else collect(journal).nbytes

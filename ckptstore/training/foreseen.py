@@ -61,6 +61,10 @@ class Noted:
             moved = moved if any(moved) else None  # gradients that were freed within the step say nothing
         return cls(group_numbers(optimizer), skipped, moved, sparse or {})
 
+    def step(self, optimizer: torch.optim.Optimizer) -> OptimizerStep:
+        """The same step of `optimizer` as ``updates=`` takes it, parameter by parameter."""
+        return OptimizerStep.noted(optimizer, self.groups, moved=self.moved, sparse=self.sparse, skipped=self.skipped)
+
     @property
     def settings(self) -> tuple[optim.Optimizer | None, ...]:
         """Without what a schedule changes."""
@@ -81,12 +85,33 @@ class _Row:
 class Foreseen:
     """What the optimizers move in a planned state."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], plan: StatePlan) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], plan: StatePlan, before: Foreseen | None = None
+    ) -> None:
+        """
+        Args:
+            before: of another plan, or of other settings: how often each parameter was moved is known of it still.
+        """
         self._settings = [Noted.of(one, skipped=True).settings for one in optimizers]
         names = {source.identity: name for name, source in plan.tensors.items()}
         whole = FlatState(None, plan.tensors)
         self._rows = [_rows(one, whole, names, plan) for one in optimizers]
-        self._counts = [_Counts([row.count for row in rows]) for rows in self._rows]
+        # Prevents: parameters without a gradient that are taken for moved in the first step of a new plan.
+        known = {} if before is None else before.counts
+        self._counts = [
+            _Counts([row.count for row in rows], [known.get(id(row.parameter), 0.0) for row in rows])
+            for rows in self._rows
+        ]
+
+    @property
+    def counts(self) -> dict[int, float]:
+        """How often each parameter was moved, by its `id`, as far as was looked. The parameters are alive: rows have
+        them."""
+        return {
+            id(row.parameter): float(count)
+            for rows, counts in zip(self._rows, self._counts, strict=True)
+            for row, count in zip(rows, counts.before, strict=True)
+        }
 
     def fits(self, noted: Sequence[Noted]) -> bool:
         """Whether the groups' settings are those for which this was made; learning rates may differ."""
@@ -112,10 +137,10 @@ class Foreseen:
 class _Counts:
     """Where the counts of an optimizer's rows lie, and what they were."""
 
-    def __init__(self, places: Sequence[int | None]) -> None:
+    def __init__(self, places: Sequence[int | None], before: Sequence[float]) -> None:
         self._known = np.array([place is not None for place in places], bool)
         self._places = np.array([place or 0 for place in places], np.int64) // 4
-        self._before = np.zeros(len(places), np.float32)
+        self.before = np.array(before, np.float32)
 
     def now(self, memory: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
         """The counts, and which have changed since the last time or are not known."""
@@ -123,8 +148,8 @@ class _Counts:
             return np.full(len(self._known), LATER, np.float32), ~self._known
         found = memory[: len(memory) // 4 * 4].view(np.float32)[self._places]
         found[~self._known] = LATER
-        changed = (found != self._before) | ~self._known
-        self._before = found
+        changed = (found != self.before) | ~self._known
+        self.before = found
         return found, changed
 
 

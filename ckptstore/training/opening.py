@@ -75,7 +75,7 @@ class Opening:
         store, settings, strategy = self._store, self._settings, self.strategy
         assert strategy is not None  # a term is open
         self._taken.install(predict=strategy == "gradient")
-        if tenure.is_first and (settings.keep.best is not None or store.rules()):
+        if tenure.is_first:
             tenure.retention = Retention(store, tenure.writer, settings.keep)
         kind = ReplicaSaving if strategy == "replica" else Saving
         tenure.saving = kind(

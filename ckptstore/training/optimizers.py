@@ -114,23 +114,64 @@ class OptimizerStep:
             raise UsageError(
                 f"optimizer: {type(optimizer).__name__}; a torch.optim.Optimizer is wanted{inner}, or several"
             )
-        self._left_out: Counter[str] = Counter()
-        """How many parameters are left out, by the reason."""
-        found = [entry for one in optimizers for entry in _entries(one, self._left_out)]
+        left_out: Counter[str] = Counter()
+        found = [entry for one in optimizers for entry in _entries(one, left_out)]
         moved = [entry for entry in found if entry[1].grad is not None]
         if gradients == "grad" and not moved:
             gradients = "none"  # they were freed before: predicting needs none
         if isinstance(gradients, str) and not skipped and moved:
             found = moved  # torch's optimizers pass over parameters without a gradient
+        self._take(found, left_out, gradients, (float(clip), loss_scale, skipped))
+
+    @classmethod
+    def noted(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        numbers: Sequence[tuple[optim.Optimizer, float] | None],
+        *,
+        moved: Sequence[bool] | None = None,
+        sparse: Mapping[torch.Tensor, SparseGradient] | None = None,
+        skipped: bool = False,
+    ) -> OptimizerStep:
+        """The step whose numbers `group_numbers` gave right after it, when a schedule may have changed them since.
+
+        Args:
+            numbers: settings and learning rate of each group.
+            moved: for each parameter, in the order of the groups, whether the step moved it; None: the gradients say,
+                if they are there still.
+            sparse: what was left of gradients that were compressed.
+            skipped: no step was taken.
+        """
+        step = cls.__new__(cls)
+        left_out: Counter[str] = Counter()
+        found = list(_entries(optimizer, left_out, numbers))
+        if moved is None:
+            moved = [parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]]
+        if not skipped and any(moved):
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            those = {id(one) for one, has_moved in zip(parameters, moved, strict=False) if has_moved}
+            found = [entry for entry in found if id(entry[1]) in those]
+        step._take(found, left_out, sparse or "none", (1.0, 1.0, skipped))
+        return step
+
+    def _take(
+        self,
+        found: Sequence[_Entry],
+        left_out: Counter[str],
+        gradients: Gradients,
+        numbers: tuple[float, float, bool],
+    ) -> None:
+        self._left_out = left_out
+        """How many parameters are left out, by the reason."""
         counts = _counts([slots.get("step") for _, _, _, slots in found])
         self._moves: list[_Move] = []
         for (settings, parameter, lr, slots), count in zip(found, counts, strict=True):
-            step = optim.Step(count, lr, float(clip), loss_scale, skipped)
+            step = optim.Step(count, lr, *numbers)
             tensors = _slots(settings, step, parameter, slots)
             if isinstance(tensors, str):
                 self._left_out[tensors] += 1
             elif tensors:
-                gradient = None if skipped else _gradient(parameter, tensors[0], gradients)
+                gradient = None if step.skipped else _gradient(parameter, tensors[0], gradients)
                 self._moves.append(_Move(tensors, settings, step, gradient))
 
     def __call__(self, flat: FlatState) -> Found:
@@ -154,7 +195,7 @@ class OptimizerStep:
         found = [update for update in updates if all(uses[name] == 1 for name in update.slots)]
         if len(found) < len(updates):
             left_out[_SHARED] += len(updates) - len(found)
-        return Found(found, _remark(len(found), left_out))
+        return Found(found, _remark(len(found), left_out), left_out)
 
 
 _COPIES: Final = (
@@ -220,18 +261,30 @@ def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[optim.Optimizer, floa
     return (settings, lr) if math.isfinite(lr) else f"a learning rate of {lr}"
 
 
+_Entry: TypeAlias = tuple[optim.Optimizer, torch.Tensor, float, Mapping[str, Any]]
+"""Settings, parameter, learning rate and slots."""
+
+
 def _entries(
-    optimizer: torch.optim.Optimizer, left_out: Counter[str]
-) -> Iterator[tuple[optim.Optimizer, torch.Tensor, float, Mapping[str, Any]]]:
-    """Settings, parameter, learning rate and slots of every parameter whose arithmetic is known."""
+    optimizer: torch.optim.Optimizer,
+    left_out: Counter[str],
+    known: Sequence[tuple[optim.Optimizer, float] | None] = (),
+) -> Iterator[_Entry]:
+    """Every parameter whose arithmetic is known.
+
+    Args:
+        known: the numbers of the groups, where they were noted earlier.
+    """
     kind = next((name for base, name in _ARITHMETIC if isinstance(optimizer, base)), None)
     if kind is None:
         inside = "; give OptimizerStep what it wraps, its .optimizer" if _wraps(optimizer) else ""
         reason = f"{type(optimizer).__qualname__} is none of torch.optim's SGD, Adam and AdamW{inside}"
         left_out[reason] += sum(len(group["params"]) for group in optimizer.param_groups)
         return
-    for group in optimizer.param_groups:
-        numbers = _numbers(kind, group)
+    for number, group in enumerate(optimizer.param_groups):
+        numbers: tuple[optim.Optimizer, float] | str | None = known[number] if number < len(known) else None
+        if numbers is None:
+            numbers = _numbers(kind, group)
         if isinstance(numbers, str):
             left_out[f"{type(optimizer).__qualname__}: {numbers}"] += len(group["params"])
             continue

@@ -107,6 +107,7 @@ class PlannedSaves:
         self._explaining = Explaining(wanted=predict)
         self._plan: StatePlan | None = None
         self._foreseen: Foreseen | None = None
+        self._former: Foreseen | None = None  # of the plan before
         self._free: list[Place] = []
         self._made = 0
         self._offsets: Sequence[int] = ()  # where a writer that lends its memory will have the tensors
@@ -236,7 +237,8 @@ class PlannedSaves:
             return ()
         noted = collected.noted
         if self._foreseen is None or (noted is not None and not self._foreseen.fits(noted)):
-            self._foreseen = Foreseen(self._captured.optimizers, plan)
+            self._foreseen = Foreseen(self._captured.optimizers, plan, self._foreseen or self._former)
+            self._former = None
         foreseen = self._foreseen.updates(noted, place.memory)
         if noted is not None:
             return foreseen
@@ -306,7 +308,7 @@ class PlannedSaves:
 
     def _forget(self) -> None:
         with self._lock:
-            self._plan = self._foreseen = None
+            self._former, self._plan, self._foreseen = self._foreseen or self._former, None, None
             self._free.clear()
             for touching in self._touching.values():
                 touching.stop()
@@ -318,3 +320,4 @@ class PlannedSaves:
         """Let go of memory and threads. Call it when the writer is closed."""
         self._pool.shutdown(cancel_futures=True)
         self._forget()
+        self._former = None

@@ -33,6 +33,10 @@ BEST: Final = "best"
 """The tag of the best checkpoint."""
 _SHARE: Final = 20
 """A round may take one part in so many of the time: reading the log takes the interpreter's lock from training."""
+_SHARE_IDLE: Final = 200
+"""The same while there are no rules: then a round only looks whether some have come."""
+_PAUSE_IDLE: Final = 1.0
+"""Seconds, at least, between such rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Keep:
 
 
 class Retention:
-    """Tags and collects in a thread of its own, one round at a time."""
+    """Tags and collects in a thread of its own, one round at a time. It is there without rules, too: they may come."""
 
     def __init__(self, store: Store, writer: StateWriter, keep: Keep) -> None:
         """
@@ -115,6 +119,7 @@ class Retention:
         self._lock = threading.Lock()
         self._round: Future[None] | None = None
         self._not_before = 0.0
+        self._idle = False  # there were no rules in the last round, and nothing to delete
         self._free = store.backend.free_bytes()  # after the last round
         self._warned = False
 
@@ -161,7 +166,10 @@ class Retention:
             ended, free = time.monotonic(), self._store.backend.free_bytes()
             with self._lock:
                 self._free = free
-                self._not_before = ended + _SHARE * (ended - began)
+                pause = _SHARE * (ended - began)
+                if self._idle:
+                    pause = max(_PAUSE_IDLE, _SHARE_IDLE * (ended - began))
+                self._not_before = ended + pause
                 self._round = None
 
     def _once(self) -> None:
@@ -173,5 +181,7 @@ class Retention:
             if isinstance(writer, PollsRequests):
                 writer.poll()  # it sees that the one before is not the best any more
             catalog = self._store.view().catalog
+        # Also without rules: they may have been there and gone again, or come with the next request.
+        self._idle = not catalog.keep and not catalog.dropped and self._keep.best is None
         if catalog.dropped:
             self._store.gc()

@@ -116,11 +116,17 @@ class Saving:
         self._check_process()
         labels = Labels({"metrics": dict(metrics)} if metrics else None, tags)
         collected = self._taken.collected()
+        if self._last is None:
+            collected.why = None  # the first checkpoint of a term is a full, which nothing need explain
         try:
-            pending = self._given(step, labels, collected)
-        except self._forgiven as error:  # with an earlier save; that another agent can be had, giving it again shows
-            self._remark_lost(error)
-            pending = self._given(step, labels, collected)
+            try:
+                pending = self._given(step, labels, collected)
+            except self._forgiven as error:  # of an earlier save; whether another agent can be had, the next try shows
+                self._remark_lost(error)
+                pending = self._given(step, labels, collected)
+        except BaseException:
+            self._taken.put_back(collected)
+            raise
         self._last = (step, metrics, tags)
         self._under_way.append(pending)
         if self._retention is not None:

@@ -60,6 +60,7 @@ class TakenSteps:
         self._compressor = compressor
         self._counts = [0] * len(self._optimizers)
         self._steps: list[OptimizerStep | Noted | None] = [None] * len(self._optimizers)
+        self._trouble = ""  # of a hook, since `collected`
         self._sparse: list[Mapping[torch.Tensor, SparseGradient]] = [{} for _ in self._optimizers]
         self._hooks: list[Any] = []
 
@@ -91,17 +92,29 @@ class TakenSteps:
 
     def collected(self) -> Collected:
         """What happened since the last time."""
-        counts, steps = self._counts, self._steps
-        self._counts, self._steps = [0] * len(counts), [None] * len(counts)
-        predicted = self._predict and not any(count > 1 for count in counts)  # two steps are no step
-        return Collected(self._optimizers, counts, steps, predicted=predicted)
+        counts, steps, trouble = self._counts, self._steps, self._trouble
+        self._counts, self._steps, self._trouble = [0] * len(counts), [None] * len(counts), ""
+        why = None
+        if self._predict and max(counts, default=0) > 1:  # two steps are no step
+            why = f"{max(counts)} optimizer steps lie between it and the checkpoint before, and one can be explained"
+        elif self._predict and trouble:
+            why = f"the optimizer's step could not be noted ({trouble})"
+        return Collected(self._optimizers, counts, steps, predicted=self._predict and why is None, why=why)
 
-    @staticmethod
-    def _calling(call: Callable[[int], None], number: int) -> Callable[..., None]:
+    def put_back(self, collected: Collected) -> None:
+        """What was `collected` was not saved: the next checkpoint is further from the one before by as much."""
+        # Prevents: a step that is explained by itself alone, from a checkpoint that lies further back.
+        self._counts = [now + before for now, before in zip(self._counts, collected.counts, strict=True)]
+        self._steps = [
+            now if now is not None else before for now, before in zip(self._steps, collected.steps, strict=True)
+        ]
+
+    def _calling(self, call: Callable[[int], None], number: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             try:
                 call(number)
-            except Exception:  # noqa: BLE001  # training's step is worth more than a smaller checkpoint
+            except Exception as error:  # noqa: BLE001  # training's step is worth more than a smaller checkpoint
+                self._trouble = f"{type(error).__name__}: {error}"
                 _LOG.warning("a step could not be noted, and is stored as a difference", exc_info=True)
 
         return hook
@@ -154,7 +167,13 @@ class Scale:
 
 
 class Collected:
-    """What optimizers did from one `TakenSteps.collected` to the next."""
+    """What optimizers did from one `TakenSteps.collected` to the next.
+
+    Attributes:
+        counts: how often each of them stepped.
+        steps: what was noted of that.
+        why: why that cannot explain a step diff; None: it can, or none is made.
+    """
 
     def __init__(
         self,
@@ -163,17 +182,19 @@ class Collected:
         steps: Sequence[OptimizerStep | Noted | None],
         *,
         predicted: bool,
+        why: str | None = None,
     ) -> None:
         self._optimizers = optimizers
-        self._counts = counts
-        self._steps = steps
+        self.counts = counts
+        self.steps = steps
         self._predicted = predicted
+        self.why = why
 
     @property
     def noted(self) -> list[Noted] | None:
         """The numbers of every optimizer's step; None: they say nothing, or not numbers alone were noted."""
         found: list[Noted] = []
-        for optimizer, count, step in zip(self._optimizers, self._counts, self._steps, strict=True):
+        for optimizer, count, step in zip(self._optimizers, self.counts, self.steps, strict=True):
             one = Noted.of(optimizer, skipped=True) if count == 0 else step
             if not isinstance(one, Noted):
                 return None
@@ -182,18 +203,25 @@ class Collected:
 
     @property
     def updates(self) -> Updates | None:
-        """As ``updates=`` takes it; None if it cannot be predicted. Of what was noted briefly only as far as is known
-        now, when a schedule may have changed the learning rate: that costs bytes.
-        """
+        """As ``updates=`` takes it, which says why if a step cannot be explained; None: nothing is known of it."""
+        if self.why is not None:
+            return _unexplained(self.why)
         taken: list[OptimizerStep] = []
-        for optimizer, count, step in zip(self._optimizers, self._counts, self._steps, strict=True):
+        for optimizer, count, step in zip(self._optimizers, self.counts, self.steps, strict=True):
             if count == 0:
                 taken.append(OptimizerStep(optimizer, gradients="none", skipped=True))
             elif isinstance(step, Noted):
-                taken.append(OptimizerStep(optimizer, gradients=step.sparse or "none", skipped=step.skipped))
+                taken.append(step.step(optimizer))
             elif step is not None:
                 taken.append(step)
         return _joined(taken) if taken and self._predicted else None
+
+
+def _unexplained(why: str) -> Callable[[FlatState], Found]:
+    """No updates, and why, as ``updates=`` takes it."""
+    text = f"a step diff is stored as a difference, which takes up to three times the bytes: {why}"
+    # The number of steps differs from time to time, the reason does not.
+    return lambda _: Found((), text, (why.lstrip("0123456789"),))
 
 
 def _joined(steps: Sequence[OptimizerStep]) -> Callable[[FlatState], Found]:
@@ -202,11 +230,13 @@ def _joined(steps: Sequence[OptimizerStep]) -> Callable[[FlatState], Found]:
     def find(flat: FlatState) -> Found:
         updates: list[Update] = []
         remarks: list[str] = []
+        reasons: set[str] = set()
         for step in steps:
             found = step(flat)
             updates += found
+            reasons |= found.reasons
             if found.left_out is not None:
                 remarks.append(found.left_out)
-        return Found(updates, "\n".join(remarks) or None)
+        return Found(updates, "\n".join(remarks) or None, reasons)
 
     return find

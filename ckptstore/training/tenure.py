@@ -18,7 +18,7 @@ class Tenure:
         group: the ranks that save together; None: this process alone.
         by_agent: the writer's work is done by a process of its own.
         saving: the saves on their way; None: the term is being opened still.
-        retention: has the best checkpoint kept; None: nobody asked for that, or another rank does it.
+        retention: has the best checkpoint kept, and what is retired deleted; None: another rank does it.
     """
 
     def __init__(self, writer: StateWriter, group: Group | None, *, by_agent: bool) -> None:

@@ -105,6 +105,7 @@ class Coded:
             scope: of the caller's wait: abandoned, requests that are under way for this alone are left alone.
         """
         found = self.explaining.found(updates, flat)
+        self._first = False
 
         def work() -> CheckpointInfo:
             if not self._with_diffs:
@@ -145,6 +146,7 @@ class Coded:
         self, committer: Committer, copies: Copies, step: int, labels: Labels, measured: Measured
     ) -> PendingSave:
         """Have a snapshot made durable by the committer's thread."""
+        self._first = False  # also for a state that somebody else has copied
         unclaimed = threading.Lock()  # whoever takes it decides what becomes of the snapshot
         claim = Claim(committer.saves, step)
         measured.ends_with(claim.done)

@@ -138,7 +138,8 @@ class Commits:
             if requests.handle(self.log, prepare=prepare):
                 self.retainer.look_again()
             if (change := self.retainer.rest()) is not None:
-                self.commit(change)
+                with self.log.journal.backend.upkeep():
+                    self.commit(change)
             if (change := self._swept()) is not None:
                 self.commit(change)
         except (FencedError, CommitUnknownError) as error:
@@ -149,6 +150,11 @@ class Commits:
             self._complain(self._folds.begin())
             if (why := self.retainer.unknown()) is not None:
                 self._complain(UsageError(why))
+            if (what := self.retainer.pinned()) is not None:
+                url = self.log.journal.url
+                with contextlib.suppress(Warning):  # as in `_complain`
+                    text = f"{url}: {what}; `ckpt compact {url} --gc` stores those anew, and frees the space"
+                    warnings.warn(text, stacklevel=1)
 
     def retire_rest(self) -> None:
         """Retire what the last batch of a term made superfluous of itself: no save follows that would."""

@@ -138,7 +138,7 @@ class Committer(Commits):
             raise self.ended
         if self._diffs.waiting and step < self._diffs.waiting[-1].step:
             self.flush_in_time()  # the steps of a segment ascend
-        if not self._diffs.due(self.log.catalog.restorable):
+        if not self._diffs.due(self.log.catalog.restorable, step):
             full = self._diffs.add(snapshot, updates, step, done, labels)
             if full or not self._wait_at_most(self._diffs.options.seconds):
                 self.flush_in_time()
@@ -176,7 +176,7 @@ class Committer(Commits):
             raise self.ended
         if self._diffs.waiting and step < self._diffs.waiting[-1].step:
             self.flush_in_time()  # the steps of a segment ascend
-        room = None if self._diffs.due(self.log.catalog.restorable) else self._diffs.room(feed.flat)
+        room = None if self._diffs.due(self.log.catalog.restorable, step) else self._diffs.room(feed.flat)
         if room is None:
             self.flush_in_time()
             self._diffs.restart()  # what it had in memory gives place to the full

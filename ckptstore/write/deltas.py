@@ -16,6 +16,7 @@ from typing import Literal
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptionError, UsageError
 from ckptstore.formats.codecs import FAST_POLICY, Policy
+from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId, Encoding
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import StepEncoding
@@ -108,6 +109,7 @@ class Deltas:
 
     Attributes:
         schedule: when a delta is made, and against what; None: never.
+        chains: what they keep stored.
         workers: threads that copy, hash and code.
     """
 
@@ -119,6 +121,7 @@ class Deltas:
         snapshots: SnapshotPool,
         reopen: Callable[[CheckpointId], StoredBase],
         threads: int,
+        chains: Chains | None = None,
     ) -> None:
         """Begin without a base: the first checkpoint is a full.
 
@@ -127,7 +130,9 @@ class Deltas:
             draft: what all segments of the term say of themselves.
             reopen: opens a committed checkpoint as a base, when memory does not suffice to keep it.
             threads: threads that code; each has a chunk and its payload in memory.
+            chains: says which checkpoint is to be a full, because rules keep it; None: there are no rules.
         """
+        self.chains = Chains(tuple) if chains is None else chains
         self._options = options or DeltaOptions()
         self.schedule: Schedule | None = None
         if options is not None:
@@ -182,7 +187,7 @@ class Deltas:
             encoding = StepEncoding(self._draft.term, kind, below, moment)
             return self._store(session, state, replace(self._draft, encodings={step: encoding}), base, gap, fed)
 
-        decision, base = self._decide(restorable)
+        decision, base = self._decide(restorable, step)
         state, fed = flat, None
         if feed is not None:
             decision, base, state, fed = self._taken_in(decision, base, feed)
@@ -195,23 +200,27 @@ class Deltas:
             if not (isinstance(base, StoredBase) and isinstance(error, CorruptionError)):
                 raise
             _warn(f"{self._backend.url}: base {base.id.ref} is damaged, step {step} becomes a full: {error}")
-            decision, base = self._decide(restorable)
+            decision, base = self._decide(restorable, step)
             written = store(base, decision.gap)
         if self.schedule is not None:
             # Decoding is about as fast as encoding and writing; it bounds a restore in seconds well enough.
             self.schedule.rate = written.stored / max(time.monotonic() - began, 1e-6)
         return written, decision, base
 
-    def _decide(self, restorable: Callable[[CheckpointId], bool]) -> tuple[Decision, MemoryBase | StoredBase | None]:
+    def _decide(
+        self, restorable: Callable[[CheckpointId], bool], step: int
+    ) -> tuple[Decision, MemoryBase | StoredBase | None]:
         if self.schedule is None:
             return FULL, None
         decision = self.schedule.decide()
         if decision.base is None:
             return decision, None
         base = self._bases[decision.base]
-        if restorable(base.id):
+        size = self.schedule.expected(decision.gap)
+        if restorable(base.id) and not self.chains.wants_full(step, base.id.step, size):
             return decision, base
-        # A request retired it and dropped its segments: a delta against it could never be committed.
+        # A request retired it and dropped its segments: a delta against it could never be committed. Or rules keep this
+        # checkpoint, and would keep the chain below it stored.
         self._restart()
         return self.schedule.decide(), None
 
@@ -288,6 +297,9 @@ class Deltas:
             snapshot: what owns its memory, or None if that is the training's, or it was fed.
             interrupted: whether the training may have begun to change its memory, asked after it was copied.
         """
+        nbytes = sum(source.nbytes for source in flat.tensors.values())
+        below = None if decision.base is None else self._bases[decision.base].id.step
+        self.chains.stored(identity.step, below, stored / nbytes if nbytes else 1.0)
         if self.schedule is None:
             return False
         if self._fed is not None:

@@ -245,6 +245,11 @@ class Schedule:
         oldest = self._number + 2 - self.current  # the base of the next checkpoint
         return Decision(base, gap, True, tuple(number for number in self._costs if number < oldest))
 
+    def expected(self, gap: int) -> float:
+        """What a delta over `gap` checkpoints will take, as a part of a full."""
+        sizes = self._sizes
+        return 1.0 if sizes is None or not sizes.full else sizes.expect(gap) / sizes.full
+
     @property
     def _trial(self) -> bool:
         return self._fulls >= _TRY_AGAIN

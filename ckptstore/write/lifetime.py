@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
 from ckptstore.errors import WriterClosedError, WriterError
+from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.host import exiting, sigterm
@@ -79,11 +80,10 @@ class Lifetime:
         self._snapshots = SnapshotPool(
             options.max_in_flight, self._background.submit, self._backend.segment_bytes, kept=int(options.keeps_copies)
         )
-        cores = os.cpu_count() or 1
-        # Payloads under way take no more memory than the staging blocks do. What is not coded has none.
-        encoders = max(self._staging.blocks - 1, options.max_in_flight * options.threads if options.plain else 1)
-        draft = self._draft(term)
-        self._deltas = Deltas(options.deltas, self._backend, draft, self._snapshots, reopen, min(cores, encoders))
+        chains = Chains(lambda: self._committer.log.catalog.keep)
+        self._deltas = Deltas(
+            options.deltas, self._backend, self._draft(term), self._snapshots, reopen, self._encoders(), chains
+        )
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
         self._coded = Coded(
@@ -116,6 +116,12 @@ class Lifetime:
         exiting.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             sigterm.watch(self)
+
+    def _encoders(self) -> int:
+        """Threads that code: payloads under way take no more memory than the staging blocks do."""
+        # What is not coded has no payloads.
+        plain = self._options.max_in_flight * self._options.threads if self._options.plain else 1
+        return min(os.cpu_count() or 1, max(self._staging.blocks - 1, plain))
 
     def _upkeep(self) -> None:
         self._committer.housekeeping()  # whichever it is by then
@@ -160,7 +166,7 @@ class Lifetime:
         self.parent = parent
         diffs: Diffs | None = None
         if self._options.diffs is not None:
-            diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers)
+            diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers, self._deltas.chains)
         committer = Committer(
             term,
             Saves(term.number, parent, self._failures),

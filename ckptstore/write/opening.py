@@ -65,6 +65,7 @@ def open_writer(
     _note_rules(term, options.keep)
     _warn_of_fresh_start(term, parent)
     own = term.journal
+    own.backend.keep_reserve()
     return Writer(
         own,
         term,
@@ -126,6 +127,7 @@ class TermOpener:
         term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), self._about)
         _note_rules(term, self._keep)
         self._keep = None  # who goes back later finds the rules that there are by then
+        term.journal.backend.keep_reserve()
         _warn_of_fresh_start(term, parent)
         return term, info
 

@@ -7,6 +7,7 @@ superfluous at once, as when rules are given late, each save retires some, and s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -14,13 +15,18 @@ from typing import Final
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.keeping import Keeping, known
 from ckptstore.formats.records import CheckpointId, Node
-from ckptstore.formats.retention import droppable
+from ckptstore.formats.retention import droppable, pinned
+from ckptstore.formats.sizes import size
 from ckptstore.log.change import Change
 
 __all__ = ["Retainer"]
 
 _AT_ONCE: Final = 256
 """Checkpoints that one record retires: it shall fit into a slot of the log, and take no long time."""
+_PINNED: Final = 16
+"""Held checkpoints, at least, of which it is worth a look why they are."""
+_LITTLE: Final = 4
+"""Of what is stored, one part in so many may be pinned without a word."""
 _MANY: Final = 10_000
 """Checkpoints that no save waits for to be looked through."""
 
@@ -44,6 +50,7 @@ class Retainer:
         self._keeping: Keeping | None = None
         self._based: set[Node] = set()
         self._released: set[Node] = set()
+        self._pinned_at = _PINNED
 
     def look_again(self) -> None:
         """Something else than a save has changed the log, or a commit failed: look through all of it next time."""
@@ -79,6 +86,29 @@ class Retainer:
     def committed(self) -> None:
         """What `joined` or `rest` gave last is history."""
         self._released.clear()
+
+    def pinned(self) -> str | None:
+        """What the rules cannot free, with its size and the remedy, once; None: it is little, or was said.
+
+        Looked at only when twice as much is held as the last time: it takes a look at every checkpoint.
+        """
+        catalog = self._catalog()
+        if len(catalog.held) < self._pinned_at:
+            return None
+        self._pinned_at = 2 * len(catalog.held)
+        keeping, newest = self._current(), catalog.latest()
+        if keeping is None or newest is None:
+            return None
+        current = [newest.node, *(base.node for base in self.bases())]
+        held, nbytes = pinned(catalog, keeping.kept_for_long(catalog), current)
+        live = sum(one.size for one in catalog.segments.values())
+        if nbytes < max(newest.nbytes, live // _LITTLE):
+            return None
+        self._pinned_at = sys.maxsize
+        return (
+            f"{len(held)} retired checkpoints ({size(nbytes)}) stay stored, because checkpoints that the rules or tags "
+            "keep build on them"
+        )
 
     def unknown(self) -> str | None:
         """Why nothing is retired although there are rules; None: there are none, or it is."""

@@ -6,21 +6,31 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ckptstore import DeltaOptions, DiffOptions, agent
+from ckptstore.backends.folders import Folders
 from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.overwriting import Recycling
+from ckptstore.backends.room import RESERVE, RESERVE_BYTES, Room
+from ckptstore.backends.spare_files import SpareFiles
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.host.caller_warnings import UnpinnedWarning
 from ckptstore.host.pages import BLOCK
 from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store, verify
+from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from tests.backends.backend_conformance import filled, read_segment, write_segment
 from tests.backends.recycled_data import recycling_store, retire, save, segment_path, spare, state
 from tools.crash.faults import Fault, FaultyPosix
@@ -245,3 +255,158 @@ def test_only_what_the_system_gives_counts(disk: Path) -> None:
     save(store, 2, nbytes=nbytes)
     _whole(store, 1, 2)
     assert segment_path(store, disk / "store", 2).stat().st_size > nbytes
+
+
+# The reserve, and what is retired
+
+
+def _filled_to_the_last_byte(disk: Path) -> Path:
+    """Somebody else fills what is free."""
+    others = disk / "others"
+    with others.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * BLOCK):
+            pass
+    return others
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("writer", ["alive", "gone"])
+def test_pruning_and_collecting_make_space_where_there_is_none(disk: Path, writer: str) -> None:
+    """Retiring writes to the log. The reserve gives way to that, and is made again."""
+    store = Store(LocalBackend(disk / "store", recycle="never"))
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=0.2) as own:
+        for step in (1, 2, 3):
+            own.save(state(step, 3 * MIB), step)
+        assert (disk / "store" / RESERVE).stat().st_blocks * 512 >= RESERVE_BYTES
+        if writer == "alive":
+            _filled_to_the_last_byte(disk)
+            other = Store(LocalBackend(disk / "store"))
+            pruned = other.prune("last:1")
+            assert not (disk / "store" / RESERVE).exists()
+    if writer == "gone":
+        _filled_to_the_last_byte(disk)
+        pruned = store.prune("last:1", take_over=True)
+    assert len(pruned.retired) == 2
+    assert store.gc().nbytes >= 6 * MIB
+    assert (disk / "store" / RESERVE).stat().st_blocks * 512 >= RESERVE_BYTES
+    save(store, 5, nbytes=4 * MIB)
+    _whole(store, 3, 5)
+
+
+@pytest.mark.root
+def test_the_reserve_is_for_no_save(disk: Path) -> None:
+    store = Store(LocalBackend(disk / "store", recycle="never"))
+    save(store, 1, nbytes=MIB)
+    _filled_to_the_last_byte(disk)
+    with pytest.raises(CkptError):
+        save(store, 2, nbytes=BLOCK)
+    assert (disk / "store" / RESERVE).exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("knows", ["beforehand", "from the disk"])
+@pytest.mark.parametrize("how", ["save", "save_async", "diffs", "deltas", "ranks"])
+def test_a_save_that_is_short_of_space_has_what_is_retired_deleted(disk: Path, how: str, knows: str) -> None:
+    """`last:1`, no pause between two saves, and a disk for three states: nobody else collects."""
+    backend = LocalBackend(disk / "store", recycle="never")
+    if knows == "from the disk":
+        backend.free_bytes = lambda: None  # type: ignore[method-assign]
+        _blind(backend)
+    store = Store(backend)
+    options: dict[str, Any] = {
+        "diffs": {"diffs": DiffOptions(full_every=1)},
+        "deltas": {"deltas": DeltaOptions(interval=1)},
+        "ranks": {"group": Group(0, 1, LocalMailbox())},
+    }.get(how, {})
+    noise = np.random.default_rng(0)
+    nbytes = 5 * MIB // 2 if how == "deltas" else 6 * MIB  # several of a chain are needed at once
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, keep=["last:1"], **options) as writer:
+        for step in range(1, 13):
+            weight = noise.integers(0, 256, nbytes, np.uint8)
+            if how == "save":
+                writer.save({"weight": weight}, step)
+            else:
+                writer.save_async({"weight": weight}, step).result()
+    assert [info.step for info in store.checkpoints()] == [12]
+    assert np.array_equal(store.load(framework="numpy")["weight"], weight)
+    assert verify(store, threads=1).ok
+
+
+@pytest.mark.root
+def test_an_agent_that_is_short_of_space_does_likewise(disk: Path) -> None:
+    store = Store(LocalBackend(disk / "store", recycle="never"))
+    noise = np.random.default_rng(0)
+    with agent.writer(store, keep=["last:1"]) as writer:
+        for step in range(1, 9):
+            weight = noise.integers(0, 256, 6 * MIB, np.uint8)
+            writer.save_async({"weight": weight}, step).result()
+    assert [info.step for info in store.checkpoints()] == [8]
+    assert np.array_equal(store.load(framework="numpy")["weight"], weight)
+
+
+@pytest.mark.root
+def test_a_store_that_was_deleted_and_made_again_collects_still(disk: Path) -> None:
+    store = Store(LocalBackend(disk / "store", recycle="never"))
+    store.create()
+    shutil.rmtree(disk / "store")
+    store.create()
+    save(store, 1, 2, nbytes=BLOCK)
+    retired = segment_path(store, disk / "store", 1)
+    retire(store, 1)
+    assert retired.exists()
+    with pytest.raises(StorageError, match="are needed at least"):
+        store.backend.check_space(DISK)
+    assert not retired.exists()
+    _whole(store, 2)
+
+
+@pytest.mark.root
+def test_a_save_for_which_nothing_can_be_deleted_fails_as_ever(disk: Path) -> None:
+    store = Store(LocalBackend(disk / "store", recycle="never"))
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
+        writer.save(state(1, 9 * MIB), 1)
+        writer.save(state(2, 9 * MIB), 2)
+        with pytest.raises(StorageError) as told:
+            writer.save(state(3, 9 * MIB), 3)
+        assert told.value.errno == errno.ENOSPC
+    _whole(store, 1, 2)
+
+
+def test_several_threads_that_find_no_space_collect_once() -> None:
+    """The second waits for the first, and then tries again."""
+    disk = RamPosix()
+    folders = Folders("/store", disk)
+    room = Room(folders, disk, SpareFiles(folders, disk, Recycling(folders, disk, "never")))
+    entered, leave = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def reclaim() -> int:
+        calls.append(1)
+        entered.set()
+        assert leave.wait(30)
+        assert not room.make(), "within itself"
+        return 10 if len(calls) == 1 else 0
+
+    assert not room.make(), "nobody said how"
+    room.reclaim = reclaim
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(room.make)
+        assert entered.wait(30)
+        second = pool.submit(room.make)
+        time.sleep(0.1)
+        leave.set()
+        assert first.result()
+        assert second.result()
+    assert calls == [1]
+    assert not room.make(), "there is nothing more"
+
+
+def test_a_medium_of_next_to_nothing_gives_no_reserve() -> None:
+    for free, there in ((15 * RESERVE_BYTES, False), (16 * RESERVE_BYTES, True)):
+        disk = Sized(free)
+        backend = LocalBackend("/store", disk)
+        backend.create("FORMAT", b"{}")
+        backend.keep_reserve()
+        assert any(path.endswith(RESERVE) for path, _ in disk.image().walk()) is there
+        backend.keep_reserve()  # once is enough
+        assert backend.list("") == ["FORMAT"]

@@ -441,6 +441,7 @@ def test_tensors_that_come_on_one_rank_alone_cost_one_step(tmp_path: Path) -> No
     assert ckptstore.open(tmp_path).load(5)["new"].tobytes() == np.ones(2).tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:the ranks divide:ckptstore.UnexplainedStepWarning")
 def test_updates_that_come_late_cost_one_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.write.ranks.division.CUT_FROM", 4096)
 

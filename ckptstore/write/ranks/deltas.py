@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptstore.errors import FailedRankError, UsageError
+from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId, Node
 from ckptstore.write.deltas import DeltaOptions, MemoryBase
 from ckptstore.write.encoding import Choices, Fed
@@ -23,8 +24,11 @@ __all__ = ["RankDeltas"]
 class RankDeltas:
     """What a rank keeps for deltas. One thread calls it."""
 
-    def __init__(self, options: DeltaOptions) -> None:
+    def __init__(self, options: DeltaOptions, chains: Chains | None = None) -> None:
         """
+        Args:
+            chains: says which checkpoint is to be a full, because rules keep it; None: there are no rules.
+
         Raises:
             UsageError: bases that are read back from the store are not there for ranks.
         """
@@ -32,6 +36,7 @@ class RankDeltas:
             raise UsageError(
                 "DeltaOptions(memory=...) cannot be combined with group=: ranks keep their bases in memory"
             )
+        self._chains = Chains(tuple) if chains is None else chains
         self.options = options
         self.choices = Choices(options.policy)
         self._schedule = Schedule(options.interval, options.form, options.bound)
@@ -40,12 +45,17 @@ class RankDeltas:
         self._decision: Decision | None = None
         self._fed: Snapshot | None = None  # what takes the share that is being fed
 
-    def decide(self, restorable: Callable[[CheckpointId], bool]) -> Order:
+    def decide(self, restorable: Callable[[CheckpointId], bool], step: int) -> Order:
         """How the next checkpoint is stored; rank 0 asks."""
         decision = self._schedule.decide()
-        if decision.base is not None and not restorable(self._bases[self._numbers[decision.base]].id):
-            self.restart()  # a request retired it: a delta against it could never be committed
-            decision = self._schedule.decide()
+        if decision.base is not None:
+            below = self._bases[self._numbers[decision.base]].id
+            size = self._schedule.expected(decision.gap)
+            # A request retired it: a delta against it could never be committed. Or rules keep this checkpoint, and
+            # would keep the chain below it stored.
+            if not restorable(below) or self._chains.wants_full(step, below.step, size):
+                self.restart()
+                decision = self._schedule.decide()
         self._decision = decision
         base = None if decision.base is None else self._bases[self._numbers[decision.base]].id
         forget = tuple(self._numbers[number] for number in decision.forget if number in self._numbers)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ckptstore.errors import FailedRankError, UsageError
 from ckptstore.formats import digest
+from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
@@ -39,7 +40,13 @@ class RankDiffs:
         base: the checkpoint that the first of them builds on; None: there is none.
     """
 
-    def __init__(self, options: DiffOptions, workers: Workers, snapshots: SnapshotPool) -> None:
+    def __init__(self, options: DiffOptions, workers: Workers, snapshots: SnapshotPool, chains: Chains) -> None:
+        """
+        Args:
+            chains: says which checkpoint is to be a full, because rules keep it. Of fulls and deltas it knows already.
+        """
+        self._chains = chains
+        self._size = 0.0  # of this rank's share of the last step diff, as a part of the share
         self.options = options
         self.waiting: list[RankSave] = []
         self.base: CheckpointId | None = None
@@ -76,6 +83,8 @@ class RankDiffs:
             return None
         if not self.waiting and not restorable(self.base):
             return None
+        if self._chains.wants_full(one.step, previous.id.step, self._size):
+            return None
         return Order(after=previous.id.step, last=not one.asynchronous or len(self.waiting) + 1 >= batch)
 
     def add(self, one: RankSave) -> None:
@@ -88,6 +97,9 @@ class RankDiffs:
         else:
             if one.coded is not None:
                 assert one.snapshot is not None
+                assert one.how.after is not None
+                self._size = one.coded.stored / one.coded.nbytes if one.coded.nbytes else 1.0
+                self._chains.stored(one.step, one.how.after, self._size)
                 one.retained = True
                 self._advance(MemoryBase(CheckpointId(0, one.step, ""), one.snapshot))
                 self._depth += 1

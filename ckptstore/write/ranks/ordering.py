@@ -83,7 +83,7 @@ class Ordering:
         if not one.kept:
             deltas.restart()
         self._tenure.building = one.step
-        order = self._means.settling.submit(lambda: deltas.decide(committer.log.catalog.restorable)).result()
+        order = self._means.settling.submit(lambda: deltas.decide(committer.log.catalog.restorable, one.step)).result()
         if order.base is None:
             self._tenure.built(one.step)
         return order

@@ -39,7 +39,13 @@ def prepare(
     named = steady(flat, means.ranks.globs)
     found = named.moved(explaining.found(updates, flat))
     flat = named.flat
+    families = len(tenure.families)
     _learn(tenure, found)
+    if tenure.agreed is not None and len(tenure.families) > families:
+        explaining.say(
+            "the ranks divide their tensors anew, because earlier saves did not say what an optimizer moves together: "
+            "the next checkpoint is a full. Give updates= with the first save, too"
+        )
     holding = holding_of(named, means.group.rank, means.ranks.globs, list(tenure.families))
     before, apart = tenure.agreed, means.ranks.diverged != "warn"
     deadline = Deadline(means.ranks.timeout, means.group.ended)

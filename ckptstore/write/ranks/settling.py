@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
+from ckptstore.formats.lasting import Chains
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.ranks.committing import Batched
 from ckptstore.write.ranks.deltas import RankDeltas
@@ -33,7 +34,14 @@ class _WaitingError(Exception):
 class Settling:
     """What one thread does, one job after the other."""
 
-    def __init__(self, means: Means, tenure: Tenure, deltas: RankDeltas | None, diffs: RankDiffs | None) -> None:
+    def __init__(
+        self, means: Means, tenure: Tenure, deltas: RankDeltas | None, diffs: RankDiffs | None, chains: Chains
+    ) -> None:
+        """
+        Args:
+            chains: is told of fulls and deltas.
+        """
+        self._chains = chains
         self._means = means
         self._tenure = tenure
         self._deltas = deltas
@@ -116,6 +124,8 @@ class Settling:
     def _keep(self, one: RankSave, info: CheckpointInfo) -> None:
         """This rank's share of a checkpoint may be what the next one builds on."""
         seconds = time.monotonic() - one.began
+        below = None if one.how.base is None else one.how.base.step
+        self._chains.stored(info.step, below, info.stored / info.nbytes if info.nbytes else 1.0)
 
         def copied() -> Snapshot:
             assert one.share is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from ckptstore.errors import UsageError, WriterError
+from ckptstore.formats.lasting import Chains
 from ckptstore.host.background import Periodic
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.committer import may_mean
@@ -33,9 +34,13 @@ class Work:
         options = means.options
         self.tenure = tenure
         self._means = means
-        self._deltas = None if options.deltas is None else RankDeltas(options.deltas)
-        self._diffs = None if options.diffs is None else RankDiffs(options.diffs, means.workers, means.snapshots)
-        self._settling = Settling(means, tenure, self._deltas, self._diffs)
+        # Rank 0 alone has the log, and decides.
+        chains = Chains(lambda: () if tenure.committer is None else tenure.committer.log.catalog.keep)
+        self._deltas = None if options.deltas is None else RankDeltas(options.deltas, chains)
+        self._diffs = None
+        if options.diffs is not None:
+            self._diffs = RankDiffs(options.diffs, means.workers, means.snapshots, chains)
+        self._settling = Settling(means, tenure, self._deltas, self._diffs, chains)
         self._batches: Batches | None = None
         self._looking: Periodic | None = None
         if self._diffs is not None:

@@ -6,19 +6,22 @@ The committer's thread alone uses it.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import FAST_POLICY, Policy
+from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
+from ckptstore.host.caller_warnings import UnexplainedStepWarning
 from ckptstore.host.checks import seconds, whole
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -163,13 +166,17 @@ class BecomesFullError(Exception):
 class Diffs:
     """The step diffs of one term."""
 
-    def __init__(self, options: DiffOptions, draft: SegmentDoc, workers: Workers) -> None:
+    def __init__(self, options: DiffOptions, draft: SegmentDoc, workers: Workers, chains: Chains) -> None:
         """Begin without a step in memory: the first checkpoint is a full.
 
         Args:
             draft: what all segments of the term say of themselves.
             workers: threads that code.
+            chains: says which checkpoint is to be a full, because rules keep it. Of fulls it knows already.
         """
+        self._chains = chains
+        self._size = 0.0  # of the last step diff, as a part of a full
+        self._missed: int | None = None  # a step that could not be coded, since the one in memory
         self.options = options
         self._draft = draft
         self._term = draft.term
@@ -196,15 +203,23 @@ class Diffs:
         controller = self.options.controller
         return self.options.batch if controller is None else controller.configuration.batch
 
-    def due(self, restorable: Callable[[CheckpointId], bool]) -> bool:
+    def due(self, restorable: Callable[[CheckpointId], bool], step: int) -> bool:
         """Whether the next checkpoint has to be a full.
 
         Args:
+            step: its step.
             restorable: whether the catalog can restore a checkpoint, so that others may build on it.
         """
         if self._previous is None or self._incomplete or self._depth + 1 >= self.full_every:
             return True
+        if self._chains.wants_full(step, self._previous.id.step, self._size):
+            return True
         return not self.waiting and not restorable(self._previous.id)
+
+    def _stored(self, step: int, base: int, stored: int, nbytes: int) -> None:
+        """A step diff takes `stored` bytes of a state of `nbytes`."""
+        self._size = stored / nbytes if nbytes else 1.0
+        self._chains.stored(step, base, self._size)
 
     def begin(self, identity: CheckpointId, snapshot: Snapshot, nbytes: int, seconds: float) -> None:
         """A full of `nbytes`, written in `seconds`, is durable: the next step is coded against it.
@@ -246,7 +261,16 @@ class Diffs:
             self._keep_latest(snapshot)
             self.waiting.append(Waiting(step, time.time(), done, None, labels))
             return len(self.waiting) >= self.batch
-        coded = self._encode(snapshot, updates, step)
+        if self._missed is not None:
+            _warn_unexplained(step, self._missed)
+            updates = ()  # Prevents: a step explained by itself alone, from a checkpoint that lies further back.
+        try:
+            coded = self._encode(snapshot, updates, step)
+        except BaseException:
+            self._missed = step
+            raise
+        self._missed = None
+        self._stored(step, coded.base.step, coded.stored, coded.nbytes)
         self._depth += 1
         self.waiting.append(Waiting(step, time.time(), done, coded, labels))
         self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
@@ -277,6 +301,7 @@ class Diffs:
         with self._advanced(fed, updates, step) as (plan, reached):
             coded = plan.encode(fed, self._workers)
             reached(coded.state)
+        self._stored(step, coded.base.step, coded.stored, coded.nbytes)
         self.waiting.append(Waiting(step, time.time(), done, coded, labels))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
         return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
@@ -289,6 +314,9 @@ class Diffs:
         with self._advanced(fed, updates, step) as (plan, reached):
             written = plan.write(fed, session, self._draft, moment)
             reached(written.state)
+        base, stored = written.encoding.base, written.encoding.bytes
+        assert base is not None
+        self._stored(step, base.step, stored or 0, written.nbytes)
         entry = CheckpointEntry(self._term, step, written.state, moment, written.tensors, written.nbytes, labels.extra)
         return Written(written.segments, (written.encoding,), (entry,), dict.fromkeys(labels.tags, entry.node))
 
@@ -373,6 +401,7 @@ class Diffs:
         assert self._latest is not None
         step, snapshot = self.waiting[-1].step, self._latest
         coded = self._encode(snapshot, self._sums.apply(snapshot.flat, self._previous), step, lossy=True)
+        self._stored(step, coded.base.step, coded.stored, coded.nbytes)
         self._sums.clear()
         self._latest = None
         self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
@@ -392,6 +421,7 @@ class Diffs:
         self._advance(None)
 
     def _advance(self, following: MemoryBase | None) -> None:
+        self._missed = None
         previous, self._previous = self._previous, following
         if previous is not None:
             previous.forget()
@@ -405,6 +435,17 @@ class Diffs:
         assert self._previous is not None
         tensors = self._previous.tensors
         return dict(zip(tensors, self._workers.pool.map(_digest, tensors.values()), strict=True))
+
+
+def _warn_unexplained(step: int, missed: int) -> None:
+    """Say why a step is stored as a difference."""
+    with suppress(Warning):  # where warnings are errors: this thread has a step to store
+        warnings.warn(
+            f"step {step} is stored as a difference, which takes up to three times the bytes: step {missed} before it "
+            "could not be stored, and one step can be explained",
+            UnexplainedStepWarning,
+            stacklevel=1,
+        )
 
 
 def _digest(source: TensorSource) -> int:

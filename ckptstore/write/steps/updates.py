@@ -52,11 +52,13 @@ class Found(list[Update]):
 
     Attributes:
         left_out: what was not found, and why; None: nothing.
+        reasons: the reasons in it, without numbers that differ from step to step.
     """
 
-    def __init__(self, updates: Iterable[Update], left_out: str | None = None) -> None:
+    def __init__(self, updates: Iterable[Update], left_out: str | None = None, reasons: Iterable[str] = ()) -> None:
         super().__init__(updates)
         self.left_out = left_out
+        self.reasons = frozenset(reasons) or frozenset(() if left_out is None else (left_out,))
 
 
 Updates: TypeAlias = Sequence[Update] | Callable[[FlatState], Sequence[Update]]
@@ -75,7 +77,7 @@ def looked_up(updates: Updates, flat: FlatState) -> Sequence[Update]:
 
 
 class Explaining:
-    """The updates of a writer's steps, looked up; what is not explained is said once.
+    """The updates of a writer's steps, looked up; why a step is not explained is said once for each reason.
 
     Attributes:
         wanted: steps are stored as step diffs.
@@ -83,7 +85,7 @@ class Explaining:
 
     def __init__(self, *, wanted: bool) -> None:
         self.wanted = wanted
-        self._remarked = False
+        self._said: set[str] = set()
 
     def found(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
         """The updates of a step; none where nobody wants them. Raises `UsageError` for what are none."""
@@ -91,20 +93,28 @@ class Explaining:
         if updates is None or not self.wanted:
             return ()
         found = looked_up(updates, flat)
-        if isinstance(found, Found) and found.left_out is not None and not self._remarked:
-            self._remarked = True
-            warn(found.left_out, UnexplainedStepWarning)
+        if isinstance(found, Found) and found.left_out is not None:
+            self.say(found.left_out, found.reasons)
         return found
+
+    def say(self, text: str, reasons: Iterable[str] = ()) -> None:
+        """Warn with `text`, unless all of its reasons were given before.
+
+        Args:
+            reasons: why a step is not explained; none: the text itself is the reason.
+        """
+        new = (frozenset(reasons) or {text}) - self._said
+        if new:
+            self._said |= new
+            warn(text, UnexplainedStepWarning)
 
     def remark_unused(self, updates: Updates | None) -> None:
         """Say that `updates` are given to a writer that has no use for them."""
-        if updates is None or self.wanted or self._remarked:
+        if updates is None or self.wanted:
             return
-        self._remarked = True
-        warn(
+        self.say(
             "updates= is ignored, and every step is stored whole or as a delta: step diffs need a writer with "
-            "diffs=DiffOptions(...)",
-            UnexplainedStepWarning,
+            "diffs=DiffOptions(...)"
         )
 
 

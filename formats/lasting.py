@@ -1,0 +1,72 @@
+"""Which of the checkpoints to come is stored by itself, because the rules of retention keep it for good.
+
+A step diff or delta needs all that it builds on. What the rules keep for good (``every:N``) keeps its chain stored for
+as long, although nobody can load the rest of it any more. So where such a checkpoint would keep more than a full takes,
+it becomes a full, and what came before it can go. Every writer asks this: for step diffs and deltas, of one process, of
+an agent, of many ranks (where rank 0 asks).
+
+``last`` and ``newer-than`` keep for a while only: their chains go when the window moves on. Which checkpoints are the
+best, and which will get a tag, nobody knows beforehand: what those keep stored, `ckptstore.formats.retention.pinned`
+counts and compaction frees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ckptstore.formats.windows import window_of
+
+__all__ = ["Chains", "kept_for_good"]
+
+_REMEMBERED: Final = 1024
+"""Steps whose chains are known: more than there are bases at any time."""
+
+
+def kept_for_good(rules: Sequence[str], step: int) -> bool:
+    """Whether rules keep a checkpoint of this step whatever comes after it.
+
+    False also where this version does not know a rule: then nothing is retired, and nothing is gained.
+    """
+    windows = [window_of(rule) for rule in rules]
+    if any(window is None for window in windows):
+        return False
+    return any(window.for_good(step) for window in windows if window is not None)
+
+
+class Chains:
+    """What the checkpoints of a term would keep stored that no rule keeps. Sizes are parts of a full."""
+
+    def __init__(self, rules: Callable[[], Sequence[str]]) -> None:
+        """
+        Args:
+            rules: gives the store's rules as they are now.
+        """
+        self._rules = rules
+        self._kept: dict[int, float] = {}  # by step: what is stored for it alone, itself included
+
+    def wants_full(self, step: int, base: int, size: float) -> bool:
+        """Whether the next checkpoint is to be a full, and not coded against another.
+
+        Args:
+            step: its step.
+            base: the step that it would build on.
+            size: what it would take then, as a part of a full.
+        """
+        if not kept_for_good(self._rules(), step):
+            return False
+        # Prevents: a chain that stays stored for ever for one checkpoint, and takes more than a full.
+        return self._kept.get(base, 0.0) + size > 1.0
+
+    def stored(self, step: int, base: int | None, size: float) -> None:
+        """A checkpoint is stored.
+
+        Args:
+            base: the step that it builds on; None: it is a full.
+            size: what it takes, as a part of a full.
+        """
+        below = 0.0 if base is None else self._kept.get(base, 0.0)
+        self._kept.pop(step, None)
+        self._kept[step] = 0.0 if kept_for_good(self._rules(), step) else below + size
+        while len(self._kept) > _REMEMBERED:
+            del self._kept[next(iter(self._kept))]

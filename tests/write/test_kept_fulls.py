@@ -1,0 +1,121 @@
+"""What the rules keep for good becomes a full, whoever writes: nothing that was retired stays stored for it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import DeltaOptions, DiffOptions, RankOptions, Store, agent
+from ckptstore.write.ranks.mailbox import Group
+from tests.write.rank_threads import as_ranks
+from tests.write.test_diffs import Trainer
+
+RULES = ["last:4", "every:20"]
+STEPS = 90
+SIZES = {"wide": (60, 70), "bias": (70,)}
+WRITERS: dict[str, dict[str, Any]] = {
+    "diffs": {"diffs": DiffOptions(full_every=50)},
+    "batches": {"diffs": DiffOptions(full_every=50, batch=7)},
+    "fed": {"diffs": DiffOptions(full_every=50), "memory": 64 << 20},
+    "deltas": {"deltas": DeltaOptions(interval=3)},
+    "paper": {"deltas": DeltaOptions(interval=2, form="paper")},
+    "both": {"diffs": DiffOptions(full_every=10), "deltas": DeltaOptions(interval=1)},
+}
+
+
+def check(store: Store, limit: float, few: int) -> None:
+    """Of what is kept for good each is restored with what is kept for good alone."""
+    infos = store.checkpoints()
+    assert [info.step for info in infos] == [20, 40, 60, 80, 87, 88, 89, 90]
+    catalog = store.view().catalog
+    bases = {
+        info.step: [edge.base.step for edge in catalog.encodings[info.term, info.step] if edge.base] for info in infos
+    }
+    for step in (20, 40, 60, 80):
+        assert set(bases[step]) <= {20, 40, 60}, bases
+    assert len(catalog.held) <= few, sorted(catalog.held)
+    assert all(80 < step < 90 for _, step in catalog.held), sorted(catalog.held)
+    stored = sum(one.size for one in catalog.segments.values())
+    assert stored < limit * infos[-1].nbytes, stored
+    store.verify(deep=True)
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_by_a_writer(tmp_path: Path, how: str) -> None:
+    model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
+    with store.writer(keep=RULES, **WRITERS[how]) as writer:
+        for step in range(1, STEPS + 1):
+            model.train()
+            writer.save_async(model.state(), step, updates=model.updates() if "diffs" in WRITERS[how] else None)
+    check(store, 12, 9)
+
+
+@pytest.mark.parametrize("how", ["diffs", "batches", "deltas", "both"])
+def test_by_ranks(tmp_path: Path, how: str) -> None:
+    store = ckptstore.open(tmp_path / "run")
+
+    def work(group: Group) -> None:
+        model = Trainer(0, SIZES)
+        with ckptstore.open(tmp_path / "run").writer(
+            group=group, ranks=RankOptions(timeout=120), keep=RULES, **WRITERS[how]
+        ) as writer:
+            for step in range(1, STEPS + 1):
+                model.train()
+                writer.save_async(model.state(), step, updates=model.updates() if "diffs" in WRITERS[how] else None)
+
+    assert as_ranks(2, work) == [None, None]
+    check(store, 16, 9)
+
+
+def test_by_an_agent(tmp_path: Path) -> None:
+    model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
+    with agent.writer(store, keep=RULES, **WRITERS["diffs"]) as writer:
+        for step in range(1, STEPS + 1):
+            model.train()
+            writer.save_async(model.state(), step, updates=model.updates())
+    check(store, 12, 9)
+
+
+def test_rules_that_come_while_it_writes(tmp_path: Path) -> None:
+    model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
+    with store.writer(**WRITERS["diffs"]) as writer:
+        for step in range(1, STEPS + 1):
+            model.train()
+            if step == 15:
+                writer.wait()
+                store.keep(*RULES)
+            writer.save_async(model.state(), step, updates=model.updates())
+    check(store, 12, 9)
+
+
+def test_what_rules_cannot_free_is_said_once_with_its_size(tmp_path: Path) -> None:
+    """A tag in the middle of a chain, of which nobody knew."""
+    model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with store.writer(keep=["last:2"], **WRITERS["diffs"]) as writer:
+            for step in range(1, 240):
+                model.train()
+                writer.save(model.state(), step, updates=model.updates(), tags=f"good-{step}" if step % 49 == 0 else ())
+    told = [str(one.message) for one in caught]
+    assert len(told) == 1, told
+    assert "retired checkpoints (" in told[0]
+    assert f"`ckpt compact {store.url} --gc`" in told[0]
+    before = sum(one.size for one in store.view().catalog.segments.values())
+    store.compact(take_over=True)
+    assert sum(one.size for one in store.view().catalog.segments.values()) < before / 3
+
+
+def test_chains_that_pass_are_not_told_of(tmp_path: Path) -> None:
+    """What `last` keeps stored for now goes when its window moves on."""
+    model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
+    with store.writer(keep=["last:5"], **WRITERS["diffs"]) as writer:
+        for step in range(1, 120):
+            model.train()
+            writer.save(model.state(), step, updates=model.updates())
+    assert np.isfinite(store.load()["master"]["wide"]).all()
