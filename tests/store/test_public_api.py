@@ -64,6 +64,8 @@ EXPECTED = [
     "Holder",
     "ImportedFile",
     "IncompatibleFormatError",
+    "KernelError",
+    "KernelWarning",
     "KeyExistsError",
     "KeyNotFoundError",
     "Lag",
