@@ -131,23 +131,10 @@ def _optimizer(kernel: str) -> str:
     return "sgd" if kernel == "buffered" else "adam"
 
 
-DECODERS = [
-    "combine",
-    "unpack_small",
-    "put_exceptions",
-    "add_unsorted",
-    "classify",
-    "to_bfloat16",
-    "moments",
-    "move",
-    "fma",
-    "buffered",
-    "block_sums",
-]
-ENCODERS = [
-    *DECODERS,
-    *["difference", "zigzag", "rotate_left", "split", "pack_small", "take_exceptions", "sort", "missed"],
-]
+DECODERS = ["combine", "unpack_small", "put_exceptions", "add_unsorted", "classify", "to_bfloat16"]
+DECODERS += ["moments", "move", "fma", "buffered", "block_sums"]
+ENCODERS = [*DECODERS, "difference", "zigzag", "rotate_left", "split"]
+ENCODERS += ["pack_small", "take_exceptions", "sort", "missed"]
 
 
 def _told(caught: list[warnings.WarningMessage], name: str) -> bool:
