@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckptstore.errors import ForeignObjectError as ForeignObjectError
     from ckptstore.errors import FormatError as FormatError
     from ckptstore.errors import IncompatibleFormatError as IncompatibleFormatError
+    from ckptstore.errors import KernelError as KernelError
     from ckptstore.errors import KeyExistsError as KeyExistsError
     from ckptstore.errors import KeyNotFoundError as KeyNotFoundError
     from ckptstore.errors import MailboxError as MailboxError
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from ckptstore.exchange.importing import ImportedFile as ImportedFile
     from ckptstore.following.follower import Followed as Followed
     from ckptstore.following.follower import Follower as Follower
+    from ckptstore.formats.compiled import KernelWarning as KernelWarning
     from ckptstore.formats.records import FormatFile as FormatFile
     from ckptstore.formats.records import SegmentEntry as SegmentEntry
     from ckptstore.formats.segment import SegmentDoc as SegmentDoc
@@ -149,11 +151,12 @@ _HOMES = {
         " RequestRefusedError RequestTimeoutError StateMismatchError StepOrderError StorageError StoreNotFoundError"
         " StoreReplacedError TensorNotFoundError UnsupportedBackendError UnsupportedStateError UsageError"
         " WriterClosedError WriterError RankError MissingRankError FailedRankError RankMismatchError"
-        " UnmadeStateError DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError"
+        " UnmadeStateError DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError KernelError"
     ),
     "exchange.exporting": "ExportResult",
     "exchange.importing": "ImportedFile",
     "following.follower": "Followed Follower",
+    "formats.compiled": "KernelWarning",
     "formats.records": "FormatFile SegmentEntry",
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",

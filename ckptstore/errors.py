@@ -28,6 +28,7 @@
     │   ├── UnsupportedBackendError            the medium cannot keep a promise the store needs
     │   └── ReadOnlyError
     ├── MissingDependencyError (ImportError) 9 an optional package is needed
+    ├── KernelError                        1   a compiled kernel failed half-way; numpy's are used from then on
     ├── RequestError                       10  the live writer was asked for a change, which was not made
     │   ├── RequestRefusedError                it said no, and why
     │   └── RequestTimeoutError (TimeoutError) it did not answer in time
@@ -125,7 +126,13 @@ class CorruptionError(CkptError):
 
 
 class CorruptSegmentError(CorruptionError):
-    """A segment's bytes do not match their checksums or bounds; names file, tensor and offset."""
+    """A segment's bytes do not match their checksums or bounds; names file, tensor and offset.
+
+    Attributes:
+        computed: the stored bytes match their checksum, and what is decoded from them is not what was saved.
+    """
+
+    computed: bool = False
 
 
 class CorruptLogError(CorruptionError):
@@ -224,6 +231,11 @@ class MissingDependencyError(CkptError, ImportError):
     """An optional package is needed; the message says which extra installs it."""
 
     exit_code = 9
+
+
+class KernelError(CkptError):
+    """A kernel that numba compiled failed in the middle of its work. This process uses numpy's kernels from then on:
+    what was asked for can be asked for again."""
 
 
 class RequestError(CkptError):

@@ -31,6 +31,9 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     """
     if isinstance(error, SystemExit):
         raise error
+    # click makes an Abort of both. Prevents: a file that ends too early, reported as "interrupted".
+    if isinstance(error, click.exceptions.Abort) and isinstance(error.__cause__, EOFError):
+        error = error.__cause__
     if isinstance(error, ClosedPipeError):
         # Nobody reads stdout any more. Point it elsewhere, or the interpreter complains when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -58,7 +61,7 @@ def _said(text: str, hanging: int, color: bool | None) -> None:
 
 def describe(error: BaseException) -> tuple[int, str, str | None]:
     """Exit code, one-line message and hint for any exception."""
-    if isinstance(error, click.exceptions.Abort | KeyboardInterrupt | EOFError):
+    if isinstance(error, click.exceptions.Abort | KeyboardInterrupt):
         return INTERRUPTED, "interrupted", None
     if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click >= 8.2
         click.echo(str(error), err=True)  # a bare `ckpt` or `ckpt log`: the help is the message
@@ -96,6 +99,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _name(error: BaseException) -> str:
-    if isinstance(error, click.exceptions.Abort | KeyboardInterrupt | EOFError):
+    if isinstance(error, click.exceptions.Abort | KeyboardInterrupt):
         return "Interrupted"
     return "UsageError" if isinstance(error, click.UsageError) else type(error).__name__

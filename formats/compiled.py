@@ -13,8 +13,8 @@ imported at the first call and not before::
 
 There a function of the same name takes the same arguments. What it calls are *loops*, which declare their arguments,
 so that every one is compiled exactly once, at its first call (numba keeps the machine code in ``__pycache__`` for
-later processes, or in the user's cache folder, or not at all where neither can be written; it notices changes of the
-file that holds the loop, not of constants that this file imports)::
+later processes, or in the user's cache folder, or not at all where neither can be written; `kernel_cache` checks it
+before it runs; numba notices changes of the file that holds the loop, not of constants that this file imports)::
 
     @loop("u4", "u4", "u4!")
     def _difference(new, base, out):
@@ -25,19 +25,36 @@ Loops release the interpreter lock, never reorder floating point, and check no b
 a payload compares them first. Integers are promoted to 64 bits between loads and stores; mixing ``np.uint64`` with
 a plain integer makes a float, as in numpy, so cast constants. An array that is written may not be one that is read
 if the loop is to use vector instructions: give what works in place a loop of its own.
+
+A compiled kernel that misbehaves must not look like damage of the medium, and must not write a checkpoint that nobody
+can read. Three things see to it:
+
+- The first call of a kernel with arguments of new types runs both forms and compares them, and so do the calls 2, 4, 8
+  and so on. The caller gets numpy's result.
+- `confirmed` decodes once more in numpy before damage is believed that was found in bytes whose checksum is right.
+- A kernel that raises what its reference does not is an error of the kernel.
+
+In each case all compiled kernels are switched off in this process, a `KernelWarning` names the kernel, and numpy does
+the rest. ``NUMBA_DISABLE_JIT`` means no numba: as plain Python the loops compute something else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 import threading
-from collections.abc import Callable
-from functools import update_wrapper
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import update_wrapper, wraps
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from ckptstore.errors import MissingDependencyError, UsageError
+import numpy as np
+
+from ckptstore.errors import CkptError, CorruptSegmentError, KernelError, MissingDependencyError, UsageError
+from ckptstore.formats.kernel_cache import machine_code
 
 KINDS = ("numpy", "compiled")
 VARIABLE = "CKPTSTORE_KERNELS"
@@ -47,6 +64,13 @@ _R = TypeVar("_R")
 _lock = threading.RLock()
 _compiled: bool | None = None
 _loaded = 0
+_doubts = 0
+_SMALL = 8
+"""Integers below it choose what a kernel does, as ``how`` of ``combine``; larger ones are sizes and limits."""
+
+
+class KernelWarning(UserWarning):
+    """A compiled kernel gave other bytes than numpy, or failed. This process continues with numpy's kernels."""
 
 
 def loaded() -> int:
@@ -71,25 +95,173 @@ def use(wanted: str | None) -> None:
         _compiled = None if wanted is None else _decided(wanted)
 
 
-def hot(module: str) -> Callable[[Callable[_P, _R]], Hot[_P, _R]]:
-    """Declare a reference kernel that ``module`` has a compiled form of, under the same name."""
-    return lambda reference: Hot(reference, module)
+def steady(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Declare a function that changes none of its arguments but ``out``: it begins anew when a kernel fails in it."""
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except KernelError:  # switched off by now
+            return function(*args, **kwargs)
+
+    return run
+
+
+def distrust(kernel: str, why: str) -> None:
+    """Switch the compiled kernels off in this process, and warn, once."""
+    global _compiled
+    with _lock:
+        if _compiled is False:
+            return
+        _compiled = False
+    text = (
+        f"{kernel}: {why}; this process continues with numpy's kernels, which are slower and write the same bytes. "
+        f"Set {VARIABLE}=numpy until numba is mended, and check what was saved before: ckpt verify --deep"
+    )
+    try:
+        warnings.warn(text, KernelWarning, stacklevel=2)
+    except KernelWarning:
+        # Warnings are errors here. Raising would fail the save or load that numpy can do.
+        print(f"KernelWarning: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def doubted() -> Iterator[None]:
+    """While this lasts all threads get numpy's results, and each compiled kernel is compared with them."""
+    global _doubts
+    with _lock:
+        _doubts += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _doubts -= 1
+
+
+def doubting() -> bool:
+    """Whether some thread is within `doubted`."""
+    return _doubts > 0
+
+
+def confirmed(work: Callable[[], _R], *, since: bool = False) -> _R:
+    """What `work` returns. Damage that it computes is believed only if numpy finds it, too.
+
+    Args:
+        work: may be run twice; the second time it begins anew, whatever the first has left in its memory.
+        since: it uses what was computed before, when compiled kernels were in use.
+
+    Raises:
+        CorruptSegmentError: numpy finds damage, too; or the stored bytes do not match their checksum, which is no
+            matter of kernels (`CorruptSegmentError.computed` is False).
+    """
+    if not (since or _use_compiled()):
+        return work()
+    try:
+        return work()
+    except (CorruptSegmentError, KernelError) as error:
+        # Prevents: an intact checkpoint that is called damaged, or dropped, because a compiled kernel is wrong.
+        if not getattr(error, "computed", True):
+            raise
+    with doubted():
+        result = work()
+    distrust("a compiled kernel", "gave wrong bytes where numpy gives those that were saved")
+    return result
+
+
+def hot(
+    module: str, *, reads: Sequence[str] = (), destroys: Sequence[str] = (), compare: bool = True
+) -> Callable[[Callable[_P, _R]], Hot[_P, _R]]:
+    """Declare a reference kernel that ``module`` has a compiled form of, under the same name.
+
+    Args:
+        reads: arguments that may be large and are only read: they are not copied for a comparison.
+        destroys: arguments that hold nothing of use afterwards: they are not compared.
+        compare: whether its calls are compared. False: its module tries it in another way.
+    """
+    return lambda reference: Hot(reference, module, reads, destroys, compare)
 
 
 class Hot(Generic[_P, _R]):
     """A kernel with two forms. Called, it runs the one in use; ``reference`` is the one in numpy."""
 
-    def __init__(self, reference: Callable[_P, _R], module: str) -> None:
+    def __init__(
+        self,
+        reference: Callable[_P, _R],
+        module: str,
+        reads: Sequence[str] = (),
+        destroys: Sequence[str] = (),
+        compare: bool = True,
+    ) -> None:
         self.reference = reference
         self._module = module
         self._fast: Callable[_P, _R] | None = None
+        names = reference.__code__.co_varnames
+        self._reads = frozenset(map(names.index, reads))
+        self._destroys = frozenset(map(names.index, destroys))
+        self._compare = compare
+        self._calls: dict[tuple[Any, ...], int] = {}
         update_wrapper(self, reference)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Run the form in use."""
-        if not (_use_compiled() if _compiled is None else _compiled):
+        """Run the form in use.
+
+        Raises:
+            KernelError: the compiled form failed, and the arguments may be half changed. It is switched off.
+            and what the reference raises.
+        """
+        if kwargs or not (_use_compiled() if _compiled is None else _compiled):
             return self.reference(*args, **kwargs)
-        return (self._fast or self.compiled)(*args, **kwargs)
+        if self._compare:
+            kind = tuple(map(_kind_of, args))
+            number = self._calls.get(kind, 0) + 1
+            # Prevents: a miscompiled encoder whose payloads nobody can decode.
+            if _doubts or not number & (number - 1):
+                result = self._compared(args)
+                self._calls[kind] = number  # not before: another thread would run what is still being compared
+                return result
+            self._calls[kind] = number
+        elif _doubts:
+            return self.reference(*args)
+        try:
+            return (self._fast or self.compiled)(*args)
+        except (CkptError, ValueError, MemoryError):  # of the arguments, as the reference
+            raise
+        except Exception as error:
+            why = f"failed with {type(error).__name__}: {error}"
+            distrust(self._name, why)
+            raise KernelError(f"{self._name} {why}; numpy's kernels are used from now on: try again") from error
+
+    @property
+    def _name(self) -> str:
+        return f"compiled kernel {self.reference.__name__!r} ({self._module})"
+
+    def _compared(self, args: Sequence[Any]) -> _R:
+        """Numpy's result. The compiled form works on copies."""
+        memory: dict[Any, Any] = {}
+        copies = [arg if at in self._reads else _copied(arg, memory) for at, arg in enumerate(args)]
+        flaw = ""
+        found: Any = None
+        try:
+            found = self.compiled(*copies)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what a broken kernel raises
+            flaw = f"failed with {type(error).__name__}: {error}"
+        result = self.reference(*args)  # raises where the arguments are wrong
+        if not flaw:
+            same = _same(found, result) and (
+                result is False  # the arguments were refused, and what was written before is worthless
+                or all(
+                    _same(mine, its)
+                    for at, (mine, its) in enumerate(zip(args, copies, strict=True))
+                    if at not in self._destroys
+                )
+            )
+            flaw = "" if same else "gives other bytes than numpy"
+        if flaw:
+            distrust(self._name, flaw)
+        return result
 
     @property
     def compiled(self) -> Callable[_P, _R]:
@@ -149,16 +321,51 @@ def inner(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _jit(function: Callable[_P, _R], arguments: tuple[str, ...]) -> Callable[_P, _R]:
-    import numba
-
     signature = tuple(map(_numba_type, arguments))
     options: dict[str, Any] = {"nopython": True, "nogil": True, "fastmath": False, "error_model": "numpy"}
-    try:
-        compiled: Callable[_P, _R] = numba.jit(signature, cache=True, **options)(function)
-    except (RuntimeError, OSError):
-        # Neither folder for machine code can be written, or the disk is full: compile for this process alone.
-        compiled = numba.jit(signature, **options)(function)
-    return compiled
+    return machine_code(function, signature, options)
+
+
+def _kind_of(argument: Any) -> Any:
+    """What decides, of an argument, which loop a kernel runs."""
+    if isinstance(argument, np.ndarray):
+        return argument.dtype.char
+    if isinstance(argument, int):
+        return argument if -1 < argument < _SMALL else _SMALL
+    if isinstance(argument, list):
+        return tuple(map(_kind_of, argument))
+    return type(argument), getattr(argument, "variant", None)
+
+
+def _copied(argument: Any, memory: dict[Any, Any]) -> Any:
+    """A copy of an argument; arrays that were one, or the same memory, are so again."""
+    if isinstance(argument, list):
+        return [_copied(part, memory) for part in argument]
+    if not isinstance(argument, np.ndarray):
+        return argument
+    for key in (id(argument), (argument.__array_interface__["data"][0], argument.nbytes)):
+        if key in memory:
+            found = memory[key]
+            return found if found.dtype == argument.dtype else found.view(argument.dtype)
+    copy = argument.copy()
+    memory[id(argument)] = copy
+    if argument.nbytes:
+        memory[argument.__array_interface__["data"][0], argument.nbytes] = copy
+    return copy
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two results, or two arguments after a call, are bit for bit equal."""
+    if isinstance(one, np.ndarray):
+        return (
+            isinstance(other, np.ndarray)
+            and one.shape == other.shape
+            and one.dtype == other.dtype
+            and np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def _numba_type(argument: str) -> Any:
@@ -187,9 +394,14 @@ def _decided(wanted: str) -> bool:
     if wanted == "numpy" or (not wanted and importlib.util.find_spec("numba") is None):
         return False
     try:
-        importlib.import_module("numba")
-    except ImportError as error:  # absent, or made for another numpy
+        config = importlib.import_module("numba").config
+    except Exception as error:  # noqa: BLE001 - absent, made for another numpy, or a variable NUMBA_… that it refuses
         if wanted:
             raise MissingDependencyError(f"numba is needed: pip install ckptstore[fast] ({error})") from None
+        return False
+    # Prevents: loops that run as plain Python, where integers grow and wrap otherwise.
+    if config.DISABLE_JIT:
+        if wanted:
+            raise UsageError(f"{VARIABLE} is {wanted}, and NUMBA_DISABLE_JIT turns numba's compiler off: unset one")
         return False
     return True

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.formats.compiled import hot
+from ckptstore.formats.compiled import hot, steady
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12 names it
@@ -97,6 +97,7 @@ def combine(*partials: int, nbytes: int) -> int:
     return (sum(partials) + nbytes * _LENGTH) & _MASK
 
 
+@steady
 def partial(data: Buffer | npt.NDArray[Any], first_word: int) -> int:
     """The share of D that the words of `data` contribute, without the length term.
 
@@ -127,6 +128,7 @@ def partial(data: Buffer | npt.NDArray[Any], first_word: int) -> int:
     return total & _MASK
 
 
+@steady
 def partials(data: npt.NDArray[np.uint8], lengths: Sequence[int]) -> list[int]:
     """`partial` of many small tensors that lie one behind the other, in one call: each from its first word on.
 
@@ -179,7 +181,7 @@ class Running:
         self._nbytes += words.size
 
 
-@hot("ckptstore.formats.digest_compiled")
+@hot("ckptstore.formats.digest_compiled", reads=["words", "weights"])
 def block_sums(words: npt.NDArray[np.uint32], skip: int, weights: _Words, sums: _Words) -> None:
     """Sum up words times weights, block by block, into ``sums``; ``skip`` words of the first block come before."""
     scratch = np.empty(min(len(words), BLOCK_WORDS), np.uint64)
@@ -193,7 +195,7 @@ def block_sums(words: npt.NDArray[np.uint32], skip: int, weights: _Words, sums: 
         start, begin = start + count, 0
 
 
-@hot("ckptstore.formats.digest_compiled")
+@hot("ckptstore.formats.digest_compiled", reads=["words", "ends", "weights"])
 def piece_sums(words: npt.NDArray[np.uint32], ends: npt.NDArray[np.int64], weights: _Words, sums: _Words) -> None:
     """Sum up words times weights, piece by piece, into ``sums``; each piece begins with the first weight."""
     start = 0

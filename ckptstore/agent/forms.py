@@ -15,6 +15,7 @@ from ckptstore.errors import AgentError, CkptError, UsageError
 from ckptstore.formats import dtypes
 from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.codecs import Policy
+from ckptstore.formats.compiled import KernelWarning
 from ckptstore.formats.sources import Origin, place_of
 from ckptstore.formats.state import TensorSource
 from ckptstore.host import caller_warnings
@@ -278,9 +279,9 @@ def warning_form(category: type[Warning], text: str) -> list[str]:
 
 
 def read_warning(form: Any) -> tuple[type[Warning], str]:
-    """A warning back: one of `host.caller_warnings`, or else a `UserWarning`."""
+    """A warning back: one of `host.caller_warnings`, `KernelWarning`, or else a `UserWarning`."""
     kind, text = form
-    found = getattr(caller_warnings, str(kind), None)
+    found = KernelWarning if kind == KernelWarning.__name__ else getattr(caller_warnings, str(kind), None)
     known = isinstance(found, type) and issubclass(found, Warning)
     return (found if known else UserWarning), str(text)  # type: ignore[return-value]
 

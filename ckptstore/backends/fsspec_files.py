@@ -119,6 +119,7 @@ class FsspecBackend(Backend):
         self._replaces = isinstance(_innermost(filesystem), LocalFileSystem)
         self._how: Callable[[str, bytes], None] = self._ways()[0]
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"
@@ -353,6 +354,12 @@ class FsspecBackend(Backend):
     def _asked(self, key: str, call: Callable[[str], _T], path: str | None = None, *, writing: bool = False) -> _T:
         """Ask. The project's errors for whatever is raised, with no text of others': it may hold credentials."""
         path = self._path(key) if path is None else path
+        # Its loop runs in a thread of the parent's. (Those without one work in a fork.)
+        if getattr(self._fs, "async_impl", False) and os.getpid() != self._process:
+            raise UsageError(
+                f"{self.url}: this store was opened before a fork, and its file system has threads of the parent only: "
+                "open it anew in the child, with a file system made there, or after spawn or forkserver"
+            )
         failure: CkptError
         unsent = False
         try:

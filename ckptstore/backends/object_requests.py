@@ -44,6 +44,8 @@ _MD5: Final = 32
 _FROM_THE_START: Final = {"range": {"offset": 0}}
 
 _T = TypeVar("_T")
+_asked_by: int | None = None
+"""The process in which obstore's threads run: from the first request on, and never in its forks."""
 
 
 class Requests:
@@ -61,13 +63,30 @@ class Requests:
         self.tries = place.tries
         self.bandwidth = None if place.bandwidth is None else Bandwidth(place.bandwidth)
         self._url = place.url
+        self._process = os.getpid()
+        self.check_process()
         self._endpoint = place.endpoint
         self._patience = place.patience
         self._now = threading.local()
         self._once = _store(place, 0)
         self._again = _store(place, max(0, place.tries - 1))
-        self._process = os.getpid()
         self._tags_are_md5 = place.scheme == "s3"
+
+    def check_process(self) -> None:
+        """Raise `UsageError` in a forked child: obstore's threads are the parent's, and a request would never end."""
+        here = os.getpid()
+        # Prevents: a child that waits for ever, without a word.
+        if here != self._process:
+            raise UsageError(
+                f"{self._url}: this store was opened before a fork, and its connections are the parent's: open it anew "
+                "in the child, after spawn or forkserver"
+            )
+        if _asked_by is not None and here != _asked_by:
+            raise UsageError(
+                f"{self._url}: this process was forked from process {_asked_by}, which had used a bucket, and the "
+                "threads that send requests are that one's: start it with multiprocessing's spawn or forkserver (of a "
+                "DataLoader: multiprocessing_context='spawn')"
+            )
 
     def name(self, key: str) -> str:
         """How errors call an object."""
@@ -264,11 +283,9 @@ class Requests:
         Args:
             doubtful: also after one that may have had its effect, or may still have it.
         """
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"{self._url}: this store was opened before a fork, and its connections are the parent's: open it anew "
-                "in the child, after spawn or forkserver"
-            )
+        global _asked_by
+        self.check_process()
+        _asked_by = os.getpid()
         failure, done = _SHORT, 0
         with self.patient() as in_time:
             for done in range(self.tries):

@@ -54,7 +54,7 @@ NOT_EXCLUSIVE: Final = (
 
 
 class ObjectBackend(Backend):
-    """The store below a bucket's prefix. Thread-safe; not to be taken along through a fork.
+    """The store below a bucket's prefix. Thread-safe. Neither it nor another one works in a forked child.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://…``, ``az://…``.
@@ -64,7 +64,7 @@ class ObjectBackend(Backend):
         costs: requests and bytes so far.
 
     Raises:
-        UsageError: URL or options are wrong.
+        UsageError: URL or options are wrong; or this process was forked from one that had used a bucket.
         MissingDependencyError: a profile is to be read, and boto3 is not installed.
     """
 
@@ -91,6 +91,7 @@ class ObjectBackend(Backend):
         return dict(self._options)
 
     def _pool(self) -> ThreadPoolExecutor:
+        self._requests.check_process()  # a fork has the pool, and none of its threads
         with self._starting:
             if self._threads is None:
                 self._threads = started_pool(_THREADS, "ckptstore-ranges")

@@ -133,5 +133,5 @@ def _numba(*, quick: bool) -> Finding:
             "software", "numba", "works", f"{version}, hot loops are compiled", None, values | {"kernels": kind}
         )
     what = f"{version} is not used: hot loops run in numpy, at about half the speed"
-    do = f"unset {compiled.VARIABLE}, or install versions of numba and numpy that fit each other"
+    do = f"unset {compiled.VARIABLE} and NUMBA_DISABLE_JIT, or install versions of numba and numpy that fit each other"
     return Finding("software", "numba", "slow", what, do, values | {"kernels": kind})

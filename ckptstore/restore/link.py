@@ -13,7 +13,7 @@ from ckptstore.formats.steps import Group
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.reading import SegmentReader, read_chunk
 
-__all__ = ["Link", "apply_link", "check_decoded", "read_payload"]
+__all__ = ["Link", "apply_link", "check_decoded", "read_payload", "wrong"]
 
 
 @dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
@@ -62,7 +62,7 @@ def apply_link(link: Link, index: int, base: Bytes | None, out: Bytes, scratch: 
     try:
         codecs.decode(link.codec, payload, len(out), base, out)
     except (CorruptSegmentError, FormatError, ValueError) as error:
-        raise CorruptSegmentError(f"{link.where}: chunk {index} of step {link.step}: {error}") from error
+        raise wrong(f"{link.where}: chunk {index} of step {link.step}: {error}") from error
 
 
 def read_payload(link: Link, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
@@ -79,6 +79,11 @@ def check_decoded(link: Link, index: int, out: Bytes, *, verify: bool) -> None:
     """Compare what chunk `index` became with what was saved. Raises `CorruptSegmentError` naming tensor and step."""
     expected = link.tensor.chunks[index].decoded_hash
     if verify and expected is not None and hashing.chunk_hash(out.data) != expected:
-        raise CorruptSegmentError(
-            f"{link.where}: chunk {index}: its chain gives other bytes than were saved in step {link.step}"
-        )
+        raise wrong(f"{link.where}: chunk {index}: its chain gives other bytes than were saved in step {link.step}")
+
+
+def wrong(text: str) -> CorruptSegmentError:
+    """The error of bytes that were decoded, and are not what was saved. See `formats.compiled.confirmed`."""
+    error = CorruptSegmentError(text)
+    error.computed = True
+    return error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from ckptstore.formats import codecs
+from ckptstore.formats import codecs, compiled
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.threads import run_all
 from ckptstore.restore.link import Link, apply_link, check_decoded
@@ -53,6 +53,12 @@ def apply_in_parts(
         CorruptSegmentError: a payload or the result is not what was written; names segment, tensor and step.
         StorageError: the medium failed.
     """
+    compiled.confirmed(lambda: _summed_up(parts, index, out, pool, staging, verify))
+
+
+def _summed_up(
+    parts: Sequence[Sequence[Link]], index: int, out: Bytes, pool: ThreadPoolExecutor, staging: Staging, verify: bool
+) -> None:
     sums = [out, *(aligned(len(out)) for _ in parts[1:])]
 
     def job(links: Sequence[Link], total: Bytes) -> Callable[[], None]:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from ckptstore.errors import CorruptSegmentError, FormatError
-from ckptstore.formats import dtypes, optim
+from ckptstore.formats import compiled, dtypes, optim
 from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.carriers import scope_here, within
 from ckptstore.host.pages import BLOCK
-from ckptstore.restore.link import Link, apply_link, check_decoded, read_payload
+from ckptstore.restore.link import Link, apply_link, check_decoded, read_payload, wrong
 
 __all__ = ["Cell", "KeptBytes", "Program", "Stage", "take_step"]
 
@@ -153,13 +153,17 @@ class Program:
         for cell in self.cells:
             if cell not in memory:
                 memory[cell] = aligned(_length(cell, index))
-        for stage in self.stages:
-            _run(stage, index, memory, scratch, prefetch, verify)
-        try:
+
+        def work() -> None:
+            for stage in self.stages:
+                _run(stage, index, memory, scratch, prefetch, verify)
             for name, out in outs.items():
                 check_decoded(self.results[name][1], index, out, verify=verify)
+
+        try:
+            compiled.confirmed(work)
         except CorruptSegmentError as error:
-            raise self._first_wrong_step(index, scratch) or error from None
+            raise (self._first_wrong_step(index, scratch) if error.computed else None) or error from None
 
     def decode_one(self, name: str, index: int, out: Bytes, *, verify: bool = True) -> None:
         """Restore chunk `index` of one tensor. What comes with it is kept until it is asked for, as far as that fits.
@@ -192,7 +196,7 @@ class Program:
                     try:
                         check_decoded(compared, index, memory[cell], verify=True)
                     except CorruptSegmentError as error:
-                        return CorruptSegmentError(f"{error}; the steps before it are right")
+                        return wrong(f"{error}; the steps before it are right")
         return None
 
 
@@ -298,7 +302,7 @@ def _decode(
         optim.decode(steps, state)
     except (CorruptSegmentError, FormatError, ValueError) as error:
         span = f"step {window[0].step}" if len(window) == 1 else f"steps {window[0].step} to {window[-1].step}"
-        raise CorruptSegmentError(f"{window[0].where}: chunk {index} of {span}: {error}") from error
+        raise wrong(f"{window[0].where}: chunk {index} of {span}: {error}") from error
 
 
 class _EndToEnd:

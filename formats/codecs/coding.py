@@ -15,6 +15,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, OVERHEAD, ZERO_GROUP, block_count, bound
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import FAST, Cursor
+from ckptstore.formats.compiled import steady
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
 _NOTHING = np.empty(0, np.uint8)
@@ -42,6 +43,7 @@ class Codec(Protocol):
         """Decode one block into ``out``, which may be ``base`` itself. Raises ``CorruptSegmentError``."""
 
 
+@steady
 def encode(
     codec: Codec, chunk: Buffer, base: Buffer | None = None, out: Bytes | None = None, level: int = FAST
 ) -> Bytes:

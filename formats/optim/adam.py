@@ -122,7 +122,7 @@ class AdamRule:
             move(self, out, new[1], new[-1])
 
 
-@hot("ckptstore.formats.optim.compiled")
+@hot("ckptstore.formats.optim.compiled", destroys=["gradient"])
 def moments(rule: AdamRule, first: Floats, second: Floats, gradient: Floats) -> None:
     """m' and v', in place. ``gradient`` is scaled; it is destroyed."""
     add: _MultiplyAdd = multiply_add if rule.variant == "plain" else fma

@@ -19,6 +19,7 @@ from ckptstore.formats.codecs import CHUNK, FAST
 from ckptstore.formats.codecs.coding import Buffer, as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.compiled import steady
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
 from ckptstore.formats.optim.settings import Rule, copy_bits
@@ -33,6 +34,7 @@ def bound(rule: Rule, count: int) -> int:
     return len(rule.slots) * (4 * count + blocks * residuals.OVERHEAD) + 64
 
 
+@steady
 def encode(
     rule: Rule, old: Sequence[Array], new: Sequence[Array], *, out: Bytes | None = None, level: int = FAST
 ) -> Bytes:

@@ -18,6 +18,7 @@ from ckptstore.formats.codecs import FAST
 from ckptstore.formats.codecs.coding import Buffer, as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.compiled import steady
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
 from ckptstore.formats.optim.gradients import FORMS, Form, Gradient, form_of, read_gradient, write_gradient
@@ -34,6 +35,7 @@ def bound(rule: Rule, count: int) -> int:
     return _bound_of_state(rule, count) + 8 * count + -(-count // BLOCK_NUMBERS) * residuals.OVERHEAD
 
 
+@steady
 def encode(
     rule: Rule,
     old: Sequence[Array],

@@ -138,7 +138,7 @@ class SGDRule:
             np.divide(out, np.float32(self.share), out=out)
 
 
-@hot("ckptstore.formats.optim.compiled")
+@hot("ckptstore.formats.optim.compiled", destroys=["gradient"])
 def buffered(rule: SGDRule, weight: Floats, buffer: Floats, gradient: Floats) -> None:
     """b' and w', in place, of any step but the first. ``gradient`` is scaled and decayed; it is destroyed."""
     add = multiply_add if rule.variant == "plain" else fma

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -227,3 +229,29 @@ def test_a_file_system_that_looks_before_it_writes_is_never_taken(tmp_path: Path
     backend = FsspecBackend(whole, "store" if wrapped else str(tmp_path / "store"))
     with pytest.raises(ckptstore.UnsupportedBackendError, match="looks and then writes"):
         backend.probe()
+
+
+def test_an_asynchronous_file_system_in_a_fork_is_named(tmp_path: Path) -> None:
+    """Its loop is a thread of the parent's. Made anew in the child it works."""
+    ckptstore.open(tmp_path / "store", create=True)
+    script = (
+        "import os, sys, warnings; warnings.simplefilter('ignore')\n"
+        "import ckptstore, fsspec\n"
+        "from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper as Wrapper\n"
+        "def opened():\n"
+        "    fs = Wrapper(fsspec.filesystem('file'), asynchronous=False)\n"
+        "    return ckptstore.open(sys.argv[1], filesystem=fs)\n"
+        "old = opened(); old.checkpoints()\n"
+        "if os.fork() == 0:\n"
+        "    print(len(list(opened().checkpoints())), 'new works', flush=True)\n"
+        "    try: list(old.checkpoints())\n"
+        "    except Exception as error: print(type(error).__name__, error, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "store"], capture_output=True, text=True, check=True, timeout=240
+    )
+    assert "0 new works" in done.stdout, done
+    assert "UsageError" in done.stdout
+    assert "opened before a fork" in done.stdout

@@ -235,6 +235,50 @@ def test_a_fork_is_told_to_open_anew(s3: Server) -> None:
     assert "opened before a fork" in done.stdout
 
 
+_TOUR = """
+import json, os, sys, time, warnings
+warnings.simplefilter("ignore")
+import ckptstore
+options = json.loads(sys.stdin.read())
+if sys.argv[2] == "used":
+    list(ckptstore.open(sys.argv[1], storage_options=options).checkpoints())
+child = os.fork()
+if child == 0:
+    try:
+        with ckptstore.open(sys.argv[1], storage_options=options).writer() as writer:
+            writer.save({"x": 1.5}, step=1)
+        print("works", flush=True)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("before", ["used", "imported"])
+def test_a_fork_of_a_process_that_used_a_bucket_cannot_open_another_one(s3: Server, before: str) -> None:
+    """Neither the old object nor a new one. A process that has sent nothing yet may fork."""
+    import json
+
+    url = f"{s3.url()}/run"
+    with ckptstore.open(url, storage_options=s3.options).writer() as writer:
+        writer.save({"x": 0.5}, step=0)
+    done = subprocess.run(
+        [sys.executable, "-c", _TOUR, url, before],
+        input=json.dumps(s3.options),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    if before == "used":
+        assert done.stdout.startswith("UsageError"), done
+        assert "was forked from process" in done.stdout
+        assert "spawn" in done.stdout
+    else:
+        assert done.stdout == "works\n", done
+
+
 def test_a_closed_store_reads_on_with_new_threads(s3: Server) -> None:
     backend = open_backend(s3.url(), True, s3.options)
     backend.create("seg/1/a", bytes(20 << 20))

@@ -227,6 +227,20 @@ def test_exit_codes_reach_the_shell(pristine: Path, tmp_path: Path) -> None:
     assert code("log", pristine, "--bogus") == 2
 
 
+def test_a_file_that_ends_too_early_is_no_interruption(pristine: Path) -> None:
+    script = (
+        "import ckptstore.store, sys\n"
+        "def broken(*_, **__): raise EOFError('Ran out of input')\n"
+        "ckptstore.store.open = broken\n"
+        "import ckptstore; ckptstore.open = broken\n"
+        "from ckptstore.cli.main import main; sys.argv = ['ckpt', 'log', sys.argv[1]]; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, pristine], capture_output=True, text=True, check=False)
+    assert done.returncode == failures.INTERNAL, done
+    assert "EOFError: Ran out of input" in done.stderr
+    assert "interrupted" not in done.stderr
+
+
 def test_a_closed_pipe_is_quiet(pristine: Path) -> None:
     process = subprocess.Popen([*COMMAND, "log", pristine], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

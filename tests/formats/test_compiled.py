@@ -72,6 +72,8 @@ def test_a_hot_kernel_runs_in_the_form_in_use(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(twice(3), int)
     if NUMBA:
         compiled.use("compiled")
+        assert isinstance(twice(3), int), "the first call is compared, and gives what the reference does"
+        assert isinstance(twice(3), int), "and the second"
         assert isinstance(twice(3), float)
     assert twice.compiled(3) == twice.reference(3)
     assert twice.__doc__ == "The reference."

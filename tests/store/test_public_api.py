@@ -65,6 +65,8 @@ EXPECTED = [
     "Holder",
     "ImportedFile",
     "IncompatibleFormatError",
+    "KernelError",
+    "KernelWarning",
     "KeyExistsError",
     "KeyNotFoundError",
     "Lag",

@@ -10,6 +10,7 @@ What is wrong is said once. What builds on it is not decoded: `lost_checkpoints`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ import numpy as np
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptSegmentError, StorageError
-from ckptstore.formats import digest
+from ckptstore.formats import compiled, digest
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import Encoding
@@ -29,7 +30,7 @@ from ckptstore.maintenance.verify.columns import Column, Step, cell_of, columns_
 from ckptstore.maintenance.verify.findings import Findings, edge_of
 from ckptstore.restore.assembly import Held, held_by
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.link import Link, apply_link, check_decoded
+from ckptstore.restore.link import Link, apply_link, check_decoded, wrong
 from ckptstore.restore.replay import Cell, take_step
 from ckptstore.segments.handles import Handles
 from ckptstore.segments.reading import SegmentReader
@@ -77,6 +78,7 @@ class _Tree:
         self._backend = backend
         self._found = found
         self._readers: dict[str, SegmentReader] = {}
+        self._compiled = compiled.kind() == "compiled"
         self.held = {branch: self._described(branch.encoding) for branch in root.walk()}
 
     def tasks(self, staging: Staging) -> Iterator[Task]:
@@ -118,17 +120,34 @@ class _Tree:
     def _task(self, column: Column, place: int, staging: Staging) -> Task:
         def work() -> Iterable[Task]:
             with staging.block() as scratch:
-                self._decode(column, place, scratch)
+                self._place(column, place, scratch)
             with column.lock:
                 column.left -= 1
                 last = not column.left
             if last:
-                self._check_digests(column)
+                self._check_digests(column, staging)
             return ()
 
         return work
 
-    def _decode(self, column: Column, place: int, scratch: Bytes) -> None:
+    def _place(self, column: Column, place: int, scratch: Bytes) -> None:
+        """Decode a column at one place, and say what is wrong there, once numpy has found it, too."""
+        outcome = _Outcome()
+
+        def work() -> None:
+            outcome.begin()
+            self._decode(column, place, scratch, outcome)
+            for _, _, error, _ in outcome.wrong:
+                if error.computed:
+                    raise error
+
+        with contextlib.suppress(CorruptSegmentError):
+            compiled.confirmed(work)
+        for found in outcome.wrong:
+            self.wrong(*found)
+        outcome.add_to(column)
+
+    def _decode(self, column: Column, place: int, scratch: Bytes, outcome: _Outcome) -> None:
         """Walk the tree. The memory of a state goes on to what builds on it, to the last of them as it is."""
         waiting: list[tuple[Branch, _Memory, bool]] = [(self._root, {}, True)]
         while waiting:
@@ -136,7 +155,7 @@ class _Tree:
             step = column.steps.get(branch)
             memory: _Memory = {}
             if step is not None:
-                memory = _Decoding(self, column, place, branch, below, owned, scratch).run(step)
+                memory = _Decoding(self, column, place, branch, below, owned, scratch, outcome).run(step)
             for number, child in enumerate(branch.children):
                 waiting.append((child, memory, number == 0))  # the first is taken last
 
@@ -145,7 +164,7 @@ class _Tree:
         entry = link.reader.entry
         self._found.add(entry.key, error, entry.id, [link.tensor.chunks[index].offset])
 
-    def wrong(self, branch: Branch, link: Link, error: CkptError, names: Iterable[str]) -> None:
+    def wrong(self, branch: Branch, link: Link, error: CorruptSegmentError, names: Iterable[str]) -> None:
         """What a link gives is not what was saved: the tensors `names` are lost."""
         self._found.blame(branch.encoding, link.reader.entry.key, error, names=names)
 
@@ -158,7 +177,31 @@ class _Tree:
         """So many logical bytes were decoded."""
         self._found.tally.advance(nbytes)
 
-    def _check_digests(self, column: Column) -> None:
+    def _check_digests(self, column: Column, staging: Staging) -> None:
+        found: list[tuple[Branch, Link, CorruptSegmentError]] = []
+
+        def work() -> None:
+            if compiled.doubting():
+                self._sum_again(column, staging)
+            found[:] = self._other_digests(column)
+            if found:
+                raise found[0][2]
+
+        with contextlib.suppress(CorruptSegmentError):
+            compiled.confirmed(work, since=self._compiled)
+        for branch, link, error in found:
+            # Only what was computed is compared when it is loaded.
+            self._found.blame(branch.encoding, link.reader.entry.key, error, state=link.base_ratio == 1)
+
+    def _sum_again(self, column: Column, staging: Staging) -> None:
+        column.sums.clear()
+        with staging.block() as scratch:
+            for place in range(column.places):
+                outcome = _Outcome(passes=2)
+                self._decode(column, place, scratch, outcome)
+                outcome.add_to(column)
+
+    def _other_digests(self, column: Column) -> Iterator[tuple[Branch, Link, CorruptSegmentError]]:
         for branch in column.steps:
             for cell in column.cells:
                 link = self.held[branch].get(cell.name)
@@ -169,11 +212,36 @@ class _Tree:
                 if count < len(tensor.chunks):  # something of it is lost, which was said
                     continue
                 if digest.combine(total, nbytes=tensor.nbytes) != tensor.digest:
-                    error = CorruptSegmentError(
-                        f"{link.where}: its state digest is not that of step {link.step}, as training had it"
-                    )
-                    # Only what was computed is compared when it is loaded.
-                    self._found.blame(branch.encoding, link.reader.entry.key, error, state=link.base_ratio == 1)
+                    text = f"{link.where}: its state digest is not that of step {link.step}, as training had it"
+                    yield branch, link, wrong(text)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What decoding a column at one place gives.
+
+    Attributes:
+        passes: how often it was begun.
+        wrong: what is not what was saved: `_Tree.wrong` takes it.
+        parts: of state digests.
+    """
+
+    passes: int = 0
+    wrong: list[tuple[Branch, Link, CorruptSegmentError, list[str]]] = field(default_factory=list)
+    parts: list[tuple[Branch, str, int]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Forget what an earlier pass gave."""
+        self.passes += 1
+        self.wrong.clear()
+        self.parts.clear()
+
+    def add_to(self, column: Column) -> None:
+        """Add the parts of digests to the column's."""
+        with column.lock:
+            for branch, name, part in self.parts:
+                total, count = column.sums.get((branch, name), (0, 0))
+                column.sums[branch, name] = (total + part, count + 1)
 
 
 @dataclass(slots=True)
@@ -187,6 +255,7 @@ class _Decoding:
     below: _Memory
     owned: bool
     scratch: Bytes
+    outcome: _Outcome
     memory: _Memory = field(default_factory=dict)
 
     def run(self, step: Step) -> _Memory:
@@ -247,23 +316,20 @@ class _Decoding:
             self.tree.unread(link, index, error)
             return
         except CorruptSegmentError as error:
-            self.tree.wrong(self.branch, link, error, [one.tensor.name for one in results])
+            self.outcome.wrong.append((self.branch, link, error, [one.tensor.name for one in results]))
             return
         for result, out in zip(results, outs, strict=True):
             name = result.tensor.name
-            self.tree.advance(len(out))
+            if self.outcome.passes == 1:
+                self.tree.advance(len(out))
             try:
                 check_decoded(result, index, out, verify=True)
             except CorruptSegmentError as error:
-                self.tree.wrong(self.branch, result, error, [name])
+                self.outcome.wrong.append((self.branch, result, error, [name]))
                 continue
             self.memory[cell_of(result), index] = out
             if result.tensor.digest is not None:
-                part = digest.partial(out, index * CHUNK // 4)
-                with self.column.lock:
-                    key = (self.branch, name)
-                    total, count = self.column.sums.get(key, (0, 0))
-                    self.column.sums[key] = (total + part, count + 1)
+                self.outcome.parts.append((self.branch, name, digest.partial(out, index * CHUNK // 4)))
 
 
 def _memory(link: Link, index: int) -> Bytes:

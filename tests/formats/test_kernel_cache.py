@@ -1,0 +1,96 @@
+"""What a power cut leaves of numba's cache is compiled anew, and never run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba", reason="the compiled kernels need numba: pip install ckptstore[fast]")
+
+_CODE = """
+import sys
+import numpy as np
+from ckptstore.formats import codecs, compiled
+new = np.arange(0, 40960, 3, dtype="<u4").view("u1")
+base = np.arange(len(new) // 4, dtype="<u4").view("u1")
+codec = codecs.codec("sub", {"word": 4})
+payload = codecs.encode(codec, new, base)
+assert (codecs.decode(codec, payload, len(new), base) == new).all()
+print(compiled.kind())
+"""
+
+
+def _run(cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), **variables}
+    environment.pop("CKPTSTORE_KERNELS", None)
+    return subprocess.run(
+        [sys.executable, "-c", _CODE], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Path, bytes]]:
+    cache = tmp_path_factory.mktemp("cache")
+    done = _run(cache)
+    assert done.stdout == "compiled\n", done.stderr
+    files = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    assert {path.suffix for path in files} == {".nbi", ".nbc", ".sums"}
+    assert len({path.name.split(".py")[0] for path in files if path.suffix == ".sums"}) == len(
+        {path.name.split(".py")[0] for path in files if path.suffix == ".nbi"}
+    ), "each function has its list"
+    return cache, files
+
+
+def _page_of_zeros(data: bytes) -> bytes:
+    """At the place at which most of the functions end the process."""
+    return data[:4096] + bytes(8192) + data[12288:]
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc", ".sums"])
+@pytest.mark.parametrize(
+    "tear",
+    [
+        pytest.param(lambda _: b"", id="empty"),
+        pytest.param(lambda data: data[: len(data) // 2], id="half"),
+        pytest.param(_page_of_zeros, id="page"),
+    ],
+)
+def test_a_torn_file_is_dropped_and_compiled_anew(
+    written: tuple[Path, dict[Path, bytes]], suffix: str, tear: object
+) -> None:
+    cache, files = written
+    for path, data in files.items():
+        torn = tear(data) if path.suffix == suffix else data  # type: ignore[operator]
+        path.write_bytes(torn)
+    done = _run(cache)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "compiled\n", "")
+    stamp = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")}
+    assert stamp, "it was kept"
+    assert _run(cache).stdout == "compiled\n"
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")} == stamp, "and used"
+
+
+def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = _run(tmp_path / "file" / "below", HOME=str(tmp_path / "file"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "compiled\n", "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "kind"),
+    [
+        ({"NUMBA_DISABLE_JIT": "1"}, "numpy"),
+        ({"NUMBA_OPT": "0"}, "compiled"),
+        ({"NUMBA_BOUNDSCHECK": "1"}, "compiled"),
+        ({"NUMBA_CPU_NAME": "generic"}, "compiled"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_numba_s_own_variables_change_no_byte(tmp_path: Path, variables: dict[str, str], kind: str) -> None:
+    done = _run(tmp_path, **variables)
+    assert (done.returncode, done.stdout) == (0, f"{kind}\n"), done.stderr
+    assert "KernelWarning" not in done.stderr  # numba warns of what it cannot keep
