@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ckptstore.errors import RankError as RankError
     from ckptstore.errors import RankMismatchError as RankMismatchError
     from ckptstore.errors import ReadOnlyError as ReadOnlyError
+    from ckptstore.errors import RemoteLostError as RemoteLostError
     from ckptstore.errors import RequestError as RequestError
     from ckptstore.errors import RequestRefusedError as RequestRefusedError
     from ckptstore.errors import RequestTimeoutError as RequestTimeoutError
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from ckptstore.host.caller_warnings import FreshStartWarning as FreshStartWarning
     from ckptstore.host.caller_warnings import LossyWarning as LossyWarning
     from ckptstore.host.caller_warnings import LostStepsWarning as LostStepsWarning
+    from ckptstore.host.caller_warnings import RemoteWarning as RemoteWarning
     from ckptstore.host.caller_warnings import UnexplainedStepWarning as UnexplainedStepWarning
     from ckptstore.host.caller_warnings import UnpinnedWarning as UnpinnedWarning
     from ckptstore.host.progress import Progress as Progress
@@ -143,8 +145,8 @@ _HOMES = {
     "errors": (
         "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError"
         " CorruptSegmentError FencedError ForeignObjectError FormatError IncompatibleFormatError"
-        " KeyExistsError KeyNotFoundError MissingDependencyError NotFoundError ReadOnlyError RequestError"
-        " RequestRefusedError RequestTimeoutError StepOrderError StorageError StoreNotFoundError"
+        " KeyExistsError KeyNotFoundError MissingDependencyError NotFoundError ReadOnlyError RemoteLostError"
+        " RequestError RequestRefusedError RequestTimeoutError StepOrderError StorageError StoreNotFoundError"
         " StoreReplacedError TensorNotFoundError UnsupportedBackendError UnsupportedStateError UsageError"
         " WriterClosedError WriterError RankError MissingRankError FailedRankError RankMismatchError"
         " UnmadeStateError DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError"
@@ -157,7 +159,7 @@ _HOMES = {
     "formats.state": "FlatState",
     "host.caller_warnings": (
         "BranchWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning LossyWarning"
-        " LostStepsWarning UnexplainedStepWarning UnpinnedWarning"
+        " LostStepsWarning RemoteWarning UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",

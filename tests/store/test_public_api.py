@@ -115,6 +115,8 @@ EXPECTED = [
     "TensorStatistics",
     "TermInfo",
     "UnexplainedStepWarning",
+    "RemoteLostError",
+    "RemoteWarning",
     "UnmadeStateError",
     "UnpinnedWarning",
     "Unread",
