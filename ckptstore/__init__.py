@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckptstore.errors import RankError as RankError
     from ckptstore.errors import RankMismatchError as RankMismatchError
     from ckptstore.errors import ReadOnlyError as ReadOnlyError
+    from ckptstore.errors import RemoteLostError as RemoteLostError
     from ckptstore.errors import RequestError as RequestError
     from ckptstore.errors import RequestRefusedError as RequestRefusedError
     from ckptstore.errors import RequestTimeoutError as RequestTimeoutError
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from ckptstore.host.caller_warnings import FreshStartWarning as FreshStartWarning
     from ckptstore.host.caller_warnings import LossyWarning as LossyWarning
     from ckptstore.host.caller_warnings import LostStepsWarning as LostStepsWarning
+    from ckptstore.host.caller_warnings import RemoteWarning as RemoteWarning
     from ckptstore.host.caller_warnings import UnexplainedStepWarning as UnexplainedStepWarning
     from ckptstore.host.caller_warnings import UnpinnedWarning as UnpinnedWarning
     from ckptstore.host.progress import Progress as Progress
@@ -147,8 +149,9 @@ _HOMES = {
     "errors": (
         "CheckpointNotFoundError CkptError CommitUnknownError CorruptionError CorruptLogError"
         " CorruptSegmentError FencedError ForeignObjectError FormatError IncompatibleFormatError"
-        " KeyExistsError KeyNotFoundError MissingDependencyError NotFoundError ReadOnlyError RequestError"
-        " RequestRefusedError RequestTimeoutError StateMismatchError StepOrderError StorageError StoreNotFoundError"
+        " KeyExistsError KeyNotFoundError MissingDependencyError NotFoundError ReadOnlyError RemoteLostError"
+        " RequestError RequestRefusedError RequestTimeoutError StateMismatchError StepOrderError StorageError"
+        " StoreNotFoundError"
         " StoreReplacedError TensorNotFoundError UnsupportedBackendError UnsupportedStateError UsageError"
         " WriterClosedError WriterError RankError MissingRankError FailedRankError RankMismatchError"
         " UnmadeStateError DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError KernelError"
@@ -162,7 +165,7 @@ _HOMES = {
     "formats.state": "FlatState",
     "host.caller_warnings": (
         "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"
-        " LossyWarning LostStepsWarning UnexplainedStepWarning UnpinnedWarning"
+        " LossyWarning LostStepsWarning RemoteWarning UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",

@@ -26,6 +26,7 @@
     ├── StorageError (OSError)             8   the medium failed: EIO, ENOSPC, permissions
     │   ├── KeyExistsError (FileExistsError)   create-if-absent found the key present
     │   ├── UnsupportedBackendError            the medium cannot keep a promise the store needs
+    │   ├── RemoteLostError                    a store's second tier is gone, or another store is in its place
     │   └── ReadOnlyError
     ├── MissingDependencyError (ImportError) 9 an optional package is needed
     ├── KernelError                        1   a compiled kernel failed half-way; numpy's are used from then on
@@ -221,6 +222,10 @@ class KeyExistsError(StorageError, FileExistsError):
 
 class UnsupportedBackendError(StorageError):
     """The medium cannot keep a promise that the store needs (for instance exclusive creation)."""
+
+
+class RemoteLostError(StorageError):
+    """A store's second tier is not what was brought there: deleted, in part or whole, or replaced. Says what to do."""
 
 
 class ReadOnlyError(StorageError):

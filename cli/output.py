@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "age",
+    "between",
     "breadth",
     "duration",
     "emit",
@@ -37,7 +38,6 @@ __all__ = [
     "printable",
     "progress",
     "ratio",
-    "roughly",
     "shape",
     "short_key",
     "size",
@@ -52,6 +52,7 @@ __all__ = [
 
 SCHEMA: Final = 1
 """Of every JSON document that the command prints (docs/json.md)."""
+_MINUTE: Final = 60
 
 
 def emit(document: dict[str, Any]) -> None:
@@ -163,13 +164,20 @@ def duration(seconds: float) -> str:
     raise AssertionError("at least a minute")
 
 
-def roughly(seconds: float) -> str:
-    """An estimate, without digits that it does not have: ``about 0.4 s``, ``about 12 s``."""
-    if seconds < 0.1:
-        return "less than 0.1 s"
-    return "about " + (
-        f"{seconds:.1g} s" if seconds < 0.95 else f"{seconds:.0f} s" if seconds < 60 else duration(seconds)
-    )
+def between(span: tuple[float, float] | None) -> str:
+    """An estimate: ``less than 1 s``, ``about 12 s``, ``3 to 8 s``, ``40 s to 2 min 10 s``; empty: there is none."""
+    if span is None:
+        return ""
+    low, high = (math.ceil(value) for value in span)
+    if high <= 1:
+        return "less than 1 s"
+    if low == high:
+        return f"about {_whole(high)}"
+    return f"{low} to {high} s" if high < _MINUTE else f"{_whole(low)} to {_whole(high)}"
+
+
+def _whole(seconds: int) -> str:
+    return f"{seconds} s" if seconds < _MINUTE else duration(seconds)
 
 
 def age(seconds: float) -> str:

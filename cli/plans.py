@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from ckptstore.cli.output import duration, roughly, short_key, size, table
+from ckptstore.cli.output import between, duration, short_key, size, table
 from ckptstore.cli.ranges import kind_name
 
 if TYPE_CHECKING:
@@ -30,8 +30,25 @@ def plan_step(step: PlanStep) -> dict[str, Any]:
     }
 
 
-def plan_table(found: Explanation) -> str:
-    """The plan as a table, base first. On a terminal segments have short names."""
+_SHOWN: Final = 10
+"""Steps that a table shortened has from its beginning, and from its end."""
+
+
+def plan_table(found: Explanation, *, whole: bool = True) -> str:
+    """The plan as a table, base first. On a terminal segments have short names.
+
+    Args:
+        whole: False: of a long chain the first and last steps, with a line between that says how many are left out.
+    """
+    if whole or len(found.steps) <= 2 * _SHOWN + 1:
+        return _table(found.steps)
+    left = len(found.steps) - 2 * _SHOWN
+    lines = _table(found.steps[:_SHOWN] + found.steps[-_SHOWN:]).splitlines()
+    above = 1 + sum(max(1, len(step.segments)) for step in found.steps[:_SHOWN])
+    return "\n".join([*lines[:above], f"... and {left:,} more (--all)", *lines[above:]])
+
+
+def _table(steps: Sequence[PlanStep]) -> str:
     short = sys.stdout.isatty()
     return table(
         ["CHAIN", "KIND", "BASE", ">TENSORS", ">READ", ">DECODE", ">TIME", "SEGMENT"],
@@ -46,15 +63,15 @@ def plan_table(found: Explanation) -> str:
                 duration(step.seconds) if not number else "",
                 short_key(segment, short=short),
             ]
-            for step in found.steps
+            for step in steps
             for number, segment in enumerate(step.segments)
         ],
     )
 
 
 def plan_line(found: Explanation) -> str:
-    """The plan in a line: ``restores from: 181@6 full > 241@6 delta > 59 step diffs (reads 106 MiB, about 1 s)``."""
-    costs = f"reads {size(found.bytes_read)}, {roughly(found.seconds)}"
+    """The plan in a line: ``restores from: 181@6 full > 241@6 delta > 59 step diffs (reads 106 MiB, 2 to 5 s)``."""
+    costs = ", ".join(filter(None, (f"reads {size(found.bytes_read)}", between(found.span))))
     return f"restores from: {' > '.join(_forms(found))} ({costs})"
 
 

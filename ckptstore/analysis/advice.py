@@ -12,7 +12,7 @@ from ckptstore.analysis.measurement import Measurement
 from ckptstore.analysis.methods import DELTAS
 from ckptstore.analysis.sampling import Estimate, Group
 from ckptstore.errors import UsageError
-from ckptstore.write.interval import CANDIDATES, DeltaSizes, RestoreBound, best_interval
+from ckptstore.write.interval import DeltaSizes, RestoreBound, best_interval, candidates
 
 __all__ = [
     "Advice",
@@ -163,21 +163,11 @@ class Advice:
 
 
 def interval_costs(sizes: DeltaSizes, limit: float, depth: int) -> list[IntervalCost]:
-    """The cost of fulls only, and of every interval that `best_interval` considers and the bound allows.
-
-    With D deltas in a chain a cycle has D*T + 1 checkpoints: one full, and D times one delta at each gap from 1 to T.
-    """
-    found = [IntervalCost(0, 0, sizes.full, sizes.full, 1.0)]
-    for interval in CANDIDATES:
-        cycle = [sizes.expect(gap) for gap in range(1, interval + 1)]
-        longest = max(cycle)
-        fits = depth if limit == math.inf else min(depth, int((limit - sizes.full) / max(longest, 1.0)))
-        if fits < 1:
-            continue
-        mean = (sizes.full + fits * sum(cycle)) / (fits * interval + 1)
-        restore = sizes.full + fits * cycle[-1]
-        found.append(IntervalCost(interval, fits, mean, restore, restore / sizes.full if sizes.full else 1.0))
-    return found
+    """The cost of fulls only, and of every interval that `best_interval` chooses among (`candidates`)."""
+    return [
+        IntervalCost(one.interval, one.deltas, one.mean, one.restore, one.restore / sizes.full if sizes.full else 1.0)
+        for one in candidates(sizes, limit, depth)
+    ]
 
 
 def advise(

@@ -173,12 +173,13 @@ def analyze(
     """
     asked = options or Options()
     series = open_series(inputs, refs, progress)
-    shared, skipped = shared_tensors(series)
+    steps = [checkpoint.step for checkpoint in series]
+    plan = plan_targets(steps, asked.gaps, asked.points)
+    # What is not measured is not opened: of a chain of step diffs each checkpoint takes as long as its whole chain.
+    shared, skipped = shared_tensors([series[index] for index in plan.needed], progress)
     with series[-1].open() as read:
         classes = classify(shared, read, asked.overrides)
     groups = group_tensors(shared, classes, asked.sample)
-    steps = [checkpoint.step for checkpoint in series]
-    plan = plan_targets(steps, asked.gaps, asked.points)
     wanted = tuple(name for name in METHODS if name in {*asked.methods, "raw"})
     measured = measure(series, groups, plan.targets, wanted=wanted, threads=asked.threads, progress=progress)
     summaries = summarize(measured.results)

@@ -30,7 +30,12 @@ def document(found: Analysis) -> dict[str, Any]:
     advice = found.advice
     return {
         "checkpoints": [
-            {"label": one.label, "step": one.step, "tensors": len(one.tensors), "bytes": one.nbytes}
+            {
+                "label": one.label,
+                "step": one.step,
+                "tensors": len(one.tensors) if one.described else None,
+                "bytes": one.nbytes if one.described else None,
+            }
             for one in found.series
         ],
         "spacing": found.spacing,

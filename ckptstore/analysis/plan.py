@@ -44,6 +44,11 @@ class Plan:
     targets: tuple[Target, ...]
     gaps: tuple[int, ...]
 
+    @property
+    def needed(self) -> list[int]:
+        """Positions of all checkpoints that are read, ascending."""
+        return sorted({one for target in self.targets for one in (target.index, *(base for base, _ in target.bases))})
+
 
 def spacing(steps: Sequence[int]) -> int:
     """Steps from one checkpoint to the next: the smallest difference there is."""
@@ -56,7 +61,8 @@ def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | N
     Args:
         steps: of the series, ascending.
         gaps: to measure, in checkpoints (multiples of `spacing`); none: up to seven, chosen among those there are.
-        points: how many steps to measure, spread evenly; None for all.
+        points: how many steps to measure, spread evenly; None for all. Of fewer than `POINTS` no others are measured
+            for the gaps: each gap at those of them that have a base there, and else at one more.
 
     Raises:
         UsageError: a gap that no two checkpoints have.
@@ -82,7 +88,11 @@ def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | N
     for gap in chosen:
         of_gap = dict(pairs[gap])  # the nearest to the gap, where several are alike
         candidates = [target for target in sorted(of_gap) if target in complete] or sorted(of_gap)
-        for target in _spread(candidates, PAIRS):
+        count = PAIRS
+        if points is not None and points < POINTS:
+            asked = [target for target in candidates if target in wanted] or [one for one in of_gap if one in wanted]
+            candidates, count = sorted(asked) or candidates, PAIRS if asked else 1
+        for target in _spread(candidates, count):
             wanted.setdefault(target, {})[of_gap[target]] = gap
     targets = [Target(index, tuple(sorted(wanted[index].items(), reverse=True))) for index in sorted(wanted)]
     return Plan(tuple(targets), tuple(chosen))

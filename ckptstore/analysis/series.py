@@ -9,7 +9,8 @@ import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -54,14 +55,27 @@ class Checkpoint:
     Attributes:
         label: file name or REF, for people.
         step: what the name states, or the position in the series.
-        tensors: name -> type, in access order.
         open: a context manager that gives a function to read with.
+        describe: finds its tensors. Of a store that takes as long as its chain, and only what is measured is asked.
     """
 
     label: str
     step: int
-    tensors: Mapping[str, TensorType]
     open: Callable[[], AbstractContextManager[Read]]
+    describe: Callable[[], Mapping[str, TensorType]]
+    _found: list[Mapping[str, TensorType]] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def described(self) -> bool:
+        """Whether its tensors were asked for."""
+        return bool(self._found)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorType]:
+        """name -> type, in access order. Raises as `open_series`."""
+        if not self._found:
+            self._found.append(self.describe())
+        return self._found[0]
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +90,7 @@ def open_series(inputs: Sequence[str], refs: Sequence[str] = (), progress: Progr
         inputs: one store (path or URL); or ``.safetensors`` and ``.pt`` files, ``.index.json`` of shards, folders that
             hold one of these or a series of them, globs. An ``optimizer.pt`` beside a model belongs to its checkpoint.
         refs: of a store, the checkpoints to take; none: all that lead to the latest.
-        progress: told how many checkpoints are planned or opened (`ckptstore.host.progress.phase`).
+        progress: told how many files are opened (`ckptstore.host.progress.phase`).
 
     Returns:
         At least two, ascending by the steps in their names; in the given order, numbered from 0, where the names do
@@ -91,7 +105,7 @@ def open_series(inputs: Sequence[str], refs: Sequence[str] = (), progress: Progr
         raise UsageError(f"{stores[0]} is a store: analyze one store, or files, at a time")
     if refs and not stores:
         raise UsageError("--ref names checkpoints of a store, and none was given")
-    found = _of_store(open_store(stores[0], create=False), refs, progress) if stores else _of_files(inputs, progress)
+    found = _of_store(open_store(stores[0], create=False), refs) if stores else _of_files(inputs, progress)
     if len(found) < 2:
         what = f"only {found[0].label}" if found else "none"
         error = UsageError(f"at least two checkpoints are needed to compare, found {what}")
@@ -107,21 +121,22 @@ def _is_store(text: str) -> bool:
 # stores
 
 
-def _of_store(store: Store, refs: Sequence[str], progress: Progress | None) -> list[Checkpoint]:
+def _of_store(store: Store, refs: Sequence[str]) -> list[Checkpoint]:
     infos = _line(store) if not refs else [store.checkpoint(ref) for ref in dict.fromkeys(refs)]
     infos = sorted({(info.term, info.step): info for info in infos}.values(), key=lambda info: (info.step, info.term))
-    found = []
-    for number, info in enumerate(infos):
-        phase(progress, "planning", number, len(infos))
-        tensors = store.tensors(info.ref)
-        if cut := [name for name, entry in tensors.items() if isinstance(entry, ShardedEntry)]:
-            raise UsageError(
-                f"checkpoint {info.ref} is stored in shards ({cut[0]!r} and {len(cut) - 1} others); analyze files that "
-                "`ckpt restore` makes of it"
-            )
-        types = {name: TensorType(entry.dtype, tuple(entry.shape), entry.nbytes) for name, entry in tensors.items()}
-        found.append(Checkpoint(info.ref, info.step, types, _store_opener(store, info)))
-    return _numbered(found)
+    return _numbered(
+        [Checkpoint(info.ref, info.step, _store_opener(store, info), partial(_types, store, info)) for info in infos]
+    )
+
+
+def _types(store: Store, info: CheckpointInfo) -> dict[str, TensorType]:
+    tensors = store.tensors(info.ref)
+    if cut := [name for name, entry in tensors.items() if isinstance(entry, ShardedEntry)]:
+        raise UsageError(
+            f"checkpoint {info.ref} is stored in shards ({cut[0]!r} and {len(cut) - 1} others); analyze files that "
+            "`ckpt restore` makes of it"
+        )
+    return {name: TensorType(entry.dtype, tuple(entry.shape), entry.nbytes) for name, entry in tensors.items()}
 
 
 def _line(store: Store) -> list[CheckpointInfo]:
@@ -184,7 +199,7 @@ def _numbered(found: list[Checkpoint]) -> list[Checkpoint]:
     steps = [one.step for one in found]
     if -1 not in steps and len(set(steps)) == len(steps):
         return sorted(found, key=lambda one: one.step)
-    return [Checkpoint(one.label, number, one.tensors, one.open) for number, one in enumerate(found)]
+    return [replace(one, step=number) for number, one in enumerate(found)]
 
 
 def _expand(text: str) -> list[tuple[Path, ...]]:
@@ -256,7 +271,7 @@ def _file_checkpoint(label: str, step: int, paths: tuple[Path, ...]) -> Checkpoi
 
             yield read
 
-    return Checkpoint(label, step, types, opened)
+    return Checkpoint(label, step, opened, lambda: types, [types])
 
 
 @contextmanager
@@ -282,14 +297,21 @@ class Skipped:
     reason: str
 
 
-def shared_tensors(series: Sequence[Checkpoint]) -> tuple[dict[str, TensorType], list[Skipped]]:
+def shared_tensors(
+    series: Sequence[Checkpoint], progress: Progress | None = None
+) -> tuple[dict[str, TensorType], list[Skipped]]:
     """The tensors that every checkpoint has, with one dtype and shape; and the others.
+
+    Args:
+        series: the checkpoints.
+        progress: told how many are planned.
 
     Raises:
         UsageError: there are none.
     """
     names: dict[str, None] = {}
-    for checkpoint in reversed(series):
+    for number, checkpoint in enumerate(reversed(series)):
+        phase(progress, "planning", number, len(series))
         names |= dict.fromkeys(checkpoint.tensors)
     shared: dict[str, TensorType] = {}
     skipped: list[Skipped] = []

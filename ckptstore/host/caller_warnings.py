@@ -17,6 +17,7 @@ __all__ = [
     "FreshStartWarning",
     "LossyWarning",
     "LostStepsWarning",
+    "RemoteWarning",
     "UnexplainedStepWarning",
     "UnpinnedWarning",
     "warn",
@@ -58,6 +59,10 @@ class LostStepsWarning(UserWarning):
 
 class LossyWarning(UserWarning):
     """What was restored is not what training had: it was stored so on request (`DiffOptions.accumulate`)."""
+
+
+class RemoteWarning(UserWarning):
+    """What is saved does not get to the store's remote: it is gone, refuses, or does not answer. Saves go on."""
 
 
 class UnexplainedStepWarning(UserWarning):

@@ -32,13 +32,16 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.log.arriving import text_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, never_deleted, read
-from ckptstore.log.term import check_same_store
 
-__all__ = ["Origin", "Replica", "TakenError", "is_begun"]
+__all__ = ["DamagedReplicaError", "Origin", "Replica", "TakenError", "is_begun"]
 
 
 class TakenError(UsageError):
     """Another process has added to this place: what it did is to be read before anything else is."""
+
+
+class DamagedReplicaError(UsageError):
+    """The log that is there has a slot that is damaged or missing: nothing is added to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +81,14 @@ class Replica:
         """Find out what is there, and claim the place if that is nothing.
 
         Args:
-            since: an earlier view of a place that was a whole store: only what came after it is read.
+            since: an earlier view of a place that was a whole store, and still is: only what came after it is read.
             on_record: called after each record that was added.
 
         Raises:
             UsageError: something else is there: another run's store, an unfinished copy of something else, files; or
                 the place is within another store.
+            DamagedReplicaError: a slot of what is there is damaged or missing.
             CorruptLogError: what is there is damaged.
-            StoreReplacedError: since that view another store has taken the place, or none.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
         self.backend = backend
@@ -94,13 +97,11 @@ class Replica:
             raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
         self._journal = Journal(backend, origin.format)
         self.begun = self._claimed() if since is None else False
-        if since is not None:
-            # Prevents: what the view has, taken for what is there, and a slot that is added to an empty bucket.
-            check_same_store(self._journal)
         view = read(self._journal, since, look_above=True if since is None else None)
         if view.damage:
-            raise UsageError(
-                f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged; delete it, and copy anew"
+            raise DamagedReplicaError(
+                f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged or missing; delete the "
+                "copy, and copy anew"
             )
         if view.end:
             backend.settle("log/")  # a killed process may have left a slot that can be seen, and is not durable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import ref_of
@@ -18,6 +19,13 @@ from ckptstore.restore.rates import measure_rates
 from ckptstore.restore.selection import select_from
 
 __all__ = ["Explanation", "PlanStep", "explain", "explained"]
+
+_EACH: Final = 2.5e-4
+"""Seconds that a tensor of a delta or step diff takes at most, however small it is (two cores, other work beside)."""
+_SURE: Final = 1.0
+"""Seconds below which it does not matter how far apart the two are."""
+_WIDEST: Final = 4.0
+"""How many times longer the upper estimate may be than the lower one, to be worth showing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +76,20 @@ class Explanation(HtmlTable):
 
     @property
     def seconds(self) -> float:
-        """Estimate for the whole restore: reading and decoding do not overlap in it."""
-        return sum(step.seconds for step in self.steps)
+        """Estimate for the whole restore at the rates that were measured; reading and decoding do not overlap in it."""
+        return self.rates.startup + sum(step.seconds for step in self.steps)
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """Seconds between which the restore should take; None: what was measured differs too much to say.
+
+        The upper one is at the slower rates that were measured, and with what each tensor of each step costs however
+        small it is.
+        """
+        work = sum(step.seconds for step in self.steps)
+        each = sum(step.tensors for step in self.steps if step.bytes_decoded) * _EACH
+        low, high = self.rates.startup + work, self.rates.startup + work * max(1.0, self.rates.spread) + each
+        return (low, high) if high < _SURE or high <= _WIDEST * low else None
 
 
 def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> Explanation:

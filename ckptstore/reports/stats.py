@@ -11,10 +11,13 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import CheckpointEntry
 from ckptstore.formats.retention import users
+from ckptstore.formats.steps import Group
 from ckptstore.log.checkpoints import CheckpointInfo, describe_all
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.reports.tensor_classes import class_by_name
+from ckptstore.restore.assembly import Held
+from ckptstore.restore.link import Link
 from ckptstore.restore.opened import opened
 
 __all__ = ["ClassBytes", "Share", "StoreStats", "bytes_by_step", "growth", "stats"]
@@ -33,13 +36,21 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ClassBytes:
-    """The tensors of one class in the newest checkpoint: how many, their logical bytes, and the stored bytes of all
-    links of the chain that restores them.
+    """The tensors of one class in the newest checkpoint.
+
+    What an optimizer's step stores for several tensors together counts for each in proportion to its logical bytes.
+
+    Attributes:
+        tensors: how many.
+        nbytes: their logical bytes.
+        stored: bytes that the newest checkpoint itself stores of them.
+        chain: bytes of all that it takes to restore them: `stored`, and what the checkpoints below it store of them.
     """
 
     tensors: int
     nbytes: int
     stored: int
+    chain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +158,50 @@ def _owner(catalog: Catalog, segment: str) -> tuple[int, str]:
 def _classes(journal: Journal, newest: CheckpointEntry) -> dict[str, ClassBytes]:
     found: dict[str, ClassBytes] = {}
     with opened(journal, newest.ref) as checkpoint:
+        shares = _Shares(checkpoint.encodings)
         for name, tensor in checkpoint.tensors.items():
             kind = class_by_name(name, tensor.dtype, tuple(tensor.shape)) or "other"
-            stored = sum(link.tensor.stored for chain, _ in checkpoint.stored(name) for link in chain.links)
+            chains = [chain.links for chain, _ in checkpoint.stored(name)]
+            own = sum(shares.of(links[-1], len(shares.held) - 1) for links in chains)
+            below = sum(
+                shares.of(link, number)
+                for links in chains
+                for number, link in enumerate(links[:-1], len(shares.held) - len(links))
+            )
             so_far = found.get(kind, ClassBytes(0, 0, 0))
-            found[kind] = ClassBytes(so_far.tensors + 1, so_far.nbytes + tensor.nbytes, so_far.stored + stored)
+            found[kind] = ClassBytes(
+                so_far.tensors + 1, so_far.nbytes + tensor.nbytes, so_far.stored + own, so_far.chain + own + below
+            )
     return dict(sorted(found.items()))
+
+
+class _Shares:
+    """What encodings store of single tensors. Of a group, all of which its leader holds, each has a part in proportion.
+
+    The parts of a group add up to what it stores: the leader has what is left over by rounding.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.held = held
+        self._groups: dict[tuple[int, str], dict[str, int]] = {}  # a group may have thousands of members
+
+    def of(self, link: Link, number: int) -> int:
+        """Bytes of a link that is in encoding `number`."""
+        if link.group is None:
+            return link.tensor.stored
+        key = number, link.group.leader
+        if key not in self._groups:
+            self._groups[key] = self._parts(link.group, self.held[number])
+        return self._groups[key][link.tensor.name]
+
+    @staticmethod
+    def _parts(group: Group, encoding: Held) -> dict[str, int]:
+        members = {name: encoding[name].tensor for name in group.names}
+        stored = sum(one.stored for one in members.values())
+        nbytes = sum(one.nbytes for one in members.values())
+        parts = {name: stored * one.nbytes // max(1, nbytes) for name, one in members.items()}
+        parts[group.leader] += stored - sum(parts.values())
+        return parts
 
 
 def bytes_by_step(catalog: Catalog) -> tuple[tuple[int, str, int], ...]:

@@ -45,11 +45,15 @@ class Rates:
         read: stored bytes, checksums included.
         decode: logical bytes of a delta, or of a compressed full.
         replay: logical bytes of the state through one optimizer step.
+        startup: seconds that loading the kernels takes, once in a process.
+        spread: how many times slower a middling measurement was than the quickest, which the rates are of.
     """
 
     read: float
     decode: float
     replay: float
+    startup: float = 0.0
+    spread: float = 1.0
 
 
 TYPICAL: Final = Rates(read=1.5e9, decode=1.5e9, replay=1.0e9)

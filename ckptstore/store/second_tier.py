@@ -38,6 +38,7 @@ class SecondTier(Handle):
         *,
         remote_options: Mapping[str, Any] | None = None,
         bandwidth: float | None = None,
+        anew: bool = False,
         progress: Progress | bool | None = None,
     ) -> Synced:
         """Bring to the remote what it lacks, once, in the order of the log. May run beside a writer.
@@ -47,10 +48,14 @@ class SecondTier(Handle):
         Args:
             remote: URL or path, where a second tier is made if there is none; None: the store's, which must be there.
             remote_options, bandwidth: as for `open`; None: as the store was opened with.
+            anew: if a part of the remote is gone, delete what is left of it first; if all of it is, make it again. A
+                remote that is whole is left as it is. Nothing is deleted that this store could not bring there.
             progress: told (bytes done, bytes in all).
 
         Raises:
-            UsageError: there is no remote, or something else is there.
+            UsageError: there is no remote, or something else is there; or `anew`, and the remote has what this store
+                has not: another run, a newer term, segments.
+            RemoteLostError: the remote was deleted or replaced, in part or as a whole: see `anew`.
             CorruptionError: this store is damaged. What was brought so far stays.
             StorageError: a medium failed; the same.
         """
@@ -58,9 +63,9 @@ class SecondTier(Handle):
 
         self.format  # noqa: B018 - raises when there is none
         pair = self._pair_with(remote, remote_options, bandwidth)
-        if remote is None:
+        if remote is None and not anew:
             pair.check_there()
-        return sync(pair, told(progress))
+        return sync(pair, told(progress), anew=anew)
 
     def sync_forever(
         self,
@@ -83,6 +88,7 @@ class SecondTier(Handle):
 
         Raises:
             UsageError: there is no remote, or something else is there.
+            RemoteLostError: the remote was deleted or replaced, in part or as a whole: see `sync`.
             CorruptionError: this store is damaged.
         """
         from ckptstore.tiers.syncing import follow

@@ -1,21 +1,28 @@
-"""The drain of a writer: a thread beside it that brings to the remote what the writer commits, until it is closed."""
+"""The drain of a writer: a thread beside it that brings to the remote what the writer commits, until it is closed.
+
+A second thread looks once a second how the first one does, and warns while training runs: a drain that hangs in a
+request can say nothing itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import random
 import threading
 import time
 import warnings
 from typing import Final
 
-from ckptstore.errors import CorruptSegmentError, FencedError, StorageError, WriterClosedError
+from ckptstore.errors import CorruptSegmentError, FencedError, RemoteLostError, StorageError, WriterClosedError
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host import background
+from ckptstore.host.caller_warnings import RemoteWarning, warn
 from ckptstore.log.reading import View, read
 from ckptstore.tiers.choosing import lag_between
 from ckptstore.tiers.draining import Drain, Drained
+from ckptstore.tiers.quiet import Quiet
 from ckptstore.write.second_tier import Lag
 
 __all__ = ["Draining"]
@@ -28,6 +35,12 @@ PATIENCE: Final = 60.0
 _FIRST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 30.0
 """Seconds before a pass that failed is tried again: twice as many each time."""
+SOON: Final = 10.0
+"""Seconds for which a remote may fail, or not answer, before it is said."""
+_WATCH: Final = 1.0
+_PASSING: Final = (errno.ETIMEDOUT, errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.EINTR)
+"""What a medium fails with that the next try may not meet."""
+_LOG: Final = logging.getLogger("ckptstore.tiers")
 
 
 class Draining:
@@ -42,14 +55,19 @@ class Draining:
         self._ended = False
         self._fenced: FencedError | None = None
         self._failure: Exception | None = None
+        self._lost: RemoteLostError | None = None
         self._left: Drained = Drained()
         self._thread: threading.Thread | None = None
         self._failing: float | None = None  # since when
         self._seen: View | None = None
+        self._quiet = Quiet(drain)
+        self._said: str | None = None  # what was warned of, while that lasts
+        self._watcher = background.Periodic(_WATCH, self._watch, "drain-watch")
 
     def start(self) -> None:
-        """Begin. Raises `RuntimeError` where no thread is to be had."""
+        """Begin. Raises `RuntimeError` where no thread can be started."""
         self._thread = background.start(self._run, "drain")
+        self._watcher.start()
 
     def check(self) -> None:
         """See `SecondTier.check`."""
@@ -68,11 +86,12 @@ class Draining:
             if lag.nbytes <= most:
                 return
             failing = self._failing
-            if failing is not None and time.monotonic() - failing > PATIENCE:
+            since = 0.0 if failing is None else time.monotonic() - failing
+            if self._lost is not None or since > PATIENCE:
                 raise StorageError(
                     errno.EDQUOT,
                     f"not saved: {lag.nbytes} bytes are on this machine alone, {most} may be (lag_bytes), and the "
-                    f"remote has been failing for {time.monotonic() - failing:.0f} s: {self._failure}",
+                    f"remote has been failing for {since:.0f} s: {self._failure}",
                     self._drain.pair.local.url,
                 )
             with self._changed:
@@ -94,6 +113,8 @@ class Draining:
         with self._changed:
             while not self._drain.has(node):  # not `had`: success is told of what is certain alone
                 self.check()
+                if self._lost is not None:
+                    raise self._lost
                 if ref_of(node) in self._left.damaged:
                     raise CorruptSegmentError(self._left.damage)
                 why = f": {self._failure}" if self._failure is not None else ""
@@ -124,12 +145,16 @@ class Draining:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+        self._watcher.stop()
+        self._watcher.join()
         here, text = self._drain.pair.local.url, self._left.damage
-        if self._failure is not None:
+        if self._lost is not None:
+            text = f"{self._lost} What was not brought there is in {here}."
+        elif self._failure is not None:
             text = f"{self._failure}; what the remote lacks is in {here}: the next writer drains it, or `ckpt sync`"
         if text is not None and self._fenced is None:
             with contextlib.suppress(Warning):
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(text, RemoteWarning, stacklevel=2)
 
     def _run(self) -> None:
         pause = 0.0
@@ -139,20 +164,49 @@ class Draining:
                 done = self._drain.once(lambda: not self._closing)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is said, fails no save, and is tried again
                 self._failure, self._wanted = error, True
-                self._failing = self._failing or time.monotonic()
+                self._failing = self._failing or began
+                if isinstance(error, RemoteLostError):
+                    self._lost = error
                 pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * pause)) * random.uniform(0.7, 1.0)
                 if self._closing:
                     return
             else:
-                self._failure, self._failing, self._left = None, None, done
+                self._failure, self._failing, self._left, self._said = None, None, done, None
                 # A pass looks through the catalog: it takes no more than half of a core, however fast commits come.
                 pause = time.monotonic() - began
                 if done.over is not None:
                     self._fenced = done.fenced(self._drain.pair)
             with self._changed:
                 self._changed.notify_all()
-            if self._fenced is not None:
+            if self._fenced is not None or self._lost is not None:
                 return
+
+    def _watch(self) -> None:
+        """Warn, once while it lasts, of what keeps the drain from bringing anything there."""
+        text = self._trouble()
+        if text is None or self._said is not None:
+            return
+        self._said = text
+        try:
+            warn(text, RemoteWarning)
+        except RemoteWarning:  # warnings are errors here, and nobody would meet one of this thread
+            _LOG.warning("%s", text)
+
+    def _trouble(self) -> str | None:
+        failure, failing, damage = self._failure, self._failing, self._left.damage
+        here, there = self._drain.pair.local.url, self._drain.pair.remote.url
+        if self._fenced is not None:  # the next save says so
+            return None
+        if self._lost is not None:
+            return f"{self._lost} Saves go on in {here}."
+        if failure is not None and failing is not None:
+            since = time.monotonic() - failing
+            if since >= SOON or not (isinstance(failure, StorageError) and failure.errno in _PASSING):
+                return f"{failure}; what is saved is in {here} alone, and the drain tries again"
+            return None
+        if (quiet := self._quiet.seconds()) >= SOON:
+            return f"{there}: no answer for {quiet:.0f} s; what is saved is in {here} alone until there is one"
+        return damage
 
     def _next(self, pause: float) -> bool:
         """Wait until there is something to do -> whether there is; no: the writer is closed, and nothing is left."""

@@ -25,7 +25,7 @@ from ckptstore.errors import (
 )
 from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.markup import counted
-from ckptstore.formats.records import Node, SegmentEntry, ref_of
+from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, Node, SegmentEntry, ref_of
 from ckptstore.host.bandwidth import held_to
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
@@ -33,13 +33,14 @@ from ckptstore.log import folding
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import Pin
 from ckptstore.log.reading import View, read
-from ckptstore.log.replica import Origin, Replica
+from ckptstore.log.replica import DamagedReplicaError, Origin, Replica
 from ckptstore.maintenance.copies.copying import check_apart, check_known
 from ckptstore.maintenance.copies.supplies import Copies
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.tiers.answering import Answers
 from ckptstore.tiers.choosing import drainable, foreign_terms, holding, lag_between, pruned
 from ckptstore.tiers.pair import Pair
+from ckptstore.tiers.presence import absent, check_same, check_whole, lost
 from ckptstore.write.second_tier import Lag
 
 __all__ = ["Drain", "Drained", "lag_of"]
@@ -100,6 +101,8 @@ class Drain:
     Attributes:
         pair: the store and its remote.
         remote: the remote's log as it was seen last; None: not yet. Stays as it is.
+        at_work: whether a pass is under way and waits for nobody else.
+        moved: bytes that were brought there, before what they waited for `bandwidth`.
     """
 
     def __init__(self, pair: Pair, advance: Advance = lambda _nbytes: None) -> None:
@@ -112,7 +115,9 @@ class Drain:
         self._begun = False  # to make a store of the remote, which is not finished
         self._local: View | None = None
         self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
-        self._advance = held_to(pair.bandwidth, advance)
+        self.at_work = False
+        self.moved = 0
+        self._held = held_to(pair.bandwidth, advance)
         self._answers = Answers(pair.remote)
         check_apart(pair.local.backend, pair.remote.backend)
 
@@ -151,6 +156,7 @@ class Drain:
 
         Raises:
             UsageError: the remote holds something else.
+            RemoteLostError: it is not any more what it was.
             CorruptionError: the store is damaged; what was brought so far stays.
             StorageError: a medium failed; the same.
         """
@@ -172,18 +178,22 @@ class Drain:
     def once_alone(self, patience: Callable[[], bool] = lambda: True) -> Drained:
         """`once`, by who has locked others out of the store; out of the remote it locks them. Raises as `once`."""
         with alone(self.pair.remote.backend, patience, make=self.remote is None) as mine:
-            return self._passes() if mine else self._kept_out(self.pair.remote.backend)
+            if not mine:
+                self._kept_out(self.pair.remote.backend)
+            self.at_work = True
+            try:
+                return self._passes()
+            finally:
+                self.at_work = False
+
+    def _moved(self, nbytes: int) -> None:
+        self.moved += nbytes  # of several threads: it only has to change
+        self._held(nbytes)
 
     def _passes(self) -> Drained:
         tries = 0
         while tries < _TRIES:
-            replica = Replica(
-                self.pair.remote.backend,
-                Origin(self.pair.local.format, "copy", "full: all of a tier"),
-                # Prevents: the next pass takes what this one has begun for a store, and never makes one of it.
-                None if self._begun else self.remote,
-                on_record=self._note,
-            )
+            replica = self._opened()
             self._begun = replica.begun
             before = replica.view()
             self._note(replica)
@@ -203,6 +213,26 @@ class Drain:
             self._maintain(replica)
             return done
         raise StorageError(f"{self.pair.remote.url}: other drains were faster, {_TRIES} times in a row")
+
+    def _opened(self) -> Replica:
+        """The remote's log, to be added to: after a look whether it is what it was."""
+        here, there = self.pair.local, Journal(self.pair.remote.backend, self.pair.local.format)
+        # Prevents: the next pass takes what this one has begun for a store, and never makes one of it.
+        since = None if self._begun else self.remote
+        if since is not None:
+            check_same(here.url, there, since)
+        origin = Origin(here.format, "copy", "full: all of a tier")
+        try:
+            replica = Replica(there.backend, origin, since, on_record=self._note)
+        except DamagedReplicaError as error:
+            raise lost(here.url, there.url, "a slot of its log is damaged or missing") from error
+        except UsageError as error:
+            if Journal(there.backend).rooms() and absent(there, FORMAT_KEY) and absent(there, COPYING_KEY):
+                raise lost(here.url, there.url, "its FORMAT file is gone: a part of the store was deleted") from error
+            raise
+        if since is None and not replica.begun:
+            check_whole(here.url, there, replica.view())
+        return replica
 
     def _leave_out(self, error: CorruptSegmentError) -> None:
         """Go on without the segments that an error names: one that is damaged must not keep all later ones here."""
@@ -231,7 +261,7 @@ class Drain:
                 return Drained(branch=refs, over=over)
             had = len(there.checkpoints)
             crash_point("drain.read")
-            copies = _Copies(local.backend, replica.backend, local.run, _THREADS, self._advance)
+            copies = _Copies(local.backend, replica.backend, local.run, _THREADS, self._moved)
             left = _left_out(here, there, wanted, branch)
             lacks = dict(reversed(left))  # ascending, so the lowest of a term stays
             transfer = Transfer(wanted, replica, copies, lacks, here)

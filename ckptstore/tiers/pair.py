@@ -13,12 +13,20 @@ from urllib.parse import urlsplit
 
 from ckptstore.backends import open_backend
 from ckptstore.backends.exclusion import root_of
-from ckptstore.errors import CorruptionError, NotFoundError, StorageError, StoreNotFoundError, UsageError
+from ckptstore.errors import (
+    CorruptionError,
+    NotFoundError,
+    RemoteLostError,
+    StorageError,
+    StoreNotFoundError,
+    UsageError,
+)
 from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.records import CheckpointId
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
 from ckptstore.log.term import Term, open_term
+from ckptstore.tiers.presence import check_first_slot, lost
 
 __all__ = ["Pair", "Remote", "RemoteRememberedError", "configured", "open_without_remote"]
 
@@ -140,7 +148,7 @@ class Pair:
         return cls(local, Journal(theirs), remote.bandwidth, remote.lag_bytes)
 
     def check_there(self) -> None:
-        """Raise `StorageError` where the remote holds no store, though terms of this run were opened in it.
+        """Raise `RemoteLostError` where the remote holds no store, though terms of this run were opened in it.
 
         Prevents: a disk that is not mounted, or a folder that is gone, taken for a new remote. It would know nothing of
         who continued the run, and acknowledge what then is on this machine alone.
@@ -148,21 +156,23 @@ class Pair:
         with contextlib.suppress(NotFoundError, CorruptionError):
             if configured(read(self.local).catalog) != self.remote.url:
                 return
+            there = Journal(self.remote.backend)
             try:
-                Journal(self.remote.backend).format  # noqa: B018 - the property reads the file
+                there.format  # noqa: B018 - the property reads the file
             except StoreNotFoundError as error:
-                raise StorageError(
-                    errno.ENOENT,
-                    "no store is there any more, although this run was brought to it: not mounted, moved or deleted? "
-                    "`ckpt sync STORE REMOTE`, with its name, makes it anew",
-                    self.remote.url,
-                ) from error
+                what = "no store is there any more, although this run was brought to it (not mounted, moved, deleted?)"
+                raise lost(self.local.url, self.remote.url, what) from error
+            check_first_slot(self.local.url, there)
 
     @contextlib.contextmanager
     def reaching(self, what: str) -> Iterator[None]:
         """Say, of what fails in the ``with`` because of the remote's medium, what that means."""
         try:
             yield
+        except RemoteLostError as error:
+            raise RemoteLostError(
+                f"{what}: {error} To write without it, on what may become a branch, open the store with remote=False"
+            ) from error
         except StorageError as error:
             if self.remote.url in str(error):
                 raise StorageError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ckptstore.errors import StorageError
+from ckptstore.errors import RemoteLostError, StorageError
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Node
 from ckptstore.host.progress import Progress, Tally
+from ckptstore.log.journal import Journal
+from ckptstore.tiers.anew import clear
 from ckptstore.tiers.draining import Drain, to_be_there
 from ckptstore.tiers.pair import Pair
 
@@ -40,8 +42,12 @@ class Synced(HtmlTable):
     damage: str | None = None
 
 
-def sync(pair: Pair, progress: Progress | None = None) -> Synced:
+def sync(pair: Pair, progress: Progress | None = None, *, anew: bool = False) -> Synced:
     """Bring to the remote what it lacks, once. See `Store.sync`."""
+    if pair.remote.backend.deleted():  # under this handle
+        pair = replace(pair, remote=Journal(pair.remote.backend.reopened()))
+    if anew:
+        clear(pair)
     tally = Tally(progress)
     return _once(Drain(pair, tally.advance), pair)
 
@@ -80,12 +86,17 @@ def follow(
     Args:
         every: seconds between two looks at the store's log.
         on_failure: told of media that failed; it goes on, after a while.
+
+    Raises:
+        RemoteLostError: the remote is not any more what it was.
     """
     drain = Drain(pair, Tally(progress).advance)
     pause = every
     while True:
         try:
             done = _once(drain, pair)
+        except RemoteLostError:
+            raise
         except StorageError as error:
             on_failure(error)
             pause = min(60.0, 2 * pause)

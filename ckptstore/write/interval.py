@@ -19,11 +19,23 @@ from typing import Final, Literal
 from ckptstore.errors import UsageError
 from ckptstore.host.checks import real, whole
 
-__all__ = ["DEPTH_LIMIT", "FULL", "Decision", "DeltaSizes", "RestoreBound", "Schedule", "best_interval"]
+__all__ = [
+    "DEPTH_LIMIT",
+    "FULL",
+    "Candidate",
+    "Decision",
+    "DeltaSizes",
+    "RestoreBound",
+    "Schedule",
+    "best_interval",
+    "candidates",
+]
 
 DEPTH_LIMIT: Final = 50
 """Deltas in a chain at most, as git bounds them."""
 CANDIDATES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_ENOUGH: Final = 0.001
+"""A longer interval has to save at least this share of the bytes against a shorter one."""
 _PRIOR_SLOPE: Final = 0.03
 """Growth of a delta per doubling of its gap, as a share of the state, until it is measured (0.94 of 32 bits)."""
 _WEIGHT: Final = 0.3
@@ -143,23 +155,47 @@ class DeltaSizes:
         return min(self.full, at_last + slope * math.log2(gap / last))
 
 
-def best_interval(sizes: DeltaSizes, limit: float, depth: int = DEPTH_LIMIT, form: Form = "anchor") -> int:
-    """The T with the fewest expected bytes per checkpoint whose chains stay below `limit` bytes; 0: fulls only.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An interval that may be chosen, with what it costs.
+
+    Attributes:
+        interval: T: checkpoints that share a base; 0 for fulls only.
+        deltas: the longest chain between two fulls that keeps the limit.
+        mean: expected bytes per checkpoint, fulls and deltas alike.
+        restore: bytes that the most expensive restore reads.
+    """
+
+    interval: int
+    deltas: int
+    mean: float
+    restore: float
+
+
+def candidates(
+    sizes: DeltaSizes, limit: float, depth: int = DEPTH_LIMIT, form: Form = "anchor"
+) -> tuple[Candidate, ...]:
+    """Fulls only, and every interval whose chains stay below `limit` bytes, ascending.
 
     With D deltas in a chain, D*T checkpoints follow a full, so a checkpoint costs
-    (full + D * sum over a cycle of its deltas) / (D*T + 1).
+    (full + D * sum over a cycle of its deltas) / (D*T + 1). The largest delta of a cycle need not be its last one.
     """
-    best, best_mean = 0, sizes.full
+    found = [Candidate(0, 0, sizes.full, sizes.full)]
     for interval in CANDIDATES:
         cycle = [sizes.expect(gap if form == "anchor" else interval) for gap in range(1, interval + 1)]
-        longest = cycle[-1]
+        longest = max(cycle)
         fits = depth if limit == math.inf else min(depth, int((limit - sizes.full) / max(longest, 1.0)))
-        if fits < 1:
-            continue
-        mean = (sizes.full + fits * sum(cycle)) / (fits * interval + 1)
-        if mean < best_mean * 0.999:
-            best, best_mean = interval, mean
-    return best
+        if fits >= 1:
+            mean = (sizes.full + fits * sum(cycle)) / (fits * interval + 1)
+            found.append(Candidate(interval, fits, mean, sizes.full + (fits - 1) * cycle[-1] + longest))
+    return tuple(found)
+
+
+def best_interval(sizes: DeltaSizes, limit: float, depth: int = DEPTH_LIMIT, form: Form = "anchor") -> int:
+    """The T of the `candidates` with the fewest expected bytes per checkpoint; of nearly equal ones the smallest."""
+    found = candidates(sizes, limit, depth, form)
+    least = min(one.mean for one in found)
+    return next(one.interval for one in found if one.mean * (1 - _ENOUGH) <= least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import click
 
 from ckptstore.cli.arguments import REF, SIZE, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import duration, emit, note, progress, roughly, size
+from ckptstore.cli.output import between, duration, emit, note, progress, size
 from ckptstore.cli.plans import plan_step, plan_table
 from ckptstore.cli.ranges import counted
 from ckptstore.cli.waiting import patience
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 @click.option("--max-shard-size", type=SIZE, help="Split into files of at most this size, with an index.")
 @click.option("--force", is_flag=True, help="Replace PATH if it exists.")
 @click.option("--explain", is_flag=True, help="Write nothing: show what a restore reads and decodes.")
+@click.option("--all", "whole", is_flag=True, help="With --explain: every step of a long chain.")
 def command(
     store: str,
     ref: str,
@@ -60,6 +61,7 @@ def command(
     max_shard_size: int | None,
     force: bool,
     explain: bool,
+    whole: bool,
     as_json: bool,
 ) -> None:
     """Write a checkpoint to a .safetensors or .pt file.
@@ -69,8 +71,10 @@ def command(
     metadata, where `ckpt import` finds it.
     """
     if explain:
-        _explain(store, ref, select, as_json)
+        _explain(store, ref, select, as_json, whole=whole)
         return
+    if whole:
+        raise click.UsageError("--all goes with --explain")
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
     piped = out == "-"
@@ -146,7 +150,7 @@ def _told(result: ExportResult, seconds: float, as_json: bool, piped: bool) -> N
     )
 
 
-def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool) -> None:
+def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool, *, whole: bool) -> None:
     with patience("planning"):
         found = opened(store).explain(ref, select or None)
     if as_json:
@@ -163,6 +167,7 @@ def _explain(store: str, ref: str, select: tuple[str, ...], as_json: bool) -> No
         )
         return
     rates = f"reading {size(int(found.rates.read))}/s, decoding {size(int(found.rates.decode))}/s, measured now"
-    costs = f"reads {size(found.bytes_read)} for {size(found.nbytes)}: {roughly(found.seconds)}"
+    seconds = f": {said}" if (said := between(found.span)) else ""
+    costs = f"reads {size(found.bytes_read)} for {size(found.nbytes)}{seconds}"
     say(f"restoring {found.ref} {costs} ({rates})")
-    click.echo(plan_table(found))
+    click.echo(plan_table(found, whole=whole))

@@ -73,7 +73,13 @@ def _json(store: str, found: StoreStats) -> dict[str, Any]:
             for term, share in found.terms.items()
         ],
         "classes": [
-            {"class": kind, "tensors": one.tensors, "bytes": one.nbytes, "stored_bytes": one.stored}
+            {
+                "class": kind,
+                "tensors": one.tensors,
+                "bytes": one.nbytes,
+                "stored_bytes": one.stored,
+                "chain_bytes": one.chain,
+            }
             for kind, one in found.classes.items()
         ],
         "bytes_per_1000_steps": found.growth,
@@ -108,11 +114,11 @@ def _print(found: StoreStats) -> None:
         click.echo("\n" + table([">TERM", ">CHECKPOINTS", ">STORED"], shares))
     if found.classes:
         rows = [
-            [_CLASSES.get(kind, kind), f"{one.tensors:,}", size(one.nbytes), size(one.stored)]
+            [_CLASSES.get(kind, kind), f"{one.tensors:,}", size(one.nbytes), size(one.stored), size(one.chain)]
             for kind, one in found.classes.items()
         ]
-        click.echo(f"\ntensors of {found.latest}, stored in all that it is restored from:")
-        click.echo(table(["CLASS", ">TENSORS", ">SIZE", ">STORED"], rows))
+        click.echo(f"\ntensors of {found.latest}, stored by itself, and with all that it is restored from:")
+        click.echo(table(["CLASS", ">TENSORS", ">SIZE", ">STORED", ">WITH ITS CHAIN"], rows))
     rules = f"rules: {', '.join(found.rules)}" if found.rules else "no rules: every checkpoint is kept"
     if found.prunable_nbytes is not None:
         rules += f"; `ckpt prune` would leave {size(found.prunable_nbytes)} to gc"

@@ -28,6 +28,7 @@ ELSEWHERE = FencedError.exit_code
         "ckpt sync runs/gpt s3://bucket/gpt              # once; again: what is new",
         "ckpt sync runs/gpt                              # to the remote that the store remembers",
         "ckpt sync runs/gpt s3://bucket/gpt --follow     # from now on, beside a run that is writing",
+        "ckpt sync runs/gpt --anew                       # somebody deleted the remote, or a part of it",
     ],
 )
 @STORE
@@ -41,7 +42,20 @@ ELSEWHERE = FencedError.exit_code
     help="With --follow: between two looks at the store. Default: 2.",
 )
 @click.option("--bandwidth", type=RATE, help="Bring at most so much in a second: 50MB/s.")
-def command(store: str, remote: str | None, follow: bool, every: float, bandwidth: float | None, as_json: bool) -> int:
+@click.option(
+    "--anew",
+    is_flag=True,
+    help="If a part of the remote is gone, delete what is left of it first. Refused if it has what STORE has not.",
+)
+def command(
+    store: str,
+    remote: str | None,
+    follow: bool,
+    every: float,
+    bandwidth: float | None,
+    anew: bool,
+    as_json: bool,
+) -> int:
     """Bring to a second tier what it lacks.
 
     REMOTE is a path or URL: an empty place, or this run's second tier or copy. Without it, the one that the store
@@ -50,13 +64,15 @@ def command(store: str, remote: str | None, follow: bool, every: float, bandwidt
     """
     last = 0
     if follow:
+        if anew:
+            opened(store).sync(remote, bandwidth=bandwidth, anew=True)
         for done in opened(store).sync_forever(
             remote, every=every, bandwidth=bandwidth, on_failure=lambda error: note(f"{error}; trying again")
         ):
             last = _tell(store, remote, done, emit_line if as_json else None)
         return last
     with progress("draining") as advance:
-        done = opened(store).sync(remote, bandwidth=bandwidth, progress=advance)
+        done = opened(store).sync(remote, bandwidth=bandwidth, anew=anew, progress=advance)
     return _tell(store, remote, done, emit if as_json else None)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.analysis import Options, analyze
+from ckptstore.analysis import Options, analyze, document
 from ckptstore.analysis.advice import interval_costs, parse_link
 from ckptstore.analysis.classes import TensorClass, by_name, by_values, classify, parse_overrides
 from ckptstore.analysis.plan import plan_targets, spacing
@@ -208,7 +208,7 @@ def test_units_cover_every_byte_once(sizes: list[int], budget: int | float | Non
 
 
 def test_a_regular_series_is_compared_over_octaves_at_the_same_targets() -> None:
-    plan = plan_targets(list(range(0, 2000, 100)), points=5)
+    plan = plan_targets(list(range(0, 2000, 100)), points=12)
     assert plan.gaps == (1, 2, 4, 8, 16)
     assert [target.index for target in plan.targets if (target.index - 1, 1) in target.bases]
     of_gap = {
@@ -218,6 +218,40 @@ def test_a_regular_series_is_compared_over_octaves_at_the_same_targets() -> None
     assert of_gap[2] == of_gap[16] == [16, 17, 18, 19]
     for target in plan.targets:
         assert all(target.index - base == gap for base, gap in target.bases)
+
+
+def test_few_steps_are_few_steps() -> None:
+    """Seven gaps, each at four more steps, made 28 restores of whole chains beside the 4 that were asked for."""
+    steps = list(range(1, 259))
+    plan = plan_targets(steps, points=4)
+    assert [target.index for target in plan.targets] == [0, 86, 171, 257]
+    assert {gap for target in plan.targets for _, gap in target.bases} == set(plan.gaps) == {1, 2, 8, 16, 32, 128, 256}
+    assert len(plan.needed) <= 4 + 3 * 4
+    assert plan.needed[-1] == 257
+    assert len(plan_targets(steps, points=12).targets) > 12
+    # Where none of them has a base at a gap, one more is measured.
+    gap = plan_targets(steps, (256,), points=2)
+    assert [target.index for target in gap.targets] == [0, 257]
+    odd = plan_targets([0, 5, 6, 20], (1,), points=2)
+    assert [(target.index, target.bases) for target in odd.targets][1] == (2, ((1, 1),))
+
+
+def test_only_what_is_measured_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a store with 258 step diffs each of the other checkpoints took a chain to open."""
+    store = ckptstore.open(tmp_path / "run")
+    with store.writer() as writer:
+        for step, state in enumerate(trajectory(30, 16), 1):
+            writer.save(state, step)
+    opened: list[str] = []
+    before = ckptstore.Store.tensors
+    monkeypatch.setattr(ckptstore.Store, "tensors", lambda self, ref: (opened.append(ref), before(self, ref))[1])
+    found = analyze([str(tmp_path / "run")], Options(points=3, gaps=(1, 2), methods=("raw", "xor")))
+    assert len(found.series) == 30
+    assert 3 <= len(opened) == len(set(opened)) <= 9
+    listed = document(found)["checkpoints"]
+    assert len(listed) == 30
+    assert {one["label"] for one in listed if one["tensors"] is not None} == set(opened)
+    assert listed[-1]["bytes"] == found.advice.nbytes
 
 
 def test_an_irregular_series_counts_gaps_in_its_smallest_distance() -> None:
@@ -257,6 +291,19 @@ def test_any_series_can_be_planned(steps: set[int], points: int) -> None:
 
 
 # -- what follows
+
+
+@given(
+    st.lists(st.floats(20, 99), min_size=4, max_size=4), st.sampled_from([1.5, 3.0, 4.0, math.inf]), st.integers(1, 50)
+)
+@settings(max_examples=short_or(100, 400), deadline=None)
+def test_what_is_recommended_stores_least_by_the_table(sizes: list[float], times: float, depth: int) -> None:
+    """Two reckonings of one chain differed where the largest delta is not the one over the largest gap."""
+    known = DeltaSizes(100.0, dict(zip((1, 2, 8, 16), sizes, strict=True)))
+    chosen = best_interval(known, 100.0 * times, depth)
+    table = {one.interval: one for one in interval_costs(known, 100.0 * times, depth)}
+    assert table[chosen].mean <= min(one.mean for one in table.values()) / 0.999
+    assert all(one.restore <= 100.0 * times for one in table.values())
 
 
 @pytest.mark.parametrize("interval", [1, 3, 8])

@@ -43,9 +43,10 @@ def test_small_texts() -> None:
     assert output.duration(4 * 3600) == "4 h"
     assert output.duration(2 * 3600 + 12 * 60 + 59) == "2 h 12 min"
     assert output.duration(76 * 3600) == "3 d 4 h"
-    assert output.roughly(0.04) == "less than 0.1 s"
-    assert [output.roughly(value) for value in (0.44, 0.97, 12.4, 200)] == [
-        *["about 0.4 s", "about 1 s", "about 12 s", "about 3 min 20 s"]
+    spans = (None, (0.0, 0.04), (0.2, 0.97), (1.4, 1.9), (2.1, 7.5), (40.5, 130.0), (12.4, 60.0), (100.0, 200.0))
+    assert [output.between(span) for span in spans] == [
+        *["", "less than 1 s", "less than 1 s", "about 2 s", "3 to 8 s", "41 s to 2 min 10 s", "13 s to 1 min"],
+        "1 min 40 s to 3 min 20 s",
     ]
     assert output.moment(1e30) == "1e+30 s"
 

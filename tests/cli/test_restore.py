@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import ckptstore
+from ckptstore.training import OptimizerStep
 from tests.cli.conftest import Run, assert_documented, documented, state
 from tests.write.test_deltas import fill, trajectory
 
@@ -146,6 +148,27 @@ def test_explain_shows_the_plan_and_writes_nothing(ckpt: Run, tmp_path: Path) ->
     assert found["bytes_read"] == sum(step["bytes_read"] for step in found["steps"])
     assert ckpt("restore", store).code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_of_a_long_chain_the_first_and_last_steps_are_explained(ckpt: Run, tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "store")
+    weight = torch.nn.Parameter(torch.ones(40))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with store.writer(diffs=ckptstore.DiffOptions(full_every=100, batch=4), poll_seconds=None) as writer:
+        for step in range(1, 25):
+            weight.grad = torch.full_like(weight, step / 7)
+            optimizer.step()
+            state = {"model": {"w": weight.detach()}, "optimizer": optimizer.state_dict()}
+            writer.save_async(state, step, updates=OptimizerStep(optimizer))
+    for step, first in ((21, 21), (22, 10), (24, 10)):
+        lines = ckpt("restore", store.url, str(step), "--explain").out.splitlines()
+        assert len([line for line in lines if "seg/" in line]) == (21 if step == 21 else 20)
+        assert [line.split()[0] for line in lines[2 : 2 + first]] == [f"{one}@1" for one in range(1, first + 1)]
+        assert lines[-1].startswith(f"{step}@1 ")
+        assert (f"... and {step - 20} more (--all)" in lines) is (step > 21)
+    whole = ckpt("restore", store.url, "--explain", "--all").out.splitlines()
+    assert len(whole) == 26
+    assert ckpt("restore", store.url, "--out", tmp_path / "x.pt", "--all").code == 2
 
 
 def test_never_into_a_store(ckpt: Run, run: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptstore
-from ckptstore.reports.explaining import explain
+from ckptstore.formats import codecs
+from ckptstore.reports.explaining import Explanation, PlanStep, explain
+from ckptstore.restore.plan import Rates
 from tests.write.test_deltas import fill, trajectory
 
 
@@ -53,3 +57,34 @@ def test_a_derived_copy_counts_its_master(tmp_path: Path) -> None:
     assert explain(store.journal, 2, "model.*").bytes_read > 0
     with pytest.raises(ckptstore.TensorNotFoundError):
         explain(store.journal, 2, "nothing")
+
+
+def test_loading_a_kernel_is_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded kernels decode a thousand times faster than the first call says: an estimate was 30 times too long."""
+    store = fill(tmp_path / "store", trajectory(4), 1)
+    calls, before = itertools.count(), codecs.apply
+
+    def slow_at_first(*arguments: Any) -> Any:
+        if not next(calls):
+            time.sleep(1.0)
+        return before(*arguments)
+
+    monkeypatch.setattr(codecs, "apply", slow_at_first)
+    plan = explain(store.journal, 4)
+    assert plan.rates.startup > 0.9
+    assert plan.rates.decode > 1 << 20  # of 1 MiB in a second would be the first call's
+    assert sum(step.seconds for step in plan.steps) < 5.0
+    assert plan.seconds >= plan.rates.startup
+
+
+def test_a_time_is_given_where_what_was_measured_agrees() -> None:
+    def span(seconds: float, spread: float, startup: float = 0.0, tensors: int = 1) -> tuple[float, float] | None:
+        step = PlanStep("2@1", "delta", "1@1", ("seg/a",), tensors, 100, 200, seconds)
+        return Explanation("2@1", (step,), 200, Rates(1e9, 1e9, 1e9, startup, spread)).span
+
+    assert span(10.0, 1.5) == (10.0, pytest.approx(15.0, abs=0.01))
+    assert span(10.0, 5.0) is None
+    assert span(0.1, 8.0) == (0.1, pytest.approx(0.8, abs=0.01))  # less than a second, whatever it is
+    assert span(10.0, 1.0, startup=2.0) == (12.0, pytest.approx(12.0, abs=0.01))
+    assert span(10.0, 0.5) == (10.0, pytest.approx(10.0, abs=0.01))
+    assert span(2.0, 1.0, tensors=10_000) == (2.0, pytest.approx(4.5))  # each tensor of a step costs something

@@ -90,7 +90,9 @@ def test_only_what_a_restore_needs_is_measured(monkeypatch: pytest.MonkeyPatch) 
             writer.save({"w": wave * np.float32(1 + step * 1e-6)}, step=step)
     measured: list[str] = []
     for name in ("_delta_rate", "_replay_rate"):
-        monkeypatch.setattr(rates, name, lambda name=name: measured.append(name) or 1e6)
+        monkeypatch.setattr(
+            rates, name, lambda _threads, name=name: measured.append(name) or rates.Measured(0.0, 1e6, 1e6)
+        )
     assert [one.kind for one in store.checkpoints()] == ["full", "delta"]
     plan = store.inspect(1, explain=True).plan
     assert plan is not None

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import ckptstore
 from ckptstore import ClassBytes, Share, Store
 from ckptstore.analysis.growth import draw_growth
+from ckptstore.training import OptimizerStep
 from tests.maintenance.test_pruning import CHAIN
 
 
@@ -62,8 +64,35 @@ def test_classes_are_those_of_the_newest_and_its_chain(store: Store) -> None:
         "second_moment": (1, 12000),
         "weight": (1, 24000),
     }
-    assert 24000 < classes["weight"].stored < 26000  # the full, and three small deltas of it
+    assert 24000 < classes["weight"].chain < 26000  # the full, and three small deltas of it
+    assert 0 < classes["weight"].stored < 1000  # the last delta
     assert isinstance(classes["weight"], ClassBytes)
+
+
+def test_a_step_that_moves_several_tensors_counts_for_each_of_them(tmp_path: Path) -> None:
+    """The payload of a step lies with its leader, a weight, which had the bytes of all moments."""
+    store = ckptstore.open(tmp_path / "store")
+    layers = [torch.nn.Linear(64, 64) for _ in range(3)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with store.writer(diffs=ckptstore.DiffOptions(full_every=100, batch=5), poll_seconds=None) as writer:
+        for step in range(1, 13):
+            optimizer.zero_grad()
+            model(torch.ones(2, 64) * step).square().mean().backward()
+            optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            writer.save_async(state, step, updates=OptimizerStep(optimizer))
+    assert store.checkpoint("latest").kind == "gradient"
+    classes = store.stats().classes
+    weights, first, second = (classes[kind] for kind in ("weight", "first_moment", "second_moment"))
+    assert weights.nbytes == first.nbytes == second.nbytes
+    assert abs(weights.stored - first.stored) < 20 > abs(weights.stored - second.stored)  # what rounding leaves over
+    assert abs(weights.chain - first.chain) < 200
+    assert all(one.stored <= one.nbytes for one in classes.values())
+    described = store.inspect("latest").tensors
+    assert sum(one.stored for one in classes.values()) == sum(one.stored for one in described)
+    explained = store.explain("latest")
+    assert sum(one.chain for one in classes.values()) == explained.bytes_read
 
 
 def test_what_prune_and_gc_would_free(store: Store) -> None:

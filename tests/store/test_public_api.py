@@ -119,6 +119,8 @@ EXPECTED = [
     "TensorStatistics",
     "TermInfo",
     "UnexplainedStepWarning",
+    "RemoteLostError",
+    "RemoteWarning",
     "UnmadeStateError",
     "UnpinnedWarning",
     "Unread",

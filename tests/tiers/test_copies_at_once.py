@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore import StorageError
+from ckptstore import RemoteLostError, RemoteWarning, StorageError
 from ckptstore.backends.objects import ObjectBackend
 from ckptstore.formats.records import COPYING_KEY
 from ckptstore.log import pins, replica
@@ -180,10 +180,10 @@ def test_a_bucket_that_is_emptied_beside_a_drain_is_not_taken_for_the_remote(s3:
     while "the store was deleted" not in (writer.lag().error or ""):
         assert time.monotonic() < end
         time.sleep(0.02)
-    with pytest.raises(TimeoutError, match="the store was deleted"):
+    with pytest.raises(RemoteLostError, match="the store was deleted"):
         pending.result(tier="remote", timeout=0.5)
     assert theirs.list("") == []
     assert "the store was deleted" in (writer.lag().error or "")
-    with pytest.warns(UserWarning, match="what the remote lacks is in"):
+    with pytest.warns(RemoteWarning, match="What was not brought there is in"):
         writer.close()
     check(ckptstore.open(tmp_path / "run", remote=False).load(2, framework="numpy"), 2)

@@ -138,7 +138,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/restore/opened.py": _some("hostile_segments", "crafted_stores", "damage", "fallback"),
     "ckptstore/segments/plain.py": _some("space"),
     "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),
-    "ckptstore/tiers/*": _some("room_for_copies", "lost_ends", "tiers/test_tiers", "sync"),
+    "ckptstore/tiers/*": _some("room_for_copies", "lost_ends", "tiers/test_tiers", "sync", "remote_lost"),
     "ckptstore/store*": (*_some("store", "store_methods"), *_some("tiers/test_tiers", "sync")),
     "ckptstore/*": _STORE,
 }
