@@ -18,7 +18,6 @@ from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource, on_host
 from ckptstore.host.gathering import Gathering
 from ckptstore.segments.regions import LaidOutState, Region, plan_regions
-from ckptstore.training import imprints
 from ckptstore.training.captured import Captured
 from ckptstore.training.standing import Tensors
 from ckptstore.write.snapshot import HostTensor
@@ -112,7 +111,7 @@ class StatePlan:
         return light
 
     def __repr__(self) -> str:
-        return f"<StatePlan: {len(self._standing)} of {len(self.tensors)} tensors stand; {imprints.how()}>"
+        return f"<StatePlan: {len(self._standing)} of {len(self.tensors)} tensors stand>"
 
     @property
     def standing(self) -> Mapping[str, TorchSource]:

@@ -15,9 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from ckptstore.training import imprints
-from ckptstore.training.imprints import Imprint, Watch
-
 __all__ = ["Tensors", "WatchedModule", "WatchedOptimizer", "is_plain_module", "is_plain_optimizer"]
 
 _MEMBERS: Final = ("_parameters", "_buffers", "_modules")
@@ -88,38 +85,20 @@ class WatchedModule:
         self._members = _Members([each[name] for each in self._attributes for name in _MEMBERS])
         self._hooks = [each[name] for each in self._attributes for name in _HOOKS]
         self._left_out = [set(each[_SETS]) for each in self._attributes]
-        self._sets: list[set[str]] = []  # as the imprints know them: those with nothing in them, and the others
-        self._more_left_out: list[tuple[set[str], set[str]]] = []
         self.tensors = [one for one in self._members.values if isinstance(one, torch.Tensor)]
-        self._watch = Watch(self._imprints, self._asked)
 
     def unchanged(self) -> bool:
         """Whether the same tensors, by identity, stand in its state under the same names."""
         return (
             all(map(is_, map(vars, self._modules), self._attributes))
             and self._methods_now() == self._methods
-            and self._watch.holds()
-            and all(now == before for now, before in self._more_left_out)
-        )
-
-    def _asked(self) -> bool:
-        return (
-            list(map(type, self._modules)) == self._types
+            and list(map(type, self._modules)) == self._types
             and not any(map(contains, self._attributes, repeat(_METHODS[0])))
             and _same(self._containers_now(), self._containers)
             and not any(self._hooks)
             and list(map(itemgetter(_SETS), self._attributes)) == self._left_out
             and self._members.unchanged()
         )
-
-    def _imprints(self) -> list[Imprint] | None:
-        """Of what `_asked` asks for."""
-        self._sets = list(map(itemgetter(_SETS), self._attributes))
-        self._more_left_out = [(one, set(one)) for one in self._sets if one]
-        nothing = [*self._hooks, *(one for one in self._sets if not one)]
-        standing = imprints.dicts([*self._attributes, *self._members.dicts], nothing)
-        types = imprints.kinds(self._modules)
-        return None if standing is None or types is None else [types, standing]
 
     def _methods_now(self) -> list[Any]:
         return [getattr(kind, name) for kind in self._kinds for name in _METHODS]
@@ -147,7 +126,6 @@ class WatchedOptimizer:
         self._slots = list(optimizer.state.values())
         self._members = _Members(self._slots)
         self.tensors = [one for one in self._members.values if one is not None]
-        self._watch = Watch(self._imprints, self._asked)
 
     def unchanged(self) -> bool:
         """Whether it keeps the same tensors, by identity, for the same parameters in the same groups."""
@@ -158,20 +136,10 @@ class WatchedOptimizer:
             and optimizer.state is self._state
             and self._lengths_now() == self._lengths
             and _same(self._parameters_now(), self._parameters)
-            and self._watch.holds()
-        )
-
-    def _asked(self) -> bool:
-        return (
-            _same(list(self._state), self._keys)
+            and _same(list(self._state), self._keys)
             and _same(list(self._state.values()), self._slots)
             and self._members.unchanged()
         )
-
-    def _imprints(self) -> list[Imprint] | None:
-        """Of what `_asked` asks for."""
-        found = imprints.dicts([self._state, *self._slots])
-        return None if found is None else [found]
 
     def _parameters_now(self) -> list[Any]:
         return list(chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
@@ -186,51 +154,38 @@ def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
 
 
 class Tensors:
-    """Tensors as they are now: where they lie, and of which type, shape and strides they are."""
+    """Tensors as they are now: where they lie, and of which type, shape and strides they are.
+
+    Each tensor is asked, with what torch promises: about 1 ms a thousand tensors, whichever of them has changed.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self.tensors = list({id(one): one for one in tensors}.values())
-        self.addresses = self._addresses_now()
-        self._guards = _guards(self.tensors)
-        self._watch = Watch(lambda: imprints.tensors(self.tensors), self._asked)
+        self._before = [ask(self.tensors) for ask in _ASKED]
 
     def unchanged(self) -> bool:
         """Whether all of them are as they were when this was made."""
-        return self._watch.holds()
-
-    def _asked(self) -> bool:
-        return self._addresses_now() == self.addresses and self._guards()
-
-    def _addresses_now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self.tensors))
+        return all(ask(self.tensors) == before for ask, before in zip(_ASKED, self._before, strict=True))
 
 
-def _guards(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """What says whether type, device, dtype, shape and strides are the same still.
-
-    `torch.compile` looks at the tensors of a graph in one call, which is ten times as quick as Python; torch does not
-    promise that it stays.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        if guards.check(*tensors):
-            return lambda: bool(guards.check(*tensors))
-    except (ImportError, AttributeError, TypeError, RuntimeError, SystemError):
-        pass
-    return _described_guards(tensors)
+def _each(ask: Callable[[torch.Tensor], Any]) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+    return lambda tensors: list(map(ask, tensors))
 
 
-def _described_guards(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """The same with what torch promises."""
-
-    def now() -> list[Any]:
-        return [
-            list(map(type, tensors)),
-            *(list(map(attrgetter(name), tensors)) for name in ("device", "dtype", "layout", "shape")),
-            *(list(map(ask, tensors)) for ask in (torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)),
-        ]
-
-    before = now()
-    return lambda: now() == before
+# Those that change most often first: `unchanged` stops at the first that differs.
+_ASKED: Final = tuple(
+    map(
+        _each,
+        (
+            torch.Tensor.data_ptr,
+            attrgetter("shape"),
+            torch.Tensor.stride,
+            attrgetter("dtype"),
+            attrgetter("device"),
+            attrgetter("layout"),
+            torch.Tensor.is_conj,
+            torch.Tensor.is_neg,
+            type,
+        ),
+    )
+)

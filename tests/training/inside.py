@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from ckptstore.training import Checkpointer, LayerwiseSnapshots, imprints, planned, staging, standing
+from ckptstore.training import Checkpointer, LayerwiseSnapshots, planned, staging
 
 __all__ = [
-    "DICTS_TELL",
     "MOST_IN_VAIN",
-    "break_the_trials",
     "copied_during_backward",
     "copying",
-    "disturb_the_trials",
     "fill_the_device",
     "hook_state_dict",
     "hooks_of",
@@ -28,36 +23,11 @@ __all__ = [
     "on_copies",
     "other_members",
     "plan_nothing",
-    "see_less_of_tensors",
     "waits_for",
-    "without_guards",
-    "without_imprints",
 ]
 
 MOST_IN_VAIN = planned._IN_VAIN
 """After how many plans that did not hold none is made any more: nothing public tells of plans."""
-
-
-DICTS_TELL = sys.version_info < (3, 13)
-"""Whether a dict has a number that each change makes another: PEP 509, which Python 3.13 has not any more."""
-
-
-def without_imprints(patch: pytest.MonkeyPatch) -> None:
-    """As where the bytes of objects do not tell of changes: `imprints._form`, `_dicts_tell`."""
-    patch.setattr(imprints, "_form", lambda: None)
-    patch.setattr(imprints, "_dicts_tell", lambda: False)
-
-
-def see_less_of_tensors(patch: pytest.MonkeyPatch) -> None:
-    """As where torch keeps sizes beyond the bytes that are looked at: `imprints._IMPL`."""
-    patch.setattr(imprints, "_IMPL", 40)
-    patch.setattr(imprints, "_form", imprints._form.__wrapped__)
-
-
-def without_guards(patch: pytest.MonkeyPatch) -> None:
-    """As where torch's C code cannot say whether tensors are the same: `standing._guards`, `_described_guards`."""
-    without_imprints(patch)
-    patch.setattr(standing, "_guards", standing._described_guards)
 
 
 def plan_nothing(checkpointer: Checkpointer) -> None:
@@ -150,22 +120,3 @@ def copied_during_backward(checkpointer: Any) -> int:
 def hooks_of(parameter: Any) -> int:
     """How many hooks wait for its gradient."""
     return len(parameter._post_accumulate_grad_hooks or ())
-
-
-def disturb_the_trials(patch: pytest.MonkeyPatch) -> None:
-    """As where another thread writes behind the tensors of the first two trials: `imprints._tried_form`, `_form`."""
-    true = imprints._tried_form()
-    assert true is not None
-    said = iter([None, true._replace(impl=(true.impl[0], imprints._IMPL))])
-    patch.setattr(imprints, "_tried_form", lambda: next(said, true))
-    patch.setattr(imprints, "_form", functools.cache(imprints._form.__wrapped__))
-
-
-def break_the_trials(patch: pytest.MonkeyPatch) -> None:
-    """As with a torch that keeps things elsewhere, so that its first trial fails: `imprints._tried_form`, `_form`."""
-
-    def moved() -> None:
-        raise OSError("moved")
-
-    patch.setattr(imprints, "_tried_form", moved)
-    patch.setattr(imprints, "_form", functools.cache(imprints._form.__wrapped__))
