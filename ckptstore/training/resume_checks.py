@@ -214,7 +214,7 @@ class Comparison:
         self.fits.append(Member("compressor", state, compressor.state_dict, compressor.load_state_dict))
 
     def _loader(self, state: Any) -> None:
-        loader = self._given.loader
+        loader: Any = self._given.loader
         try:
             loader.compare(state)  # what it finds the loader says by itself, once it was sent there (`remark`)
         except FormatError as error:

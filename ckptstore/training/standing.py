@@ -168,24 +168,19 @@ class Tensors:
         return all(ask(self.tensors) == before for ask, before in zip(_ASKED, self._before, strict=True))
 
 
-def _each(ask: Callable[[torch.Tensor], Any]) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+def _each(ask: Callable[[Any], Any]) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
     return lambda tensors: list(map(ask, tensors))
 
 
 # Those that change most often first: `unchanged` stops at the first that differs.
-_ASKED: Final = tuple(
-    map(
-        _each,
-        (
-            torch.Tensor.data_ptr,
-            attrgetter("shape"),
-            torch.Tensor.stride,
-            attrgetter("dtype"),
-            attrgetter("device"),
-            attrgetter("layout"),
-            torch.Tensor.is_conj,
-            torch.Tensor.is_neg,
-            type,
-        ),
-    )
+_ASKED: Final = (
+    _each(torch.Tensor.data_ptr),
+    _each(attrgetter("shape")),
+    _each(torch.Tensor.stride),
+    _each(attrgetter("dtype")),
+    _each(attrgetter("device")),
+    _each(attrgetter("layout")),
+    _each(torch.Tensor.is_conj),
+    _each(torch.Tensor.is_neg),
+    _each(type),
 )

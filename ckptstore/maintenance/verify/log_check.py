@@ -12,8 +12,9 @@ from typing import NamedTuple
 from ckptstore.errors import CorruptionError, ForeignObjectError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import fold_of, object_of, slot_key
+from ckptstore.log.arriving import exists
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import anchor_above, exists
+from ckptstore.log.reading import anchor_above
 from ckptstore.log.strays import all_foreign
 from ckptstore.maintenance.verify.findings import Findings
 
