@@ -12,11 +12,13 @@ from typing import Any, NoReturn, TypeVar
 from ckptstore.errors import FormatError
 from ckptstore.formats.records import CheckpointId, Node, valid_tag
 
-__all__ = ["MAX_INT", "Members", "hexadecimal", "is_time", "natural"]
+__all__ = ["MAX_INT", "MAX_TERM", "Members", "hexadecimal", "is_time", "natural"]
 
 MAX_INT = 2**53
 """Largest number in a record: what every JSON reader represents exactly."""
 
+MAX_TERM = 10**10 - 1
+"""Highest term: a key has ten digits for it."""
 _HEX = frozenset("0123456789abcdef")
 _T = TypeVar("_T")
 
@@ -63,8 +65,11 @@ class Members:
         return value
 
     def term(self, name: str = "term") -> int:
-        """A term; the first one is 1."""
-        return self.number(name, least=1)
+        """A term, from 1 to `MAX_TERM`."""
+        term = self.number(name, least=1)
+        if term > MAX_TERM:
+            self.refuse(name, f"a term, at most {MAX_TERM}")
+        return term
 
     def time(self, name: str) -> float:
         """A number of seconds."""

@@ -128,9 +128,7 @@ def _pointer(length: int, digest: str) -> dict[str, Any]:
     return {"codec": "zstd", "length": length, "hash": digest}
 
 
-def _header_text(
-    doc: SegmentDoc, payload: int, stored: int, pointer: Mapping[str, Any], uses: Sequence[str]
-) -> bytes:
+def _header_text(doc: SegmentDoc, payload: int, stored: int, pointer: Mapping[str, Any], uses: Sequence[str]) -> bytes:
     document = identity_members(doc, PACKED) | {USES: list(uses), "index": dict(pointer)}
     text = jsontext.bounded(document, what=f"segment {doc.segment}: header").decode("ascii")
     return jsontext.dumps(

@@ -127,16 +127,27 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
             f"the newest that is left is {entry.ref}: name it so to use it"
         )
     following = min((opened for opened in catalog.terms.values() if opened.term > entry.term), key=_term, default=None)
-    # Of the next term, if its OPEN is there. If it is lost, or there is none, it takes two slots to hide a newer step:
-    # an OPEN and a COMMIT. Where a number is missing, both may be among those that are damaged.
-    known = following is not None and following.known and following.term == entry.term + 1
-    since = following.seq if following is not None and known else catalog.slots[entry.node]
-    hidden = [seq for seq in catalog.damage if seq > since]
-    if hidden and (following is not None or len(hidden) > 1):
+    end = catalog.next_seq if following is None else following.seq
+    hidden = [seq for seq in catalog.damage if seq >= end]
+    if following is None or not following.known or following.term != entry.term + 1:
+        # An OPEN and a COMMIT of it may both be lost there. An intact record behind either would tell of the term.
+        run = _run_before(catalog.damage, end)
+        hidden += run if len(run) > 1 else []
+    if hidden:
         raise CorruptLogError(
             f"log slot {hidden[0]} is damaged and may have held a newer step {entry.step}; "
             f"the newest intact one is {entry.ref}: name it so to use it"
         )
+
+
+def _run_before(damage: Sequence[int], end: int) -> list[int]:
+    """The damaged slots right before slot `end`, without a gap."""
+    run: list[int] = []
+    for seq in reversed([seq for seq in damage if seq < end]):
+        if seq != end - 1 - len(run):
+            break
+        run.insert(0, seq)
+    return run
 
 
 def _term(opened: TermEntry) -> int:

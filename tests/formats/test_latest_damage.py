@@ -87,7 +87,7 @@ def damaged(records: list[Record], gone: set[int]) -> Catalog:
     return builder.catalog
 
 
-def latest(catalog: Catalog) -> Node | None | str:
+def latest(catalog: Catalog) -> Node | str | None:
     try:
         found = catalog.latest()
     except CorruptLogError:

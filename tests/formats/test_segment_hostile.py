@@ -187,6 +187,7 @@ def with_index(data: bytes, text: bytes, stored: bytes | None = None, length: in
     header, document, rest = opened(data)
     payload = header["ckptstore/payload"]["shape"][0]
     stored = zstandard.compress(text) if stored is None else stored
+    document.pop("uses", None)  # of the other index
     document["index"] |= {"length": len(text) if length is None else length, "hash": xxh3_128(stored)}
     header["ckptstore/index"] |= {"shape": [len(stored)], "data_offsets": [payload, payload + len(stored)]}
     return closed(header, document, rest[:payload] + stored)
@@ -389,7 +390,7 @@ PACKED_FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "decoded": lambda i: i.update(decoded="-" * 8 + "0" * 8 + i["decoded"][16:]),
     "digests": lambda i: i.update(digests=""),
     "trees": lambda i: i.update(trees={"7": {}}),
-    "the header's member": lambda i: i.update(rank=1),
+    "the header's member": lambda i: i.update(mood=1),
 }
 
 
@@ -397,9 +398,9 @@ PACKED_FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_forged_indices_are_refused(forgery: str) -> None:
     segment = SEGMENTS["packed-batch"]
     header, document, rest = opened(segment)
-    segment = closed(header, document | {"rank": 0}, rest)
+    segment = closed(header, document | {"mood": 0}, rest)
     index = opened_index(segment)
-    assert read(with_index(segment, json.dumps(index).encode())).extra.keys() == {"rank", "later"}
+    assert read(with_index(segment, json.dumps(index).encode())).extra.keys() == {"mood", "later"}
     PACKED_FORGERIES[forgery](index)
     with pytest.raises((FormatError, CorruptSegmentError)):
         read(with_index(segment, json.dumps(index).encode()))

@@ -125,7 +125,7 @@ def test_a_catalog_is_what_plain_dictionaries_are(data: st.DataObject, many: int
             if action == "snapshot":
                 kept.append((builder.snapshot(), plain.frozen()))
             elif action == "fold":
-                builder = CatalogBuilder(refold(builder.catalog), adopt=True)
+                builder = CatalogBuilder(refold(builder.catalog))
             elif action == "edges":
                 compare_edges(builder.catalog)
         compare(builder.catalog, plain.frozen())
@@ -209,7 +209,7 @@ def test_a_snapshot_costs_what_changed_and_not_what_there_is() -> None:
     builder = CatalogBuilder(Catalog().apply(OpenRecord(1, None, digest(1), 0.0), 0))
     for record, seq in history(30_000):
         builder.apply(record, seq)
-    builder = CatalogBuilder(refold(builder.catalog), adopt=True)
+    builder = CatalogBuilder(refold(builder.catalog))
     first = builder.snapshot()
     assert first.checkpoints.rows is builder.catalog.checkpoints.rows  # shared
     assert seconds(builder.snapshot, 50) < 0.0005  # it takes 10 us; to copy 30,000 entries takes milliseconds

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.errors import CkptError, CorruptLogError
+from ckptstore.errors import CorruptLogError
 from ckptstore.formats.records import CommitRecord, slot_key
 from ckptstore.formats.retention import check_commit
 from ckptstore.log.reading import read
@@ -83,8 +83,7 @@ def test_no_damaged_slot_makes_an_older_step_the_latest(name: str, tmp_path: Pat
             path.write_bytes(flipped)
             try:
                 assert latest(folder) == whole, (path.name, place)
-            except CkptError as error:
-                assert isinstance(error, CorruptLogError)
+            except CorruptLogError:
                 errors += 1
         path.unlink()
         if path != slots[-1]:  # of the last one nothing shows that it was there

@@ -137,7 +137,7 @@ def on_its_way(log: Log, key: str) -> bool:
 
 def _whatever(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> Catalog:
     """The newest fold that can be read, and every record above it that may continue it, whatever is between."""
-    builder = CatalogBuilder(_fold(backend, format_file.run, keys), adopt=True)
+    builder = CatalogBuilder(_fold(backend, format_file.run, keys))
     slots = sorted(seq for key in keys if (seq := slot_of(key)) is not None)
     for seq in slots:
         catalog, key = builder.catalog, slot_key(seq)
