@@ -97,7 +97,11 @@ class Replica:
             raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
         self._journal = Journal(backend, origin.format)
         self.begun = self._claimed() if since is None else False
-        view = read(self._journal, since, look_above=True if since is None else None)
+        if since is not None:
+            # Prevents: what the view has, taken for what is there, and a slot that is added to an empty bucket.
+            check_same_store(self._journal)
+        # Untold: damage is refused here, and what is being made has segments before their terms.
+        view = read(self._journal, since, look_above=True if since is None else None, tell=False)
         if view.damage:
             raise DamagedReplicaError(
                 f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged or missing; delete the "
