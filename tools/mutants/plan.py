@@ -43,6 +43,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
     "formats/records.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py"),
     "formats/tree.py": (f"{_FORMATS}state.py",),
+    "formats/united.py": (f"{_FORMATS}ranked.py",),
     "formats/values.py": (f"{_FORMATS}state.py",),
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
     "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
