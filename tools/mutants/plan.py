@@ -110,7 +110,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     },
     "ckptstore/log/*": _LOG,
     "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
-    "ckptstore/write/ranks/*": _some("ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"),
+    "ckptstore/write/ranks/*": _some(
+        "rank_union", "rank_in_flight", "ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"
+    ),
     "ckptstore/write/layered.py": _some("direct", "agent/test_saving"),
     "ckptstore/write/fed.py": _some("write/test_memory", "concurrent"),
     "ckptstore/write/fulls.py": _some("write/test_memory", "concurrent", "writer", "layered"),
