@@ -25,6 +25,7 @@ __all__ = [
     "places",
     "select",
     "select_places",
+    "tag_of",
     "tensor_count",
     "tensor_names",
     "unflatten",
@@ -72,7 +73,7 @@ class _Unflattener:
             return [self.node(element, depth + 1) for element in node]
         if not isinstance(node, dict):
             return _plain(node)
-        tag = _tag(node)
+        tag = tag_of(node)
         if tag is None:
             return {key: self.node(member, depth + 1) for key, member in node.items()}
         body = node[tag]
@@ -107,7 +108,7 @@ class _Unflattener:
         return self.revive.get(tag, str)(body)
 
     def mapping(self, tag: str, body: Any, depth: int) -> Any:
-        if isinstance(body, dict) and tag != "$dict" and _tag(body) is None:
+        if isinstance(body, dict) and tag != "$dict" and tag_of(body) is None:
             found = {key: self.node(member, depth + 2) for key, member in body.items()}
         else:
             pairs = _list(tag, body)
@@ -125,8 +126,8 @@ class _Unflattener:
         return found
 
 
-def _tag(node: dict[str, Any]) -> str | None:
-    """The tag of a tagged node, None for a plain dict."""
+def tag_of(node: dict[str, Any]) -> str | None:
+    """The tag of a tagged node, None for a plain dict. Raises `FormatError`: a tag is not alone."""
     if len(node) == 1:
         (key,) = node
         return key if key[:1] == "$" else None
@@ -170,7 +171,7 @@ def decode_key(node: Any, depth: int = 0) -> Any:
         raise FormatError(f"state tree: {node!r:.80} cannot be a key")
     if not isinstance(node, dict):
         return _plain(node)
-    tag = _tag(node)
+    tag = tag_of(node)
     if tag is None or tag in ("$bytearray", "$ints"):
         raise FormatError(f"state tree: {node!r:.80} cannot be a key")
     if tag == "$tuple":
@@ -182,7 +183,7 @@ def _decode_element(node: Any, depth: int) -> Any:
     """An element of a set: what a key may be, or a frozenset; the outermost one may be a set."""
     if depth > MAX_DEPTH:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
-    tag = _tag(node) if isinstance(node, dict) else None
+    tag = tag_of(node) if isinstance(node, dict) else None
     if tag not in ("$set", "$frozenset", "$tuple"):
         return decode_key(node, depth)
     parts = [_decode_element(part, depth + 2) for part in _list(tag, node[tag])]
@@ -280,7 +281,7 @@ def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple
         return
     if not isinstance(node, dict):
         return
-    tag = _tag(node)
+    tag = tag_of(node)
     if tag in _ORIGINS:
         found.append((path, _name(node[tag])))
     elif tag in ("$dict", "$odict", "$counter") and isinstance(node[tag], list):
@@ -337,7 +338,7 @@ def _select(node: Any, keep: Callable[[str], str | None], depth: int) -> Any:
         return [kept for element in node if (kept := _select(element, keep, depth + 1)) is not _GONE]
     if not isinstance(node, dict):
         return node
-    tag = _tag(node)
+    tag = tag_of(node)
     if tag in _ORIGINS:
         name = keep(_name(node[tag]))
         return _GONE if name is None else {tag: name}

@@ -6,12 +6,12 @@ tensor stands, and if none does, the first node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ckptstore.errors import FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.tree import MAX_DEPTH, decode_key, tensor_names
+from ckptstore.formats.tree import MAX_DEPTH, decode_key, tag_of, tensor_names
 
 __all__ = ["united"]
 
@@ -52,7 +52,7 @@ def _kind(node: Any) -> str:
         return "$list"
     if not isinstance(node, dict):
         return _VALUE
-    tag = _tag(node)
+    tag = tag_of(node)
     if tag is None:
         return "$dict"
     if tag in ("$t", "$a"):
@@ -60,15 +60,9 @@ def _kind(node: Any) -> str:
     return tag if tag in (*_MAPPINGS, "$tuple") else _VALUE
 
 
-def _tag(node: Mapping[str, Any]) -> str | None:
-    return next((key for key in node if key[:1] == "$"), None) if len(node) == 1 else None
-
-
 def _mapping(kind: str, nodes: Sequence[Any], depth: int) -> Any:
     """Every key that a node has, in the order in which they come; its value is the union of what the nodes have."""
-    bodies = [node if _tag(node) is None else node[kind] for node in nodes]
-    if kind == "$dict" and any(isinstance(node.get(kind), dict) and len(node) == 1 for node in nodes):
-        raise FormatError("$dict holds no list")
+    bodies = [_body(kind, node) for node in nodes]
     if all(isinstance(body, dict) for body in bodies):
         rows: dict[str, list[Any]] = {}
         for body in bodies:
@@ -81,6 +75,13 @@ def _mapping(kind: str, nodes: Sequence[Any], depth: int) -> Any:
     for body in bodies:
         pairs.add(kind, body)
     return {kind: [[key, united(values, depth + 3)] for key, values in pairs.rows]}
+
+
+def _body(kind: str, node: Any) -> Any:
+    """The members of a mapping: an object, or what should be pairs."""
+    if tag_of(node) is None:
+        return node
+    return _list(kind, node[kind]) if kind == "$dict" else node[kind]
 
 
 class _Pairs:

@@ -43,6 +43,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
     "formats/records.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py"),
     "formats/tree.py": (f"{_FORMATS}state.py",),
+    "formats/united.py": (f"{_FORMATS}ranked.py",),
     "formats/values.py": (f"{_FORMATS}state.py",),
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
     "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
@@ -113,7 +114,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_gc.py"),
     "ckptstore/log/*": _LOG,
     "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
-    "ckptstore/write/ranks/*": _some("ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"),
+    "ckptstore/write/ranks/*": _some(
+        "rank_union", "rank_in_flight", "ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"
+    ),
     "ckptstore/write/layered.py": _some("direct", "agent/test_saving"),
     "ckptstore/write/fed.py": _some("write/test_memory", "concurrent"),
     "ckptstore/write/fulls.py": _some("write/test_memory", "concurrent", "writer", "layered"),

@@ -28,7 +28,7 @@ from ckptstore.write.ledger import Labels
 from ckptstore.write.ranks.agreeing import Agreement, check_kept
 from ckptstore.write.ranks.division import Division
 from ckptstore.write.ranks.exchange import Exchange, attempt_id
-from ckptstore.write.ranks.gathering import Gathered, check_replicas, check_seen, gathered
+from ckptstore.write.ranks.gathering import Gathered, check_replicas, check_seen, check_united, gathered
 from ckptstore.write.ranks.mailbox import Deadline
 from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.orders import Order
@@ -71,6 +71,7 @@ class RankCommitter(Commits):
         self._draft = draft
         self._options = options
         self._seen: set[int] = set()  # ranks whose segments were looked for
+        self._united: tuple[str, tuple[str, ...]] | None = None  # what `check_united` has seen: agreement, tensors
 
     def settle(
         self,
@@ -141,6 +142,12 @@ class RankCommitter(Commits):
         division = agreement.division
         assert division is not None  # rank 0's
         whole = gathered(parts, division, agreement.id)
+        if (
+            agreement.id,
+            whole.names,
+        ) != self._united:  # it takes as long as to gather them: once, while they are the same
+            check_united(whole.tree, parts)
+            self._united = agreement.id, whole.names
         self._compare(parts, division, step)
         return whole
 
@@ -180,7 +187,7 @@ class RankCommitter(Commits):
         )
         (first,), _ = write_plain(session, FlatState(whole.tree, {}), lambda _count: [document])
         segments = (first, *whole.segments)
-        entry = CheckpointEntry(term, step, whole.state, moment, whole.tensors, whole.nbytes, labels.extra)
+        entry = CheckpointEntry(term, step, whole.state, moment, len(whole.names), whole.nbytes, labels.extra)
         encoding = Encoding(
             entry.node,
             order.kind,
@@ -239,7 +246,7 @@ class RankCommitter(Commits):
         for number, one in enumerate(batch):
             extra = one.labels.extra
             entry = CheckpointEntry(
-                term, one.step, one.whole.state, one.time, one.whole.tensors, one.whole.nbytes, extra
+                term, one.step, one.whole.state, one.time, len(one.whole.names), one.whole.nbytes, extra
             )
             used = (identity, *(segment for part in parts for segment in part.used[number]))
             cost = costs[number] + sum(part.costs[number] for part in parts)

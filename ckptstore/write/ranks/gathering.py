@@ -23,7 +23,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.write.ranks.division import Division
 from ckptstore.write.ranks.parts import Part
 
-__all__ = ["Gathered", "check_replicas", "check_seen", "gathered"]
+__all__ = ["Gathered", "check_replicas", "check_seen", "check_united", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Gathered:
         segments: in the order of the ranks.
         counts: how many each rank has.
         state: the hash of the state.
-        tensors: how many.
+        names: of its tensors, in the order of the tree.
         nbytes: their logical bytes.
         abandoned: segments to be dropped.
     """
@@ -44,7 +44,7 @@ class Gathered:
     segments: tuple[SegmentEntry, ...]
     counts: tuple[int, ...]
     state: str
-    tensors: int
+    names: tuple[str, ...]
     nbytes: int
     abandoned: tuple[str, ...]
 
@@ -54,8 +54,7 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
 
     Raises:
         RankMismatchError: a part follows another division, or does not hold what it should; names rank and tensor.
-        UnsupportedStateError: the tree of all ranks is too large, or values differ too deep in it; a process that is no
-            rank could not load all of it. Names a tensor and its rank.
+        UnsupportedStateError: the tree of all ranks is too large, or values differ too deep in it.
     """
     for part in parts:
         if part.agreement != agreement:
@@ -67,7 +66,6 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
         entries += _checked(part, specs)
     tree = ranked.merge([part.tree for part in parts])
     check_size(tree)
-    _check_united(tree, parts)
     stored = {entry.name for entry in entries}
     names = tensor_names(tree)
     if lost := [name for name in names if name not in stored]:
@@ -77,14 +75,23 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
         tuple(segment for part in parts for segment in part.segments),
         tuple(len(part.segments) for part in parts),
         hashing.state_hash(jsontext.dumps(tree), state_parts(entries)),
-        len(names),
+        tuple(names),
         sum(entry.nbytes for entry in entries),
         tuple(segment for part in parts for segment in part.abandoned),
     )
 
 
-def _check_united(tree: Any, parts: Sequence[Part]) -> None:
-    """Prevents: a tensor that is stored, and that `load` without a rank leaves out."""
+def check_united(tree: Any, parts: Sequence[Part]) -> None:
+    """Whether a process that is no rank can load everything.
+
+    Prevents: a tensor that is stored, and that `load` without a rank leaves out.
+
+    Args:
+        tree: of all ranks.
+
+    Raises:
+        UnsupportedStateError: it cannot; names a tensor and its rank.
+    """
     if ranked.rank_count(tree) is None:
         return
     if hidden := ranked.left_out(tree):
