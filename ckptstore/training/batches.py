@@ -107,21 +107,23 @@ class CountedBatches:
         A loader that cannot be iterated over gives its batches in a way of its own. One with ``state_dict`` that is not
         torch's may draw nothing while it makes an iterator: it is asked about only in a run that was resumed.
         """
-        kind = type(self.loader)
-        if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+        if not self._is_iterable():
             return False
         idle = self._sent is not None or (self._begun is None and not self._made) or self._asked
         return idle and (not is_stateful(self.loader) or isinstance(self.loader, DataLoader) or self._was_sent)
 
     # -- its state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """Where it is, and what decides which samples come next.
 
         ``epoch``, ``given`` (batches), ``start`` (samples before the first of these batches), ``finished`` (the epoch),
         ``begun`` (the generators as the epoch found them), ``own`` (the loader's generators now), ``inner`` (the
-        loader's own state, if it has one), ``facts`` (see `loader_facts`).
+        loader's own state, if it has one), ``facts`` (see `loader_facts`). A loader that nobody can iterate over has
+        its own state alone.
         """
+        if not self._is_iterable():
+            return self.loader.state_dict()
         inner = self._inner()
         own = loader_facts.own_generators(self.loader)
         return {
@@ -322,6 +324,10 @@ class CountedBatches:
                 "its batches are not those that follow the checkpoint. Make a new one: iter(checkpointer.loader)",
                 DeterminismWarning,
             )
+
+    def _is_iterable(self) -> bool:
+        kind = type(self.loader)
+        return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
 
     # -- generators
 

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
@@ -168,10 +168,11 @@ class Checkpointer:
             return self.rollback(ref)
         tenure = self._open(None if ref is None else str(ref))
         writer = tenure.writer
-        if isinstance(writer, Inherits) and writer.inherited is not None:
-            self._give_back(tenure, writer.load(), f"step {writer.step}")
-        elif writer.parent is not None:
-            self._restore(tenure, writer.parent)
+        with self._ended_if_not_restored():
+            if isinstance(writer, Inherits) and writer.inherited is not None:
+                self._give_back(tenure, writer.load(), f"step {writer.step}")
+            elif writer.parent is not None:
+                self._restore(tenure, writer.parent)
         self._agree(tenure)
         return self._done
 
@@ -195,7 +196,8 @@ class Checkpointer:
             tenure = self._open(name)
             parent = tenure.writer.parent
         assert parent is not None
-        self._restore(tenure, parent)
+        with self._ended_if_not_restored():
+            self._restore(tenure, parent)
         self._agree(tenure)
         return self._done
 
@@ -313,6 +315,16 @@ class Checkpointer:
         atexit.register(self._at_exit)
         self._opening.begin(tenure)
         return tenure
+
+    @contextlib.contextmanager
+    def _ended_if_not_restored(self) -> Iterator[None]:
+        """End the term if what it continues from is not restored, or a warning of it is an error."""
+        try:
+            yield
+        except BaseException:
+            # Prevents: objects that were not restored, or not all of them, and are saved as the steps that follow.
+            self._end_term()
+            raise
 
     def _restore(self, tenure: Tenure, parent: CheckpointInfo) -> None:
         into = MadeTargets(self._captured.rooms) if self._captured.sharding else None
