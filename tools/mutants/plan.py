@@ -85,7 +85,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("captured", "checkpointer", "deciding", "offering", "opening", "saving", "unsaved")
     },
     **{
-        f"ckptstore/training/{name}.py": _some("changed_loaders", "training/test_loaders", "refused_states", "overlooked")
+        f"ckptstore/training/{name}.py": _some("changed_loaders", "training/test_loaders", "refused_states")
         for name in ("batches", "loader_facts", "loader_plans", "rest_of_epoch", "rng")
     },
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
