@@ -17,9 +17,10 @@ from ckptstore.host.caller_warnings import BranchWarning, FallbackWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.journal import Journal
+from ckptstore.log.reading import read
 from ckptstore.log.term import Term, open_term
 from ckptstore.tiers.background import Draining
-from ckptstore.tiers.draining import Drain
+from ckptstore.tiers.draining import Drain, Drained
 from ckptstore.tiers.filling import catch_up, restore_newest
 from ckptstore.tiers.pair import Pair
 from ckptstore.write.opening import open_writer
@@ -69,15 +70,11 @@ def _open_in_both(
         assert before is not None  # a pass reads it
         # What cannot follow fences nobody. (What is opened meanwhile is caught up with below.)
         parent = chosen(before.catalog)
+        told = _was_told(done, read(pair.local).catalog, before.catalog) if done.branch else True
         try:
             catch_up(pair, before.catalog, None if parent is None else parent.node)
         except UsageError as error:
             raise UsageError(f"{error}. {done.kept(pair)}" if done.branch else str(error)) from error
-        # Only now: who cannot follow is told that, and not that a term continues.
-        if done.branch:
-            warn(f"{done.fenced(pair)}; this term continues from what the remote has", BranchWarning)
-        if done.damaged:
-            warn(f"{done.damage}; this term continues from what the remote has", FallbackWarning)
         theirs = open_term(pair.remote, chosen, about)
         crash_point("tiers.remote-opened")
         there = theirs.view().catalog
@@ -85,4 +82,18 @@ def _open_in_both(
         there.term = max(there.terms, default=0)
         catch_up(pair, there, None if theirs.parent is None else theirs.parent.node)
         crash_point("tiers.filled")
-        return open_term(pair.local, theirs.parent, about, like=theirs.opened, remote=pair.remote.url)
+        ours = open_term(pair.local, theirs.parent, about, like=theirs.opened, remote=pair.remote.url)
+    # Only now: who cannot follow is told that, and not that a term continues. Where warnings are errors, the next start
+    # finds the term, and is told nothing of a branch that it has left behind.
+    if not told:
+        warn(f"{done.fenced(pair)}; this term continues from what the remote has", BranchWarning)
+    if done.damaged:
+        warn(f"{done.damage}; this term continues from what the remote has", FallbackWarning)
+    return ours
+
+
+def _was_told(done: Drained, here: Catalog, there: Catalog) -> bool:
+    """Whether a term was opened in both tiers since the last checkpoint of the branch: opening it has said so."""
+    ours, theirs = here.terms.get(here.term), there.terms.get(here.term)
+    both = ours is not None and theirs is not None and ours.nonce == theirs.nonce
+    return both and all(int(ref.rpartition("@")[2]) < here.term for ref in done.branch)

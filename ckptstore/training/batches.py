@@ -107,21 +107,23 @@ class CountedBatches:
         A loader that cannot be iterated over gives its batches in a way of its own. One with ``state_dict`` that is not
         torch's may draw nothing while it makes an iterator: it is asked about only in a run that was resumed.
         """
-        kind = type(self.loader)
-        if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+        if not self._is_iterable():
             return False
         idle = self._sent is not None or (self._begun is None and not self._made) or self._asked
         return idle and (not is_stateful(self.loader) or isinstance(self.loader, DataLoader) or self._was_sent)
 
     # -- its state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """Where it is, and what decides which samples come next.
 
         ``epoch``, ``given`` (batches), ``start`` (samples before the first of these batches), ``finished`` (the epoch),
         ``begun`` (the generators as the epoch found them), ``own`` (the loader's generators now), ``inner`` (the
-        loader's own state, if it has one), ``facts`` (see `loader_facts`).
+        loader's own state, if it has one), ``facts`` (see `loader_facts`). A loader that nobody can iterate over has
+        its own state alone.
         """
+        if not self._is_iterable():
+            return self.loader.state_dict()
         inner = self._inner()
         own = loader_facts.own_generators(self.loader)
         return {
@@ -158,8 +160,9 @@ class CountedBatches:
         if is_stateful(self.loader) and isinstance(self.loader, DataLoader):
             self._made = False  # it forgets its iterator
             if not plan.asks:
+                forget: Any = self.loader
                 with contextlib.suppress(Exception):  # a place that it was sent to before, and has not gone to
-                    self.loader.load_state_dict({})
+                    forget.load_state_dict({})
         if plan.asks:
             plan, leave = self._ask(saved, plan)
         self._set_own(saved["own"], leave)
@@ -192,7 +195,7 @@ class CountedBatches:
         self._finished = False
         self._facts = loader_facts.facts(self.loader)
         self._begun = self._generators()
-        batches = iter(self.loader)
+        batches: Iterator[Any] = iter(self.loader)
         self._made = True
         return batches
 
@@ -220,15 +223,15 @@ class CountedBatches:
         if begun is not None:
             self._at_its_beginning(begun, plan)
         if plan.way == "samples":
-            self._given, self._start = 0, plan.count
+            self._given, self._start = 0, plan.skipped
         batches = self._batches()
         if plan.way == "samples" or plan.differences or self._facts is None:
             self._facts = loader_facts.facts(self.loader)
         if plan.way == "counted":
-            self._given = plan.count
-            for number in range(plan.count):
+            self._given = plan.skipped
+            for number in range(plan.skipped):
                 if next(batches, self) is self:
-                    raise FormatError(f"the loader ends after {number} batches, and {plan.count} had been given out")
+                    raise FormatError(f"the loader ends after {number} batches, and {plan.skipped} had been given out")
         lazy = plan.way == "inner" and isinstance(batches, GeneratorType)
         if lazy and isinstance(self.loader, DataLoader):
             batches = self._first_taken(batches)
@@ -252,7 +255,8 @@ class CountedBatches:
         if plan.way == "inner" or not keeps_iterator(self.loader) or created != self._made or self._is_stream():
             return
         if created:
-            iter(DataLoader([0], generator=self.loader.generator))  # draws what making the iterator has drawn
+            one: Any = [0]
+            iter(DataLoader(one, generator=self.loader.generator))  # draws what making the iterator has drawn
         else:
             self._make()  # it was made in an earlier epoch
             self._set(begun)
@@ -271,7 +275,7 @@ class CountedBatches:
         batches = loader_facts.batch_sampler(self.loader)
         if self._start and batches is not None:
             self._rest = RestOfEpoch(batches, self._start)
-        found = iter(self.loader)
+        found: Iterator[Any] = iter(self.loader)
         self._made = True
         if self._rest is not None:
             self._rest.draw()
@@ -323,6 +327,10 @@ class CountedBatches:
                 DeterminismWarning,
             )
 
+    def _is_iterable(self) -> bool:
+        kind = type(self.loader)
+        return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+
     # -- generators
 
     def _generators(self) -> dict[str, Any]:
@@ -344,8 +352,8 @@ class CountedBatches:
         own = loader_facts.own_generators(self.loader)
         if not isinstance(states, Mapping):  # of an earlier version: torch's, without names
             found = [one for one in own.values() if isinstance(one, torch.Generator)]
-            for one, state in zip(found, states, strict=False):
-                rng.set_state(one, state)
+            for generator, state in zip(found, states, strict=False):
+                rng.set_state(generator, state)
             return
         for name, one in own.items():
             if name in states and name not in leave:
@@ -406,7 +414,7 @@ class CountedBatches:
                 type(error).__name__,
                 error,
             )
-            plan = plan._replace(way="counted" if plan.way == "inner" else plan.way, asks=False, count=saved["given"])
+            plan = plan._replace(way="counted" if plan.way == "inner" else plan.way, asks=False, skipped=saved["given"])
         # They may be set to where the epoch began, and used when the iterator is made.
         after = loader_facts.own_generators(self.loader).items()
         return plan, frozenset(name for name, one in after if not rng.equal(rng.state_of(one), before.get(name)))

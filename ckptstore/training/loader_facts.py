@@ -139,7 +139,8 @@ def position(saved: Mapping[str, Any]) -> int | None:
     if before["epoch_samples"] is None:
         return given
     # The last batch may have been a short one. Shares of ranks are made equal.
-    return min(given, before["epoch_samples"] * (before["ranks"] if before["shared"] else 1))
+    end: int = before["epoch_samples"] * (before["ranks"] if before["shared"] else 1)
+    return min(given, end)
 
 
 def same_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -34,13 +34,13 @@ class Plan(NamedTuple):
         way: ``inner``: where its own state sends it. ``counted``: batches are loaded and thrown away. ``samples``:
             indices are left out. ``anew``: the epoch begins once more. ``next``: it was over, or had not begun.
         asks: its own state is given back to it.
-        count: batches (``counted``) or samples (``samples``) to leave out.
+        skipped: batches (``counted``) or samples (``samples``) to leave out.
         differences: what has changed in the loader.
     """
 
     way: str
     asks: bool = False
-    count: int = 0
+    skipped: int = 0
     differences: tuple[Difference, ...] = ()
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ckptstore._version import __version__
 from ckptstore.errors import CheckpointNotFoundError, FencedError, ReadOnlyError
-from ckptstore.formats.catalog import CLOSED, Catalog
+from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
 from ckptstore.formats.records import CheckpointId, CommitRecord, ref_of
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
@@ -61,18 +61,19 @@ def open_writer(
     about = _about_this_process(options.diffs, options.max_in_flight)
     if environment is not None:
         about["environment"] = dict(environment)
+    about["asked"] = parent is not None
     term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about, opener)
     _note_rules(term, options.keep)
-    _warn_of_fresh_start(term, parent)
     own = term.journal
     own.backend.keep_reserve()
+    _warn(term, asked=parent is not None)
     return Writer(
         own,
         term,
         info,
         options,
         reopen=lambda identity: open_base(own, identity),
-        begin=lambda ref, after: _begin(own, _parent_chooser(ref, after), about, opener),
+        begin=lambda ref, after: _began_again(own, ref, after, about, opener),
         tier=tier,
     )
 
@@ -86,9 +87,16 @@ def _begin(
     term = opener(journal, parent, about)
     if term.parent is None:
         return term, None
-    _warn_of_other_environment(term.catalog, term.parent, term.number)
-    _warn_of_lost_steps(term.catalog, term.parent)
     return term, describe_checkpoint(term.catalog, term.catalog.checkpoints[term.parent.node])
+
+
+def _began_again(
+    journal: Journal, ref: str | int | CheckpointInfo | None, after: int, about: Mapping[str, Any], opener: Opener
+) -> tuple[Term, CheckpointInfo | None]:
+    """A term that goes back."""
+    term, info = _begin(journal, _parent_chooser(ref, after), about, opener)
+    _warn(term, asked=True)
+    return term, info
 
 
 def _note_rules(term: Term, keep: Sequence[str] | None) -> None:
@@ -124,11 +132,12 @@ class TermOpener:
         Raises:
             as `open_writer`; `FencedError` if a newer term than `after` exists.
         """
-        term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), self._about)
+        about = {**self._about, "asked": parent is not None}
+        term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), about)
         _note_rules(term, self._keep)
         self._keep = None  # who goes back later finds the rules that there are by then
         term.journal.backend.keep_reserve()
-        _warn_of_fresh_start(term, parent)
+        _warn(term, asked=parent is not None)
         return term, info
 
 
@@ -174,10 +183,37 @@ def _about_this_process(diffs: DiffOptions | None, max_in_flight: int) -> dict[s
     }
 
 
-def _warn_of_fresh_start(term: Term, parent: object) -> None:
-    """Say so if nobody asked for a run from nothing, and the store holds another."""
-    if parent is None or term.parent is not None or not term.catalog.checkpoints:
+def _warn(term: Term, *, asked: bool) -> None:
+    """Warn of what there is to be warned of. Once: where warnings are errors, the next start finds this term, and runs.
+
+    Args:
+        asked: whether somebody asked for a run to continue.
+    """
+    # Prevents: a job that is started again and again, is stopped by the same warning each time, and never trains. So
+    # this comes after the OPEN, which says to the next one what was told.
+    if term.parent is None:
+        if asked:
+            _warn_of_fresh_start(term)
         return
+    between = _openings_between(term.catalog, term.parent, term.number)
+    _warn_of_other_environment(term.catalog, term.parent, term.number, between)
+    if not between:
+        _warn_of_lost_steps(term.catalog, term.parent)
+
+
+def _openings_between(catalog: Catalog, parent: CheckpointId, term: int) -> list[TermEntry]:
+    """Terms for training that continued from the same checkpoint, opened since its own."""
+    later = (catalog.terms[number] for number in catalog.terms if parent.term < number < term)
+    return [one for one in later if one.parent == parent and "environment" in one.writer]
+
+
+def _warn_of_fresh_start(term: Term) -> None:
+    """Say so if nobody asked for a run from nothing, and the store holds another."""
+    if not term.catalog.checkpoints:
+        return
+    before = term.catalog.terms.get(term.number - 1)
+    if before is not None and before.parent is None and before.writer.get("asked") is True:
+        return  # that one was told, if there was anything to tell
     newest = ref_of(max(term.catalog.checkpoints))
     warn(
         f"{term.journal.url}: term {term.number} begins from nothing, because the term before it does and holds no "
@@ -187,10 +223,10 @@ def _warn_of_fresh_start(term: Term, parent: object) -> None:
     )
 
 
-def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int) -> None:
+def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int, between: Sequence[TermEntry]) -> None:
     before = catalog.terms[parent.term].writer.get("environment") if parent.term in catalog.terms else None
     now = catalog.terms[term].writer.get("environment")
-    if not before or not now:
+    if not before or not now or any(one.writer["environment"] == now for one in between):
         return
     if differences := bridge.environment_differences(before, now):
         warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,25 @@ def test_a_damaged_branch_is_never_taken_for_the_remotes_checkpoint_of_its_name(
     with pytest.raises(CorruptionError) as told:
         store.load("3@2")
     assert "is another one" in "".join(told.value.__notes__)
+
+
+def test_a_branch_stops_one_start_where_warnings_are_errors(outage: Outage) -> None:
+    writer = outage.place.open().writer(deltas=3)
+    writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
+    outage.begin()
+    writer.save(state(2), 2)
+    with pytest.warns(UserWarning, match="lacks"):
+        writer.close()
+    fill(outage.other.open(outage.other.there), 5, 6)
+    outage.end()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(BranchWarning, match="2@1"):
+            outage.place.open().writer()
+        with outage.place.open().writer() as writer:  # the start before has said so
+            assert writer.parent is not None
+            assert writer.parent.ref == "6@2"
+            assert writer.term == 4
 
 
 def test_undrained_steps_of_an_old_machine_are_told_and_stay_readable(outage: Outage) -> None:

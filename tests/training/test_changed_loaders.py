@@ -7,6 +7,8 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +29,11 @@ from torch.utils.data import (  # noqa: E402 - torch decides whether this file r
 
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import FormatError  # noqa: E402
+from ckptstore.training import Checkpointer  # noqa: E402
 from ckptstore.training.batches import CountedBatches, counted  # noqa: E402
+from ckptstore.write.ranks.mailbox import Group  # noqa: E402
 from tests.forms import short_or  # noqa: E402
+from tests.write.rank_threads import as_ranks  # noqa: E402
 
 # torchdata asks torch for something that torch has given up.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -143,6 +148,39 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
         break
     assert sorted(set(seen)) == list(range(one["samples"]))
     assert len(seen) - one["samples"] == twice
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::ckptstore.DeterminismWarning"
+)  # of several threads; what it says is looked at above
+def test_ranks_that_save_together_and_are_others_each_time(tmp_path: Path, numpy_elsewhere: None) -> None:
+    """2 ranks, then 4, then 2: the epoch goes on, and the next one is whole."""
+    data = list(range(48))
+
+    def work(group: Group, until: int | None) -> list[list[int]]:
+        sampler = DistributedSampler(data, group.size, group.rank)
+        sampler.set_epoch(3)
+        loader = DataLoader(data, batch_size=2, sampler=sampler)
+        model = torch.nn.BatchNorm1d(2)  # which begins alike on all ranks
+        parts: dict[str, Any] = {"model": model, "loader": loader, "group": group}
+        found: list[list[int]] = []
+        with Checkpointer(tmp_path / "s", strategy="full", signals=False, **parts) as checkpointer:
+            checkpointer.resume()
+            for batch in checkpointer.loader:
+                found.append(batch.tolist())
+                checkpointer.step()
+                if checkpointer.steps_done == until:
+                    return found
+            assert sum(1 for _ in checkpointer.loader) == len(data) // group.size // 2
+        return found
+
+    seen = []
+    for ranks, until in ((2, 5), (4, 7), (2, None)):
+        for batches in as_ranks(ranks, partial(work, until=until)):
+            assert isinstance(batches, list), batches
+            seen += flat(batches)
+    assert sorted(seen) == data
 
 
 def test_another_batch_size_goes_on_in_the_same_order() -> None:

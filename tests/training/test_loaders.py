@@ -98,8 +98,9 @@ class Case:
         options: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.workers}
         options["generator"] = torch.Generator().manual_seed(7) if self.generator else None
         options["persistent_workers"] = self.persistent and self.workers > 0
-        # What worker processes draw cannot be kept; that is told (below).
-        augmented = self.augmented and not self.workers
+        # What worker processes draw is drawn again if they load the epoch again. Else it is lost: that is told.
+        drawn_again = not self.workers or not (self.stateful or self.persistent)
+        augmented = self.augmented and drawn_again
         if self.order == "stream":
             return kind(Stream(self.samples, augmented=augmented), **options)
         data = Samples(self.samples, augmented=augmented, own=self.own and not self.workers)
@@ -421,3 +422,12 @@ def test_draws_that_nobody_can_tell_apart(tmp_path: Path) -> None:
             else:
                 with pytest.warns(DeterminismWarning, match="Drawing.__iter__ is a generator"):
                     trained(checkpointer, optimizer, checkpointer.loader, until)
+
+
+@pytest.mark.slow
+def test_workers_of_a_counted_loader_draw_what_they_drew(tmp_path: Path) -> None:
+    case = Case(
+        stateful=False, order="random", samples=8, batch_size=2, workers=2, persistent=False, generator=False,
+        sampler_generator=False, drop_last=False, augmented=True, own=False, extra_step=False, steps=6, cuts=(3,),
+    )  # fmt: skip
+    compared(case, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
-from ckptstore.errors import FormatError, WriterClosedError  # noqa: E402
+from ckptstore.errors import FormatError, UsageError, WriterClosedError  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 
 
@@ -109,3 +109,15 @@ def test_one_that_is_closed_does_nothing_any_more(tmp_path: Path) -> None:
         with pytest.raises(WriterClosedError, match="this Checkpointer is closed"):
             call()
     checkpointer.close()
+
+
+def test_a_resume_that_does_not_end_saves_nothing(tmp_path: Path) -> None:
+    """What was not restored, or not all of it, is no step that follows the checkpoint."""
+    saved(tmp_path)
+    lacking = Checkpointer(tmp_path, model=linear(), extra={"a": torch.Generator()}, strategy="full")
+    with lacking as checkpointer:
+        with pytest.raises(FormatError, match="holds no extra"):
+            checkpointer.resume()
+        with pytest.raises(UsageError, match=r"call resume\(\) before the first step"):
+            checkpointer.step()
+    assert [one.ref for one in ckptstore.open(tmp_path).checkpoints()] == ["1@1"]

@@ -84,7 +84,11 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/frameworks/*": _some("torch_*"),
     **{
         f"ckptstore/training/{name}.py": _some("refused_states", "checkpointer", "planned_state", "topk")
-        for name in ("batches", "captured", "checkpointer", "deciding", "offering", "opening", "saving", "unsaved")
+        for name in ("captured", "checkpointer", "deciding", "offering", "opening", "saving", "unsaved")
+    },
+    **{
+        f"ckptstore/training/{name}.py": _some("changed_loaders", "training/test_loaders", "refused_states")
+        for name in ("batches", "loader_facts", "loader_plans", "rest_of_epoch", "rng")
     },
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
     "ckptstore/maintenance/merge/*": _some("merging", "merging_diffs", "hostile_segments", "compacting", "rebuilding"),
@@ -126,8 +130,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/write/{name}.py": _some(
             "writer", "rollback", "folding_beside", "reentrance", "diffs", "write/test_memory", "store", "deltas*"
         )
-        for name in ("writer", "committer", "ledger", "opening")
+        for name in ("writer", "committer", "ledger")
     },
+    "ckptstore/write/opening.py": _some("warnings_as_errors", "writer", "rollback", "diffs", "misuse"),
     **{
         f"ckptstore/{name}.py": _some("diff_damage", "hostile_segments", "diffs", "crafted_stores")
         for name in ("restore/replay", "restore/link", "write/steps/*")
