@@ -32,6 +32,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.log.arriving import text_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, never_deleted, read
+from ckptstore.log.term import check_same_store
 
 __all__ = ["DamagedReplicaError", "Origin", "Replica", "TakenError", "is_begun"]
 

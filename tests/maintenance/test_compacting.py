@@ -39,9 +39,18 @@ def save(writer: Any, steps: Iterable[int]) -> None:
         writer.save(state(step), step)
 
 
-def filled(store: Store, steps: Iterable[int], deltas: DeltaOptions | None = CHAIN, **options: Any) -> Store:
-    with store.writer(deltas=deltas, poll_seconds=None, **options) as writer:
+def filled(
+    store: Store,
+    steps: Iterable[int],
+    deltas: DeltaOptions | None = CHAIN,
+    keep: Iterable[str] = (),
+    **options: Any,
+) -> Store:
+    """The rules come late: a writer that knew them would store what they keep as fulls, and nothing were left to do."""
+    with store.writer(deltas=deltas, poll_seconds=0.02 if keep else None, **options) as writer:
         save(writer, steps)
+        if keep:
+            store.keep(*keep)
     return store
 
 
@@ -212,9 +221,8 @@ class TestOptions:
 class TestDamage:
     def test_only_the_move_that_needs_it_is_refused(self, store: Store, tmp_path: Path) -> None:
         """Steps 1 to 9 are 10's only; the full that 20 builds on is damaged, and what 10 needs is not."""
-        filled(store, range(1, 12), keep=["every:10"])
-        with store.writer(parent=None, deltas=CHAIN, poll_seconds=None, keep=["every:10"]) as writer:
-            save(writer, range(1, 12))
+        filled(store, range(1, 12))
+        filled(store, range(1, 12), keep=["every:10"], parent=None)
         catalog = store.view().catalog
         (segment,) = catalog.encodings[1, 3][0].segments
         path = tmp_path / "store" / catalog.segments[segment].key

@@ -39,13 +39,15 @@ def run(store: Store, steps: Iterable[int], *, shards: bool, keep: Any = None, *
         model = trainer()
         for _ in range(1, todo[0]):
             model.train()
-        rules: Any = {"keep": keep} if keep and group.rank == 0 else {}
-        with ckptstore.open(store.url).writer(group=group, ranks=RANKS, max_in_flight=2, **options, **rules) as writer:
+        with ckptstore.open(store.url).writer(group=group, ranks=RANKS, max_in_flight=2, **options) as writer:
             for step in todo:
                 model.train()
                 flat, updates = sharded(group, model) if shards else (flatten(model.state()), model.updates())
                 told: Any = {"updates": updates} if "diffs" in options else {}
                 writer.save_async(flat, step, **told)
+            if keep and group.rank == 0:  # late: else what they keep is stored as fulls, and there is nothing to do
+                writer.wait()
+                ckptstore.open(store.url).keep(*keep)
 
     assert as_ranks(SIZE, work) == [None] * SIZE
 
