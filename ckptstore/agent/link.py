@@ -21,11 +21,11 @@ from ckptstore.host.caller_warnings import warn
 
 __all__ = ["Link", "SilentAgentWarning"]
 
-_LOOKS: Final = 1.0
+LOOK_SECONDS: Final = 1.0
 """Seconds between two looks at a process that says nothing."""
-_SAID: Final = 5.0
+SAID_SECONDS: Final = 5.0
 """Seconds for which it is stopped when that is said."""
-_PATIENT: Final = 60.0
+PATIENT_SECONDS: Final = 60.0
 """Seconds for which it is stopped when what waits for it fails. One that runs is waited for as long as it takes."""
 _LOG: Final = logging.getLogger("ckptstore.agent")
 _open: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
@@ -146,18 +146,20 @@ class Link:
             if self._remarked and not self._asleep:
                 self._remarked = False
                 _LOG.info("the agent (process %d) goes on", self.pid)
-            if self._asked and not self._asleep and now - self._heard > _PATIENT:
+            if self._asked and not self._asleep and now - self._heard > PATIENT_SECONDS:
                 self._asleep = True  # said once until it is heard again
-                self._say(f"has said nothing for {_PATIENT:g} s while an answer is waited for: {state_of(self.pid)}")
+                self._say(
+                    f"has said nothing for {PATIENT_SECONDS:g} s while an answer is waited for: {state_of(self.pid)}"
+                )
             return
         since = self._stopped_since = self._stopped_since or now
-        if now - since >= _SAID and not self._remarked:
+        if now - since >= SAID_SECONDS and not self._remarked:
             self._remarked = True
             self._say(
                 f"does not answer: {why}; `kill -KILL {self.pid}` ends it. Saves wait for it, and fail when it has "
-                f"been stopped for {_PATIENT:g} s; Ctrl-C gives up"
+                f"been stopped for {PATIENT_SECONDS:g} s; Ctrl-C gives up"
             )
-        if now - since >= _PATIENT and self.silent is None:
+        if now - since >= PATIENT_SECONDS and self.silent is None:
             self._fail(why)
 
     def _say(self, text: str) -> None:
@@ -170,7 +172,7 @@ class Link:
     def _hear(self) -> None:
         try:
             while True:
-                found = self._channel.receive(self._look, _LOOKS)
+                found = self._channel.receive(self._look, LOOK_SECONDS)
                 if isinstance(found, End):
                     break
                 self._heard = time.monotonic()
