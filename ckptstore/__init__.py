@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckptstore.errors import AgentBusyError as AgentBusyError
     from ckptstore.errors import AgentError as AgentError
     from ckptstore.errors import AgentLostError as AgentLostError
+    from ckptstore.errors import AgentSilentError as AgentSilentError
     from ckptstore.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from ckptstore.errors import CkptError as CkptError
     from ckptstore.errors import CommitUnknownError as CommitUnknownError
@@ -155,6 +156,7 @@ _HOMES = {
         " StoreReplacedError TensorNotFoundError UnsupportedBackendError UnsupportedStateError UsageError"
         " WriterClosedError WriterError RankError MissingRankError FailedRankError RankMismatchError"
         " UnmadeStateError DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError KernelError"
+        " AgentSilentError"
     ),
     "exchange.exporting": "ExportResult",
     "exchange.importing": "ImportedFile",

@@ -42,6 +42,7 @@
     │   └── MailboxError                       what carries the parts (the process group's store) is gone
     └── AgentError                         1   the process that saves for this one cannot be started or used
         ├── AgentLostError                     it is gone: what it had not acknowledged may or may not be stored
+        ├── AgentSilentError                   it is stopped (SIGSTOP, frozen), and answers nobody until it is continued
         └── AgentBusyError                     it serves another trainer, which is alive
 
 Handlers catch by category (``CorruptionError``, ``StorageError`` …); the message always names the file,
@@ -304,6 +305,11 @@ class AgentError(CkptError):
 class AgentLostError(AgentError):
     """The agent is gone. A save that it had not acknowledged may or may not be in the store; what comes next
     begins anew with another agent. Where ranks save together it does not: their term is over, on all of them."""
+
+
+class AgentSilentError(AgentError):
+    """The agent is there and answers nobody: it is stopped by a signal or a debugger, or its control group is frozen.
+    What it had not acknowledged may or may not be stored. Once it is continued, later saves work."""
 
 
 class AgentBusyError(AgentError):

@@ -212,19 +212,20 @@ class Hot(Generic[_P, _R]):
         """
         if kwargs or not (_use_compiled() if _compiled is None else _compiled):
             return self.reference(*args, **kwargs)
+        arguments: tuple[Any, ...] = args
         if self._compare:
-            kind = tuple(map(_kind_of, args))
+            kind = tuple(map(_kind_of, arguments))
             number = self._calls.get(kind, 0) + 1
             # Prevents: a miscompiled encoder whose payloads nobody can decode.
             if _doubts or not number & (number - 1):
-                result = self._compared(args)
+                result = self._compared(arguments)
                 self._calls[kind] = number  # not before: another thread would run what is still being compared
                 return result
             self._calls[kind] = number
         elif _doubts:
-            return self.reference(*args)
+            return self.reference(*args, **kwargs)
         try:
-            return (self._fast or self.compiled)(*args)
+            return (self._fast or self.compiled)(*args, **kwargs)
         except (CkptError, ValueError, MemoryError):  # of the arguments, as the reference
             raise
         except Exception as error:
@@ -243,12 +244,14 @@ class Hot(Generic[_P, _R]):
         flaw = ""
         found: Any = None
         try:
-            found = self.compiled(*copies)
+            compiled: Callable[..., _R] = self.compiled
+            found = compiled(*copies)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - what a broken kernel raises
             flaw = f"failed with {type(error).__name__}: {error}"
-        result = self.reference(*args)  # raises where the arguments are wrong
+        reference: Callable[..., _R] = self.reference
+        result = reference(*args)  # raises where the arguments are wrong
         if not flaw:
             same = _same(found, result) and (
                 result is False  # the arguments were refused, and what was written before is worthless

@@ -14,19 +14,20 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import xxhash
 
 __all__ = ["machine_code"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _SUFFIXES: Final = (".nbi", ".nbc")
 _LIMIT: Final = 1 << 20
 """Bytes of a list of hashes."""
 
 
-def machine_code(function: _F, signature: tuple[Any, ...], options: dict[str, Any]) -> _F:
+def machine_code(function: Callable[_P, _R], signature: tuple[Any, ...], options: dict[str, Any]) -> Callable[_P, _R]:
     """The function, compiled by numba for one signature, or fetched from its cache.
 
     Args:
@@ -43,7 +44,7 @@ def machine_code(function: _F, signature: tuple[Any, ...], options: dict[str, An
         files.drop_torn()
         for _ in range(2):
             try:
-                compiled: _F = numba.jit(signature, cache=True, **options)(function)
+                compiled: Callable[_P, _R] = numba.jit(signature, cache=True, **options)(function)
             except (OSError, RuntimeError):
                 break  # the folder cannot be written after all, or the disk is full
             except Exception:  # noqa: BLE001 - whatever unpickling raises for a file that is not what numba wrote
@@ -51,7 +52,7 @@ def machine_code(function: _F, signature: tuple[Any, ...], options: dict[str, An
             else:
                 files.note()
                 return compiled
-    found: _F = numba.jit(signature, **options)(function)
+    found: Callable[_P, _R] = numba.jit(signature, **options)(function)
     return found
 
 
@@ -72,7 +73,7 @@ class _Files:
         from numba.core.caching import FunctionCache
 
         try:
-            folder = Path(FunctionCache(function).cache_path)
+            folder = Path(FunctionCache(function).cache_path)  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - RuntimeError: no locator; OSError: the folder cannot be made
             return None
         code = function.__code__

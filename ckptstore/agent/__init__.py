@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     from ckptstore.agent.client import AgentWriter
     from ckptstore.agent.handing import AgentRestartWarning
     from ckptstore.agent.inherited import Inherited
+    from ckptstore.agent.link import SilentAgentWarning
     from ckptstore.agent.opening import writer
 
 _HOME = {
     "AgentRestartWarning": "handing",
     "AgentWriter": "client",
     "Inherited": "inherited",
+    "SilentAgentWarning": "link",
     "writer": "opening",
 }
 
-__all__ = ["AgentRestartWarning", "AgentWriter", "Inherited", "writer"]
+__all__ = ["AgentRestartWarning", "AgentWriter", "Inherited", "SilentAgentWarning", "writer"]
 
 
 def __getattr__(name: str) -> object:

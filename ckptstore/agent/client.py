@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -286,6 +287,8 @@ class AgentWriter:
         """
         if self._tenure.is_forked:
             return  # a fork: threads and connection are the parent's
+        if self._interrupted or isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
+            self._tenure.give_up()  # one Ctrl-C is enough where nobody would answer
         exiting.await_end(self, interrupted=self._interrupted)
         self._handing.abandon()
         self._tenure.beside.shutdown()

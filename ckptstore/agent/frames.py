@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -113,8 +114,11 @@ class Channel:
 
     # -- receiving
 
-    def receive(self) -> Message | End:
+    def receive(self, pulse: Callable[[], None] | None = None, seconds: float = 1.0) -> Message | End:
         """The next message, or why there will be none.
+
+        Args:
+            pulse: called every `seconds` while nothing comes.
 
         A peer that ends is heard to the end: what it had sent is received first, even where a child of it holds the
         connection open.
@@ -122,7 +126,7 @@ class Channel:
         Raises:
             AgentError: what came is no message, or stopped in the middle of one.
         """
-        found = self._wait()
+        found = self._wait(pulse, seconds)
         if found is not None:
             return found
         head, descriptor = self._exactly(4, first=True)
@@ -146,10 +150,13 @@ class Channel:
         message.body = body
         return message
 
-    def _wait(self) -> End | None:
+    def _wait(self, pulse: Callable[[], None] | None, seconds: float) -> End | None:
         """Return None once there is something to be read."""
         while True:
-            ready = self._poll(None, wake=self.wake)
+            ready = self._poll(None if pulse is None else seconds, wake=self.wake)
+            if not ready and pulse is not None and not self._closed:
+                pulse()
+                continue
             if self._closed:
                 return End.GONE
             if self._socket.fileno() in ready:

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from ckptstore.agent.forms import Layout
 from ckptstore.agent.frames import Message
 from ckptstore.agent.link import Link
 from ckptstore.agent.shared import SharedMemory
-from ckptstore.errors import AgentError, AgentLostError
+from ckptstore.errors import AgentError, AgentLostError, AgentSilentError
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.regions import LaidOutState
@@ -152,25 +153,33 @@ class Lending:
 
     def _lent(self, link: Link, asked: Future[Message], layout: Layout, known: _Known | None) -> Lent:
         try:
-            message = asked.result()
-        except AgentLostError:
+            message = link.answer(asked)
+        except (AgentLostError, AgentSilentError):
             raise
         except BaseException:  # Ctrl-C: it comes all the same, and nobody wants it any more
-            asked.add_done_callback(lambda answer: _release(link, answer))
+            asked.add_done_callback(partial(self._unwanted, link))
             raise
-        number = message.body["buffer"]
-        if message.descriptor is not None:
-            descriptor, message.descriptor = message.descriptor, None
-            shared = SharedMemory(descriptor, message.body["nbytes"])
-            shared.close()
-            self._maps[number] = shared
+        number = self._mapped(message)
         mapped = self._maps.get(number)
         if mapped is None:  # forgotten: it died after it had answered, and whoever hears of that was quicker
             raise AgentLostError(f"the agent (process {link.pid}) is gone")
         return Lent(link, number, mapped.memory, layout, known)
 
+    def _mapped(self, message: Message) -> int:
+        """The number of the buffer that came. Its memory comes the first time alone."""
+        number: int = message.body["buffer"]
+        if message.descriptor is not None:
+            descriptor, message.descriptor = message.descriptor, None
+            shared = SharedMemory(descriptor, message.body["nbytes"])
+            shared.close()
+            self._maps[number] = shared
+        return number
 
-def _release(link: Link, answer: Future[Message]) -> None:
-    if answer.exception() is None:
-        answer.result().close()
-        link.ask("release", buffer=answer.result().body["buffer"])
+    def _unwanted(self, link: Link, answer: Future[Message]) -> None:
+        if answer.exception() is None:
+            self.late(link, answer.result())
+
+    def late(self, link: Link, message: Message) -> None:
+        """A buffer came for which nobody waits any more: give it back, and know its memory."""
+        if "buffer" in message.body:
+            link.ask("release", buffer=self._mapped(message))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,19 +14,35 @@ from typing import Any, Final
 
 from ckptstore.agent.forms import read_error
 from ckptstore.agent.frames import Channel, End, Message
-from ckptstore.errors import AgentBusyError, AgentError, AgentLostError
+from ckptstore.agent.stopped import state_of, stopped
+from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, AgentSilentError
 from ckptstore.host import background
+from ckptstore.host.caller_warnings import warn
 
-__all__ = ["Link"]
+__all__ = ["Link", "SilentAgentWarning"]
 
+LOOK_SECONDS: Final = 1.0
+"""Seconds between two looks at a process that says nothing."""
+SAID_SECONDS: Final = 5.0
+"""Seconds for which it is stopped when that is said."""
+PATIENT_SECONDS: Final = 60.0
+"""Seconds for which it is stopped when what waits for it fails. One that runs is waited for as long as it takes."""
+_LOG: Final = logging.getLogger("ckptstore.agent")
 _open: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
 
 
+class SilentAgentWarning(UserWarning):
+    """The agent does not answer: it is stopped, or has been silent for long. Names process, state and remedy."""
+
+
 class Link:
-    """One connection. Any thread asks; a thread of its own hears.
+    """One connection. Any thread asks; a thread of its own hears, and looks at the process while it says nothing.
 
     Attributes:
         pid: the agent's process.
+        silent: why nothing is asked at present: the process has been stopped for long; None: it is not.
+        quiet: is told when that begins. What the agent has taken, it may still do once it is continued.
+        late: is given each answer that nobody waits for any more.
     """
 
     def __init__(
@@ -45,6 +63,14 @@ class Link:
         self._why: AgentError | None = None
         self._lost: AgentError | None = None
         self._over = threading.Event()
+        self.silent: str | None = None
+        self.quiet: Callable[[AgentSilentError], None] = lambda _: None
+        self.late: Callable[[Link, Message], None] = lambda _, __: None
+        self._abandoned: set[int] = set()
+        self._heard = time.monotonic()
+        self._stopped_since: float | None = None
+        self._remarked = False
+        self._asleep = False
         _open.add(self)
         background.start(self._hear, "agent-hear")
 
@@ -62,6 +88,11 @@ class Link:
             if self._lost is not None:
                 answer.set_exception(self._lost)
                 return answer
+            if self.silent is not None and do != "release":  # which is for when it goes on
+                answer.set_exception(self._silence())
+                return answer
+            if not self._asked:
+                self._heard = time.monotonic()
             number = self._next
             self._next += 1
             self._asked[number] = answer
@@ -74,16 +105,79 @@ class Link:
 
     def call(self, do: str, **fields: Any) -> dict[str, Any]:
         """Ask, and wait. A descriptor that comes is closed."""
-        message = self.ask(do, **fields).result()
+        message = self.answer(self.ask(do, **fields))
         message.close()
         return message.body
+
+    def answer(self, asked: Future[Message]) -> Message:
+        """Wait for an answer. Ctrl-C gives everything up that waits for an agent that is stopped."""
+        try:
+            return asked.result()
+        except (KeyboardInterrupt, SystemExit):
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Whoever waits does not want to: what waits for a stopped agent fails now. One that runs goes on."""
+        if self._lost is None and (why := stopped(self.pid)) is not None:
+            self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            self.silent = why
+            asked, self._asked = self._asked, {}
+            self._abandoned.update(asked)
+        for answer in asked.values():
+            answer.set_exception(self._silence())
+        self.quiet(self._silence())
+
+    def _silence(self) -> AgentSilentError:
+        return AgentSilentError(
+            f"the agent (process {self.pid}) does not answer: {self.silent}; `kill -KILL {self.pid}` ends it, and what "
+            "it has in memory alone is lost then"
+        )
+
+    def _look(self) -> None:
+        """Called by the thread that hears while nothing comes."""
+        now = time.monotonic()
+        why = stopped(self.pid)
+        if why is None:
+            self._stopped_since, self.silent = None, None
+            if self._remarked and not self._asleep:
+                self._remarked = False
+                _LOG.info("the agent (process %d) goes on", self.pid)
+            if self._asked and not self._asleep and now - self._heard > PATIENT_SECONDS:
+                self._asleep = True  # said once until it is heard again
+                self._say(
+                    f"has said nothing for {PATIENT_SECONDS:g} s while an answer is waited for: {state_of(self.pid)}"
+                )
+            return
+        since = self._stopped_since = self._stopped_since or now
+        if now - since >= SAID_SECONDS and not self._remarked:
+            self._remarked = True
+            self._say(
+                f"does not answer: {why}; `kill -KILL {self.pid}` ends it. Saves wait for it, and fail when it has "
+                f"been stopped for {PATIENT_SECONDS:g} s; Ctrl-C gives up"
+            )
+        if now - since >= PATIENT_SECONDS and self.silent is None:
+            self._fail(why)
+
+    def _say(self, text: str) -> None:
+        text = f"the agent (process {self.pid}) {text}"
+        try:
+            warn(text, SilentAgentWarning)
+        except SilentAgentWarning:  # where warnings are errors: this thread has others to tell
+            _LOG.warning("%s", text)
 
     def _hear(self) -> None:
         try:
             while True:
-                found = self._channel.receive()
+                found = self._channel.receive(self._look, LOOK_SECONDS)
                 if isinstance(found, End):
                     break
+                self._heard = time.monotonic()
+                self._asleep = False
+                self._stopped_since, self.silent = None, None
                 self._take(found)
         except AgentError as error:
             self._why = error
@@ -101,8 +195,12 @@ class Link:
             else:
                 self._told(body)
             return
-        answer = self._asked.pop(body.get("re", -1), None)
+        number = body.get("re", -1)
+        answer = self._asked.pop(number, None)
         if answer is None:
+            if number in self._abandoned and "error" not in body:
+                self.late(self, message)
+            self._abandoned.discard(number)
             message.close()
         elif "error" in body:
             message.close()

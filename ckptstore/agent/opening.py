@@ -13,9 +13,11 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 from ckptstore.agent.client import AgentWriter
 from ckptstore.agent.forms import info_form, options_form, read_info
 from ckptstore.agent.inherited import Inherited, inherit
+from ckptstore.agent.package import other_package
 from ckptstore.agent.place import Place
 from ckptstore.agent.ranks import Job, place_name
 from ckptstore.agent.starting import Lost, Started, Told, found, started
+from ckptstore.agent.tenure import AgentRestartWarning
 from ckptstore.agent.together import Kept, Together
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
@@ -198,6 +200,13 @@ class _Opener:
         """Whether an agent that is left continues from what is wanted, in this store, with these options."""
         greeting = left.greeting
         # Who speaks this protocol without knowing of rules leaves `keep` out.
+        if other := other_package(greeting):
+            warn(
+                f"{self._url}: the agent that a trainer before has left (process {left.link.pid}) {other}: it writes "
+                "what it has, and another agent is started",
+                AgentRestartWarning,
+            )
+            return False
         return self._fits(left, parent) and {"keep": None, **greeting["options"]} == self._options
 
     def _fits(self, left: Started, parent: str | int | CheckpointInfo | None) -> bool:
@@ -217,7 +226,7 @@ class _Opener:
         try:
             if left.greeting["newest"] is None or not self._fits(left, parent):
                 return None
-            return inherit(left.link.ask("newest").result())
+            return inherit(left.link.answer(left.link.ask("newest")))
         except AgentLostError:
             return None  # it ended at this moment
 
@@ -244,6 +253,12 @@ class _Opener:
         }
         descriptors = () if job is None or job.listener is None else (job.listener,)
         agent = started(place, body, told, lost, descriptors)
+        if other := other_package(agent.greeting):
+            warn(
+                f"{self._url}: the agent (process {agent.link.pid}) {other}: the package was changed while this "
+                "process ran; start the trainer again",
+                AgentRestartWarning,
+            )
         self._run = agent.greeting["run"]
         return agent
 

@@ -1,4 +1,4 @@
-"""The agent's process: ``python -m ckptstore.agent.process FD``, with a socket that its trainer has made.
+"""The agent's process, which `beginning` starts with a socket that its trainer has made.
 
 It begins with the trainer's first message, ``start``, and ends when the trainer closes its writer, when it is told to
 (SIGTERM: what waits is written first), or when no successor has come within the time that it was given.
@@ -85,6 +85,8 @@ class _Ending:
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(ignored, signal.SIG_IGN)
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        # Prevents: an agent that nobody can end, because its trainer was started with SIGTERM blocked.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def told(self) -> bool:
         """Whether it was; for any thread."""
@@ -275,7 +277,7 @@ def run(channel: Channel, ending: _Ending) -> int:
 
 
 def main() -> int:
-    """What ``python -m`` runs."""
+    """What `beginning` and ``python -m ckptstore.agent.process FD`` run."""
     ending = _Ending()
     descriptor = int(sys.argv[1])
     os.chdir("/")  # holds no mount busy but the store's

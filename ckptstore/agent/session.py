@@ -26,6 +26,7 @@ from ckptstore.agent.forms import (
 from ckptstore.agent.frames import Channel, End, Message
 from ckptstore.agent.keeper import Keeper
 from ckptstore.agent.kept import Filled, Made
+from ckptstore.agent.package import package
 from ckptstore.agent.pool import Buffer
 from ckptstore.agent.replica import Replica, read_replica, warmed
 from ckptstore.errors import AgentError, CkptError
@@ -172,6 +173,7 @@ class Session:
             "latest": info_form(keeper.latest),
             "newest": kept,
             "stale": keeper.stale(),
+            **package(),
         }
 
     def _layout(self, number: int, body: dict[str, Any]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from ckptstore.agent.forms import read_warning
@@ -16,7 +18,8 @@ from ckptstore.agent.frames import Channel
 from ckptstore.agent.link import Link
 from ckptstore.agent.place import Place
 from ckptstore.agent.session import PROTOCOL
-from ckptstore.errors import AgentError, AgentLostError
+from ckptstore.agent.stopped import stopped
+from ckptstore.errors import AgentError, AgentLostError, AgentSilentError
 from ckptstore.host import background
 
 __all__ = ["Started", "found", "started"]
@@ -50,8 +53,11 @@ class Started:
                 background.start(self.process.wait, "agent-ending")
 
     def gone(self) -> None:
-        """Wait until it has ended, for a while."""
+        """Wait until it has ended, for a while; not for one that is stopped."""
         self.link.close()
+        if stopped(self.link.pid) is not None:
+            self.left()
+            return
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_END_SECONDS)
@@ -84,7 +90,7 @@ def started(place: Place, body: dict[str, Any], told: Told, lost: Lost, descript
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     log = place.log()
     try:
-        command = [sys.executable, "-m", "ckptstore.agent.process", str(its.fileno())]
+        command = [*_python(), str(Path(__file__).with_name("beginning.py")), str(its.fileno()), json.dumps(_paths())]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -102,8 +108,14 @@ def started(place: Place, body: dict[str, Any], told: Told, lost: Lost, descript
     link = Link(Channel(ours, pid=process.pid), told, lost)
     try:
         greeting = link.call("start", protocol=PROTOCOL, **body)
+    except AgentSilentError:
+        link.close()
+        process.kill()  # it has nothing yet
+        process.wait()
+        raise
     except AgentLostError as error:
-        process.wait(_END_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
         words = place.last_words()
         raise AgentError(f"the agent ended before it had begun (status {process.returncode}): {words}") from error
     except BaseException:
@@ -112,6 +124,25 @@ def started(place: Place, body: dict[str, Any], told: Told, lost: Lost, descript
             process.wait(_END_SECONDS)
         raise
     return Started(link, greeting, process)
+
+
+def _python() -> list[str]:
+    """The interpreter, as this one was started where that decides what is imported; never with a folder of scripts."""
+    command = [sys.executable, "-P"]
+    if sys.flags.isolated:
+        command.append("-I")
+    elif sys.flags.ignore_environment:
+        command.append("-E")
+    if sys.flags.no_user_site and not sys.flags.isolated:
+        command.append("-s")
+    return command
+
+
+def _paths() -> list[str]:
+    """Where this process finds packages, for the agent to look in last: without the script's folder."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    left_out = {Path.cwd(), *([] if main is None else [Path(main).resolve().parent])}
+    return [path for path in sys.path if path and Path(path).is_absolute() and Path(path) not in left_out]
 
 
 def found(place: Place, told: Told, lost: Lost) -> Started | None:

@@ -21,6 +21,7 @@ from ckptstore.agent.starting import Started
 from ckptstore.errors import (
     AgentError,
     AgentLostError,
+    AgentSilentError,
     CommitUnknownError,
     FencedError,
     StoreReplacedError,
@@ -80,6 +81,7 @@ class Tenure:
     def attach(self, agent: Started, inherited: Inherited | None) -> None:
         """Go on with an agent that has answered, and with what it has kept."""
         self._agent = agent
+        agent.link.quiet, agent.link.late = self.silent, self.lending.late
         self.inherited = inherited
         self.parent = self._serve(agent.greeting)
 
@@ -133,6 +135,7 @@ class Tenure:
             raise
         lost, before = agent.link.lost, self.term
         self._agent = agent = following
+        agent.link.quiet, agent.link.late = self.silent, self.lending.late
         self.inherited = None
         self._serve(following.greeting)
         told = "".join(f"; {text}" for _, text in following.remarks())
@@ -218,6 +221,8 @@ class Tenure:
             return
         if isinstance(error, AgentLostError):
             error = AgentLostError(f"step {step} may or may not be in the store: {error}")
+        elif isinstance(error, AgentSilentError):
+            error = AgentSilentError(f"step {step} may or may not be in the store: {error}")
         self.saves.fail(step, error, done)
 
     def lost(self, error: BaseException) -> None:
@@ -225,6 +230,16 @@ class Tenure:
         self.lending.forget()
         for step in sorted(self._futures.copy()):
             self._failed(step, error)
+
+    def silent(self, error: AgentSilentError) -> None:
+        """The agent has been stopped for long: nobody waits for it any more."""
+        for step in sorted(self._futures.copy()):
+            self._failed(step, error)
+
+    def give_up(self) -> None:
+        """Ctrl-C: what waits for an agent that is stopped fails now."""
+        if self._agent is not None:
+            self._agent.link.give_up()
 
     # -- the end
 

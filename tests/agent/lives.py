@@ -121,7 +121,8 @@ def agents(folder: Path) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_agent = b"ckptstore.agent.process" in (process / "cmdline").read_bytes()
+            command = (process / "cmdline").read_bytes()
+            is_agent = b"agent/beginning.py" in command or b"ckptstore.agent.process" in command
             if is_agent and wanted in (process / "environ").read_bytes().split(b"\0"):
                 found.append(int(process.name))
     return [pid for pid in found if alive(pid)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import ckptstore
 from ckptstore import CorruptSegmentError, KernelWarning
 from ckptstore.formats import codecs, compiled, digest, optim, streaming
 from ckptstore.formats.compiled import Hot
+from tests.maintenance.inside import forget, kernels, replace, trust
 
 pytest.importorskip("numba", reason="the compiled kernels need numba: pip install ckptstore[fast]")
 torch = pytest.importorskip("torch")
@@ -26,12 +26,6 @@ _LOADED = (codecs, optim)
 
 _FIRST = {"moments", "move", "buffered", "split", "fma"}
 """Kernels of which another argument than the last is what they make."""
-
-
-def _kernels() -> dict[str, Hot[..., Any]]:
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ckptstore.formats.")]
-    found = [one for module in modules for one in vars(module).values() if isinstance(one, Hot)]
-    return {one.reference.__name__: one for one in found}
 
 
 def _wrong(kernel: Hot[..., Any], how: str) -> Callable[..., Any]:
@@ -57,20 +51,11 @@ def _wrong(kernel: Hot[..., Any], how: str) -> Callable[..., Any]:
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """Nothing is known of any kernel."""
-    kernels = _kernels()
-    for kernel in kernels.values():
-        kernel._calls.clear()
+    forget()
     compiled.use("compiled")
     yield
     compiled.use(None)
-    for kernel in kernels.values():
-        kernel._fast = None
-
-
-def _trust() -> None:
-    """As if each kernel had been right for long."""
-    for kernel in _kernels().values():
-        kernel._calls.update(dict.fromkeys(kernel._calls, 1 << 20))
+    forget()
 
 
 def _train(root: Path, optimizer: str) -> dict[int, bytes]:
@@ -156,7 +141,7 @@ def test_an_intact_store_is_never_called_damaged(
     pristine: Stores, tmp_path: Path, name: str, since: str, how: str
 ) -> None:
     root, saved = pristine[_optimizer(name)]
-    kernel = _kernels()[name]
+    kernel = kernels()[name]
     works: dict[str, Callable[[Path], object]] = {
         "load": lambda target: [_bits(ckptstore.open(root).load(step)) for step in saved] == list(saved.values()),
         "verify": lambda target: ckptstore.verify(root, deep=True).ok,
@@ -165,13 +150,11 @@ def test_an_intact_store_is_never_called_damaged(
     }
     for number, (what, work) in enumerate(works.items()):
         compiled.use("compiled")
-        for one in _kernels().values():
-            one._calls.clear()
-        kernel._fast = None
+        forget()
         if since == "later":
             work(tmp_path / f"before{number}")
-            _trust()
-        kernel._fast = _wrong(kernel, how)
+            trust()
+        replace(kernel, _wrong(kernel, how))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert work(tmp_path / f"target{number}"), what
@@ -187,8 +170,8 @@ def test_most_of_them_were_used() -> None:
 @pytest.mark.parametrize("how", ["bytes", "raises"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_a_wrong_kernel_encodes_becomes_no_checkpoint(tmp_path: Path, name: str, how: str) -> None:
-    kernel = _kernels()[name]
-    kernel._fast = _wrong(kernel, how)
+    kernel = kernels()[name]
+    replace(kernel, _wrong(kernel, how))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         saved = _train(tmp_path / "store", _optimizer(name))
@@ -211,8 +194,8 @@ def test_damage_stays_damage(pristine: Stores, tmp_path: Path, name: str) -> Non
     wanted = ckptstore.verify(root, deep=True)
     assert not wanted.ok
     compiled.use("compiled")
-    kernel = _kernels()[name]
-    kernel._fast = _wrong(kernel, "bytes")
+    kernel = kernels()[name]
+    replace(kernel, _wrong(kernel, "bytes"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelWarning)
         found = ckptstore.verify(root, deep=True)
@@ -234,8 +217,8 @@ def test_a_damaged_store_does_not_switch_right_kernels_off(pristine: Stores, tmp
 
 
 def test_warnings_that_are_errors_stop_no_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kernel = _kernels()["difference"]
-    kernel._fast = _wrong(kernel, "bytes")
+    kernel = kernels()["difference"]
+    replace(kernel, _wrong(kernel, "bytes"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", KernelWarning)
         saved = _train(tmp_path / "store", "adam")
@@ -246,7 +229,7 @@ def test_warnings_that_are_errors_stop_no_save(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("name", ["stream", "moves"])
 @pytest.mark.parametrize("how", ["bytes", "raises"])
 def test_copies_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
-    kernel = _kernels()[name]
+    kernel = kernels()[name]
     right = kernel.compiled
 
     def wrong(*args: Any) -> None:
@@ -258,7 +241,7 @@ def test_copies_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, 
         else:
             right(args[0], args[1], args[2] - 1, args[3])
 
-    kernel._fast = wrong
+    replace(kernel, wrong)
     monkeypatch.setattr(streaming, "_ready", False)
     with pytest.warns(KernelWarning, match="CKPTSTORE_KERNELS=numpy"):
         streaming.prepare()
@@ -271,7 +254,7 @@ def test_a_digest_is_asked_for_again() -> None:
     data = np.arange(4000, dtype=np.uint8)
     wanted = digest.digest(data)
     digest.digest(data)
-    kernel = _kernels()["block_sums"]
-    kernel._fast = _wrong(kernel, "raises")
+    kernel = kernels()["block_sums"]
+    replace(kernel, _wrong(kernel, "raises"))
     with pytest.warns(KernelWarning, match="block_sums"):
         assert digest.digest(data) == wanted

@@ -15,6 +15,7 @@ EXPECTED = [
     "AgentBusyError",
     "AgentError",
     "AgentLostError",
+    "AgentSilentError",
     "Backend",
     "Bisected",
     "BranchWarning",

@@ -1,0 +1,63 @@
+"""Whether another process is stopped, and by what: it answers nobody until it is continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+__all__ = ["state_of", "stopped"]
+
+_STATES: Final = {
+    "D": "it waits for a device",
+    "R": "it is running",
+    "S": "it is sleeping",
+    "T": "it is stopped by a signal",
+    "t": "a debugger has stopped it",
+}
+
+
+def stopped(pid: int) -> str | None:
+    """Why a process answers nobody, and how it is continued; None: it is not stopped, or the system cannot say."""
+    state = _letter(pid)
+    if state == "T":
+        return f"it is stopped by a signal (state T): `kill -CONT {pid}` continues it"
+    if state == "t":
+        return "a debugger has stopped it (state t): continue it there, or detach"
+    if state and (group := _frozen(pid)):
+        return f"its control group {group} is frozen: thaw that"
+    return None
+
+
+def state_of(pid: int) -> str:
+    """In words what a process does, as the system says."""
+    letter = _letter(pid)
+    return stopped(pid) or (f"{_STATES[letter]} (state {letter})" if letter in _STATES else f"state {letter or '?'}")
+
+
+def _letter(pid: int) -> str:
+    try:
+        # The name before may hold anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode("ascii", "replace")
+    except (OSError, IndexError):
+        return ""
+
+
+def _frozen(pid: int) -> str | None:
+    """The control group of a process, if it is frozen (versions 1 and 2)."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        try:
+            if number == "0" and "frozen 1" in Path(f"/sys/fs/cgroup{path}/cgroup.events").read_text("utf-8"):
+                return path
+            if "freezer" in controllers.split(",") and (
+                Path(f"/sys/fs/cgroup/freezer{path}/freezer.state").read_text("utf-8").strip() == "FROZEN"
+            ):
+                return path
+        except (OSError, UnicodeDecodeError):
+            continue
+    return None

@@ -1,0 +1,323 @@
+"""An agent that is stopped answers nobody: that is said, ends in a typed error, and one Ctrl-C ends the wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+import ckptstore.agent
+from ckptstore import AgentSilentError
+from ckptstore.agent import SilentAgentWarning, link
+from ckptstore.agent.stopped import state_of, stopped
+from tests.agent.inside import answers
+from tests.agent.lives import ROOT, advance, alive, begun, kill, truth, until
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that a test can wait for."""
+    monkeypatch.setattr(link, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(link, "SAID_SECONDS", 0.5)
+    monkeypatch.setattr(link, "PATIENT_SECONDS", 2.0)
+
+
+def _stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: stopped(pid) is not None)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_what_the_system_says_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
+    pid = sleeper.pid
+    assert stopped(pid) is None
+    _stop(pid)
+    assert f"kill -CONT {pid}" in (stopped(pid) or "")
+    assert "state T" in state_of(pid)
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: stopped(pid) is None)
+    sleeper.kill()
+    sleeper.wait()
+    assert stopped(pid) is None
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path) -> None:
+    state = begun()
+    with ckptstore.agent.writer(tmp_path / "s", max_in_flight=1) as writer:
+        writer.save(state, 0)
+        _stop(writer.agent_pid)
+        began = time.monotonic()
+        with pytest.warns(SilentAgentWarning) as told, pytest.raises(AgentSilentError) as raised:
+            writer.save(state, 1)
+        assert 1.5 < time.monotonic() - began < 20
+        for text in (str(told[0].message), str(raised.value)):
+            assert f"process {writer.agent_pid}" in text
+            assert f"kill -CONT {writer.agent_pid}" in text
+        began = time.monotonic()
+        with pytest.raises(AgentSilentError):
+            writer.save(state, 2)
+        assert time.monotonic() - began < 1, "it is known by now"
+        os.kill(writer.agent_pid, signal.SIGCONT)
+        until(lambda: answers(writer))
+        assert writer.term == 1
+        for step in range(3, 9):  # no buffer is lost to those that failed
+            state = advance(state)
+            writer.save(state, step)
+    assert ckptstore.open(tmp_path / "s").latest_step() == 8
+    assert ckptstore.verify(tmp_path / "s", deep=True).ok
+
+
+@pytest.mark.usefixtures("hurried")
+def test_one_that_goes_on_in_time_is_only_spoken_of(tmp_path: Path) -> None:
+    with ckptstore.agent.writer(tmp_path / "s") as writer:
+        writer.save(begun(), 0)
+        _stop(writer.agent_pid)
+        timer = threading.Timer(1.2, os.kill, (writer.agent_pid, signal.SIGCONT))
+        timer.start()
+        with pytest.warns(SilentAgentWarning):
+            writer.save(truth(1), 1)
+        timer.join()
+    assert ckptstore.open(tmp_path / "s").latest_step() == 1
+
+
+@pytest.mark.usefixtures("hurried")
+def test_closing_ends_and_the_agent_finishes_later(tmp_path: Path) -> None:
+    writer = ckptstore.agent.writer(tmp_path / "s", linger_seconds=0.5)
+    writer.save(begun(), 0)
+    pid = writer.agent_pid
+    pending = writer.save_async(truth(1), 1)
+    _stop(pid)
+    began = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SilentAgentWarning)
+        with contextlib.suppress(AgentSilentError):  # unless it was quicker than the signal
+            writer.close()
+    assert pending.done()
+    assert time.monotonic() - began < 20
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: not alive(pid))
+    assert ckptstore.open(tmp_path / "s").latest_step() == 1
+
+
+@pytest.mark.usefixtures("hurried")
+def test_one_that_was_left_and_is_stopped_is_named(tmp_path: Path) -> None:
+    script = """
+import os, sys
+import ckptstore.agent
+from tests.agent.lives import begun
+writer = ckptstore.agent.writer(sys.argv[1])
+writer.save(begun(), 0)
+print(writer.agent_pid, flush=True)
+os._exit(9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "s"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    pid = int(done.stdout)
+    _stop(pid)
+    with pytest.warns(SilentAgentWarning), pytest.raises(AgentSilentError, match=f"kill -CONT {pid}"):
+        ckptstore.agent.writer(tmp_path / "s")
+    os.kill(pid, signal.SIGCONT)
+    with ckptstore.agent.writer(tmp_path / "s") as writer:
+        assert writer.step == 0
+        assert writer.agent_pid == pid
+
+
+_LOOP = """
+import os, signal, sys, time, warnings
+import torch
+from pathlib import Path
+from ckptstore.training import Checkpointer
+from tests.agent.lives import agents
+
+how, url = sys.argv[1:3]
+net = torch.nn.Linear(300, 300)
+adam = torch.optim.AdamW(net.parameters())
+with Checkpointer(url, model=net, optimizer=adam, strategy="full", agent=True, on_error=how, max_in_flight=1) as cp:
+    cp.resume()
+    for step in range(100000):
+        net(torch.randn(4, 300)).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+        cp.step()
+        if step == 3:
+            cp.wait()
+            (pid,) = agents(Path(os.environ["CKPTSTORE_RUNTIME_DIR"]))
+            print(pid, flush=True)
+        print("step", flush=True)
+        time.sleep(0.01)
+"""
+
+
+def test_one_ctrl_c_ends_the_wait_of_a_trainer(tmp_path: Path) -> None:
+    """The real thing: a training script, its agent stopped, after 5 s a warning, and Ctrl-C once."""
+    pytest.importorskip("torch")
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", _LOOP, "raise", tmp_path / "s"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stderr is not None
+    words = iter(trainer.stdout.readline, "")
+    pid = next(int(word) for word in words if word.strip().isdigit())
+    _stop(pid)
+    said = next(line for line in iter(trainer.stderr.readline, "") if "SilentAgentWarning" in line)
+    assert f"process {pid}" in said
+    assert f"kill -CONT {pid}" in said
+    trainer.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out = trainer.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert trainer.returncode != 0, out
+    assert "KeyboardInterrupt" in out[1]
+    assert alive(pid)
+    os.kill(pid, signal.SIGCONT)
+    kill(pid, signal.SIGTERM)
+    assert ckptstore.verify(tmp_path / "s").ok
+
+
+_HURRIED = """
+from ckptstore.agent import link
+link.LOOK_SECONDS, link.SAID_SECONDS, link.PATIENT_SECONDS = 0.1, 0.5, 2.0
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "warn"])
+def test_a_training_step_follows_on_error(tmp_path: Path, how: str) -> None:
+    pytest.importorskip("torch")
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", _HURRIED + _LOOP, how, tmp_path / "s"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stderr is not None
+    words = iter(trainer.stdout.readline, "")
+    pid = next(int(word) for word in words if word.strip().isdigit())
+    _stop(pid)
+    if how == "raise":
+        _, err = trainer.communicate(timeout=60)
+        assert trainer.returncode == 1
+        assert "AgentSilentError" in err
+        assert "Traceback" in err
+        os.kill(pid, signal.SIGCONT)
+        return
+    said = next(line for line in iter(trainer.stderr.readline, "") if "UnsavedStepWarning" in line)
+    assert "training goes on: AgentSilentError" in said
+    for _ in range(30):
+        assert next(words) == "step\n"
+    before = ckptstore.open(tmp_path / "s").latest_step()
+    os.kill(pid, signal.SIGCONT)
+    drain = threading.Thread(target=lambda: [None for _ in words], daemon=True)
+    drain.start()
+    errors = threading.Thread(target=trainer.stderr.read, daemon=True)
+    errors.start()
+    until(lambda: (ckptstore.open(tmp_path / "s").latest_step() or 0) > (before or 0) + 30)
+    trainer.kill()
+    trainer.wait()
+    drain.join()
+    errors.join()
+    trainer.stdout.close()
+    trainer.stderr.close()
+
+
+def test_a_blocked_sigterm_is_not_inherited(tmp_path: Path) -> None:
+    every = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, every)
+    try:
+        with ckptstore.agent.writer(tmp_path / "s") as writer:
+            writer.save(begun(), 0)
+            pid = writer.agent_pid
+            status = Path(f"/proc/{pid}/status").read_text().splitlines()
+            mask = next(line for line in status if line.startswith("SigBlk"))
+            assert not any(int(mask.split()[1], 16) >> (number - 1) & 1 for number in every)
+            kill(pid, signal.SIGTERM)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_PLAIN = """
+import sys
+import numpy as np
+import ckptstore, ckptstore.agent
+with ckptstore.agent.writer(sys.argv[1]) as writer:
+    writer.save({"x": np.arange(5.0)}, 1)
+    print(open(f"/proc/{writer.agent_pid}/cmdline").read().split("\\0")[-4])
+"""
+
+
+def test_a_file_of_the_user_s_kills_no_agent(tmp_path: Path) -> None:
+    for name in ("random", "json", "signal", "ckptstore_not", "selectors"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is the user\\'s')\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _PLAIN, tmp_path / "s"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert ckptstore.open(tmp_path / "s").latest_step() == 1
+
+
+def test_a_vendored_package_is_the_agent_s_as_well(tmp_path: Path) -> None:
+    vendored = tmp_path / "vendor" / "ckptstore"
+    vendored.parent.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "ckptstore", vendored, ignore=ignore)
+    shutil.copytree(ROOT / "formats", vendored / "formats", ignore=ignore)
+    script = f"import sys; sys.path.insert(0, {str(vendored.parent)!r})\n{_PLAIN}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, tmp_path / "s"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(vendored / "agent" / "beginning.py")
+    assert "Warning" not in done.stderr
+
+
+def test_an_agent_of_another_version_is_replaced_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+import os, sys
+import ckptstore.agent
+from tests.agent.lives import begun
+writer = ckptstore.agent.writer(sys.argv[1])
+writer.save(begun(), 0)
+print(writer.agent_pid, flush=True)
+os._exit(9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "s"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    pid = int(done.stdout)
+    monkeypatch.setattr("ckptstore.agent.package.__version__", "0.0.9")
+    with pytest.warns(ckptstore.agent.AgentRestartWarning) as told:
+        writer = ckptstore.agent.writer(tmp_path / "s")
+    texts = [str(one.message) for one in told]
+    assert any(f"process {pid}" in text and "this process 0.0.9" in text for text in texts), texts
+    assert any("start the trainer again" in text for text in texts)
+    with writer:
+        assert not alive(pid)
+        assert writer.term == 2
+        assert writer.step == 0
