@@ -137,6 +137,15 @@ class Captured:
         return found
 
     @property
+    def extra_bytes(self) -> int:
+        """Bytes of the tensors of ``extra``, as far as they can be asked for now."""
+        found = 0
+        for get, _ in self._extra.values():
+            with contextlib.suppress(Exception):  # what it raises is for the save that needs it
+                found += _tensor_bytes(get())
+        return found
+
+    @property
     def may_have_schedule(self) -> bool:
         """Whether something that was given may be the optimizers' schedule."""
         others = [one for one in self._given.values() if is_stateful(one) and not isinstance(one, torch.nn.Module)]
@@ -402,3 +411,12 @@ def _accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any]
     raise UsageError(
         f"{name}: {type(value).__name__} has no state_dict and load_state_dict, and is no random generator"
     )
+
+
+def _tensor_bytes(tree: Any) -> int:
+    if isinstance(tree, torch.Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, np.ndarray):
+        return tree.nbytes
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(_tensor_bytes, inner))
