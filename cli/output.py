@@ -199,7 +199,7 @@ def who(writer: str, host: str | None, pid: int | None) -> str:
     return {
         "alive": f"{process} is writing",
         "gone": "gone without closing (killed?)",
-        "closed": "closed, nothing missing",
+        "closed": "closed, all saves done",
         "unknown": f"{process}{where}, not closed",
         "none": "-",
     }[writer]
@@ -217,7 +217,7 @@ def writing(last: LastWriter) -> str:
     said = {
         "alive": f"writer: {process} is writing",
         "unknown": f"writer: {process}{where}, which cannot be seen from here; it has not closed",
-        "closed": "no writer: it was closed, nothing is missing",
+        "closed": "no writer: it was closed, all saves done",
         "gone": f"no writer: {process} is gone without closing (killed?)",
     }[last.state]
     return said + (f"; last sign of it {since}" if since else "")

@@ -6,14 +6,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
-from typing import Any, Final
+from typing import Any, Final, Self, SupportsIndex, TypeVar, overload
 
-__all__ = ["HtmlTable", "counted", "table", "text"]
+__all__ = ["HtmlTable", "Rows", "counted", "table", "text"]
+
+_T = TypeVar("_T")
 
 _MOST: Final = 12
 """Items of a list that are shown."""
 _LONGEST: Final = 200
 """Letters of a text that are shown."""
+_ROWS: Final = 50
+"""Rows of a list that are shown: of more, the first and last."""
 _CELL: Final = "text-align:left;vertical-align:top;padding:2px 8px"
 
 
@@ -41,6 +45,64 @@ class HtmlTable:
 
     def _repr_html_(self) -> str:
         return table(type(self).__name__, (), _fields(self))
+
+
+class Rows(list[_T]):
+    """A list that a notebook shows as a table, and an interactive session as lines; so does a slice of it.
+
+    In all else it is a list: it is equal to one of the same items.
+
+    Args:
+        items: what it holds, each with the attributes that are shown.
+        thing: what one of them is called.
+        columns: names of the attributes.
+    """
+
+    def __init__(self, items: Iterable[_T], thing: str, columns: Sequence[str]) -> None:
+        super().__init__(items)
+        self._thing = thing
+        self._columns = tuple(columns)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Self: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> _T | Self:
+        """One item, or a table of some."""
+        if isinstance(index, slice):
+            return type(self)(super().__getitem__(index), self._thing, self._columns)
+        return super().__getitem__(index)
+
+    def __repr__(self) -> str:
+        """Aligned lines of texts, the title first."""
+        cells = [self._columns, *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([self._title(), *(line.rstrip() for line in (lines if self else ()))])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies: a list's own way knows nothing of the columns."""
+        return type(self), (list(self), self._thing, self._columns)
+
+    def _repr_html_(self) -> str:
+        return self.with_title(self._title())
+
+    def with_title(self, title: str) -> str:
+        """The table as HTML, under another title than how many there are."""
+        return table(title, self._columns, self._cells())
+
+    def _title(self) -> str:
+        return counted(len(self), self._thing)
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        whole = len(self) <= _ROWS
+        half = _ROWS // 2
+        shown = [self, []] if whole else [list(self)[:half], list(self)[-half:]]
+        first, last = (
+            [tuple(_named(name, getattr(item, name)) for name in self._columns) for item in some] for some in shown
+        )
+        more = (f"... and {len(self) - _ROWS:,} more", *("" for _ in self._columns[1:]))
+        return first if whole else [*first, more, *last]
 
 
 def _fields(thing: Any) -> list[tuple[str, str]]:

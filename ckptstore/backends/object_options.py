@@ -22,6 +22,8 @@ __all__ = ["SCHEMES", "ObjectPlace", "place_of"]
 
 SCHEMES: Final = ("s3", "gs", "az")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_SHORTEST: Final = 3
+"""Letters of a bucket's name, with every vendor."""
 _COMPONENT: Final = re.compile(r"(?!\.{1,2}(/|$))[A-Za-z0-9_.=+@:, -]+")
 _TRIES: Final = 5
 
@@ -97,6 +99,10 @@ def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
         raise UsageError(f"{scheme}://: a store's URL holds no credentials; give storage_options, or the environment")
     parts = urlsplit(url)
     bucket, prefix = rest.partition("/")[0], rest.partition("/")[2].rstrip("/")
+    if 0 < len(bucket) < _SHORTEST:
+        raise UsageError(
+            f"{url}: the bucket's name, {bucket!r}, is too short: names of buckets have {_SHORTEST} letters or more"
+        )
     wrong = not _BUCKET.fullmatch(bucket) or parts.query or parts.fragment
     if wrong or (prefix and not all(_COMPONENT.fullmatch(part) for part in prefix.split("/"))):
         raise UsageError(

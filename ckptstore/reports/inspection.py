@@ -14,9 +14,10 @@ import numpy.typing as npt
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats import dtypes
 from ckptstore.formats.catalog import REMOTE, Catalog
-from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.markup import HtmlTable, Rows, counted
 from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.sizes import size
 from ckptstore.formats.steps import STEP
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.authors import LastWriter, last_writer
@@ -42,7 +43,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDescription:
+class TensorDescription(HtmlTable):
     """A tensor of a checkpoint.
 
     Attributes:
@@ -74,7 +75,7 @@ class TensorDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLink:
+class ChainLink(HtmlTable):
     """One link of the chain that restores a checkpoint.
 
     Attributes:
@@ -100,7 +101,7 @@ class CheckpointDescription:
 
     `medium` says what the store lies on and how bytes get there, for people; `latest` whether it is the newest one,
     `writer` who wrote last, `remote` the second tier that the store remembers. `plan`: how it would be restored, if
-    that was asked for.
+    that was asked for. A notebook shows a table of the tensors.
     """
 
     info: CheckpointInfo
@@ -112,6 +113,20 @@ class CheckpointDescription:
     writer: LastWriter = field(default_factory=LastWriter)
     remote: str | None = None
     plan: Explanation | None = None
+
+    def __repr__(self) -> str:
+        return f"<CheckpointDescription of {self._title()}>"
+
+    def _repr_html_(self) -> str:
+        shown = Rows(self.tensors, "tensor", ("name", "dtype", "shape", "nbytes", "stored", "codec"))
+        return shown.with_title(self._title())
+
+    def _title(self) -> str:
+        info = self.info
+        chain = " > ".join(f"{link.ref} {link.kind}" for link in self.chain[:3])
+        more = f" > ... ({len(self.chain):,} in all)" if len(self.chain) > 3 else ""
+        stored = f"{size(info.nbytes)}, stored in {size(info.stored)}"
+        return f"{info.ref}: {counted(len(self.tensors), 'tensor')}, {stored}; restored from {chain}{more}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ckptstore.backends import open_backend
-from ckptstore.errors import CkptError, CorruptLogError, NotFoundError, UsageError
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CkptError, CorruptLogError, KeyNotFoundError, NotFoundError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.markup import HtmlTable, counted
 from ckptstore.formats.records import FORMAT_KEY
 from ckptstore.log.authors import WriterState, last_writer
 from ckptstore.log.journal import Journal
@@ -27,6 +28,8 @@ __all__ = ["FoundRuns", "RunInfo", "find_runs"]
 _ROOMS: Final = ("log", "seg")
 _DEEPEST: Final = 64
 _DAMAGED: Final = "its log is damaged or lost: `ckpt verify` says what, `ckpt repair` keeps the rest"
+_NO_FORMAT: Final = "a store without its FORMAT file: `ckpt repair` makes one of what is intact"
+_GONE: Final = "missing: `ckpt verify` says what needs them, `ckpt repair` keeps the rest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,9 @@ class RunInfo(HtmlTable):
 
     Attributes:
         path: its folder, as the one that was looked through was given.
-        error: why it cannot be read, and the rest is then empty; or that its log is damaged, and the rest is what is
-            left of it.
-        run: the run's uuid.
+        error: why it cannot be read, and the rest is then empty; or that its log is damaged, or that segments are
+            missing, and the rest is what the log says. Whether the bytes of segments are intact is not looked at.
+        run: the run's uuid; None: it cannot be read.
         checkpoints: how many it has.
         latest: REF of the newest; None: there is none, or damage hides it. `step`: its step.
         nbytes: bytes of the segments that its log holds.
@@ -74,23 +77,64 @@ class FoundRuns:
     unreadable: tuple[tuple[str, str], ...]
 
 
-def find_runs(folder: str | os.PathLike[str]) -> FoundRuns:
+def find_runs(folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> FoundRuns:
     """Look for stores in a folder and below it, not within stores.
+
+    Args:
+        folder: a path; or a URL of a bucket, or of a part of it. There each folder above a store costs a listing.
+        storage_options: how an object store is reached; None: by the environment.
 
     Raises:
         NotFoundError: there is no such folder.
-        UsageError: it is a URL.
+        UsageError: it is a malformed URL.
+        StorageError: the medium failed.
     """
+    unreadable: list[tuple[str, str]] = []
     if "://" in os.fspath(folder):
-        error = UsageError(f"{os.fspath(folder)}: runs are looked for below a folder, not a URL")
-        error.add_note("of a bucket name the store: `ckpt log s3://bucket/prefix`")
-        raise error
+        url = os.fspath(folder).rstrip("/")
+        within = open_backend(url, create=False, storage_options=storage_options)
+        try:
+            places = list(_places(within, "", unreadable, 0))
+        finally:
+            within.close()
+        urls = [f"{url}/{place}".rstrip("/") for place in places]
+        runs = [_look_at(one, storage_options) for one in urls]
+        return FoundRuns(tuple(runs), tuple((f"{url}/{place}".rstrip("/"), why) for place, why in unreadable))
     top = Path(os.path.expanduser(os.fspath(folder)))  # noqa: PTH111  # as every STORE is read
     if not top.is_dir():
         raise NotFoundError(f"{top}: {'it is a file' if top.exists() else 'there is no such folder'}")
-    unreadable: list[tuple[str, str]] = []
-    runs = [_look_at(path) for path in _stores(top, unreadable, 0)]
+    runs = [_look_at(str(path)) for path in _stores(top, unreadable, 0)]
     return FoundRuns(tuple(runs), tuple(unreadable))
+
+
+def _places(within: Backend, prefix: str, unreadable: list[tuple[str, str]], depth: int) -> Iterator[str]:
+    """Folders of a medium of keys that have a FORMAT object and a log, in order, each without its last slash."""
+    try:
+        names = sorted(within.folders(prefix))
+        if any(room in names for room in _ROOMS) and _there(within, f"{prefix}{FORMAT_KEY}"):
+            yield prefix.rstrip("/")
+            return
+    except CkptError as error:
+        if not prefix:
+            raise
+        unreadable.append((prefix.rstrip("/"), str(error)))
+        return
+    if all(room in names for room in _ROOMS):
+        unreadable.append((prefix.rstrip("/"), _NO_FORMAT))
+        return
+    if names and depth >= _DEEPEST:
+        unreadable.append((prefix.rstrip("/"), f"more than {_DEEPEST} folders deep"))
+        return
+    for name in names:
+        yield from _places(within, f"{prefix}{name}/", unreadable, depth + 1)
+
+
+def _there(within: Backend, key: str) -> bool:
+    try:
+        within.size(key)
+    except KeyNotFoundError:
+        return False
+    return True
 
 
 def _stores(folder: Path, unreadable: list[tuple[str, str]], depth: int) -> Iterator[Path]:
@@ -109,7 +153,7 @@ def _stores(folder: Path, unreadable: list[tuple[str, str]], depth: int) -> Iter
         yield folder
         return
     if FORMAT_KEY not in kinds and all(kinds.get(room) == stat.S_IFDIR for room in ("log", "seg")):
-        unreadable.append((str(folder), "a store without its FORMAT file: `ckpt repair` makes one of what is intact"))
+        unreadable.append((str(folder), _NO_FORMAT))
         return
     below = [name for name, kind in found if kind == stat.S_IFDIR]
     if below and depth >= _DEEPEST:
@@ -138,19 +182,33 @@ def _begun(folder: Path) -> bool:
         return False
 
 
-def _look_at(path: Path) -> RunInfo:
+def _look_at(path: str, storage_options: Mapping[str, Any] | None = None) -> RunInfo:
     try:
-        journal = Journal(open_backend(path, create=False))
+        journal = Journal(open_backend(path, create=False, storage_options=storage_options))
         try:
             catalog = read(journal, look_above=True, tell=False).catalog
-            found = _described(str(path), journal.run, catalog)
+            found = _described(path, journal.run, catalog)
             if catalog.damage or catalog.lost > catalog.term:
                 return replace(found, error=_DAMAGED)
+            if gone := _missing(journal, catalog):
+                return replace(found, error=f"{counted(gone, 'segment')} {'is' if gone == 1 else 'are'} {_GONE}")
             return found
         finally:
             journal.backend.close()
     except (CkptError, OSError) as error:
-        return RunInfo(str(path), error=str(error).removeprefix(f"{path}: "), writer="unknown")
+        return RunInfo(path, error=str(error).removeprefix(f"{path}: "), writer="unknown")
+
+
+def _missing(journal: Journal, catalog: Catalog) -> int:
+    """How many segments are not there that the log names."""
+    gone = {entry.id for entry in catalog.segments.values()}
+    for _ in range(2):  # what was retired and collected meanwhile is named no longer
+        present = set(journal.backend.list("seg/"))
+        gone &= {entry.id for entry in catalog.segments.values() if entry.key not in present}
+        if not gone:
+            break
+        catalog = read(journal).catalog
+    return len(gone & {entry.id for entry in catalog.segments.values()})
 
 
 def _described(path: str, run: str, catalog: Catalog) -> RunInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import StoreNotFoundError
+from ckptstore.formats.markup import Rows
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
 from ckptstore.log.reading import View, read
@@ -26,7 +27,8 @@ class Listing(Handle):
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Every promised checkpoint, by term and step."""
-        return describe_all(self.view().catalog)
+        columns = ("ref", "kind", "stored", "time", "tags", "metadata")
+        return Rows(describe_all(self.view().catalog), "checkpoint", columns)
 
     def checkpoint(self, ref: str | int = "latest") -> CheckpointInfo:
         """The checkpoint that `ref` names.
@@ -55,7 +57,7 @@ class Listing(Handle):
 
     def terms(self) -> list[TermInfo]:
         """Every term, oldest first."""
-        return describe_terms(self.view().catalog)
+        return Rows(describe_terms(self.view().catalog), "term", ("term", "parent", "time", "checkpoints"))
 
     def tags(self) -> dict[str, CheckpointInfo]:
         """Every tag, by name, and the checkpoint that it names."""

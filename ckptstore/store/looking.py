@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
+from ckptstore.formats.markup import Rows
 from ckptstore.host.progress import told
 from ckptstore.store.reading import Reading
 
@@ -154,7 +155,9 @@ class Looking(Reading):
         """
         from ckptstore.reports.comparison import compare
 
-        return compare(self.journal, ref_a, ref_b, select, told(progress), None if other is None else other.journal)
+        found = compare(self.journal, ref_a, ref_b, select, told(progress), None if other is None else other.journal)
+        columns = ("name", "dtype", "shape", "status", "bits_changed", "elements_changed", "norm_diff", "max_abs")
+        return Rows(found, "tensor", columns)
 
     def compare_state(self, ref_a: str | int, ref_b: str | int, *, other: Self | None = None) -> list[StateDifference]:
         """How two checkpoints differ in what is not a tensor: numbers, strings, RNG states.
@@ -167,7 +170,8 @@ class Looking(Reading):
         """
         from ckptstore.reports.comparison import compare_state
 
-        return compare_state(self.journal, ref_a, ref_b, None if other is None else other.journal)
+        found = compare_state(self.journal, ref_a, ref_b, None if other is None else other.journal)
+        return Rows(found, "difference", ("path", "status", "before", "after"))
 
     def side_by_side(self, other: Self, metric: str = "loss") -> SideBySide:
         """This run and another, step by step: the metric of both, their bytes, up to where their states are the same.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckptstore.training.gates import Gate, LayerwiseReport
     from ckptstore.training.layerwise import LayerwiseSnapshots
     from ckptstore.training.optimizers import OptimizerStep, clip_factor
-    from ckptstore.training.settings import CheckpointerOptions, UnsavedStepWarning
+    from ckptstore.training.settings import CheckpointerOptions, SlowSavesWarning, UnsavedStepWarning
     from ckptstore.training.topk import TopKHook
 
 _HOME = {
@@ -23,6 +23,7 @@ _HOME = {
     "LayerwiseReport": "gates",
     "LayerwiseSnapshots": "layerwise",
     "OptimizerStep": "optimizers",
+    "SlowSavesWarning": "settings",
     "TopKHook": "topk",
     "UnsavedStepWarning": "settings",
     "clip_factor": "optimizers",
@@ -35,6 +36,7 @@ __all__ = [
     "LayerwiseReport",
     "LayerwiseSnapshots",
     "OptimizerStep",
+    "SlowSavesWarning",
     "TopKHook",
     "UnsavedStepWarning",
     "clip_factor",

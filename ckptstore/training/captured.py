@@ -14,11 +14,13 @@ by number, the functions of a schedule. A resumed script is compared with it (`r
 
 from __future__ import annotations
 
+import contextlib
 import glob
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckptstore.errors import UsageError
@@ -147,6 +149,15 @@ class Captured:
         return found
 
     @property
+    def extra_bytes(self) -> int:
+        """Bytes of the tensors of ``extra``, as far as they can be asked for now."""
+        found = 0
+        for get, _ in self._extra.values():
+            with contextlib.suppress(Exception):  # what it raises is for the save that needs it
+                found += _tensor_bytes(get())
+        return found
+
+    @property
     def may_have_schedule(self) -> bool:
         """Whether something that was given may be the optimizers' schedule."""
         others = [one for one in self._given.values() if is_stateful(one) and not isinstance(one, torch.nn.Module)]
@@ -233,3 +244,12 @@ def _each_tree(tree: Any, given: Any) -> list[Any]:
     if isinstance(given, dict):
         return [tree[key] for key in given]
     return list(tree) if isinstance(given, list) else [tree]
+
+
+def _tensor_bytes(tree: Any) -> int:
+    if isinstance(tree, torch.Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, np.ndarray):
+        return tree.nbytes
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(_tensor_bytes, inner))

@@ -10,7 +10,7 @@ from ckptstore.training.deciding import Decided, Deciding
 from ckptstore.training.explained import Explained
 from ckptstore.training.overlooked import Overlooked
 from ckptstore.training.pacing import Pacing
-from ckptstore.training.settings import UnsavedStepWarning
+from ckptstore.training.settings import SlowSavesWarning, UnsavedStepWarning
 from ckptstore.training.tenure import Tenure
 from ckptstore.training.unsaved import Unsaved
 from ckptstore.training.urgency import Urgency
@@ -84,7 +84,13 @@ class Offering:
             self._unsaved.failed(step, error)
             return None
         self._urgency.pass_on()
+        self._remark_pace(tenure)
         return pending
+
+    def _remark_pace(self, tenure: Tenure) -> None:
+        saving = tenure.saving
+        if saving is not None and tenure.is_first and (slow := saving.slowed_by(self._pacing.slowed)) is not None:
+            warn(slow, SlowSavesWarning)
 
     def save(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 from ckptstore import agent
@@ -15,8 +16,9 @@ from ckptstore.training.saving import Saving, ranks_of
 from ckptstore.training.settings import Settings
 from ckptstore.training.taken import TakenSteps
 from ckptstore.training.tenure import Tenure
+from ckptstore.training.unbounded import Unbounded
 from ckptstore.training.writing import StateWriter
-from ckptstore.write.metrics import OnMetrics
+from ckptstore.write.metrics import OnMetrics, SaveMetrics
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
 
@@ -45,6 +47,7 @@ class Opening:
         self._captured = captured
         self._taken = taken
         self._on_metrics = on_metrics
+        self._unbounded: Unbounded | None = None
 
     def term(self, ref: str | None) -> Tenure:
         """Open a term that continues from `ref`; None: from nothing. Before `begin` nothing can be saved in it.
@@ -77,17 +80,26 @@ class Opening:
         self._taken.install(predict=strategy == "gradient")
         if tenure.is_first:
             tenure.retention = Retention(store, tenure.writer, settings.keep)
+        ruled = settings.keep.best is not None or (tenure.is_first and bool(store.rules()))
+        if tenure.is_first and not ruled and tenure.writer.parent is None:
+            say = partial(strategies.say, store.url)
+            self._unbounded = self._unbounded or Unbounded(say, strategy, settings.every, settings.full_every)
         kind = ReplicaSaving if strategy == "replica" else Saving
         tenure.saving = kind(
             store, tenure.writer, self._captured, self._taken, strategy, settings, tenure.ranks, tenure.retention
         )
+
+    def _heard(self, metrics: SaveMetrics) -> None:
+        self._on_metrics(metrics)
+        if self._unbounded is not None:
+            self._unbounded.told(metrics)
 
     def _told(self, strategy: strategies.Strategy, group: Group | None) -> dict[str, Any]:
         """The options of the writer."""
         settings = self._settings
         told = strategies.writer_options(strategy, settings.full_every, settings.batch, settings.deltas, settings.every)
         told |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads}
-        told |= {"on_metrics": self._on_metrics, "keep": settings.keep.store_rules}
+        told |= {"on_metrics": self._heard, "keep": settings.keep.store_rules}
         if group is not None:
             told["group"] = group
             told["ranks"] = RankOptions(timeout=settings.rank_timeout, per_rank=self._captured.per_rank)
@@ -103,7 +115,7 @@ class Opening:
         self._store.create()
         strategy, self.why = strategies.chosen(
             strategies.Circumstances(
-                nbytes=strategies.state_bytes(captured.models, captured.optimizers),
+                nbytes=strategies.state_bytes(captured.models, captured.optimizers) + captured.extra_bytes,
                 rate=None if group is not None else strategies.measured_rate(self._store.backend),
                 spare=strategies.spare_cores(captured.models),
                 unpredicted=strategies.predicted(captured.optimizers, settings.every),

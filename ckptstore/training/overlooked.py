@@ -6,6 +6,7 @@ of it is an error at the call where it happens, and all of it is lost time in th
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -256,9 +257,9 @@ class _Best:
             return
         self._seen = True
         if not _is_ranked(self._name, value):
+            what = "NaN" if _is_nan(value) else f"no number but {type(value).__name__}"
             warn(
-                f"keep_best: {self._name!r} is no number but {type(value).__name__}; steps where it is that are not "
-                "ranked",
+                f"keep_best: {self._name!r} is {what}; steps where it is that are not ranked",
                 UnsavedStepWarning,
             )
 
@@ -274,6 +275,13 @@ class _Best:
             "can be the best",
             UnsavedStepWarning,
         )
+
+
+def _is_nan(value: Any) -> bool:
+    try:
+        return math.isnan(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
 
 
 def _is_ranked(name: str, value: Any) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar, runtime_checkable
 
+from ckptstore.training.slowed import Slowed
 from ckptstore.write.ledger import PendingSave
 
 __all__ = ["Pace", "Pacing"]
@@ -28,21 +29,32 @@ class Pace(Protocol):
 
 
 class Pacing:
-    """`save_every` of a `Checkpointer`."""
+    """`save_every` of a `Checkpointer`.
+
+    Attributes:
+        slowed: what saves cost training.
+    """
 
     def __init__(self, every: int | Pace, clock: Callable[[], float] = time.perf_counter) -> None:
         self._every = every
         self._clock = clock
         self._since: float | None = None
+        self._trained: float | None = None
+        self._came = 0.0
+        self.slowed = Slowed()
 
     def came(self) -> None:
         """Training calls: an iteration is over."""
-        if self._since is not None and isinstance(self._every, Pace):
-            self._every.iterated(max(self._clock() - self._since, 1e-9))
+        self._came = self._clock()
+        self._trained = None if self._since is None else max(self._came - self._since, 1e-9)
+        if self._trained is not None and isinstance(self._every, Pace):
+            self._every.iterated(self._trained)
 
     def goes_on(self) -> None:
         """Training begins the next iteration."""
         self._since = self._clock()
+        if self._trained is not None:
+            self.slowed.stepped(self._trained, self._since - self._came)
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`. To be asked once after every step."""

@@ -22,6 +22,7 @@ from ckptstore.training.captured import Captured
 from ckptstore.training.planned import Adopts, Fills, Labels, PlannedSaves
 from ckptstore.training.retention import Retention
 from ckptstore.training.settings import Settings, UnsavedStepWarning
+from ckptstore.training.slowed import Slowed
 from ckptstore.training.strategies import Strategy
 from ckptstore.training.taken import Collected, TakenSteps
 from ckptstore.training.writing import StateWriter, TakesUpdates
@@ -67,6 +68,7 @@ class Saving:
         self._captured = captured
         self._taken = taken
         self._coded = strategy == "gradient"
+        self._strategy, self._every = strategy, settings.every
         self._ranks = ranks
         self._retention = retention
         self._under_way: list[PendingSave] = []
@@ -107,6 +109,11 @@ class Saving:
         """A step is not saved: what the first save needs is made ready meanwhile, as far as it is known."""
         if self._planned is not None:
             self._planned.foresee(step, self._ranks)
+
+    def slowed_by(self, slowed: Slowed) -> str | None:
+        """What is to be said of saves that slow training down, once; None: nothing."""
+        backend = self._store.backend
+        return slowed.remark(self._store.url, self._strategy, self._every, bucket=backend.costs is not None)
 
     def restored(self) -> None:
         """The script's state is another one from here on, as after a rollback."""

@@ -17,11 +17,15 @@ from ckptstore.training.taken import Compressor
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.metrics import OnMetrics
 
-__all__ = ["CheckpointerOptions", "Settings", "UnsavedStepWarning"]
+__all__ = ["CheckpointerOptions", "Settings", "SlowSavesWarning", "UnsavedStepWarning"]
 
 
 class UnsavedStepWarning(UserWarning):
     """A step was not saved, and training goes on without (``on_error="warn"``)."""
+
+
+class SlowSavesWarning(UserWarning):
+    """Training runs at less than half of its pace, because it waits for saves. Says what to choose."""
 
 
 class CheckpointerOptions(TypedDict, total=False):

@@ -27,6 +27,7 @@ __all__ = [
     "chosen",
     "measured_rate",
     "predicted",
+    "say",
     "spare_cores",
     "state_bytes",
     "tell",
@@ -68,22 +69,27 @@ def chosen(about: Circumstances) -> tuple[Strategy, str]:
     """What ``auto`` takes -> the strategy, and why, as half a sentence."""
     state = f"{size(about.nbytes)} of state"
     if about.nbytes <= _TINY:
-        return "full", f"{state} are not worth coding"
+        return "full", f"{state} are not worth compressing"
     if about.spare < 1:
-        return "full", f"{state}, and no core to spare for coding them"
+        return "full", f"{state}, and no core to spare for compressing them"
     seconds = None if about.rate is None else about.nbytes / about.rate
     speed = "" if about.rate is None else f" to a medium of {size(about.rate)}/s"
     cores = f"{about.spare} spare core{'s' if about.spare > 1 else ''}"
     if seconds is not None and seconds <= _QUICK:
-        return "full", f"{state}{speed} take {seconds * 1e3:.0f} ms, less than coding would"
+        return "full", f"{state}{speed} take {seconds * 1e3:.0f} ms, less than compressing would"
     if about.unpredicted is not None:
         return "delta", f"{state}{speed}, {cores}, but {about.unpredicted}"
     return "gradient", f"{state}{speed}, {cores}, and the optimizers' steps can be predicted"
 
 
 def tell(url: str, strategy: Strategy, why: str) -> None:
-    """Log what ``auto`` takes, in one line; on a terminal where nobody hears the log (at level INFO), say it there."""
-    said = f"{url}: strategy {strategy!r}: {why}"
+    """Say what ``auto`` takes, as `say` does."""
+    say(url, f"strategy {strategy!r}: {why}")
+
+
+def say(url: str, what: str) -> None:
+    """Log a sentence about a store; on a terminal where nobody hears the log (at level INFO), print it there."""
+    said = f"{url}: {what}"
     _LOG.info("%s", said)
     heard = _LOG.isEnabledFor(logging.INFO) and _LOG.hasHandlers()
     if not heard and sys.stderr is not None and sys.stderr.isatty():

@@ -150,10 +150,10 @@ def _print(done: CompactReport, collected: int | None, timeout: float) -> None:
         click.echo("nothing to compact: no base that nobody keeps can go, and nothing else saves bytes")
     else:
         shown = [*done.moves[: _SHOWN // 2], *done.moves[max(_SHOWN // 2, len(done.moves) - _SHOWN // 2) :]]
-        headings = ["MOVE", "CHECKPOINTS", "WHY", ">STORED BEFORE", ">AFTER", ">RESTORE BEFORE", ">AFTER", "RESULT"]
+        headings = ["MOVE", "CHECKPOINTS", "WHY", ">STORED", ">RESTORE BEFORE", ">AFTER", "RESULT"]
         rows = [_row(move) for move in shown]
         if sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE:
-            headings = ["MOVE", "CHECKPOINTS", ">STORED", ">AFTER", ">RESTORE", ">AFTER", "RESULT"]
+            headings = ["MOVE", "CHECKPOINTS", ">STORED", ">RESTORE", ">AFTER", "RESULT"]
             for row in rows:
                 del row[2]
             click.echo(table(headings, rows))
@@ -176,11 +176,15 @@ def _row(move: CompactMove) -> list[str]:
         move.kind,
         _what(move),
         move.why,
-        size(move.bytes_before),
-        size(move.bytes_after),
+        _change(move.bytes_after - move.bytes_before),
         *times,
         move.result,
     ]
+
+
+def _change(nbytes: int) -> str:
+    """What a move adds to the store or takes from it: ``-1.20 MiB``, ``+512 B``, ``0 B``."""
+    return f"{'-' if nbytes < 0 else '+' if nbytes else ''}{size(abs(nbytes))}"
 
 
 def _what(move: CompactMove) -> str:

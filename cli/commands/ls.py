@@ -21,13 +21,17 @@ _WIDE = 100
 _GROWTH = 4
 
 
-@make_command("ls", examples=["ckpt ls", "ckpt ls runs", "ckpt ls /data/checkpoints --json"], alone=True)
+@make_command(
+    "ls",
+    examples=["ckpt ls", "ckpt ls runs", "ckpt ls s3://bucket/runs", "ckpt ls /data/checkpoints --json"],
+    alone=True,
+)
 @click.argument("folder", metavar="[DIR]", type=PLACE, default=".")
 def command(folder: str, as_json: bool) -> None:
     """List the runs below a folder: how far, how large, how old.
 
-    DIR is the working folder if left out. No link is followed. A folder that cannot be read is named, and so is a store
-    that is damaged.
+    DIR is a folder, a bucket or a part of one; if left out, the working folder. No link is followed. A folder that
+    cannot be read is named, and so is a store that is damaged.
     """
     import ckptstore
 
@@ -75,7 +79,7 @@ def _json(run: RunInfo) -> dict[str, Any]:
 
 
 def _row(run: RunInfo) -> list[str]:
-    if run.error is not None:
+    if run.run is None:
         return [run.path, "?", "?", "?", "?", "?", "cannot be read"]
     return [
         run.path,
@@ -84,5 +88,5 @@ def _row(run: RunInfo) -> list[str]:
         size(run.nbytes),
         "-" if run.growth is None else size(round(run.growth)),
         "-" if run.time is None else age(time.time() - run.time),
-        who(run.writer, run.host, run.pid),
+        who(run.writer, run.host, run.pid) if run.error is None else "damaged",
     ]

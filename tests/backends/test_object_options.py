@@ -15,6 +15,7 @@ import ckptstore
 from ckptstore.backends import open_backend
 from ckptstore.backends.object_options import ObjectPlace, place_of
 from ckptstore.backends.objects import ObjectBackend
+from ckptstore.errors import UsageError
 from tools.objects.server import KEY, SECRET, Server, free_port
 
 URL = "s3://bucket/runs/gpt"
@@ -304,3 +305,12 @@ def test_a_newline_in_a_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
     with pytest.raises(ckptstore.UsageError, match="AWS_ACCESS_KEY_ID: it holds a control character"):
         ckptstore.open("s3://bucket/run")
+
+
+@pytest.mark.parametrize("url", ["s3://b/run", "gs://ab", "az://x/y/z"])
+def test_a_bucket_whose_name_is_too_short_is_named(url: str) -> None:
+    """It was told that the URL of a store is s3://bucket/prefix, which it is."""
+    bucket = url.partition("://")[2].partition("/")[0]
+    with pytest.raises(UsageError, match=f"the bucket's name, '{bucket}', is too short: .* 3 letters or more"):
+        place_of(url, {})
+    assert place_of("s3://abc/run", {"anon": True}).bucket == "abc"

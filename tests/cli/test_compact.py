@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
+from ckptstore.formats.sizes import size
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
 from tests.maintenance.test_compacting import CHAIN, filled
@@ -17,6 +18,10 @@ def chain(tmp_path: Path) -> Path:
     """Steps 10, 20, 23 and 24 of a chain are kept; all the others are bases."""
     filled(ckptstore.open(tmp_path / "chain"), range(1, 25), CHAIN, keep=["last:2", "every:10"]).close()
     return tmp_path / "chain"
+
+
+def _signed(nbytes: int) -> str:
+    return f"{'-' if nbytes < 0 else '+'}{size(abs(nbytes))}"
 
 
 def test_dry_run_then_the_moves_then_nothing(ckpt: Run, chain: Path) -> None:
@@ -31,6 +36,8 @@ def test_dry_run_then_the_moves_then_nothing(ckpt: Run, chain: Path) -> None:
         ["materialize", "23@1"],
     ]
     assert shown.out.splitlines()[-1].startswith("4 checkpoints would be kept: ")
+    for line, move in zip(shown.out.splitlines()[1:4], planned["moves"], strict=True):  # each move's own, no sum
+        assert f"  {_signed(move['bytes_after'] - move['bytes_before'])}  " in line
     done = ckpt("compact", chain, "--take-over", "--gc", "--json").json
     assert [move["stored"] for move in done["moves"]] == [move["stored"] for move in planned["moves"]]
     assert {move["result"] for move in done["moves"]} == {"done"}
@@ -52,7 +59,7 @@ def test_what_is_merged_is_a_range_and_never_cut(ckpt: Run, tmp_path: Path) -> N
 
 def test_eighty_columns(chain: Path) -> None:
     shown = on_a_terminal("compact", chain, "--dry-run", errors=False).splitlines()
-    assert shown[0].split() == ["MOVE", "CHECKPOINTS", "STORED", "AFTER", "RESTORE", "AFTER", "RESULT"]
+    assert shown[0].split() == ["MOVE", "CHECKPOINTS", "STORED", "RESTORE", "AFTER", "RESULT"]
     assert max(len(line) for line in shown[:2]) <= 80
     assert "WHY" in on_a_terminal("compact", chain, "--dry-run", columns=140)
 

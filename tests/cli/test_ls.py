@@ -26,7 +26,7 @@ def test_text_and_json(ckpt: Run, run: Path) -> None:
     assert lines[0].split() == ["RUN", "NEWEST", "CHECKPOINTS", "STORED", "IN", "1,000", "STEPS", "LAST", "WRITER"]
     assert lines[1].split() == [str(run.parent / "empty"), "-", "0", "0", "B", "-", "-", "-"]
     assert lines[2].split()[:3] == [str(run), "5@3", "7"]
-    assert lines[2].endswith("  closed, nothing missing")
+    assert lines[2].endswith("  closed, all saves done")
 
 
 def test_who_is_writing_and_who_was_killed(ckpt: Run, run: Path) -> None:
@@ -42,6 +42,17 @@ def test_the_current_folder_and_nothing_in_it(ckpt: Run, tmp_path: Path, monkeyp
     outcome = ckpt("ls", ".")
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "note: no store in . or below\n")
     assert ckpt("ls", "nothing").code == 2
+
+
+def test_a_damaged_store_is_called_damaged(ckpt: Run, run: Path) -> None:
+    next(iter((run / "seg").rglob("*.safetensors"))).unlink()
+    outcome = ckpt("ls", run.parent)
+    line = outcome.out.splitlines()[1]
+    assert line.split()[:3] == [str(run), "5@3", "7"]
+    assert line.endswith("  damaged")
+    assert f"note: {run}: 1 segment is missing" in outcome.err
+    sorted((run / "log").iterdir())[-1].write_bytes(b"garbage")
+    assert "log is damaged or lost" in ckpt("ls", run.parent).err
 
 
 def test_what_cannot_be_read_is_named(ckpt: Run, run: Path) -> None:

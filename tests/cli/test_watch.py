@@ -34,7 +34,7 @@ def test_once_in_text_and_json(ckpt: Run, run: Path) -> None:
     (line,) = ckpt("watch", run, "--once").out.splitlines()
     pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  5@3  saved \d+ (s|min) ago  .*x (smaller|larger)  7 checkpoints in "
     assert re.match(pattern, line)
-    assert line.endswith("closed, nothing missing")
+    assert line.endswith("closed, all saves done")
 
 
 def test_mistakes(ckpt: Run, run: Path, tmp_path: Path) -> None:

@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, RunInfo, find_runs
 from ckptstore.formats.records import OpenRecord
 from ckptstore.formats.texts import encode_open
+from tools.objects.server import serving
 
 
-def fill(path: Path, steps: int = 3, **options: Any) -> ckptstore.Store:
-    store = ckptstore.open(path)
+def fill(path: Path | str, steps: int = 3, storage_options: Any = None, **options: Any) -> ckptstore.Store:
+    store = ckptstore.open(path, storage_options=storage_options)
     with store.writer(poll_seconds=None, **options) as writer:
         for step in range(1, steps + 1):
             writer.save({"x": b"x" * 5000, "step": step}, step)
@@ -171,7 +173,66 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ckptstore.NotFoundError, match="it is a file"):
         find_runs(tmp_path / "file")
-    with pytest.raises(ckptstore.UsageError, match=r"s3://bucket/runs: .* not a URL") as caught:
-        find_runs("s3://bucket/runs")
-    assert "ckpt log s3://" in caught.value.__notes__[0]
+    with pytest.raises(ckptstore.UsageError, match="no backend for nonsense://"):
+        find_runs("nonsense://bucket/runs")
     assert find_runs(tmp_path).runs == ()
+
+
+def test_segments_that_are_missing_are_told(tmp_path: Path) -> None:
+    """The log of a store that was closed is whole though its segments are gone."""
+    store = fill(tmp_path / "run")
+    gone = sorted((tmp_path / "run" / "seg").rglob("*.safetensors"))
+    gone[0].unlink()
+    found = only(tmp_path)
+    assert (found.latest, found.writer) == ("3@1", "closed")
+    assert found.error is not None
+    assert found.error.startswith("1 segment is missing: `ckpt verify`")
+    for one in gone[1:]:
+        one.unlink()
+    assert str(only(tmp_path).error).startswith(f"{len(gone)} segments are missing")
+    del store
+
+
+def test_what_is_collected_meanwhile_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.backends.local import LocalBackend
+
+    fill(tmp_path / "run")
+    before, done = LocalBackend.list, []
+
+    def retiring(self: LocalBackend, prefix: str) -> list[str]:
+        if prefix == "seg/" and not done:
+            done.append(True)
+            store = ckptstore.open(tmp_path / "run")
+            store.retire(1, take_over=True)
+            store.gc()
+        return before(self, prefix)
+
+    monkeypatch.setattr(LocalBackend, "list", retiring)
+    assert only(tmp_path).error is None
+    assert done
+
+
+def test_runs_in_a_bucket(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        bucket, _, prefix = server.url().removeprefix("s3://").partition("/")
+        for name in ("gpt", "deep/er/net"):
+            fill(f"s3://{bucket}/{prefix}/{name}", storage_options=server.options)
+        other = ckptstore.open(f"s3://{bucket}/{prefix}/unnamed", storage_options=server.options)
+        with other.writer() as writer:
+            writer.save({"x": np.ones(3)}, 1)
+        other.backend.delete("FORMAT")
+        found = find_runs(f"s3://{bucket}/{prefix}/", storage_options=server.options)
+        assert [(run.path, run.latest, run.error) for run in found.runs] == [
+            (f"s3://{bucket}/{prefix}/deep/er/net", "3@1", None),
+            (f"s3://{bucket}/{prefix}/gpt", "3@1", None),
+        ]
+        ((path, why),) = found.unreadable
+        assert path == f"s3://{bucket}/{prefix}/unnamed"
+        assert "FORMAT" in why
+        all_of_it = find_runs(f"s3://{bucket}", storage_options=server.options)
+        assert {run.path for run in all_of_it.runs} >= {run.path for run in found.runs}
+        (one,) = find_runs(f"s3://{bucket}/{prefix}/gpt", storage_options=server.options).runs
+        assert one.path == f"s3://{bucket}/{prefix}/gpt"
+        assert find_runs(f"s3://{bucket}/{prefix}/nothing", storage_options=server.options).runs == ()
+        with pytest.raises(ckptstore.NotFoundError, match="no such bucket"):
+            find_runs("s3://not-a-bucket", storage_options=server.options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
 from dataclasses import replace
@@ -167,3 +168,50 @@ def test_a_slot_that_is_lost_is_shown(store: ckptstore.Store, tmp_path: Path) ->
     text = shown(ckptstore.open(tmp_path / "run"))
     assert "1 log slot is damaged or missing" in text
     assert "13@1" in text
+
+
+def test_lists_are_tables_and_so_are_their_slices(store: ckptstore.Store) -> None:
+    infos = store.checkpoints()
+    assert isinstance(infos, list)
+    assert infos == list(infos)
+    for some in (infos, infos[:3], infos[1:4][:3]):
+        assert shown(some).startswith(f"{len(some)} checkpoints")
+        assert repr(some).splitlines()[0] == f"{len(some)} checkpoints"
+        assert len(repr(some).splitlines()) == len(some) + 2
+        assert HOSTILE in shown(some)
+    assert [one.ref for one in infos[::-1][:2]] == ["13@1", "12@1"]
+    assert infos[-1].ref == "13@1"
+    assert infos[:1].append is not None
+    assert repr(infos[:0]) == "0 checkpoints"
+    assert copy.copy(infos) == copy.deepcopy(infos) == infos
+    assert repr(copy.copy(infos)) == repr(infos)
+    assert "1 term" in shown(store.terms())
+    changed = store.compare(1, 2)
+    assert "max_abs" in shown(changed)
+    assert "weight" in repr(changed[:1])
+    assert "0 differences" in shown(store.compare_state(1, 2))
+
+
+def test_of_a_long_list_the_ends_are_shown(tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "long")
+    with store.writer(poll_seconds=None) as writer:
+        for step in range(1, 121):
+            writer.save({"x": step}, step)
+    infos = store.checkpoints()
+    lines = repr(infos).splitlines()
+    assert len(lines) == 2 + 50 + 1
+    assert lines[0] == "120 checkpoints"
+    assert "... and 70 more" in lines[27]
+    assert lines[26].split()[0] == "25@1"
+    assert lines[28].split()[0] == "96@1"
+    assert "120@1" in shown(infos)
+
+
+def test_a_checkpoint_taken_apart_is_a_table(store: ckptstore.Store) -> None:
+    found = store.inspect(3)
+    assert repr(found).startswith("<CheckpointDescription of 3@1: 1 tensor, 800 B, stored in ")
+    assert repr(found).endswith("; restored from 3@1 full>")
+    assert "F64" in shown(found)
+    assert "weight" in shown(found)
+    assert "weight" in shown(found.tensors[0])
+    assert "full" in shown(found.chain[0])

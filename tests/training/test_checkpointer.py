@@ -604,7 +604,7 @@ def test_auto_says_what_it_takes_and_why(tmp_path: Path, caplog: pytest.LogCaptu
         checkpointer.resume()
         assert checkpointer.strategy == "full"
     (line,) = [record.getMessage() for record in caplog.records if "strategy" in record.getMessage()]
-    assert "not worth coding" in line
+    assert "not worth compressing" in line
     assert "\n" not in line
 
 
@@ -618,7 +618,7 @@ def test_on_a_terminal_auto_says_it_there(tmp_path: Path) -> None:
                 logger.setLevel(level)
                 with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2)) as checkpointer:
                     checkpointer.resume()
-                    assert ": full (24 B of state are not worth coding), term " in repr(checkpointer)
+                    assert ": full (24 B of state are not worth compressing), term " in repr(checkpointer)
             with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="delta") as checkpointer:
                 checkpointer.resume()
                 assert ": delta, term " in repr(checkpointer)
@@ -629,7 +629,7 @@ def test_on_a_terminal_auto_says_it_there(tmp_path: Path) -> None:
     finally:
         logger.setLevel(logging.NOTSET)
         os.close(main)
-    assert shown == f"ckptstore: {tmp_path / 's'}: strategy 'full': 24 B of state are not worth coding\r\nend\r\n"
+    assert shown == f"ckptstore: {tmp_path / 's'}: strategy 'full': 24 B of state are not worth compressing\r\nend\r\n"
 
 
 def test_auto_weighs_size_medium_cores_and_optimizer() -> None:

@@ -25,7 +25,8 @@ class CompactMove(HtmlTable):
         result: ``planned``: a dry run; ``done``; ``refused``: nothing was changed by it; ``waiting``: nobody answered
             yet, and it may still be done; ``left``: not begun, because nobody answered before.
         reason: why it was refused, or what is known of it; else empty.
-        bytes_before, bytes_after: of all segments, without it and with it. Before it is done: about.
+        bytes_before, bytes_after: of all segments of the store, without it and with it, so that their difference is
+            the move's own. Before it is done: about.
         seconds_before, seconds_after: to restore the slowest of `stored`, at the rates of this machine.
         written: keys of the new segments.
         dropped: keys of the segments that nothing needs any more, for gc; `dropped_nbytes`: their bytes.
@@ -83,13 +84,12 @@ class CompactReport(HtmlTable):
                 move.kind,
                 ", ".join(f"{ref} on {base}" if base else ref for ref, base in move.stored.items()),
                 move.why,
-                f"{move.bytes_before:,}",
-                f"{move.bytes_after:,}",
+                f"{move.bytes_after - move.bytes_before:+,}",
                 f"{move.result}: {move.reason}" if move.reason else move.result,
             )
             for move in self.moves
         ]
-        return table(self._said(), ("move", "checkpoints", "why", "bytes before", "after", "result"), rows)
+        return table(self._said(), ("move", "checkpoints", "why", "stored bytes", "result"), rows)
 
     def _said(self) -> str:
         would = "would be " if self.dry_run else ""
