@@ -158,6 +158,7 @@ class Life:
     Attributes:
         opened: (term, parent) by rank.
         acknowledged, failed: (term, step) that some rank was told of, was told has failed for sure.
+        doubted: (term, step) that some rank was told of that nobody knows.
         given: by rank: (term, step) whose `save_async` had returned.
         killed: ranks that died by SIGKILL.
         errors: what the others raised, by name.
@@ -166,6 +167,7 @@ class Life:
     opened: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     acknowledged: set[tuple[int, int]] = field(default_factory=set)
     failed: set[tuple[int, int]] = field(default_factory=set)
+    doubted: set[tuple[int, int]] = field(default_factory=set)
     given: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
     errors: Counter[str] = field(default_factory=Counter)
@@ -297,8 +299,8 @@ def _rank(root: Path, rank: int, size: int, port: int, doom: Doom, steps: int) -
 def _say_failure(say: Callable[[str], None], term: int, step: int, error: CkptError) -> None:
     say(f"error {type(error).__name__}")
     # What stopped the writer before may be raised again for a step that was never tried.
-    if not isinstance(error, CommitUnknownError | FencedError):
-        say(f"failed {term} {step}")
+    known = not isinstance(error, CommitUnknownError | FencedError)
+    say(f"{'failed' if known else 'doubted'} {term} {step}")
 
 
 def live(root: Path, size: int, doom: Doom, steps: int = _STEPS) -> Life:
@@ -363,10 +365,11 @@ def _note(life: Life, rank: int, text: str) -> None:
         if what == "opened":
             term, parent = map(int, rest[0].split())
             life.opened[rank] = (term, None if parent < 0 else parent)
-        elif what in ("saved", "failed", "given"):
+        elif what in ("saved", "failed", "doubted", "given"):
             term, step = map(int, rest[0].split())
-            of_rank = life.given.setdefault(rank, set())
-            {"saved": life.acknowledged, "failed": life.failed, "given": of_rank}[what].add((term, step))
+            given = life.given.setdefault(rank, set())
+            told = {"saved": life.acknowledged, "failed": life.failed, "doubted": life.doubted, "given": given}
+            told[what].add((term, step))
         elif what == "error":
             life.errors[rest[0]] += 1
         elif what == "bug":
@@ -395,7 +398,7 @@ def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]], cos
     if lied := life.failed & found.keys():
         raise Violation(f"said to have failed, and there: {sorted(lied)}")
     for rank, given in life.given.items():
-        if cost is not None and len(lost := given - found.keys() - life.failed) > cost:
+        if cost is not None and len(lost := given - found.keys() - life.failed - life.doubted) > cost:
             raise Violation(f"rank {rank} had given {sorted(lost)}, which are lost: more than {cost}")
     for (term, step), info in found.items():
         for rank in range(size if life.opened and term == next(iter(life.opened.values()))[0] else 1):

@@ -95,6 +95,9 @@ def test_every_way_to_a_state_without_a_rank_has_all_of_it(tmp_path: Path, name:
     with safe_open(tmp_path / "whole.safetensors", framework="numpy") as file:
         assert set(file.keys()) == names
     assert {one for one, _ in store.read_tensors(1)} >= names
+    for tensor in names:
+        assert b"".join(data for _, data in store.chunks(1, tensor)) == store.read_tensor(1, tensor).tobytes()
+        store.load(1, select=tensor)
     store.copy(tmp_path / "copy")
     assert plain(ckptstore.open(tmp_path / "copy").load(1)) == plain(union)
     assert {found.name for found in store.compare(1, 1)} == names

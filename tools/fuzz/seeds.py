@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 import ckptstore.formats
-from ckptstore.formats import folds, jsontext, texts
+from ckptstore.formats import folds, jsontext, ranked, texts
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.records import (
     CheckpointEntry,
@@ -231,11 +231,15 @@ def trees() -> list[bytes]:
         "frozen": frozenset(),
         "tuple": (1, (2, ()), []),
     }
+    few = {"tied": [shared], "o": OrderedDict([(2, shared)]), 3: shared, "tuple": (shared, 1, 2, 3), "text": None}
+    ranks = [state, few, dict(reversed(state.items())) | {"own": np.ones(2)}]
     extra = {"size": {"$size": [2, 3]}, "dtype": {"$dtype": "float32"}, "device": {"$device": "cuda:0"}}
     return [
         jsontext.dumps(flatten(state).tree),
         jsontext.dumps({"m": {"$t": "w"}, "n": [{"$t": "w"}]}),
         json.dumps(extra).encode(),
+        jsontext.dumps(ranked.merge([flatten(one).tree for one in ranks])),
+        jsontext.dumps({"a": ranked.merge([{"x": {"$t": "a.x"}}, [{"$t": "a.0"}], None])}),
     ]
 
 

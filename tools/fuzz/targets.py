@@ -18,7 +18,7 @@ from ckptstore.errors import (
     FormatError,
     UsageError,
 )
-from ckptstore.formats import folds, hashing, jsontext, texts
+from ckptstore.formats import folds, hashing, jsontext, ranked, texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.layout import ALIGN, TensorSpec
 from ckptstore.formats.records import (
@@ -277,8 +277,12 @@ def _jsontext(data: bytes) -> bool:
 
 
 def _tree(data: bytes) -> bool:
-    tree = jsontext.loads(data, what="fuzz", max_bytes=1 << 16)
+    stored = jsontext.loads(data, what="fuzz", max_bytes=1 << 16)
+    hidden = set(ranked.left_out(stored))
+    tree = ranked.of_rank(stored, None)  # of many ranks, the union of all
     names = tensor_names(tree)
+    _require(hidden.isdisjoint(names), "a tensor is in the union, and said to be left out")
+    _require(hidden | set(names) <= set(tensor_names(stored)), "a tensor of a union comes from nowhere")
     select(tree, set(names[::2]))
     arrays: dict[tuple[str, str], Any] = {}
 
