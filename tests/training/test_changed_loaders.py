@@ -125,7 +125,6 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
                 said = "; ".join(difference.sentence for difference in batches.compare(state))
                 assert not any(difference.prevents for difference in batches.compare(state))
                 batches.load_state_dict(state)
-                batches._remarks.clear()
             changed = any(one[what][life] != one[what][life - 1] for what in ("ranks", "sizes"))
             assert bool(said) == changed
             found = re.search(r"and (\d+) samples a second time", said)
