@@ -157,8 +157,8 @@ _HOMES = {
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",
     "host.caller_warnings": (
-        "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning LossyWarning"
-        " LostStepsWarning UnexplainedStepWarning UnpinnedWarning"
+        "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"
+        " LossyWarning LostStepsWarning UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",

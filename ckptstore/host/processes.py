@@ -30,10 +30,10 @@ def identity() -> dict[str, Any]:
     found: dict[str, Any] = {"host": platform.node(), "pid": pid}
     try:
         # A /proc of another namespace (a host's, shown in a container) would tell of another process.
-        if os.readlink("/proc/self") != str(pid):
+        if str(Path("/proc/self").readlink()) != str(pid):
             return found
         boot = _BOOT.read_text().strip()
-        names = " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES)
+        names = " ".join(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in _NAMESPACES)
         began = int(_fields(pid)[_BEGAN])
     except (OSError, ValueError, IndexError):
         return found

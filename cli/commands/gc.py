@@ -51,7 +51,8 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
 
     Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
     What a reader has pinned stays, and so do files that are not the store's. The pin of a process that has ended on
-    this host holds nothing. It may run at any time, beside writers and readers. Exits with 4 if the log is damaged: what it does not name may be what was lost, and stays.
+    this host holds nothing. It may run at any time, beside writers and readers. Exits with 4 if the log is damaged:
+    what it does not name may be what was lost, and stays.
     """
     with progress("deleting") as advance:
         target = opened(store)

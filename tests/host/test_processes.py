@@ -95,8 +95,8 @@ def test_a_proc_of_another_namespace_says_nothing(monkeypatch: pytest.MonkeyPatc
     """A host's /proc in a container: its numbers are not ours."""
     gone = identity() | {"pid": 2**22 + 1}
     assert has_ended(gone)
-    link = os.readlink
-    monkeypatch.setattr(processes.os, "readlink", lambda path: "1" if path == "/proc/self" else link(path))
+    link = Path.readlink
+    monkeypatch.setattr(Path, "readlink", lambda path: Path("1") if str(path) == "/proc/self" else link(path))
     assert set(identity()) == {"host", "pid"}
     assert not has_ended(gone)
 

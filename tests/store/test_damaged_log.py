@@ -21,6 +21,7 @@ from ckptstore.cli.main import cli
 from ckptstore.formats.records import slot_key
 from ckptstore.log.looks import Looks
 from ckptstore.reports.notebooks import store_html
+from ckptstore.reports.runs import find_runs
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_what_refuses_or_reports_says_it_itself(root: Path, tmp_path: Path) -> N
     assert {one.key for one in store.verify().damage} >= {slot_key(17), slot_key(18)}
     assert {one.key for one in ckptstore.repair(root, tmp_path / "repaired").damage} >= {slot_key(17), slot_key(18)}
     assert "2 log slots are damaged or missing" in store_html(store.journal)
-    (run,) = find_runs(root.parent)
+    run = next(one for one in find_runs(root.parent).runs if one.path == str(root))
     assert "damaged" in (run.error or "")
     with pytest.warns(DamagedLogWarning), pytest.raises(ckptstore.CorruptLogError, match="the log is damaged"):
         store.prune("last:1")
