@@ -71,6 +71,7 @@ def test_a_number_that_was_given_again_is_another_process() -> None:
         {"host": None},
         {"pid": "1"},
         {"pid": -1},
+        {"pid": -(2**22) - 7},
         {"pid": 0},
         {"pid": 10**30},
         {"pid": True},

@@ -76,6 +76,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/exchange/checkpoint_folders.py": _some("checkpoint_folders"),
     "ckptstore/exchange/exporting.py": _some("exporting"),
     "ckptstore/exchange/atomic_files.py": _some("exporting", "outside_attack"),
+    "ckptstore/host/processes.py": _some("host/test_processes"),
     "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
     "ckptstore/frameworks/pickled_arrays.py": _some("weight_files", "torch_archive"),
     "ckptstore/frameworks/torch_files.py": _some("weight_files", "pickled_arrays", "torch_archive"),
@@ -107,6 +108,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/maintenance/{name}.py": (*_some("tags_and_retirement"), "tests/cli/test_tag.py")
         for name in ("changing", "retiring", "tagging")
     },
+    **{f"ckptstore/log/{name}.py": _some("arriving", "damaged_log") for name in ("arriving", "telling")},
+    "ckptstore/log/reading.py": (*_LOG, *_some("arriving")),
+    "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_gc.py"),
     "ckptstore/log/*": _LOG,
     "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
     "ckptstore/write/ranks/*": _some("ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"),

@@ -37,7 +37,7 @@ _FENCING: Final = frozenset({"drain", "flush", "persist", "_drain", "_flush"})
 _PERSISTENT: Final = ("ckptstore/backends/pmem", "ckptstore/backends/libpmem")
 _CHECKING: Final = re.compile(r"_?(check|require|verify)_\w+|finish|_?finished")
 _CHECKSUMS: Final = re.compile(r"check_(header|chunk|identity|decoded|digest)")
-_PREDICATES: Final = {"intact": "checksum", "never_deleted": "anchor"}
+_PREDICATES: Final = {"intact": "checksum", "never_deleted": "anchor", "has_ended": "pin"}
 _DAMAGE: Final = frozenset(
     {"FormatError", "CorruptSegmentError", "CorruptLogError", "CorruptionError", "IncompatibleFormatError"}
 )
@@ -46,6 +46,8 @@ _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoun
 _RULES: Final = frozenset({"formats/retention.py"})
 _PROTOCOL: Final = frozenset(
     {
+        "ckptstore/host/processes.py",
+        "ckptstore/log/arriving.py",
         "ckptstore/log/reading.py",
         "ckptstore/log/term.py",
         "ckptstore/log/folding.py",
@@ -325,6 +327,8 @@ class _Finder(ast.NodeVisitor):
             return "checksum"
         if kind is not None and not (kind == "rule" and self.protocol):
             return kind
+        if self.path == "ckptstore/host/processes.py":
+            return "pin"  # whether a claim's process has ended
         if self.path == "ckptstore/log/pins.py":
             return "pin" if _PINS.search(text) else kind
         if _ANCHORS.search(text):
