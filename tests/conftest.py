@@ -63,6 +63,26 @@ LONGEST = (
 )
 """Files of 15 seconds and more. A worker that comes to one of them last would leave the others without work."""
 
+DAMAGED = (
+    "backends/test_hostile_keys.py",
+    "cli/test_gc.py",
+    "cli/test_log.py",
+    "cli/test_ls.py",
+    "cli/test_stats.py",
+    "cli/test_verify.py",
+    "log/test_folding.py",
+    "log/test_folding_edges.py",
+    "log/test_log.py",
+    "log/test_log_edges.py",
+    "log/test_log_machine.py",
+    "log/test_lost_slots.py",
+    "maintenance/test_copying.py",
+    "maintenance/test_lost_ends.py",
+    "maintenance/test_pruning.py",
+)
+"""Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. It has tests of its own,
+`store/test_damaged_log.py`. Anywhere else a log that is taken for damaged is a failure."""
+
 # A machine may be slow: neither a time-out of an example nor one of drawing it says anything.
 slow = [HealthCheck.too_slow]
 settings.register_profile("tests", max_examples=short_or(40, 100), deadline=None, suppress_health_check=slow)
@@ -78,6 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path in {ROOT / "tests" / name for name in DAMAGED}:
+            item.add_marker(pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning"), append=False)
     rank = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 

@@ -97,7 +97,8 @@ class Replica:
         if since is not None:
             # Prevents: what the view has, taken for what is there, and a slot that is added to an empty bucket.
             check_same_store(self._journal)
-        view = read(self._journal, since, look_above=True if since is None else None)
+        # Untold: damage is refused here, and what is being made has segments before their terms.
+        view = read(self._journal, since, look_above=True if since is None else None, tell=False)
         if view.damage:
             raise UsageError(
                 f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged; delete it, and copy anew"

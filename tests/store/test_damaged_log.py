@@ -181,9 +181,11 @@ def test_a_script_sees_it(root: Path) -> None:
     assert re.search(r"DamagedLogWarning: .*log slots 17, 18 are damaged or missing", done.stderr)
 
 
+@pytest.mark.filterwarnings("always::ckptstore.DamagedLogWarning")
 @pytest.mark.parametrize("command", [["restore", "--out", "x.safetensors"], ["inspect"], ["log"], ["gc"], ["stats"]])
 def test_a_command_says_it_once(root: Path, tmp_path: Path, command: list[str]) -> None:
     more = [str(tmp_path / one) if one.endswith("safetensors") else one for one in command[1:]]
     done = CliRunner().invoke(cli, [command[0], str(root), *more], catch_exceptions=False)
     said = re.findall(r"slots? 17\b", done.stderr + done.stdout)
     assert len(said) == 1, done.stderr + done.stdout
+    assert done.exit_code == (4 if command[0] in ("gc", "stats") else 0)
