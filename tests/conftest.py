@@ -79,6 +79,10 @@ DAMAGED = (
     "maintenance/test_copying.py",
     "maintenance/test_lost_ends.py",
     "maintenance/test_pruning.py",
+    "reports/test_stats.py",
+    "reports/test_watching.py",
+    "store/test_damage.py",
+    "store/test_store_methods.py",
 )
 """Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. It has tests of its own,
 `store/test_damaged_log.py`. Anywhere else a log that is taken for damaged is a failure."""

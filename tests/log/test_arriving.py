@@ -274,6 +274,21 @@ def test_a_slot_that_a_dead_writer_tore_is_damage_after_a_bounded_time(make: Mak
     assert store.latest_step() == 50
 
 
+def test_a_pin_that_a_dead_reader_tore_is_unreadable_and_waited_for_once(make: Maker) -> None:
+    plain = make("run")
+    filled(plain)
+    reveal = Reveal()
+    store = watched(make("run"), reveal)
+    with Pin(plain.backend, ["0" * 32]) as pin:
+        reveal.begin(pin.key, [10], forever=True)
+        watch = PinWatch(store.backend)
+        assert watch.survey().unreadable == (pin.key,)
+        looks = reveal.looks[pin.key]
+        assert looks > 3
+        assert watch.survey().unreadable == (pin.key,)
+        assert reveal.looks[pin.key] == looks + 1
+
+
 @damaged
 def test_a_follower_finds_a_slot_whole_that_was_slow(make: Maker) -> None:
     """Its writer was stopped for longer than anybody waits. The slot counts as soon as it is whole."""
