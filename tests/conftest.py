@@ -79,6 +79,7 @@ DAMAGED = (
     "maintenance/test_copying.py",
     "maintenance/test_lost_ends.py",
     "maintenance/test_pruning.py",
+    "maintenance/test_repairing.py",
     "reports/test_stats.py",
     "reports/test_watching.py",
     "store/test_damage.py",
