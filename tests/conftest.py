@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,8 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import compiled
-from ckptstore.log import arriving
 from tests import warmth
-from tests.forms import SHORT_STILL, short_or
+from tests.forms import short_or
 from tools.objects.server import Server, serving
 from tools.warm import Warm
 
@@ -77,8 +77,14 @@ DAMAGED = (
     "log/test_log_machine.py",
     "log/test_lost_slots.py",
     "maintenance/test_copying.py",
+    "maintenance/test_crafted_stores.py",
     "maintenance/test_lost_ends.py",
     "maintenance/test_pruning.py",
+    "maintenance/test_repairing.py",
+    "reports/test_stats.py",
+    "reports/test_watching.py",
+    "store/test_damage.py",
+    "store/test_store_methods.py",
 )
 """Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. It has tests of its own,
 `store/test_damaged_log.py`. Anywhere else a log that is taken for damaged is a failure."""
@@ -87,9 +93,6 @@ DAMAGED = (
 slow = [HealthCheck.too_slow]
 settings.register_profile("tests", max_examples=short_or(40, 100), deadline=None, suppress_health_check=slow)
 settings.load_profile("tests")
-
-
-arriving.STILL = SHORT_STILL  # torn slots that tests make on purpose are found so in a moment
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,6 +112,9 @@ def pytest_collection_finish() -> None:
     # Ten thousand tests and torch are some million objects, which each full collection would go through.
     gc.collect()
     gc.freeze()
+    # Torn slots that tests make on purpose are found so in a moment. (Tests that read no store do not import it.)
+    if (arriving := sys.modules.get("ckptstore.log.arriving")) is not None:
+        arriving.STILL = 0.3  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(trylast=True)

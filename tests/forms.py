@@ -6,18 +6,12 @@ import os
 
 import pytest
 
-from ckptstore.log import arriving
-
-__all__ = ["LONG", "SHORT_STILL", "STILL_FOR_USERS", "long_only", "short_or"]
+__all__ = ["LONG", "long_only", "short_or"]
 
 LONG = os.environ.get("CKPTSTORE_TESTS") == "long"
 
 long_only = pytest.mark.skipif(not LONG, reason="the long form: CKPTSTORE_TESTS=long, or make test-long")
 """What its short neighbours cover in kind; CI leaves it out to stay under 20 minutes."""
-
-SHORT_STILL = 0.3
-"""`arriving.STILL` in tests. A test that depends on the time which a slow writer gets puts `STILL_FOR_USERS` back."""
-STILL_FOR_USERS = arriving.STILL
 
 
 def short_or(short: int, long: int) -> int:

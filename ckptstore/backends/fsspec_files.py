@@ -117,7 +117,9 @@ class FsspecBackend(Backend):
         self._root = path.rstrip("/")
         self._links = _linker(filesystem)
         self._replaces = isinstance(_innermost(filesystem), LocalFileSystem)
-        self._how: Callable[[str, bytes], None] = self._ways()[0]
+        # Until a probe has found out. What another file system calls `link` may be anything.
+        sure = getattr(type(_innermost(filesystem)), "link", None) is LocalFileSystem.link
+        self._how: Callable[[str, bytes], None] = self._link if sure else self._open_exclusively
         self._lock = threading.Lock()
         self._process = os.getpid()
 

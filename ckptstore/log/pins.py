@@ -23,13 +23,13 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import ForeignObjectError, FormatError, KeyNotFoundError, ReadOnlyError, StorageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import PinRecord, pin_key
-from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin
+from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin, torn
 from ckptstore.host import background
 from ckptstore.host.background import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.processes import has_ended, identity
-from ckptstore.log.arriving import text_bytes
+from ckptstore.log.arriving import arrived
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
 
@@ -226,7 +226,7 @@ class PinWatch:
         seen: dict[str, tuple[bytes, float]] = {}
         for key in self._backend.list("pins/"):
             try:
-                data = text_bytes(self._backend, key, MANIFEST_LIMIT)
+                data = self._read(key)
             except KeyNotFoundError:  # released since the listing
                 continue
             except ForeignObjectError:
@@ -251,6 +251,11 @@ class PinWatch:
             segments.update(record.segments)
         self._seen = seen
         return Survey(frozenset(segments), tuple(records), tuple(dead), tuple(unreadable), records, lapsed)
+
+    def _read(self, key: str) -> bytes:
+        """A pin's bytes, once they are not on their way any more. What was torn for good before is not waited for."""
+        known = self._seen.get(key, (None, 0.0))[0]
+        return arrived(lambda: self._backend.get(key, MANIFEST_LIMIT), lambda data: torn(data) and data != known)
 
 
 def _claims(data: bytes, key: str, others: frozenset[str]) -> frozenset[str] | None:

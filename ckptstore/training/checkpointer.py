@@ -346,14 +346,13 @@ class Checkpointer:
         try:
             state, comparison, ref = self._read(tenure, parent, asked)
             heard = self._give_back(tenure, state, comparison, ref)
-            self._warn(tenure, comparison, heard, ref)
         except BaseException:
-            # Prevents: steps of a script that was not restored, or that a warning was to stop, as if they followed
-            # the checkpoint's.
+            # Prevents: steps of a script that was not restored, as if they followed the checkpoint's.
             self._taken.loaded = loaded
             self._end_term()
             raise
         self._agree(tenure)
+        self._warn(tenure, comparison, heard, ref)  # all is restored: where warnings are errors, nothing is lost
 
     def _warn(self, tenure: Tenure, comparison: Comparison, heard: Any, ref: str) -> None:
         """Say why the run will not be the one that was saved."""

@@ -30,9 +30,10 @@ from ckptstore.maintenance.copies.copying import copy
 from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.repair.repairing import repair
 from ckptstore.reports.notebooks import store_html
-from tests.forms import STILL_FOR_USERS
 from tests.log.revealing import Reveal, revealing
 from tools.objects.server import Server
+
+STILL_FOR_USERS = arriving.STILL  # when this is imported; while tests run it is less
 
 damaged = pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning")
 """Of tests in which a slot stays torn."""
@@ -272,6 +273,21 @@ def test_a_slot_that_a_dead_writer_tore_is_damage_after_a_bounded_time(make: Mak
         writer.save({"w": np.full(9, 50)}, step=50)
     assert reveal.looks[key] < 8
     assert store.latest_step() == 50
+
+
+def test_a_pin_that_a_dead_reader_tore_is_unreadable_and_waited_for_once(make: Maker) -> None:
+    plain = make("run")
+    filled(plain)
+    reveal = Reveal()
+    store = watched(make("run"), reveal)
+    with Pin(plain.backend, ["0" * 32]) as pin:
+        reveal.begin(pin.key, [10], forever=True)
+        watch = PinWatch(store.backend)
+        assert watch.survey().unreadable == (pin.key,)
+        looks = reveal.looks[pin.key]
+        assert looks > 3
+        assert watch.survey().unreadable == (pin.key,)
+        assert reveal.looks[pin.key] == looks + 1
 
 
 @damaged

@@ -503,6 +503,7 @@ def test_what_is_damaged_here_keeps_nothing_else_from_the_remote(folders: Place,
     assert steps(folders.theirs())[-1] == "7@3"
 
 
+@pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning")
 def test_a_damaged_log_is_not_drained(folders: Place) -> None:
     """What it does not show may say that something is retired, or that the run went on elsewhere."""
     fill(ckptstore.open(folders.here), 1, 4)
