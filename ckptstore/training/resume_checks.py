@@ -14,7 +14,7 @@ import torch
 
 from ckptstore.errors import FormatError, StateMismatchError, UsageError
 from ckptstore.training import rng, schedules
-from ckptstore.training.batches import CountedBatches
+from ckptstore.training.batches import is_stateful
 from ckptstore.training.fitting import Fit, Member, Undo, some
 from ckptstore.training.given import Given, placed
 from ckptstore.training.module_fit import ModuleFit
@@ -196,10 +196,13 @@ class Comparison:
 
     def _schedulers(self, state: Any) -> None:
         for path, scheduler, its, about in self._each("scheduler", state):
-            refused = schedules.refusal(path, scheduler, its, about)
-            if not refused:
-                self.notes += schedules.otherwise(path, scheduler, its, about)
-            self._member(path, its, scheduler, refused)
+            self._schedule(path, scheduler, its, about)
+
+    def _schedule(self, path: str, scheduler: Any, state: Any, about: Any) -> None:
+        refused = schedules.refusal(path, scheduler, state, about)
+        if not refused:
+            self.notes += schedules.otherwise(path, scheduler, state, about)
+        self._member(path, state, scheduler, refused)
 
     def _scaler(self, state: Any) -> None:
         scaler: Any = self._given.scaler
@@ -215,13 +218,21 @@ class Comparison:
 
     def _loader(self, state: Any) -> None:
         loader = self._given.loader
-        compare = getattr(type(loader), "compare", None)
-        # Only our own: a loader of the script may have a method of that name for something else.
-        if compare is not None and type(loader).__module__.startswith("ckptstore."):
-            self.warnings += [f"loader: {one}" for one in loader.compare(state)]
-        counted = isinstance(loader, CountedBatches)
-        get = loader.state_dict if counted else None  # to ask another one may start its workers
-        self.fits.append(Member("loader", state, get, loader.load_state_dict, foreign=not counted))
+        # Of our own alone: a loader of the script may have members of these names for something else.
+        ours = type(loader).__module__.startswith("ckptstore.")
+        compare = getattr(type(loader), "compare", None) if ours else None
+        differences: list[str] = []
+        if compare is not None:
+            try:
+                compare(loader, state)  # what follows from a change it says itself, when it has gone there
+            except FormatError as error:
+                differences.append(f"loader: {error}")
+        inner = getattr(loader, "loader", loader) if ours else loader
+        # It comes last and is not asked for its state before: that may start its workers.
+        foreign = is_stateful(inner)
+        self.fits.append(
+            Member("loader", state, None, loader.load_state_dict, differences=differences, foreign=foreign)
+        )
 
     def _extras(self, state: Any) -> None:
         for name, (get, put) in self._given.extra.items():
@@ -232,6 +243,13 @@ class Comparison:
                 )
             elif isinstance(value, torch.nn.Module):
                 self.fits.append(ModuleFit(path, value, state[name]))
+            elif isinstance(value, torch.optim.Optimizer):
+                about = _member(self._about.get("extra"), name)
+                self.fits.append(
+                    OptimizerFit(path, value, state[name], about, self._given.paths(), self._weights(), part="extra")
+                )
+            elif schedules.is_schedule(value):
+                self._schedule(path, value, state[name], _member(self._about.get("extra"), name))
             else:
                 self.fits.append(Member(path, state[name], get, put))
 

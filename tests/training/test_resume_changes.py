@@ -505,9 +505,6 @@ def test_another_schedule_is_refused_and_on_request_left_out(tmp_path: Path) -> 
     assert optimizer.state
 
 
-WARMUP = 3
-
-
 def nested(optimizer: Any, milestone: int, total: int) -> Any:
     schedules = torch.optim.lr_scheduler
     first = schedules.LinearLR(optimizer, total_iters=total)
@@ -613,3 +610,105 @@ def test_warnings_that_are_errors_come_when_all_is_restored(tmp_path: Path) -> N
         checkpointer.step()
     assert ckptstore.open(tmp_path / "s").latest_step() == 4
     assert optimizer.state
+
+
+def test_optimizers_and_schedules_in_extra_are_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that steps them itself: they are given as anything else with a state."""
+
+    def made(swapped: bool, total: int = 10, kind: Any = torch.optim.Adam) -> tuple[Any, Any, Any]:
+        model = Two(swapped)
+        optimizer = kind(model.parameters())
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+
+    def parts(model: Any, optimizer: Any, schedule: Any) -> dict[str, Any]:
+        return {"model": model, "extra": {"optimizer": optimizer, "schedule": schedule}, "strategy": "full"}
+
+    model, optimizer, schedule = made(False)
+    with Checkpointer(tmp_path / "s", **parts(model, optimizer, schedule)) as checkpointer:
+        checkpointer.resume()
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, float(number + 1))
+        optimizer.step()
+        schedule.step()
+        checkpointer.step()
+    other, fresh, longer = made(True, 20)
+    with (
+        caplog.at_level(logging.WARNING),
+        Checkpointer(tmp_path / "s", **parts(other, fresh, longer)) as checkpointer,
+    ):
+        assert checkpointer.resume() == 1
+    same(moments(other, fresh), moments(model, optimizer))
+    assert "extra['schedule']: T_max is 10, as in the checkpoint, not 20 as in the script" in caplog.text
+    with (
+        Checkpointer(tmp_path / "s", **parts(*made(False, kind=torch.optim.RMSprop))) as checkpointer,
+        pytest.raises(StateMismatchError, match=r"extra\['optimizer'\]: Adam in the checkpoint, RMSprop in the script"),
+    ):
+        checkpointer.resume()
+
+
+def test_a_schedule_is_looked_at_in_its_wrapper(tmp_path: Path) -> None:
+    class Wrapper:
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+        def step(self) -> None:
+            self.scheduler.step()
+
+        def state_dict(self) -> Any:
+            return self.scheduler.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.scheduler.load_state_dict(state)
+
+    trained(tmp_path / "s", Two(), scheduler=lambda o: Wrapper(torch.optim.lr_scheduler.StepLR(o, 2)))
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = Wrapper(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    error = refused(tmp_path / "s", model, optimizer, scheduler=wrapped)
+    assert error.differences == ("scheduler: StepLR in the checkpoint, ExponentialLR in the script",)
+
+
+@pytest.mark.parametrize("own", ["class", "hook"])
+def test_a_module_that_loads_in_its_own_way_knows_what_fits(tmp_path: Path, own: str) -> None:
+    """It renames what older checkpoints have; the rest of the model is compared as ever."""
+
+    class Renamed(nn.Linear):  # type: ignore[misc]
+        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+            renamed(state, prefix)
+            super()._load_from_state_dict(state, prefix, *rest)
+
+    def renamed(state: Any, prefix: str, *_: Any) -> None:
+        for name in ("weight", "bias"):
+            if f"{prefix}{name}" not in state:
+                state[f"{prefix}{name}"] = state.pop(f"{prefix}old_{name}")
+
+    class Old(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.old_weight = nn.Parameter(torch.randn(4, 4))
+            self.old_bias = nn.Parameter(torch.randn(4))
+
+    model, _ = trained(tmp_path / "s", Two(c=Old()))
+    layer = Renamed(4, 4) if own == "class" else nn.Linear(4, 4)
+    if own == "hook":
+        layer.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: renamed(state, prefix))
+    other = Two(c=layer)
+    assert resumed(tmp_path / "s", other, torch.optim.AdamW(other.parameters()), {"parts": "model"}) == 3
+    assert torch.equal(other.c.weight, model.c.old_weight)
+    assert torch.equal(other.a.weight, model.a.weight)
+
+
+@pytest.mark.filterwarnings("ignore:loader= was given")
+def test_nothing_is_put_aside_where_nothing_foreign_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Putting back takes a copy of the model: only if something of the script's own may fail."""
+    from ckptstore.training.module_fit import ModuleFit
+
+    copies: list[str] = []
+    monkeypatch.setattr(ModuleFit, "remember", lambda self: copies.append(self.path))
+    batches = torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2)
+    also = {"loader": batches, "scaler": torch.amp.GradScaler("cpu")}
+    trained(tmp_path / "s", Two(), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2), **also)
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    resumed(tmp_path / "s", model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2), **also)
+    assert copies == []
