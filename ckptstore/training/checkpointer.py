@@ -341,13 +341,11 @@ class Checkpointer:
         Args:
             parent: None: what an agent has kept.
         """
-        loaded = self._taken.loaded
         try:
             state, comparison, ref = self._read(tenure, parent, asked)
             heard = self._give_back(tenure, state, comparison, ref)
         except BaseException:
             # Prevents: steps of a script that was not restored, as if they followed the checkpoint's.
-            self._taken.loaded = loaded
             self._end_term()
             raise
         self._agree(tenure)

@@ -18,7 +18,7 @@ from ckptstore.training.batches import is_stateful
 from ckptstore.training.fitting import Fit, Member, Undo, some
 from ckptstore.training.given import Given, placed
 from ckptstore.training.module_fit import ModuleFit
-from ckptstore.training.naming import bare
+from ckptstore.training.naming import bare_state
 from ckptstore.training.optimizer_fit import OptimizerFit
 
 __all__ = ["FORMAT", "PARTS", "Comparison", "check_format", "check_parts"]
@@ -272,7 +272,7 @@ class Comparison:
                 states.append((f"extra.{name}", extra.get(name)))
         for place, state in states:
             if isinstance(state, Mapping):
-                found |= {f"{place}.{bare(str(name))}": one for name, one in state.items()}
+                found |= {f"{place}.{name}": one for name, one in bare_state(state).items()}
         return found
 
     # -- what is said

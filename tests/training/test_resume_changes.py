@@ -712,3 +712,88 @@ def test_nothing_is_put_aside_where_nothing_foreign_comes(tmp_path: Path, monkey
     optimizer = torch.optim.AdamW(model.parameters())
     resumed(tmp_path / "s", model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2), **also)
     assert copies == []
+
+
+def test_several_models_and_optimizers_by_key(tmp_path: Path) -> None:
+    def made(keys: str, dtype: Any = torch.float32) -> tuple[dict[str, Any], dict[str, Any]]:
+        models = {key: Two(swapped=keys != "xy").to(dtype) for key in keys}
+        return models, {key: torch.optim.Adam(models[key].parameters()) for key in keys}
+
+    models, optimizers = made("xy")
+    with Checkpointer(tmp_path / "s", model=models, optimizer=optimizers, strategy="full") as checkpointer:
+        checkpointer.resume()
+        for place, key in enumerate("xy"):
+            for number, parameter in enumerate(models[key].parameters()):
+                parameter.grad = torch.full_like(parameter, 10.0 * place + number + 1)
+            optimizers[key].step()
+        checkpointer.step()
+    others, fresh = made("yx", torch.float64)
+    with pytest.warns(DeterminismWarning, match=r"8 tensors of the model .* 16 tensors of the optimizer"):
+        assert resumed(tmp_path / "s", others, fresh) == 1
+    for key in "xy":
+        before = moments(models[key], optimizers[key])
+        for name, one in moments(others[key], fresh[key]).items():
+            assert torch.equal(one, before[name].to(one.dtype)), (key, name)
+    with (
+        Checkpointer(tmp_path / "s", model={"x": Two()}, optimizer=None, strategy="full") as checkpointer,
+        pytest.raises(StateMismatchError, match=r"model: \['x'\] are to be restored, the checkpoint has \['x', 'y'\]"),
+    ):
+        checkpointer.resume()
+    mine = Two()
+    with pytest.warns(DeterminismWarning):
+        assert resumed(tmp_path / "s", {"x": mine, "z": Two()}, None, {"strict": False, "parts": "model"}) == 1
+    assert torch.equal(mine.a.weight, models["x"].a.weight)
+
+
+@pytest.mark.filterwarnings("ignore::ckptstore.UnexplainedStepWarning")
+def test_an_optimizer_that_keeps_one_vector_wants_the_same_order(tmp_path: Path) -> None:
+    def made(swapped: bool) -> tuple[Any, Any]:
+        model = Two(swapped)
+        return model, torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    model, optimizer = made(False)
+    with Checkpointer(tmp_path / "s", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        checkpointer.resume()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = sum(one.square().sum() * (number + 1) for number, one in enumerate(model.parameters()))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        checkpointer.step()
+    other, fresh = made(False)
+    assert resumed(tmp_path / "s", other, fresh) == 1
+    kept = [state[one.a.weight]["prev_flat_grad"] for one, state in ((model, optimizer.state), (other, fresh.state))]
+    assert torch.equal(*kept)
+    error = refused(tmp_path / "s", *made(True))
+    assert error.differences == ("optimizer: LBFGS keeps all parameters in one vector, in another order",)
+
+
+def test_parameters_that_became_one_are_refused_though_they_are_equal(tmp_path: Path) -> None:
+    model = Two()
+    with torch.no_grad():
+        model.b.weight.copy_(model.a.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with Checkpointer(tmp_path / "s", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        checkpointer.resume()
+        optimizer.step()
+        checkpointer.step()
+    other = Two()
+    other.b.weight = other.a.weight
+    error = refused(tmp_path / "s", other, torch.optim.SGD(other.parameters(), 0.0))
+    assert error.differences[0] == "optimizer: model.b.weight: one parameter with model.a.weight in the script only"
+
+
+def test_modules_that_are_called_alike_without_what_compile_puts_there_keep_their_names(tmp_path: Path) -> None:
+    def made() -> Any:
+        model = Two()
+        model.a.add_module("_orig_mod", nn.Linear(4, 4))  # a.weight, and a._orig_mod.weight
+        return model
+
+    model, _ = trained(tmp_path / "s", made(), lambda p: torch.optim.SGD(p, 0.1))
+    assert "a._orig_mod.weight" in ckptstore.open(tmp_path / "s").load()["model"]
+    other = made()
+    resumed(tmp_path / "s", other, torch.optim.SGD(other.parameters(), 0.1))
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
