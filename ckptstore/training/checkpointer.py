@@ -349,7 +349,7 @@ class Checkpointer:
             self._end_term()
             raise
         self._agree(tenure)
-        left = f"left out, as the script has it: {some(comparison.differences)}" if comparison.differences else ""
+        left = f"left as the script has it: {some(comparison.differences)}" if comparison.differences else ""
         for said in [*([left] if left else []), *comparison.warnings]:
             warn(f"resuming {ref}: {said}", DeterminismWarning)
         compared(heard, self._captured.environment(tenure.ranks), ref)

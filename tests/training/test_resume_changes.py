@@ -259,7 +259,7 @@ def test_a_vocabulary_of_another_size_is_refused_and_on_request_left_out(tmp_pat
     error = refused(tmp_path / "s", other, fresh)
     assert "model.words.weight: float32 [5, 4] in the checkpoint, float32 [7, 4] in the script" in error.differences
     words = other.words.weight.clone()
-    with pytest.warns(DeterminismWarning, match=r"left out, as the script has it: model\.words\.weight"):
+    with pytest.warns(DeterminismWarning, match=r"left as the script has it: model\.words\.weight"):
         assert resumed(tmp_path / "s", other, fresh, {"strict": False}) == 3
     assert torch.equal(other.words.weight, words)
     assert other.words.weight not in fresh.state
@@ -498,7 +498,7 @@ def test_another_schedule_is_refused_and_on_request_left_out(tmp_path: Path) -> 
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     error = refused(tmp_path / "s", model, optimizer, scheduler=scheduler)
     assert error.differences == ("scheduler: StepLR in the checkpoint, CosineAnnealingLR in the script",)
-    with pytest.warns(DeterminismWarning, match="left out, as the script has it: scheduler: StepLR"):
+    with pytest.warns(DeterminismWarning, match="left as the script has it: scheduler: StepLR"):
         assert resumed(tmp_path / "s", model, optimizer, {"strict": False}, scheduler=scheduler) == 3
     assert scheduler.last_epoch == 0
     assert scheduler.T_max == 10
