@@ -797,3 +797,34 @@ def test_modules_that_are_called_alike_without_what_compile_puts_there_keep_thei
     other = made()
     resumed(tmp_path / "s", other, torch.optim.SGD(other.parameters(), 0.1))
     assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+
+def test_a_group_that_was_divided_keeps_the_script_s_numbers(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two(), lambda p: torch.optim.AdamW(p, weight_decay=0.3))
+    other = Two()
+    groups = [{"params": other.a.parameters(), "weight_decay": 0.1}, {"params": other.b.parameters()}]
+    fresh = torch.optim.AdamW(groups, weight_decay=0.0)
+    with pytest.warns(DeterminismWarning, match="1 in the checkpoint, 2 in the script"):
+        assert resumed(tmp_path / "s", other, fresh, {"strict": False}) == 3
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.1, 0.0]
+    assert len(fresh.state) == 4
+
+
+def test_what_a_module_s_own_way_of_loading_lacks_is_said_beside_repeated_elements(tmp_path: Path) -> None:
+    def made(own: Any) -> Any:
+        model = Two(c=own)
+        model.register_buffer("spread", torch.rand(()).expand(3))
+        return model
+
+    class Own(nn.Linear):  # type: ignore[misc]
+        def _load_from_state_dict(self, *rest: Any) -> None:
+            super()._load_from_state_dict(*rest)
+
+    trained(tmp_path / "s", made(nn.Linear(4, 4, bias=False)))
+    other = made(Own(4, 4))
+    before = {name: one.clone() for name, one in other.state_dict().items()}
+    optimizer = torch.optim.AdamW(other.parameters())
+    with pytest.raises(RuntimeError, match=r"model: not restored: c\.bias") as caught:
+        resumed(tmp_path / "s", other, optimizer, {"parts": "model"})
+    assert "are as they were before" in caught.value.__notes__[0]
+    assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
