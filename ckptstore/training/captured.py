@@ -146,7 +146,13 @@ class Captured:
             )
         if self._scheduler is not None:
             found["scheduler"] = states(self._scheduler, schedules.described)
-        return found
+        extra: dict[str, Any] = {}
+        for name, one in self._given.items():
+            if isinstance(one, torch.optim.Optimizer):
+                extra[name] = optimizer_fit.described(one, self.given.paths())
+            elif schedules.is_schedule(one):
+                extra[name] = schedules.described(one)
+        return {**found, "extra": extra} if extra else found
 
     @property
     def extra_bytes(self) -> int:

@@ -342,13 +342,11 @@ class Checkpointer:
         Args:
             parent: None: what an agent has kept.
         """
-        loaded = self._taken.loaded
         try:
             state, comparison, ref = self._read(tenure, parent, asked)
             heard = self._give_back(tenure, state, comparison, ref)
         except BaseException:
             # Prevents: steps of a script that was not restored, as if they followed the checkpoint's.
-            self._taken.loaded = loaded
             self._end_term()
             raise
         self._agree(tenure)
@@ -356,7 +354,7 @@ class Checkpointer:
 
     def _warn(self, tenure: Tenure, comparison: Comparison, heard: Any, ref: str) -> None:
         """Say why the run will not be the one that was saved."""
-        left = f"left out, as the script has it: {some(comparison.differences)}" if comparison.differences else ""
+        left = f"left as the script has it: {some(comparison.differences)}" if comparison.differences else ""
         for said in [*([left] if left else []), *comparison.warnings]:
             warn(f"resuming {ref}: {said}", DeterminismWarning)
         compared(heard, self._captured.environment(tenure.ranks), ref)

@@ -10,7 +10,7 @@ import torch
 
 from ckptstore.restore.targets import distinct_elements
 from ckptstore.training.fitting import Undo, castable, described_form, form_of
-from ckptstore.training.naming import bare
+from ckptstore.training.naming import bare, bare_names, bare_state
 
 __all__ = ["ModuleFit"]
 
@@ -91,11 +91,12 @@ class ModuleFit:
         if not isinstance(self._state, Mapping):
             self.differences.append(f"{self.path}: a {type(self._state).__name__} in the checkpoint, not a module's")
             return
-        saved = {bare(str(name)): value for name, value in self._state.items()}
+        saved = bare_state(self._state)
+        names = bare_names(live)
         first: dict[Any, str] = {}
         for name, tensor in live.items():
-            self._compare_one(name, tensor, saved, first)
-        known = {bare(name) for name in live}
+            self._compare_one(name, names[name], tensor, saved, first)
+        known = set(names.values())
         for name, value in saved.items():
             if name in known:
                 continue
@@ -104,8 +105,8 @@ class ModuleFit:
             else:
                 self.differences.append(f"{self.path}.{name}: the script's has none (checkpoint: {_form(value)})")
 
-    def _compare_one(self, name: str, live: Any, saved: Mapping[str, Any], first: dict[Any, str]) -> None:
-        path, plain = f"{self.path}.{bare(name)}", bare(name)
+    def _compare_one(self, name: str, plain: str, live: Any, saved: Mapping[str, Any], first: dict[Any, str]) -> None:
+        path = f"{self.path}.{plain}"
         if plain not in saved:
             if not self._is_own(plain):
                 self.differences.append(f"{path}: the checkpoint has none (script: {_form(live)})")

@@ -14,16 +14,25 @@ import torch
 
 from ckptstore.formats.names import bare_name as bare
 
-__all__ = ["bare", "bare_state", "parameter_paths"]
+__all__ = ["bare", "bare_names", "bare_state", "parameter_paths"]
+
+
+def bare_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of one module's members, each with that without what `torch.compile` put into it; as they are, if two would
+    be one without it."""
+    found = {name: bare(name) for name in names}
+    # Prevents: one of two members lost, or restored to the other, where modules are called as torch calls its own.
+    return found if len(set(found.values())) == len(found) else {name: name for name in found}
 
 
 def bare_state(state: Any) -> Any:
     """A module's state under bare names. One without compiled modules is returned as it is, as is any other object."""
-    if not isinstance(state, Mapping) or all(name == bare(name) for name in state if isinstance(name, str)):
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         return state
-    found = OrderedDict((bare(name) if isinstance(name, str) else name, value) for name, value in state.items())
-    # Prevents: one of two members lost, where a model has modules that are called alike without what torch put there.
-    return found if len(found) == len(state) else state
+    names = bare_names(state)
+    if all(name == short for name, short in names.items()):
+        return state
+    return OrderedDict((names[name], value) for name, value in state.items())
 
 
 def parameter_paths(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, torch.Tensor]:
@@ -32,8 +41,9 @@ def parameter_paths(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str,
     Args:
         modules: each with its place in the state.
     """
-    return {
-        f"{place}.{bare(name)}": parameter
-        for place, module in modules
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
+    found: dict[str, torch.Tensor] = {}
+    for place, module in modules:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        names = bare_names(parameters)
+        found |= {f"{place}.{names[name]}": parameter for name, parameter in parameters.items()}
+    return found

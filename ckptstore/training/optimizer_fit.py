@@ -49,8 +49,6 @@ class OptimizerFit:
         pairs: (number in the checkpoint, parameter), of those that have the same name.
     """
 
-    part = "optimizer"
-
     def __init__(
         self,
         path: str,
@@ -59,6 +57,7 @@ class OptimizerFit:
         about: Any,
         paths: Mapping[int, Sequence[str]],
         weights: Mapping[str, Any],
+        part: str = "optimizer",
     ) -> None:
         """Compare. Nothing is changed.
 
@@ -66,7 +65,9 @@ class OptimizerFit:
             about: what `described` said of it; None: it is an old checkpoint.
             paths: of the script's parameters, by identity.
             weights: the checkpoint's parameters by path.
+            part: of the state.
         """
+        self.part = part
         self.path = path
         self.differences: list[str] = []
         self.casts: list[tuple[str, torch.dtype, torch.dtype]] = []

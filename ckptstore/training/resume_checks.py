@@ -18,7 +18,7 @@ from ckptstore.training.fitting import Fit, Member, Undo, some
 from ckptstore.training.given import Given, placed
 from ckptstore.training.loader_plans import is_stateful
 from ckptstore.training.module_fit import ModuleFit
-from ckptstore.training.naming import bare
+from ckptstore.training.naming import bare_state
 from ckptstore.training.optimizer_fit import OptimizerFit
 
 __all__ = ["FORMAT", "PARTS", "Comparison", "check_format", "check_parts"]
@@ -196,10 +196,13 @@ class Comparison:
 
     def _schedulers(self, state: Any) -> None:
         for path, scheduler, its, about in self._each("scheduler", state):
-            refused = schedules.refusal(path, scheduler, its, about)
-            if not refused:
-                self.notes += schedules.otherwise(path, scheduler, its, about)
-            self._member(path, its, scheduler, refused)
+            self._schedule(path, scheduler, its, about)
+
+    def _schedule(self, path: str, scheduler: Any, state: Any, about: Any) -> None:
+        refused = schedules.refusal(path, scheduler, state, about)
+        if not refused:
+            self.notes += schedules.otherwise(path, scheduler, state, about)
+        self._member(path, state, scheduler, refused)
 
     def _scaler(self, state: Any) -> None:
         scaler: Any = self._given.scaler
@@ -215,14 +218,16 @@ class Comparison:
 
     def _loader(self, state: Any) -> None:
         loader: Any = self._given.loader
+        differences: list[str] = []
         try:
-            loader.compare(state)  # what it finds the loader says by itself, once it was sent there (`remark`)
+            loader.compare(state)  # what follows from a change the loader says itself, when it has gone there
         except FormatError as error:
-            self.differences.append(f"loader: {error}")
-            return
+            differences.append(f"loader: {error}")
+        # It comes last and is not asked for its state before: that may start its workers.
         foreign = is_stateful(loader.loader)
-        get = None if foreign else loader.state_dict  # to ask a loader of the script's own may start its workers
-        self.fits.append(Member("loader", state, get, loader.load_state_dict, foreign=foreign))
+        self.fits.append(
+            Member("loader", state, None, loader.load_state_dict, differences=differences, foreign=foreign)
+        )
 
     def _extras(self, state: Any) -> None:
         for name, (get, put) in self._given.extra.items():
@@ -233,6 +238,13 @@ class Comparison:
                 )
             elif isinstance(value, torch.nn.Module):
                 self.fits.append(ModuleFit(path, value, state[name]))
+            elif isinstance(value, torch.optim.Optimizer):
+                about = _member(self._about.get("extra"), name)
+                self.fits.append(
+                    OptimizerFit(path, value, state[name], about, self._given.paths(), self._weights(), part="extra")
+                )
+            elif schedules.is_schedule(value):
+                self._schedule(path, value, state[name], _member(self._about.get("extra"), name))
             else:
                 self.fits.append(Member(path, state[name], get, put))
 
@@ -255,7 +267,7 @@ class Comparison:
                 states.append((f"extra.{name}", extra.get(name)))
         for place, state in states:
             if isinstance(state, Mapping):
-                found |= {f"{place}.{bare(str(name))}": one for name, one in state.items()}
+                found |= {f"{place}.{name}": one for name, one in bare_state(state).items()}
         return found
 
     # -- what is said

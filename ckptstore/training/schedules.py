@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any, Final
 
-__all__ = ["described", "otherwise", "refusal"]
+import torch
+
+__all__ = ["described", "is_schedule", "otherwise", "refusal"]
 
 _PROGRESS: Final = frozenset(
     {"last_epoch", "num_bad_epochs", "best", "cooldown_counter", "T_cur", "T_i", "base_lrs", "n_averages", "verbose"}
@@ -28,6 +30,7 @@ _VERSION: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 
 def described(schedule: Any) -> dict[str, Any]:
     """What a checkpoint says of a schedule beside its state: its class, its functions, and of those in it the same."""
+    schedule = _inner(schedule)
     found: dict[str, Any] = {"class": type(schedule).__qualname__}
     if functions := [_function(one) for one in _functions(schedule)]:
         found["functions"] = functions
@@ -42,6 +45,7 @@ def refusal(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
     Args:
         about: what `described` said of it; None: it is an old checkpoint.
     """
+    schedule = _inner(schedule)
     mine = type(schedule).__qualname__
     if isinstance(about, Mapping):
         if about.get("class") != mine:
@@ -63,6 +67,7 @@ def refusal(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
 
 def otherwise(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
     """What the script told its schedule and the checkpoint has otherwise, for people. Ask before it is loaded."""
+    schedule = _inner(schedule)
     live = _live(schedule)
     found = [
         f"{path}: {name.lstrip('_')} is {_said(state[name])}, as in the checkpoint, not {_said(live[name])} as in the "
@@ -81,6 +86,17 @@ def otherwise(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
         its, its_about = _at(states, number), _at(abouts, number)
         found += otherwise(f"{path}[{number}]", part, its, its_about)
     return found
+
+
+def is_schedule(value: Any) -> bool:
+    """Whether it is one of torch's, or what wraps one."""
+    return isinstance(_inner(value), torch.optim.lr_scheduler.LRScheduler)
+
+
+def _inner(schedule: Any) -> Any:
+    """A schedule, of what wraps it (Accelerate's) and hands its state on."""
+    inner = getattr(schedule, "scheduler", None)
+    return inner if isinstance(inner, torch.optim.lr_scheduler.LRScheduler) else schedule
 
 
 def _at(values: Any, number: int) -> Any:

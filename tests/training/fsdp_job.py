@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ckptstore
 from ckptstore import DeterminismWarning
-from ckptstore.errors import UsageError
+from ckptstore.errors import StateMismatchError, UsageError
 from ckptstore.training import Checkpointer, TopKHook
 from tests.forms import short_or
 
@@ -304,6 +304,51 @@ def chosen(folder: Path) -> None:
     assert found == norm.full_tensor().item()
 
 
+def changed_net(names: str) -> tuple[nn.Module, Any]:
+    """Layers of one shape, made in this order, of parameters with bits of their own; sharded; moments by name."""
+    model = nn.Module()
+    for name in names:
+        model.add_module(name, nn.Linear(6, 6))
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def changed(folder: Path) -> None:
+    """Modules in another order are restored by names; what does not fit is refused before it is read."""
+
+    def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return whole({name: dict(optimizer.state[one]) for name, one in model.named_parameters()})
+
+    store = folder / "changed"
+    model, optimizer = changed_net("ab")
+    with Checkpointer(store, model=model, optimizer=optimizer, strategy="gradient") as checkpointer:
+        checkpointer.resume()
+        for _ in range(2):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, float(number + 1))
+            optimizer.step()
+            checkpointer.step()
+    expected = whole(dict(model.state_dict())), moments(model, optimizer)
+    other, fresh = changed_net("ba")
+    with Checkpointer(store, model=other, optimizer=fresh, strategy="gradient") as checkpointer:
+        assert checkpointer.resume() == 2
+    found = whole(dict(other.state_dict())), moments(other, fresh)
+    for one, its in zip(expected, found, strict=True):
+        same({name: one[name] for name in sorted(one)}, {name: its[name] for name in sorted(its)})
+    larger, more = changed_net("abc")
+    before = whole(dict(larger.state_dict()))
+    with Checkpointer(store, model=larger, optimizer=more, strategy="gradient") as checkpointer:
+        with pytest.raises(StateMismatchError, match=r"model\.c\.weight: the checkpoint has none"):
+            checkpointer.resume()
+        same(whole(dict(larger.state_dict())), before)
+        assert not more.state
+        with pytest.warns(DeterminismWarning, match="left as the script has it"):
+            assert checkpointer.resume(strict=False) == 2
+    now = whole(dict(larger.state_dict()))
+    same({name: one for name, one in now.items() if name[0] != "c"}, {name: expected[0][name] for name in expected[0]})
+    same(now["c.weight"], before["c.weight"])
+
+
 def refused(folder: Path) -> None:
     """What cannot be with shards."""
     script = Script()
@@ -413,6 +458,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         as_one,
         chosen,
         refused,
+        changed,
         other_ranks,
         signalled,
         terminated,

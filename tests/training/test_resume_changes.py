@@ -259,7 +259,7 @@ def test_a_vocabulary_of_another_size_is_refused_and_on_request_left_out(tmp_pat
     error = refused(tmp_path / "s", other, fresh)
     assert "model.words.weight: float32 [5, 4] in the checkpoint, float32 [7, 4] in the script" in error.differences
     words = other.words.weight.clone()
-    with pytest.warns(DeterminismWarning, match=r"left out, as the script has it: model\.words\.weight"):
+    with pytest.warns(DeterminismWarning, match=r"left as the script has it: model\.words\.weight"):
         assert resumed(tmp_path / "s", other, fresh, {"strict": False}) == 3
     assert torch.equal(other.words.weight, words)
     assert other.words.weight not in fresh.state
@@ -498,14 +498,11 @@ def test_another_schedule_is_refused_and_on_request_left_out(tmp_path: Path) -> 
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     error = refused(tmp_path / "s", model, optimizer, scheduler=scheduler)
     assert error.differences == ("scheduler: StepLR in the checkpoint, CosineAnnealingLR in the script",)
-    with pytest.warns(DeterminismWarning, match="left out, as the script has it: scheduler: StepLR"):
+    with pytest.warns(DeterminismWarning, match="left as the script has it: scheduler: StepLR"):
         assert resumed(tmp_path / "s", model, optimizer, {"strict": False}, scheduler=scheduler) == 3
     assert scheduler.last_epoch == 0
     assert scheduler.T_max == 10
     assert optimizer.state
-
-
-WARMUP = 3
 
 
 def nested(optimizer: Any, milestone: int, total: int) -> Any:
@@ -613,3 +610,221 @@ def test_warnings_that_are_errors_come_when_all_is_restored(tmp_path: Path) -> N
         checkpointer.step()
     assert ckptstore.open(tmp_path / "s").latest_step() == 4
     assert optimizer.state
+
+
+def test_optimizers_and_schedules_in_extra_are_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that steps them itself: they are given as anything else with a state."""
+
+    def made(swapped: bool, total: int = 10, kind: Any = torch.optim.Adam) -> tuple[Any, Any, Any]:
+        model = Two(swapped)
+        optimizer = kind(model.parameters())
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+
+    def parts(model: Any, optimizer: Any, schedule: Any) -> dict[str, Any]:
+        return {"model": model, "extra": {"optimizer": optimizer, "schedule": schedule}, "strategy": "full"}
+
+    model, optimizer, schedule = made(False)
+    with Checkpointer(tmp_path / "s", **parts(model, optimizer, schedule)) as checkpointer:
+        checkpointer.resume()
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, float(number + 1))
+        optimizer.step()
+        schedule.step()
+        checkpointer.step()
+    other, fresh, longer = made(True, 20)
+    with (
+        caplog.at_level(logging.WARNING),
+        Checkpointer(tmp_path / "s", **parts(other, fresh, longer)) as checkpointer,
+    ):
+        assert checkpointer.resume() == 1
+    same(moments(other, fresh), moments(model, optimizer))
+    assert "extra['schedule']: T_max is 10, as in the checkpoint, not 20 as in the script" in caplog.text
+    with (
+        Checkpointer(tmp_path / "s", **parts(*made(False, kind=torch.optim.RMSprop))) as checkpointer,
+        pytest.raises(StateMismatchError, match=r"extra\['optimizer'\]: Adam in the checkpoint, RMSprop in the script"),
+    ):
+        checkpointer.resume()
+
+
+def test_a_schedule_is_looked_at_in_its_wrapper(tmp_path: Path) -> None:
+    class Wrapper:
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+        def step(self) -> None:
+            self.scheduler.step()
+
+        def state_dict(self) -> Any:
+            return self.scheduler.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.scheduler.load_state_dict(state)
+
+    trained(tmp_path / "s", Two(), scheduler=lambda o: Wrapper(torch.optim.lr_scheduler.StepLR(o, 2)))
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = Wrapper(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    error = refused(tmp_path / "s", model, optimizer, scheduler=wrapped)
+    assert error.differences == ("scheduler: StepLR in the checkpoint, ExponentialLR in the script",)
+
+
+@pytest.mark.parametrize("own", ["class", "hook"])
+def test_a_module_that_loads_in_its_own_way_knows_what_fits(tmp_path: Path, own: str) -> None:
+    """It renames what older checkpoints have; the rest of the model is compared as ever."""
+
+    class Renamed(nn.Linear):  # type: ignore[misc]
+        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+            renamed(state, prefix)
+            super()._load_from_state_dict(state, prefix, *rest)
+
+    def renamed(state: Any, prefix: str, *_: Any) -> None:
+        for name in ("weight", "bias"):
+            if f"{prefix}{name}" not in state:
+                state[f"{prefix}{name}"] = state.pop(f"{prefix}old_{name}")
+
+    class Old(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.old_weight = nn.Parameter(torch.randn(4, 4))
+            self.old_bias = nn.Parameter(torch.randn(4))
+
+    model, _ = trained(tmp_path / "s", Two(c=Old()))
+    layer = Renamed(4, 4) if own == "class" else nn.Linear(4, 4)
+    if own == "hook":
+        layer.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: renamed(state, prefix))
+    other = Two(c=layer)
+    assert resumed(tmp_path / "s", other, torch.optim.AdamW(other.parameters()), {"parts": "model"}) == 3
+    assert torch.equal(other.c.weight, model.c.old_weight)
+    assert torch.equal(other.a.weight, model.a.weight)
+
+
+@pytest.mark.filterwarnings("ignore:loader= was given")
+def test_nothing_is_put_aside_where_nothing_foreign_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Putting back takes a copy of the model: only if something of the script's own may fail."""
+    from ckptstore.training.module_fit import ModuleFit
+
+    copies: list[str] = []
+    monkeypatch.setattr(ModuleFit, "remember", lambda self: copies.append(self.path))
+    batches = torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2)
+    also = {"loader": batches, "scaler": torch.amp.GradScaler("cpu")}
+    trained(tmp_path / "s", Two(), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2), **also)
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    resumed(tmp_path / "s", model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2), **also)
+    assert copies == []
+
+
+def test_several_models_and_optimizers_by_key(tmp_path: Path) -> None:
+    def made(keys: str, dtype: Any = torch.float32) -> tuple[dict[str, Any], dict[str, Any]]:
+        models = {key: Two(swapped=keys != "xy").to(dtype) for key in keys}
+        return models, {key: torch.optim.Adam(models[key].parameters()) for key in keys}
+
+    models, optimizers = made("xy")
+    with Checkpointer(tmp_path / "s", model=models, optimizer=optimizers, strategy="full") as checkpointer:
+        checkpointer.resume()
+        for place, key in enumerate("xy"):
+            for number, parameter in enumerate(models[key].parameters()):
+                parameter.grad = torch.full_like(parameter, 10.0 * place + number + 1)
+            optimizers[key].step()
+        checkpointer.step()
+    others, fresh = made("yx", torch.float64)
+    with pytest.warns(DeterminismWarning, match=r"8 tensors of the model .* 16 tensors of the optimizer"):
+        assert resumed(tmp_path / "s", others, fresh) == 1
+    for key in "xy":
+        before = moments(models[key], optimizers[key])
+        for name, one in moments(others[key], fresh[key]).items():
+            assert torch.equal(one, before[name].to(one.dtype)), (key, name)
+    with (
+        Checkpointer(tmp_path / "s", model={"x": Two()}, optimizer=None, strategy="full") as checkpointer,
+        pytest.raises(StateMismatchError, match=r"model: \['x'\] are to be restored, the checkpoint has \['x', 'y'\]"),
+    ):
+        checkpointer.resume()
+    mine = Two()
+    with pytest.warns(DeterminismWarning):
+        assert resumed(tmp_path / "s", {"x": mine, "z": Two()}, None, {"strict": False, "parts": "model"}) == 1
+    assert torch.equal(mine.a.weight, models["x"].a.weight)
+
+
+@pytest.mark.filterwarnings("ignore::ckptstore.UnexplainedStepWarning")
+def test_an_optimizer_that_keeps_one_vector_wants_the_same_order(tmp_path: Path) -> None:
+    def made(swapped: bool) -> tuple[Any, Any]:
+        model = Two(swapped)
+        return model, torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    model, optimizer = made(False)
+    with Checkpointer(tmp_path / "s", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        checkpointer.resume()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = sum(one.square().sum() * (number + 1) for number, one in enumerate(model.parameters()))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        checkpointer.step()
+    other, fresh = made(False)
+    assert resumed(tmp_path / "s", other, fresh) == 1
+    kept = [state[one.a.weight]["prev_flat_grad"] for one, state in ((model, optimizer.state), (other, fresh.state))]
+    assert torch.equal(*kept)
+    error = refused(tmp_path / "s", *made(True))
+    assert error.differences == ("optimizer: LBFGS keeps all parameters in one vector, in another order",)
+
+
+def test_parameters_that_became_one_are_refused_though_they_are_equal(tmp_path: Path) -> None:
+    model = Two()
+    with torch.no_grad():
+        model.b.weight.copy_(model.a.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with Checkpointer(tmp_path / "s", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        checkpointer.resume()
+        optimizer.step()
+        checkpointer.step()
+    other = Two()
+    other.b.weight = other.a.weight
+    error = refused(tmp_path / "s", other, torch.optim.SGD(other.parameters(), 0.0))
+    assert error.differences[0] == "optimizer: model.b.weight: one parameter with model.a.weight in the script only"
+
+
+def test_modules_that_are_called_alike_without_what_compile_puts_there_keep_their_names(tmp_path: Path) -> None:
+    def made() -> Any:
+        model = Two()
+        model.a.add_module("_orig_mod", nn.Linear(4, 4))  # a.weight, and a._orig_mod.weight
+        return model
+
+    model, _ = trained(tmp_path / "s", made(), lambda p: torch.optim.SGD(p, 0.1))
+    assert "a._orig_mod.weight" in ckptstore.open(tmp_path / "s").load()["model"]
+    other = made()
+    resumed(tmp_path / "s", other, torch.optim.SGD(other.parameters(), 0.1))
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+
+def test_a_group_that_was_divided_keeps_the_script_s_numbers(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two(), lambda p: torch.optim.AdamW(p, weight_decay=0.3))
+    other = Two()
+    groups = [{"params": other.a.parameters(), "weight_decay": 0.1}, {"params": other.b.parameters()}]
+    fresh = torch.optim.AdamW(groups, weight_decay=0.0)
+    with pytest.warns(DeterminismWarning, match="1 in the checkpoint, 2 in the script"):
+        assert resumed(tmp_path / "s", other, fresh, {"strict": False}) == 3
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.1, 0.0]
+    assert len(fresh.state) == 4
+
+
+def test_what_a_module_s_own_way_of_loading_lacks_is_said_beside_repeated_elements(tmp_path: Path) -> None:
+    def made(own: Any) -> Any:
+        model = Two(c=own)
+        model.register_buffer("spread", torch.rand(()).expand(3))
+        return model
+
+    class Own(nn.Linear):  # type: ignore[misc]
+        def _load_from_state_dict(self, *rest: Any) -> None:
+            super()._load_from_state_dict(*rest)
+
+    trained(tmp_path / "s", made(nn.Linear(4, 4, bias=False)))
+    other = made(Own(4, 4))
+    before = {name: one.clone() for name, one in other.state_dict().items()}
+    optimizer = torch.optim.AdamW(other.parameters())
+    with pytest.raises(RuntimeError, match=r"model: not restored: c\.bias") as caught:
+        resumed(tmp_path / "s", other, optimizer, {"parts": "model"})
+    assert "are as they were before" in caught.value.__notes__[0]
+    assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
