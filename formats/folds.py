@@ -282,7 +282,7 @@ class _Columns:
             row = int(text) if text.isdecimal() and len(text) <= 16 else -1
             if str(row) != text or row >= (self._rows or 0) or type(members) is not dict:
                 self._left.refuse("extra", "an object of rows to objects")
-            told.check(members, self._what)
+            told.check_types(members, self._what)
             found[row] = members
         return lambda row: found.get(row, {})
 

@@ -159,7 +159,7 @@ def decode_record(
         term, parent = found.term(), found.checkpoint_id("parent")
         if parent is not None and parent.term >= term:  # or whoever follows the line of parents might go in circles
             found.refuse("parent", "a checkpoint of an earlier term")
-        told.check(found.rest(), what)
+        told.check_types(found.rest(), what)
         return OpenRecord(
             term=term,
             nonce=found.digest("nonce"),
@@ -212,7 +212,7 @@ def _heading(found: Members, seq: int, run: str, what: str) -> tuple[str, tuple[
 
 def _commit(found: Members, incompat: tuple[str, ...], manifest: str | None, what: str) -> CommitRecord:
     term = found.term()
-    told.check(found.rest(), what)
+    told.check_types(found.rest(), what)
     return CommitRecord(
         term=term,
         nonce=found.digest("nonce"),

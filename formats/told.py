@@ -11,7 +11,7 @@ from typing import Any, Final
 from ckptstore.errors import FormatError
 from ckptstore.formats.members import natural
 
-__all__ = ["CLOSED", "HIGHEST", "LACKS", "REACHED", "REMOTE", "check"]
+__all__ = ["CLOSED", "HIGHEST", "LACKS", "REACHED", "REMOTE", "check_types"]
 
 CLOSED: Final = "closed"
 """Of a COMMIT: the term has ended, and nothing that it was given is missing."""
@@ -35,7 +35,7 @@ _TYPES: Final[Mapping[str, tuple[_Check, str]]] = {
 }
 
 
-def check(members: Mapping[str, Any], what: str) -> None:
+def check_types(members: Mapping[str, Any], what: str) -> None:
     """Raise `FormatError`, naming `what`, if one of these has another type. Where they stand does not matter.
 
     Prevents: a slot or fold that one reader takes and another refuses, and a member that is passed over without a word.

@@ -45,9 +45,9 @@ REQUEST = {"ckptstore": "request", "run": RUN, "term": 1, "id": digest(4), "what
 PIN = {"ckptstore": "pin", "nonce": digest(1), "segments": [digest(1)], "reader": {"a": 1}}
 
 VALUES: list[Any] = [None, True, False, 7, 0, -1, 1.5, 2**60, "x", "", [], {}, [1], ["x"], [[]], [None], {"a": 1}, [{}]]
-ANYTHING = ("writer", "metadata", "reader", "trees", "new", "later")
+ANYTHING = ("writer", "metadata", "reader", "trees", "new", "later", "mood")
 """Objects of users, and members that this version does not know: all values may stand in them."""
-UNKNOWN = ("new", "later")
+UNKNOWN = ("new", "later", "mood")
 MAY_BE_NULL = ("parent", "base", "tags", "requests", "parents", "bases")
 FREE = ("codecs",)
 """Parameters, which the codecs check."""

@@ -44,6 +44,7 @@ class Segment:
         document = json.loads(head.pop("__metadata__")["ckptstore"])
         if document["form"] == "plain":
             return cls(head, document, data[header:], None)
+        document.pop("uses", None)  # a list of what is in the index, which is about to be changed
         length = head["ckptstore/payload"]["shape"][0]
         index = json.loads(zstandard.ZstdDecompressor().decompress(data[header + length :]))
         return cls({}, document, data[header : header + length], index)
