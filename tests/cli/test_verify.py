@@ -9,6 +9,7 @@ import pytest
 
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
+from tests.store.states import files
 
 
 def flip(path: Path, offset: int) -> None:
@@ -25,7 +26,7 @@ def test_an_intact_store(ckpt: Run, pristine: Path) -> None:
     found = ckpt("verify", pristine, "--json").json
     assert_documented(found, documented("ckpt verify")[0])
     assert found["ok"] is True
-    assert found["bytes"] == sum(path.stat().st_size for path in pristine.rglob("*") if path.is_file())
+    assert found["bytes"] == sum(path.stat().st_size for path in files(pristine))
 
 
 def test_a_damaged_segment_is_named_with_what_it_costs(ckpt: Run, run: Path) -> None:

@@ -86,5 +86,5 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def files(root: Path) -> list[Path]:
-    """Every file of a store, sorted."""
-    return sorted(path for path in root.rglob("*") if path.is_file())
+    """Every object of a store, sorted: names with a dot are none."""
+    return sorted(path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
