@@ -32,6 +32,9 @@ class Dying:
         answer.set_result(Message({"buffer": 0}))  # a buffer that was mapped before
         return answer
 
+    def answer(self, asked: Future[Message]) -> Message:
+        return asked.result()
+
 
 def test_an_agent_that_is_gone_once_it_has_lent_a_buffer_is_lost() -> None:
     lending = Lending()

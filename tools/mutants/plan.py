@@ -29,6 +29,8 @@ _LOG: Final = _some("log", "lost_slots", "replaced", "folding", "pins", "request
 _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
+    "formats/kernel_cache.py": (f"{_FORMATS}kernel_cache.py",),
+    "formats/compiled.py": ("tests/maintenance/test_wrong_compiled_kernels.py", f"{_FORMATS}compiled.py"),
     "formats/*compiled*.py": (
         f"{_FORMATS}codecs_exceptions_hostile.py",
         f"{_FORMATS}codecs_kernels.py",
@@ -58,7 +60,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/retention.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
     **{
-        f"ckptstore/backends/{name}.py": _some("objects", "objects_store", "bandwidth", "mute_server", "object_faults")
+        f"ckptstore/backends/{name}.py": _some(
+            "object_options", "objects", "objects_store", "bandwidth", "mute_server", "object_faults"
+        )
         for name in ("object_requests", "object_segments", "objects", "gathered", "bandwidth")
     },
     "ckptstore/backends/object_options.py": _some("object_options"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,6 +183,24 @@ def test_what_a_wrong_kernel_encodes_becomes_no_checkpoint(tmp_path: Path, name:
     store = ckptstore.open(tmp_path / "store")
     assert [_bits(store.load(step)) for step in saved] == list(saved.values())
     assert store.verify(deep=True).ok
+
+
+def test_loops_as_plain_python_are_no_kernels(pristine: Stores, tmp_path: Path) -> None:
+    """`NUMBA_DISABLE_JIT`: numba gives the functions as they are, whose integers wrap otherwise."""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    environment.pop("CKPTSTORE_KERNELS", None)
+    for command in (["verify", pristine["adam"][0], "--deep"], ["repair", pristine["adam"][0], tmp_path / "repaired"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptstore", *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done
+        assert "KernelWarning" not in done.stderr
+    assert len(list(ckptstore.open(tmp_path / "repaired").checkpoints())) == len(pristine["adam"][1])
 
 
 @pytest.mark.parametrize("name", ["combine", "moments"])
