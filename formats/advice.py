@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from collections import defaultdict, deque
 from enum import Enum
@@ -24,6 +25,8 @@ def advice(value: object) -> str:
         return "store its value"
     if isinstance(value, os.PathLike):
         return "store str() of it"
+    if isinstance(value, io.BytesIO):  # as older modules of TransformerEngine have it in _extra_state
+        return "store its bytes, getvalue() of it, and give load_state_dict io.BytesIO(them) again (docs/faq.md)"
     if isinstance(value, np.ndarray):
         return "store a plain array, np.asarray() of it"
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
