@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 from collections import defaultdict, deque
 from enum import Enum
@@ -25,7 +24,7 @@ def advice(value: object) -> str:
         return "store its value"
     if isinstance(value, os.PathLike):
         return "store str() of it"
-    if isinstance(value, io.BytesIO):  # as older modules of TransformerEngine have it in _extra_state
+    if (kind.__module__, kind.__qualname__) == ("_io", "BytesIO"):  # as older modules of TransformerEngine have it in _extra_state
         return "store its bytes, getvalue() of it, and give load_state_dict io.BytesIO(them) again (docs/faq.md)"
     if isinstance(value, np.ndarray):
         return "store a plain array, np.asarray() of it"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -104,8 +105,13 @@ def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: in
         rounds: list[float] = []
         for _ in range(_ROUNDS):
             calls = [prepared() for _ in range(threads)]
-            rounds.append(_seconds(lambda calls=calls: list(pool.map(lambda call: call(), calls))))
+            rounds.append(_seconds(partial(_together, pool, calls)))
     return Measured(max(0.0, first - again), threads * nbytes / min(rounds), threads * nbytes / median(rounds))
+
+
+def _together(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], object]]) -> None:
+    for future in [pool.submit(call) for call in calls]:
+        future.result()
 
 
 def _seconds(call: Callable[[], object]) -> float:
