@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptstore.formats import codecs, optim
 from ckptstore.host.buffers import aligned
-from ckptstore.host.threads import default_threads
+from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import TYPICAL, Rates
 
@@ -101,7 +101,7 @@ def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: in
     """
     first = _seconds(prepared())
     again = _seconds(prepared())
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-rates") as pool:
+    with started_pool(threads, "ckptstore-rates") as pool:
         rounds: list[float] = []
         for _ in range(_ROUNDS):
             calls = [prepared() for _ in range(threads)]
