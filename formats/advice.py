@@ -24,6 +24,8 @@ def advice(value: object) -> str:
         return "store its value"
     if isinstance(value, os.PathLike):
         return "store str() of it"
+    if (kind.__module__, kind.__qualname__) == ("_io", "BytesIO"):  # TransformerEngine's _extra_state
+        return "store its bytes, getvalue() of it, and give load_state_dict io.BytesIO(them) again (docs/faq.md)"
     if isinstance(value, np.ndarray):
         return "store a plain array, np.asarray() of it"
     if isinstance(value, tuple) and hasattr(kind, "_fields"):

@@ -21,6 +21,8 @@ __all__ = [
     "Place",
     "Resolve",
     "decode_key",
+    "member",
+    "only_tensors",
     "paths",
     "places",
     "select",
@@ -58,6 +60,41 @@ def unflatten(tree: Any, resolve: Resolve, revive: Mapping[str, Callable[[Any], 
         return _Unflattener(resolve, revive or {}).node(tree, 0)
     except RecursionError as error:  # within MAX_DEPTH, but called from a stack that was deep already
         raise FormatError("state tree nested too deep for the calling stack") from error
+
+
+def member(tree: Any, name: str) -> Any:
+    """The part of a tree at the place that a dotted name leads to; None: there is none.
+
+    Keys may hold dots. A list has positions for keys; what has other keys than texts is not looked into.
+    """
+    node = tree
+    while name:
+        items = _named_members(node)
+        fitting = [key for key in items if name == key or name.startswith(f"{key}.")]
+        if not fitting:
+            return None
+        key = max(fitting, key=len)
+        node, name = items[key], name[len(key) + 1 :]
+    return node
+
+
+def _named_members(node: Any) -> dict[str, Any]:
+    if isinstance(node, dict) and (tag := _tag(node)) is not None:
+        node = node[tag] if tag in ("$odict", "$tuple") else None
+    if isinstance(node, list):
+        return {str(number): one for number, one in enumerate(node)}
+    return node if isinstance(node, dict) and _tag(node) is None else {}
+
+
+def only_tensors(tree: Any) -> bool:
+    """Whether a tree is dicts with texts for keys that hold nothing but tensors."""
+    if not isinstance(tree, dict):
+        return False
+    tag = _tag(tree)
+    if tag in _ORIGINS:
+        return True
+    body = tree[tag] if tag == "$odict" else None if tag is not None else tree
+    return isinstance(body, dict) and all(map(only_tensors, body.values()))
 
 
 class _Unflattener:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import ckptstore
 from tests import warmth
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+PAUSE = "time.sleep(0.05)"
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +28,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_python_examples(folder: Path) -> None:
-    code = "\n".join(text for language, text in BLOCKS if language == "python")
+    code = "\n".join(PYTHON).replace(PAUSE, "pass")
     assert code.count("store.") > 5
     for attempt in range(2):  # the second run resumes
         done = warmth.run([sys.executable, "-W", "error", "-c", code], cwd=folder)
         assert done.returncode == 0, (attempt, done.stderr)
     assert "20@1" in done.stdout
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_example_that_is_pasted_alone_runs(tmp_path: Path, number: int) -> None:
+    done = warmth.run([sys.executable, "-W", "error", "-c", PYTHON[number].replace(PAUSE, "pass")], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_first_example_can_be_killed_and_goes_on(tmp_path: Path) -> None:
+    assert PAUSE in PYTHON[0]
+    (seconds,) = re.findall(r"time\.sleep\((.*?)\)", PYTHON[0])
+    (steps,) = re.findall(r"resume\(\), (\d+)\)", PYTHON[0])
+    assert 15 <= float(seconds) * int(steps) <= 40
+    script = [sys.executable, "-c", PYTHON[0]]
+    running = subprocess.Popen(script, cwd=tmp_path)
+    try:
+        store = ckptstore.open(tmp_path / "runs/short")
+        end = time.monotonic() + 120
+        while (store.latest_step() or 0) < 5:
+            assert time.monotonic() < end
+            assert running.poll() is None
+            time.sleep(0.05)
+            store = ckptstore.open(tmp_path / "runs/short")
+        assert running.poll() is None  # long before its end
+    finally:
+        running.kill()
+        running.wait()
+    reached = store.latest_step()
+    assert reached is not None
+    assert reached < int(steps) // 2
+    done = warmth.run([sys.executable, "-c", PYTHON[0].replace(PAUSE, "pass")], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = ckptstore.open(tmp_path / "runs/short").checkpoint()
+    assert (last.step, last.term) == (int(steps), 2)
 
 
 def test_commands(folder: Path) -> None:

@@ -43,6 +43,8 @@ _JSON_LIMIT: Final = 64 << 20
 _RESERVED: Final = frozenset({"model", "rng", "trainer_state", "files"})
 _FOLDER: Final = "it is a folder"
 _DEEPSPEED: Final = re.compile(r"global_step\d+")
+_MEGATRON: Final = re.compile(r"mp_rank_\d+(_\d+)*")
+_MEGATRON_STEP: Final = re.compile(r"iter_\d{7}|release")
 _DEEPSPEED_FILES: Final = ("*_model_states.pt", "*_optim_states.pt")
 
 
@@ -174,6 +176,8 @@ def _why_not(entry: Path) -> str:
         return "it is no regular file"
     if (entry / ".metadata").exists():
         return f"torch.distributed.checkpoint wrote it; make a file of it: {_dcp_command(entry)}"
+    if _MEGATRON.fullmatch(entry.name) or (_MEGATRON_STEP.fullmatch(entry.name) and _has_ranks(entry)):
+        return f"Megatron-LM wrote it, a part for each rank; {_MEGATRON_TOOL}"
     if _DEEPSPEED.fullmatch(entry.name):
         return f"DeepSpeed wrote it, a part for each rank; for its weights: {_deepspeed_command(entry.parent)}"
     return _FOLDER
@@ -189,6 +193,37 @@ def _refuse_foreign(folder: Path, names: set[str]) -> None:
     if any(fnmatchcase(name, glob) for name in names for glob in _DEEPSPEED_FILES):
         what = f"{folder} was written by DeepSpeed, a part for each rank; import the weights made of it by"
         raise UsageError(f"{what}: {_deepspeed_command(folder.parent)}")
+    step = next((name for name in sorted(names) if _MEGATRON_STEP.fullmatch(name) and _has_ranks(folder / name)), "")
+    if step or any(_MEGATRON.fullmatch(name) and (folder / name).is_dir() for name in names):
+        where = f"{folder / step}" if step else f"{folder}"
+        raise UsageError(f"{where} was written by Megatron-LM, a part for each rank; {_MEGATRON_TOOL}")
+
+
+def _has_ranks(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and any(_MEGATRON.fullmatch(one.name) for one in folder.iterdir())
+    except OSError:
+        return False
+
+
+def refuse_part(path: Path) -> None:
+    """Raise `UsageError` for a file that holds what one of several ranks had: a part of a model."""
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    for glob in (one for one in _DEEPSPEED_FILES if fnmatchcase(path.name, one)):
+        ranks = [name for name in beside if fnmatchcase(name, glob)]
+        if len(ranks) > 1:
+            what = f"{path} is one of {len(ranks)} parts that DeepSpeed wrote; import the weights made of all by"
+            raise UsageError(f"{what}: {_deepspeed_command(path.parent.parent)}")
+    if _MEGATRON.fullmatch(path.parent.name):
+        ranks = [one.name for one in path.parent.parent.iterdir() if _MEGATRON.fullmatch(one.name)]
+        if len(ranks) > 1:
+            raise UsageError(f"{path} is one of {len(ranks)} parts that Megatron-LM wrote; {_MEGATRON_TOOL}")
+
+
+_MEGATRON_TOOL: Final = (
+    "make one of them with its tools/checkpoint/convert.py (--target-tensor-parallel-size 1 "
+    "--target-pipeline-parallel-size 1), and import the weights that are then in mp_rank_00"
+)
 
 
 def _dcp_command(folder: Path) -> str:
@@ -217,6 +252,7 @@ def open_checkpoint(path: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
     if not path.exists():
         raise UsageError(f"{path} does not exist")
     if not path.is_dir():
+        refuse_part(path)
         return open_file(path)
     found = survey(path, leave_out)
     opened = ExitStack()

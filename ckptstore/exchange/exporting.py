@@ -24,7 +24,8 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.layout import TensorSpec, order
 from ckptstore.formats.names import bare_name
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.state import check_size, places, select_places, unflatten
+from ckptstore.formats.state import check_size, places, select_places, tensor_names, unflatten
+from ckptstore.formats.tree import member, only_tensors
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.restore.load import restoring
 from ckptstore.restore.opened import Opened
@@ -106,7 +107,8 @@ def export(
         format: the file format.
         select: only tensors at places that match one of these patterns (globs, as in `Store.load`). A tensor's name in
             the file is that of the first such place, without the ``_orig_mod`` of compiled modules. `Below`: the file
-            is a flat dict of tensors, without the rest of the state.
+            is a flat dict of tensors, without the rest of the state; a ``.pt`` file of a part that holds more than
+            tensors has that part as it was saved.
         overwrite: replace files that exist.
         max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
         progress: told how many bytes of tensors are written.
@@ -167,7 +169,12 @@ def _written(
     progress: Progress | None = None,
 ) -> ExportResult:
     with outputs(overwrite) as files:
-        names, tree, tied = _flat(found, select) if isinstance(select, Below) else _picked(found, select or None)
+        if not isinstance(select, Below):
+            names, tree, tied = _picked(found, select or None)
+        elif format == "pt" and (part := _part(found, select)) is not None:
+            names, tree, tied = {name: name for name in tensor_names(part)}, part, ()
+        else:
+            names, tree, tied = _flat(found, select)
         chosen = {name: replace(found.tensors[tensor], name=name) for tensor, name in names.items()}
         content = _Content(found.ref, tree, chosen, _counted(found, names, progress))
         made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
@@ -244,6 +251,18 @@ def _bare(names: Mapping[str, str]) -> dict[str, str]:
     found = {tensor: bare_name(name) for tensor, name in names.items()}
     # Prevents: one of two tensors lost, in a file that has one name for both.
     return found if len(set(found.values())) == len(set(names.values())) else dict(names)
+
+
+def _part(found: Restorable, below: Below) -> Any:
+    """What is below a prefix as it was saved, if it holds more than tensors; None: it does not, or is selected from.
+
+    An optimizer's state is nested, has numbers and groups: of its tensors alone no ``load_state_dict`` makes anything.
+    """
+    prefix = below.prefix
+    if below.select is not None or not isinstance(prefix, str) or not prefix.endswith("."):
+        return None
+    part = member(found.tree, prefix[:-1])
+    return None if part is None or only_tensors(part) else part
 
 
 def _flat(found: Restorable, below: Below) -> _Chosen:

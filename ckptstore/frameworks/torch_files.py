@@ -53,7 +53,7 @@ def load(path: Path) -> Any:
     numpy's arrays of numbers are `PickledArray`; of everything else, only what torch allows is made.
 
     Raises:
-        UnsupportedStateError: loading it would run pickled code.
+        UnsupportedStateError: loading it would run pickled code, or it is a TorchScript archive.
         CorruptionError: a record of the archive does not have its checksum.
         FormatError: it is no torch file, or damaged.
         StorageError: it cannot be read.
@@ -62,6 +62,7 @@ def load(path: Path) -> Any:
         with _loading, warnings.catch_warnings(), _allowing():
             warnings.simplefilter("ignore")  # torch remarks on its own storage classes and file versions
             if zipfile.is_zipfile(path):
+                _refuse_script(path)
                 _check_sums(path)
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             with _Bounded(io.FileIO(path)) as file:
@@ -74,7 +75,7 @@ def load(path: Path) -> Any:
         raise StorageError(error.errno, error.strerror, str(path)) from error
     except (EOFError, struct.error) as error:
         raise FormatError(f"{path}: truncated: it ends in the middle of a pickle") from error
-    except (MemoryError, CorruptionError):
+    except (MemoryError, CorruptionError, UnsupportedStateError):
         raise
     except FormatError as error:
         if str(path) in str(error):
@@ -85,6 +86,22 @@ def load(path: Path) -> Any:
         # what, the rest is advice for programmers.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FormatError(f"{path}: torch cannot load it: {first:.200}") from error
+
+
+def _refuse_script(path: Path) -> None:
+    """Raise `UnsupportedStateError` for what ``torch.jit.save`` wrote: a program, with its weights in it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name.partition("/")[2] for name in archive.namelist()]
+    except (zipfile.BadZipFile, OSError):
+        return  # the load says what is wrong
+    if "constants.pkl" in names and any(name.startswith("code/") for name in names):
+        refused = UnsupportedStateError(f"{path}: a TorchScript archive: it holds a program, which is not run here")
+        refused.add_note(
+            'make a file of its weights: python -c "import torch; '
+            f"torch.save(torch.jit.load({str(path)!r}).state_dict(), 'weights.pt')\""
+        )
+        raise refused
 
 
 def _check_sums(path: Path) -> None:

@@ -32,7 +32,6 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.log.arriving import text_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, never_deleted, read
-from ckptstore.log.term import check_same_store
 
 __all__ = ["DamagedReplicaError", "Origin", "Replica", "TakenError", "is_begun"]
 
@@ -98,9 +97,6 @@ class Replica:
             raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
         self._journal = Journal(backend, origin.format)
         self.begun = self._claimed() if since is None else False
-        if since is not None:
-            # Prevents: what the view has, taken for what is there, and a slot that is added to an empty bucket.
-            check_same_store(self._journal)
         # Untold: damage is refused here, and what is being made has segments before their terms.
         view = read(self._journal, since, look_above=True if since is None else None, tell=False)
         if view.damage:

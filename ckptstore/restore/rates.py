@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from ckptstore.formats import codecs, optim
 from ckptstore.host.buffers import aligned
-from ckptstore.host.threads import default_threads
+from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import TYPICAL, Rates
 
@@ -100,12 +101,17 @@ def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: in
     """
     first = _seconds(prepared())
     again = _seconds(prepared())
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-rates") as pool:
+    with started_pool(threads, "ckptstore-rates") as pool:
         rounds: list[float] = []
         for _ in range(_ROUNDS):
             calls = [prepared() for _ in range(threads)]
-            rounds.append(_seconds(lambda calls=calls: list(pool.map(lambda call: call(), calls))))
+            rounds.append(_seconds(partial(_together, pool, calls)))
     return Measured(max(0.0, first - again), threads * nbytes / min(rounds), threads * nbytes / median(rounds))
+
+
+def _together(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], object]]) -> None:
+    for future in [pool.submit(call) for call in calls]:
+        future.result()
 
 
 def _seconds(call: Callable[[], object]) -> float:

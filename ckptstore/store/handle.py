@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, UsageError
@@ -71,6 +71,16 @@ class Handle:
         `UsageError`.
         """
         self.backend.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: options may hold credentials, and a handle is of this process.
+
+        Raises `UsageError`.
+        """
+        raise UsageError(
+            f"{self.url}: a Store cannot be pickled or copied (it holds connections, perhaps credentials): give the "
+            "other process its URL, and call ckptstore.open(URL) there"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ckptstore.errors import MissingDependencyError
+
 if TYPE_CHECKING:
     from ckptstore.training.checkpointer import Checkpointer
     from ckptstore.training.gates import Gate, LayerwiseReport
@@ -46,7 +48,12 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'ckptstore.training' has no attribute {name!r}")
-    value = getattr(import_module(f"ckptstore.training.{_HOME[name]}"), name)
+    try:
+        value = getattr(import_module(f"ckptstore.training.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise MissingDependencyError(f"{name} needs torch: pip install torch (or 'ckptstore[torch]')") from error
     globals()[name] = value
     return value
 

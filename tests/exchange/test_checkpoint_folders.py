@@ -214,3 +214,46 @@ def test_what_other_programs_make_files_of(tmp_path: Path) -> None:
     shards.rename(fsdp / "pytorch_model_fsdp_0")
     with pytest.raises(UsageError, match=r"weights; pytorch_model_fsdp_0: torch.distributed.checkpoint wrote it"):
         survey(fsdp)
+
+
+def test_megatrons_ranks_are_refused_with_its_tool(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "iter_0000100"
+    for rank in ("mp_rank_00", "mp_rank_01_001"):
+        (step / rank).mkdir(parents=True)
+        torch.save({"model": {"w": torch.ones(2)}}, step / rank / "model_optim_rng.pt")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("100")
+    for path in (step, step.parent):
+        with pytest.raises(UsageError, match=r"iter_0000100 was written by Megatron-LM.*tools/checkpoint/convert\.py"):
+            open_checkpoint(path)
+    with pytest.raises(UsageError, match="one of 2 parts that Megatron-LM wrote"):
+        open_checkpoint(step / "mp_rank_00" / "model_optim_rng.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "run" / "model.pt")
+    (step / "mp_rank_01_001").rename(tmp_path / "gone")  # one rank had it all
+    with open_checkpoint(step / "mp_rank_00" / "model_optim_rng.pt") as opened:
+        assert list(opened.flat.tensors) == ["model.w"]
+
+
+def test_one_of_deepspeeds_parts_is_refused(tmp_path: Path) -> None:
+    parts = [tmp_path / "global_step5" / f"mp_rank_0{rank}_model_states.pt" for rank in range(2)]
+    parts[0].parent.mkdir()
+    for part in parts:
+        torch.save({"module": {"w": torch.ones(2)}}, part)
+    with pytest.raises(UsageError, match=r"one of 2 parts that DeepSpeed wrote.*zero_to_fp32\.py"):
+        open_checkpoint(parts[0])
+    parts[1].unlink()
+    (parts[0].parent / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    with open_checkpoint(parts[0]) as opened:
+        assert list(opened.flat.tensors) == ["module.w"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_called_that(tmp_path: Path) -> None:
+    path = tmp_path / "scripted.pt"
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), str(path))
+    with pytest.raises(UnsupportedStateError, match="a TorchScript archive") as told:
+        open_checkpoint(path)
+    (note,) = told.value.__notes__
+    command = note.partition('-c "')[2].rstrip('"').replace("weights.pt", str(tmp_path / "weights.pt"))
+    exec(command, {})  # noqa: S102  # what the error says
+    with open_checkpoint(tmp_path / "weights.pt") as opened:
+        assert set(opened.flat.tensors) == {"weight", "bias"}

@@ -329,6 +329,41 @@ def test_stripped_it_is_what_load_state_dict_takes(tmp_path: Path, name: str, li
     assert only.tensors == 2
 
 
+@pytest.mark.parametrize("kind", ["one", "several", "by name"])
+def test_stripped_of_an_optimizer_is_what_it_loads(tmp_path: Path, kind: str) -> None:
+    """Its tensors alone, under names like ``state.0.exp_avg``, no optimizer takes."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    held = {
+        "one": optimizer.state_dict(),
+        "several": [optimizer.state_dict()],
+        "by name": {"a.b": optimizer.state_dict()},
+    }
+    prefix = {"one": "optimizer.", "several": "optimizer.0.", "by name": "optimizer.a.b."}[kind]
+    store = stored({"model": model.state_dict(), "optimizer": held[kind], "step": 1})
+    store.export(1, tmp_path / "optimizer.pt", strip=prefix)
+    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    fresh = torch.optim.AdamW(model.parameters(), lr=1.0)
+    fresh.load_state_dict(loaded)
+    assert fresh.param_groups[0]["lr"] == 0.25
+    same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
+    # With more asked for, and in a safetensors file, it is tensors.
+    store.export(1, tmp_path / "some.pt", strip=prefix, select="*.exp_avg")
+    assert list(torch.load(tmp_path / "some.pt", weights_only=True)) == ["state.0.exp_avg", "state.1.exp_avg"]
+    store.export(1, tmp_path / "x.safetensors", strip=prefix)
+    assert "state.0.exp_avg" in safetensors.torch.load_file(tmp_path / "x.safetensors")
+
+
+def test_stripped_of_a_model_with_extra_state_has_it(tmp_path: Path) -> None:
+    store = stored({"model": {"w": torch.ones(2), "layer._extra_state": b"scales"}})
+    store.export(1, tmp_path / "m.pt", strip="model.")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert loaded["layer._extra_state"] == b"scales"
+    assert torch.equal(loaded["w"], torch.ones(2))
+
+
 def test_tied_tensors_are_stripped_to_names_of_their_own(tmp_path: Path) -> None:
     shared = torch.ones(3)
     store = stored({"ema": shared, "model": {"head": shared, "wte": shared}})
