@@ -79,18 +79,18 @@ def member(tree: Any, name: str) -> Any:
 
 
 def _named_members(node: Any) -> dict[str, Any]:
-    if isinstance(node, dict) and (tag := _tag(node)) is not None:
+    if isinstance(node, dict) and (tag := tag_of(node)) is not None:
         node = node[tag] if tag in ("$odict", "$tuple") else None
     if isinstance(node, list):
         return {str(number): one for number, one in enumerate(node)}
-    return node if isinstance(node, dict) and _tag(node) is None else {}
+    return node if isinstance(node, dict) and tag_of(node) is None else {}
 
 
 def only_tensors(tree: Any) -> bool:
     """Whether a tree is dicts with texts for keys that hold nothing but tensors."""
     if not isinstance(tree, dict):
         return False
-    tag = _tag(tree)
+    tag = tag_of(tree)
     if tag in _ORIGINS:
         return True
     body = tree[tag] if tag == "$odict" else None if tag is not None else tree
