@@ -7,7 +7,7 @@ SIZE ?= 500MB
 ROUNDS ?= 5
 COUNT ?= 10000
 
-.PHONY: docs demo test test-long test-moto check lint types layers golden conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: docs demo test test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -135,10 +135,13 @@ mutants: .venv/.ready  ## remove each sync, check and fence in turn: some test m
 mutants-ordinary: .venv/.ready  ## MUTANTS slips in what changed since SINCE (or in MODULES): some test must fail
 	$(BIN)/python -m tools.mutants --ordinary $(MUTANTS) --seed $(or $(SEED),0) $(or $(MODULES),--since $(SINCE))
 
-golden: .venv/.ready  ## every golden file again (until format 1 is released)
+golden: .venv/.ready  ## golden files that are missing; frozen ones are compared, never changed
 	$(BIN)/python -m tools.golden
 
 READER ?= $(BIN)/python -m tools.conformance.page
+
+frozen: .venv/.ready  ## the version that froze format 1 and this one, in turns on the same stores
+	$(BIN)/python -m tools.frozen --operations 60 --stores 5 $(if $(SEED),--seed $(SEED))
 
 conformance: .venv/.ready  ## the conformance set against an executable (READER="...")
 	$(BIN)/python -m tools.conformance $(READER)

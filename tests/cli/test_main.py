@@ -40,7 +40,7 @@ def test_every_command_has_a_summary_and_an_example(ckpt: Run, name: str) -> Non
 
 
 def test_version(ckpt: Run) -> None:
-    assert re.fullmatch(r"ckpt \d+\.\d+\.\d+\S*\n", ckpt("--version").out)
+    assert re.fullmatch(r"ckpt \d+\.\d+\.\d+\S* \(format 1\)\n", ckpt("--version").out)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ckptstore.formats import compiled
 from tools.golden import make_store
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-STORES = sorted(path.stem for path in GOLDEN.glob("*.json"))
+STORES = sorted(path.stem for path in GOLDEN.glob("store-*.json"))
 
 
 def test_there_is_one() -> None:

@@ -1,5 +1,24 @@
-"""Make every golden file again: ``python -m tools.golden``. See `tools.golden`."""
+"""Make golden files: ``python -m tools.golden``. See `tools.golden`."""
 
-from tools.golden.everything import main
+from __future__ import annotations
+
+import click
+
+from tools.golden import everything
+
+
+@click.command()
+@click.option("--again", is_flag=True, help="Make all of them anew, frozen ones too: only before a format is frozen.")
+@click.option("--freeze", is_flag=True, help="Note the files that are there as frozen. Nothing is made.")
+def main(again: bool, freeze: bool) -> None:
+    """Make the golden files that are missing, and list the frozen ones that this version would write differently."""
+    if freeze:
+        click.echo(f"{everything.freeze()} files are frozen ({everything.FROZEN})")
+    elif again:
+        everything.make(everything.ROOT)
+    else:
+        for name in everything.main():
+            click.echo(f"{name}: this version writes other bytes; the file stays as it is")
+
 
 main()

@@ -1,0 +1,41 @@
+"""Format 1 is frozen: the version that froze it and the working tree work on the same stores in turns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.forms import short_or
+from tools.frozen import installing, interleaving
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+
+
+@pytest.fixture(scope="module")
+def packages() -> tuple[Path, Path]:
+    try:
+        return installing.frozen(), installing.present()
+    except installing.FrozenVersionError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(short_or(2, 30)))
+def test_both_versions_restore_what_either_saved(packages: tuple[Path, Path], seed: int, tmp_path: Path) -> None:
+    outcome = interleaving.interleave(packages, tmp_path, operations=short_or(14, 60), seed=seed)
+    assert outcome.saved
+    assert outcome.compared >= outcome.saved
+    assert {line.split(":")[0] for line in outcome.operations} == {"frozen", "present"}
+
+
+def test_no_golden_file_of_the_frozen_format_has_changed() -> None:
+    """Later versions add golden files, and change none."""
+    expected = json.loads((GOLDEN / "frozen-1.json").read_text())
+    found = {
+        name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in expected if (ROOT / name).exists()
+    }
+    assert found == expected
