@@ -84,16 +84,11 @@ def loads(
         raise FormatError(f"{what}: {token} is not allowed in JSON")
 
     def integer(token: str) -> int:
-        check_digits(token)
+        _check_digits(token, what)
         return int(token)
 
-    def check_digits(token: str) -> None:
-        digits = len(token) - sum(map(token.count, "-+.eE"))
-        if digits > MAX_DIGITS:
-            raise FormatError(f"{what}: a number of {digits} digits, at most {MAX_DIGITS} are allowed")
-
     def real(token: str) -> float:
-        check_digits(token)
+        _check_digits(token, what)
         value = float(token)
         if not math.isfinite(value):
             raise FormatError(f"{what}: {token[:40]} is beyond a double's range")
@@ -145,6 +140,13 @@ def _check_strings(text: bytes, what: str) -> None:
     for found in _STRING.finditer(text):
         if found.end() - found.start() - 2 > MAX_STRING:
             raise FormatError(f"{what}: a string longer than {MAX_STRING} bytes")
+
+
+def _check_digits(token: str, what: str) -> None:
+    """Raise `FormatError` for a number of too many digits."""
+    digits = len(token) - sum(map(token.count, "-+.eE"))
+    if digits > MAX_DIGITS:
+        raise FormatError(f"{what}: a number of {digits} digits, at most {MAX_DIGITS} are allowed")
 
 
 def _marks(text: bytes) -> tuple[int, int]:

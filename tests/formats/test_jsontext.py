@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import FormatError
 from ckptstore.formats import jsontext
+from tests.formats import inside
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -106,11 +107,11 @@ def test_nesting_is_counted_in_brackets() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
 def test_strings_are_left_out_piece_by_piece(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """However the text is cut: in a string, in an escape, in one that never ends."""
-    monkeypatch.setattr(jsontext, "_PIECE", size)
     choose = random.Random(size)
     for _ in range(300):
         text = bytes(choose.choice(rb'"\[]{},a') for _ in range(choose.randint(0, 60)))
-        assert b"".join(jsontext._without_strings(text)) == jsontext._STRING.sub(b"", text)
+        in_pieces, at_once = inside.without_strings(text, monkeypatch, size)
+        assert in_pieces == at_once
 
 
 def test_brackets_in_millions_of_strings_take_no_memory() -> None:

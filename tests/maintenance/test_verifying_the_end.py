@@ -10,7 +10,7 @@ import pytest
 
 import ckptstore
 from ckptstore.formats.records import slot_key
-from tools.golden.make_conformance import _folded
+from tools.golden.make_conformance import folded
 
 
 def _with_file(path: Path) -> None:
@@ -31,7 +31,7 @@ BECAME: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def folded(tmp_path: Path) -> Path:
-    _folded(tmp_path / "store")
+    folded(tmp_path / "store")
     return tmp_path / "store"
 
 
