@@ -84,12 +84,10 @@ def loads(
         raise FormatError(f"{what}: {token} is not allowed in JSON")
 
     def integer(token: str) -> int:
-        _check_digits(token, what)
-        return int(token)
+        return int(_checked(token, what))
 
     def real(token: str) -> float:
-        _check_digits(token, what)
-        value = float(token)
+        value = float(_checked(token, what))
         if not math.isfinite(value):
             raise FormatError(f"{what}: {token[:40]} is beyond a double's range")
         return value
@@ -97,9 +95,7 @@ def loads(
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise FormatError(f"{what}: duplicate JSON key {twice!r}")
+            raise FormatError(f"{what}: duplicate JSON key {_twice(pairs)!r}")
         return found
 
     try:
@@ -142,11 +138,18 @@ def _check_strings(text: bytes, what: str) -> None:
             raise FormatError(f"{what}: a string longer than {MAX_STRING} bytes")
 
 
-def _check_digits(token: str, what: str) -> None:
-    """Raise `FormatError` for a number of too many digits."""
+def _twice(pairs: list[tuple[str, Any]]) -> str:
+    """The first key that is there again."""
+    seen: set[str] = set()
+    return next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+
+def _checked(token: str, what: str) -> str:
+    """The token of a number. Raises `FormatError` for one of too many digits."""
     digits = len(token) - sum(map(token.count, "-+.eE"))
     if digits > MAX_DIGITS:
         raise FormatError(f"{what}: a number of {digits} digits, at most {MAX_DIGITS} are allowed")
+    return token
 
 
 def _marks(text: bytes) -> tuple[int, int]:

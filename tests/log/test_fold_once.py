@@ -8,7 +8,7 @@ import pytest
 
 import ckptstore
 from ckptstore.log import folding, reading
-from tools.golden.make_conformance import folded
+from tools.golden.make_conformance import make_folded
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_fold_is_read_once(tmp_path: Path, decoded: list[str]) -> None:
-    folded(tmp_path / "store")
+    make_folded(tmp_path / "store")
     decoded.clear()
     store = ckptstore.open(tmp_path / "store")
     first = store.view()
@@ -47,7 +47,7 @@ def test_a_fold_is_read_once(tmp_path: Path, decoded: list[str]) -> None:
 
 def test_damage_behind_a_fold_stays_with_the_view_that_met_it(tmp_path: Path, decoded: list[str]) -> None:
     """What a reading adds to a fold's catalog is its own."""
-    folded(tmp_path / "store")
+    make_folded(tmp_path / "store")
     store = ckptstore.open(tmp_path / "store")
     whole = store.view()
     path = tmp_path / "store" / "log" / f"{whole.end:020d}"

@@ -10,7 +10,7 @@ import pytest
 
 import ckptstore
 from ckptstore.formats.records import slot_key
-from tools.golden.make_conformance import folded
+from tools.golden.make_conformance import make_folded
 
 
 def _with_file(path: Path) -> None:
@@ -31,7 +31,7 @@ BECAME: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def folded(tmp_path: Path) -> Path:
-    folded(tmp_path / "store")
+    make_folded(tmp_path / "store")
     return tmp_path / "store"
 
 

@@ -119,7 +119,7 @@ def _rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(seal(value))
 
 
-def folded(folder: Path) -> None:
+def make_folded(folder: Path) -> None:
     backend, fmt = LocalBackend(folder), FormatFile(RUN, anchor_every=4)
     backend.create(FORMAT_KEY, encode_format(fmt))
     store = _small(folder)
@@ -291,7 +291,7 @@ def _last_slot(**members: Any) -> Callable[[Path], None]:
 
 def _end_folder(folder: Path) -> None:
     """A folder, with a file in it, where the newest fold ends."""
-    folded(folder)
+    make_folded(folder)
     path = folder / slot_key(ckptstore.open(folder).view().fold_seq)
     path.unlink()
     path.mkdir()
@@ -300,7 +300,7 @@ def _end_folder(folder: Path) -> None:
 
 def _end_other(folder: Path) -> None:
     """Another record where the newest fold ends."""
-    folded(folder)
+    make_folded(folder)
     _rewritten(folder / slot_key(ckptstore.open(folder).view().fold_seq), lambda slot: slot.update(later=1))
 
 
@@ -400,7 +400,7 @@ def _manifest_lost(folder: Path) -> None:
 
 
 def _fold_incompat(folder: Path) -> None:
-    folded(folder)
+    make_folded(folder)
     store = ckptstore.open(folder)
     (key,) = [key for key in store.backend.list("fold/") if f"{store.view().fold_seq:020d}" in key]
     head = len(b"ckptstore fold\n") + 33
@@ -454,7 +454,7 @@ def _flip(path: Path, place: int) -> None:
 STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "codecs": ("every codec of 5.4 with all kinds of parameters, groups and pieces", _codecs),
     "steps": ("every rule, variant, encoding and form of gradient of 5.5", _steps),
-    "folded": ("a log whose older slots are gone: a fold has what they said", folded),
+    "folded": ("a log whose older slots are gone: a fold has what they said", make_folded),
     "damaged-slot": ("a COMMIT of the first term has a wrong bit; a second term goes on behind it", _damaged_slot),
     "damaged-segment": (
         "a chunk of step 4 has a wrong bit: it cannot be restored, and the others can",
