@@ -66,6 +66,8 @@ class FollowOptions:
             raise UsageError(f"timeout: {self.timeout!r:.80}; a number of seconds, or None, is needed")
         if self.into is not None and self.out is not None:
             raise UsageError("into= and out=: one follower fills tensors or replaces a file; open two")
+        if self.rank is not None and self.out is not None:
+            raise UsageError("rank= and out=: a file has the tensors of all ranks; leave rank= out, or save what comes")
         self.loading  # noqa: B018  # what cannot be meant is refused now
 
     @property
@@ -230,7 +232,9 @@ class Follower:
             raise
         self._seen = entry.node
         if self._options.into is not None:
-            held = Holder(self._options.into).adopted(journal, entry.ref, self._options.select, view)
+            held = Holder(self._options.into).adopted(
+                journal, entry.ref, self._options.select, view, self._options.rank
+            )
             self._held = [] if held is None else [held]
 
     def _goal(self, catalog: Catalog) -> _Goal | None:
@@ -285,7 +289,7 @@ class Follower:
         def held(found: Opened) -> list[HeldState] | None:
             for reader in found.readers.values():
                 read.add(reader.entry.header)
-            if lacking(found, options.select):
+            if lacking(found, options.select, options.rank):
                 return None
             base = found.base
             told.append((tuple(edge.kind for edge in found.plan.encodings), None if base is None else base.ref))
@@ -294,7 +298,7 @@ class Follower:
             self._spare += [one.region for one in self._held if all(one is not other for other in kept)]
             self._held = kept
             threads = options.threads or default_threads()
-            return hold(found, options.select, self._spare, threads, options.progress, read)
+            return hold(found, options.select, self._spare, threads, options.progress, read, options.rank)
 
         bases = [one for one in self._held if not one.lossy]  # deltas build on the bits that training had
         try:

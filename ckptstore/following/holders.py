@@ -34,21 +34,31 @@ class Holder:
         self._tensors: Mapping[str, _Readable] = bridge.flattened(state).tensors
 
     def adopted(
-        self, journal: Journal, ref: str, select: str | Sequence[str] | None, since: View | None = None
+        self,
+        journal: Journal,
+        ref: str,
+        select: str | Sequence[str] | None,
+        since: View | None = None,
+        rank: int | None = None,
     ) -> HeldState | None:
         """The checkpoint `ref` held in memory, without reading any tensor of it from the store; None: it is not what
         the state has, or cannot be opened."""
-        return _adopted(journal, ref, select, since, self._tensors)
+        return _adopted(journal, ref, select, since, self._tensors, rank)
 
 
 def _adopted(
-    journal: Journal, ref: str, select: Any, since: View | None, tensors: Mapping[str, _Readable]
+    journal: Journal,
+    ref: str,
+    select: Any,
+    since: View | None,
+    tensors: Mapping[str, _Readable],
+    rank: int | None = None,
 ) -> HeldState | None:
     try:
         with opened(journal, ref, since=since) as found:
             if found.lossy:
                 return None
-            return adopt(found, select, lambda name, offset, out: tensors[name].read(offset, out))
+            return adopt(found, select, lambda name, offset, out: tensors[name].read(offset, out), rank)
     except CkptError:
         return None  # it is read anew then, which says what is wrong
 

@@ -63,18 +63,18 @@ def companions(encodings: Sequence[Held], keys: Iterable[str]) -> list[str]:
     return [key for key in encodings[-1] if key in needed]
 
 
-def lacking(found: Opened, select: str | Sequence[str] | None) -> bool:
+def lacking(found: Opened, select: str | Sequence[str] | None, rank: int | None = None) -> bool:
     """Whether something of the selection builds on a tensor that the base, which is in memory, does not have."""
     if found.base is None:
         return False
     return any(
         key not in found.base.links and all(key not in held or held[key].base_ratio for held in found.encodings)
-        for key in _wanted(found, select)
+        for key in _wanted(found, select, rank)
     )
 
 
-def _wanted(found: Opened, select: str | Sequence[str] | None) -> list[str]:
-    names = select_from(found.tree, select, found.ref).tensors
+def _wanted(found: Opened, select: str | Sequence[str] | None, rank: int | None) -> list[str]:
+    names = select_from(found.tree_of(rank), select, found.ref).tensors
     return companions(found.encodings, [key for name in names for key in found.parts[name]])
 
 
@@ -85,6 +85,7 @@ def hold(
     threads: int = 1,
     progress: Progress | None = None,
     read: BytesRead | None = None,
+    rank: int | None = None,
 ) -> list[HeldState]:
     """Restore an open checkpoint, or what is selected of it and what that needs, into memory of its own.
 
@@ -94,6 +95,7 @@ def hold(
         spare: memory to use if it is as long as is needed; worthless afterwards, whether this succeeds or not.
         progress: told (bytes done, bytes in all) of the tensors.
         read: counts what is read of segments, but for their headers.
+        rank: whose tensors, of a checkpoint of many ranks; None: as one process reads it that is no rank.
 
     Returns:
         the checkpoint, and after it the one that its last encoding builds on: the next one may build on either.
@@ -103,7 +105,7 @@ def hold(
         StorageError: the medium failed.
         TensorNotFoundError: nothing matches.
     """
-    keys = _wanted(found, select)
+    keys = _wanted(found, select, rank)
     _prepare_sources(found, keys, read)
     last, left = found.plan.encodings[-1], list(spare)
     below, above = found.encodings[:-1], found.encodings[-1]
@@ -156,7 +158,10 @@ def _restore(chains: Mapping[str, Chain], memory: Mapping[str, Bytes], readers: 
 
 
 def adopt(
-    found: Opened, select: str | Sequence[str] | None, read: Callable[[str, int, Bytes], None]
+    found: Opened,
+    select: str | Sequence[str] | None,
+    read: Callable[[str, int, Bytes], None],
+    rank: int | None = None,
 ) -> HeldState | None:
     """Hold what somebody has already, if it is the checkpoint bit for bit; None: it is not.
 
@@ -164,8 +169,9 @@ def adopt(
         found: the checkpoint that it should be. No tensor of it is read.
         read: copies bytes of the tensor that is called so in the state, from an offset on, to memory; raises
             `KeyError` for one that is not there, `ValueError` for one that ends before.
+        rank: as for `hold`.
     """
-    chosen = select_from(found.tree, select, found.ref).tensors
+    chosen = select_from(found.tree_of(rank), select, found.ref).tensors
     names = {name: there for name, there in chosen.items() if not found.sharded(name)}
     tensors = {name: found.encodings[-1][name].tensor for name in names}
     places, length = layout(tensors)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from ckptstore.errors import CkptError, CorruptSegmentError, StorageError, UsageError
 from ckptstore.formats import dtypes
 from ckptstore.formats.boxes import Box
-from ckptstore.formats.ranked import of_rank
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.state import Origin, places, unflatten
@@ -131,8 +130,7 @@ def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
 
 def rebuilt(found: Restorable, options: LoadOptions) -> Any:
     """The state of a checkpoint, as `options` want it. Raises as `Store.load`."""
-    tree = found.tree if options.rank is None else of_rank(found.merged, options.rank)
-    picked = select_from(tree, options.select, found.ref)
+    picked = select_from(found.tree_of(options.rank), options.select, found.ref)
     if found.lossy:
         warn(f"{found.ref} is lossy: not the bits that training had", LossyWarning)
     targets = None if options.into is None else _targets(found, picked, options)

@@ -50,6 +50,10 @@ class Restorable(ABC):
         """The typed JSON tree of the state, as one process reads it that is none of several ranks."""
         return of_rank(self.merged, None)
 
+    def tree_of(self, rank: int | None) -> Any:
+        """Likewise, as rank `rank` reads it; None: `tree`."""
+        return self.tree if rank is None else of_rank(self.merged, rank)
+
     @cached_property
     def tensors(self) -> dict[str, TensorEntry]:
         """name -> its entry in the last encoding (of a tensor in shards a `ShardedEntry`), in the order of the tree."""

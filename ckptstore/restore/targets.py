@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def find_targets(
     names = picked.tensors  # those that the caller knows
     if select is None:
         targets: dict[str, Any] = dict(flat.tensors)
-        names = {**names, **_of_a_rank(picked.whole, names, flat)}
+        names = {**names, **_of_ranks(picked.whole, names, flat)}
     else:
         targets = _selected(flat, picked, names, select)
     _check_targets({names[name]: tensor for name, tensor in wanted.items()}, targets)
@@ -176,18 +177,19 @@ def _parameter_names(groups: Any) -> list[str] | None:
     return [name for group in groups for name in group["param_names"]]
 
 
-def _of_a_rank(stored: Any, names: Collection[str], flat: FlatState) -> dict[str, str]:
-    """What a rank has of its own, ``NAME@RANK``, by what `flat` calls what it has at that place: ``NAME``."""
-    strange = {name for name in names if "@" in name and name not in flat.tensors}
+def _of_ranks(stored: Any, names: Collection[str], flat: FlatState) -> dict[str, str]:
+    """What ranks call otherwise, by what `flat` calls what it has at that place: ``NAME@RANK`` and tied tensors."""
+    strange = {name for name in names if name not in flat.tensors}
     if not strange:
         return {}
     there = dict(paths(flat.tree))
-    found = {
-        tensor: there[path]
-        for path, tensor in paths(stored)
-        if tensor in strange and there.get(path) == tensor.rpartition("@")[0] not in names
-    }
-    return found if len(set(found.values())) == len(found) else {}  # what is tied only here would be filled twice
+    found: dict[str, set[str]] = {}
+    for path, tensor in paths(stored):
+        if tensor in strange and path in there:
+            found.setdefault(tensor, set()).add(there[path])
+    alone = {tensor: next(iter(mine)) for tensor, mine in found.items() if len(mine) == 1}
+    counts = Counter(alone.values())  # what is tied only here would be filled twice
+    return {tensor: mine for tensor, mine in alone.items() if mine not in names and counts[mine] == 1}
 
 
 def made_targets(entries: Mapping[str, TensorEntry], made: Mapping[str, Any]) -> Targets:

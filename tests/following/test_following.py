@@ -14,6 +14,7 @@ import ckptstore
 from ckptstore import CorruptSegmentError, Followed, Store, Update, UsageError
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats import codecs, optim
+from ckptstore.formats.boxes import Box
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import flatten
 from tests.following.conftest import Opener
@@ -270,6 +271,27 @@ def test_shards_are_followed_and_put_together() -> None:
         found = next(follower)
         assert (found.info.ref, found.base) == (f"{step}@1", f"{step - 1}@1" if step > 1 else None)
         assert into["w"].tobytes() == one.tobytes()
+
+
+def test_a_rank_s_own_tensors_are_followed() -> None:
+    """`rank=` holds what that rank has, also what no reader without a rank sees."""
+    made, rng = ShardStore(), np.random.default_rng(4)
+    shared = cut("w", rng.standard_normal((8, 4)).astype("<f4"), columns((8, 4), 2))
+    tree = {"w": {"$a": "w"}, "rng": {"$ranks": [[0, 1], [{"$a": "rng@0"}, {"$a": "rng@1"}]]}}
+    into = {"w": np.zeros((8, 4), "<f4"), "rng": np.zeros(6, "<f4")}
+    follower = made.store.follow(rank=1, each=True, timeout=0, framework="numpy")
+    filling = made.store.follow(rank=1, each=True, timeout=0, into=into)
+    for step in (1, 2, 3):
+        own = [rng.standard_normal(6).astype("<f4") for _ in range(2)]
+        states = [cut(f"rng@{rank}", one, [Box.whole((6,))]) for rank, one in enumerate(own)]
+        made.commit(step, [[shared[0], states[0][0]], [shared[1], states[1][0]]], tree)
+        assert next(follower).state["rng"].tobytes() == own[1].tobytes()
+        assert next(filling).state["rng"].tobytes() == into["rng"].tobytes() == own[1].tobytes()
+    (found,) = (*made.store.follow("2@1", rank=1, timeout=0, into=into),)
+    assert found.info.step == 3
+    assert made.store.follow("3@1", rank=1, timeout=0, into=into).look() is None
+    with pytest.raises(UsageError, match="rank= and out="):
+        made.store.follow(rank=1, out="file.safetensors")
 
 
 def test_it_waits_for_what_comes_and_ends_when_it_is_told(opener: Opener) -> None:

@@ -794,3 +794,33 @@ def test_a_fork_does_not_wait_for_threads_that_it_does_not_have(tmp_path: Path) 
         if child.exitcode is None:
             child.kill()
         assert child.exitcode == 0
+
+
+def test_a_tied_tensor_is_filled_whatever_its_first_key_is(tmp_path: Path) -> None:
+    """Ranks name it after the key that sorts first, a process by itself after the first one that it meets."""
+
+    def tied(rank: int) -> dict[str, Any]:
+        table = np.arange(12, dtype=np.float32)
+        own = np.arange(3) + rank
+        return {"wte": table, "lm_head": table, "rng": {"b": own, "a": own}}
+
+    def work(group: Group) -> None:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
+            writer.save(tied(group.rank), 1)
+
+    as_ranks(2, work)
+    store = ckptstore.open(tmp_path)
+    assert "lm_head" in store.tensors(1)
+    for rank in (None, 0, 1, 2):
+        mine = tied(5)
+        mine["wte"][:] = 0
+        found = store.load(1, into=mine, rank=rank)
+        for got in (found, mine):
+            assert_same(got, tied((rank or 0) % 2))
+        assert found["wte"] is found["lm_head"]
+    untied = {**tied(0), "wte": np.zeros(12, np.float32)}
+    with pytest.raises(UsageError, match="into= has a tensor 'wte' that the checkpoint has not"):
+        store.load(1, into=untied, rank=0)
+    apart = {**tied(0), "rng": {"b": np.zeros(3, int), "a": np.zeros(3, int)}}
+    with pytest.raises(UsageError, match="into= has no tensor"):
+        store.load(1, into=apart, rank=0)
