@@ -76,9 +76,7 @@ def loads(
         raise FormatError(f"{what}: {len(text)} bytes of JSON, at most {max_bytes} are allowed")
     _check_marks(text, what, max_marks)
     _check_strings(text, what)
-    # Quick bound first: only text with many brackets can be deep, and only that pays for the exact scan.
-    if text.count(b"[") + text.count(b"{") > max_depth and _depth(text) > max_depth:
-        raise FormatError(f"{what}: JSON nested deeper than {max_depth}")
+    _check_depth(text, what, max_depth)
 
     def refuse(token: str) -> NoReturn:
         raise FormatError(f"{what}: {token} is not allowed in JSON")
@@ -127,6 +125,13 @@ def _check_marks(text: bytes, what: str, max_marks: int) -> None:
     if arrays > MAX_ARRAYS or marks > max_marks:
         most = f"at most {MAX_ARRAYS} and {max_marks} are allowed"
         raise FormatError(f"{what}: JSON of {arrays} arrays and objects and {marks} values; {most}")
+
+
+def _check_depth(text: bytes, what: str, max_depth: int) -> None:
+    """Raise `FormatError` if arrays and objects are nested too deep."""
+    # Quick bound first: only text with many brackets can be deep, and only that pays for the exact scan.
+    if text.count(b"[") + text.count(b"{") > max_depth and _depth(text) > max_depth:
+        raise FormatError(f"{what}: JSON nested deeper than {max_depth}")
 
 
 def _check_strings(text: bytes, what: str) -> None:

@@ -87,6 +87,7 @@ DAMAGED = (
     "reports/test_watching.py",
     "store/test_damage.py",
     "store/test_store_methods.py",
+    "tiers/test_remote_lost.py",
 )
 """Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. It has tests of its own,
 `store/test_damaged_log.py`. Anywhere else a log that is taken for damaged is a failure."""

@@ -97,7 +97,7 @@ def _run_of(there: Journal, key: str) -> str | None:
 def _whole(here: str, there: Journal, keys: list[str]) -> bool:
     """Whether there is a store to which an ordinary sync may add."""
     try:
-        view = read(there, look_above=True)
+        view = read(there, look_above=True, tell=False)  # what is lost of it is why this is asked for
         check_whole(here, there, view)
     except (CorruptLogError, RemoteLostError):
         return False
