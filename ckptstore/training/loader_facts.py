@@ -31,6 +31,7 @@ __all__ = [
     "order_of_all_ranks",
     "own_generators",
     "position",
+    "redrawn",
     "same_order",
     "sampler_of",
     "sharing_sampler",
@@ -83,8 +84,9 @@ def facts(loader: Any) -> dict[str, Any]:
     """What is kept of a loader in each checkpoint: numbers, flags and names. None: unknown.
 
     ``batch_size``, ``samples`` (the dataset's length), ``epoch_samples`` (of one rank), ``order`` (which order, in
-    words), ``drop_last``, ``ranks`` (that share the samples), ``shared`` (whether it is known how), ``drop_last_share``
-    (if samples do not fill equal shares), ``workers``, ``persistent``, ``kind`` (its class).
+    words), ``drawn_from`` (which generator shuffles it), ``drop_last``, ``ranks`` (that share the samples), ``shared``
+    (whether it is known how), ``drop_last_share`` (if samples do not fill equal shares), ``workers``, ``persistent``,
+    ``kind`` (its class).
     """
     batches = batch_sampler(loader)
     sharing = sharing_sampler(sampler_of(loader))
@@ -97,6 +99,7 @@ def facts(loader: Any) -> dict[str, Any]:
         "samples": _length(getattr(loader, "dataset", None)),
         "epoch_samples": None if batches is None else _length(sampler_of(loader)),
         "order": order(loader),
+        "drawn_from": _drawn_from(loader),
         "drop_last": _flag(batches.drop_last if batches is not None else getattr(loader, "drop_last", None)),
         "ranks": sharing.num_replicas if sharing is not None else _ranks(),
         "shared": sharing is not None,
@@ -145,7 +148,7 @@ def position(saved: Mapping[str, Any]) -> int | None:
 
 def same_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the samples up to any position are those that they were."""
-    if before["order"] != now["order"]:
+    if before["order"] != now["order"] or redrawn(before, now):
         return False
     if before["order"] == _IN_ORDER:
         return True  # of a dataset that grew, too: the new samples come last
@@ -167,6 +170,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"the dataset had {_said(before['samples'])} samples, and has {_said(now['samples'])} now")
     if before["order"] != now["order"]:
         found.append(f"the order of samples was {before['order'] or 'unknown'}, and is {now['order'] or 'unknown'} now")
+    if (drawn := redrawn(before, now)) is not None:
+        found.append(drawn)
     if before["drop_last"] != now["drop_last"]:
         found.append(f"drop_last was {before['drop_last']}, and is {now['drop_last']} now")
     if before["ranks"] != now["ranks"]:
@@ -177,6 +182,14 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             "draws random numbers while samples are loaded draws others"
         )
     return found
+
+
+def redrawn(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """In a sentence, that another generator shuffles the samples; None: the same one, or it is not known."""
+    was, is_now = before.get("drawn_from"), now["drawn_from"]  # earlier versions did not keep it
+    if was is None or is_now is None or was == is_now:
+        return None
+    return f"the order of samples was drawn from {was}, and is drawn from {is_now} now"
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[int]:
@@ -205,6 +218,18 @@ def own_generators(loader: Any) -> dict[str, rng.Generator]:
                 seen.add(id(one))
                 found[f"{prefix}{name}"] = one
     return found
+
+
+def _drawn_from(loader: Any) -> str | None:
+    """Which generator shuffles the samples, as far as attributes tell; None: none does, or nothing is known."""
+    if order(loader) in (None, _IN_ORDER) or sharing_sampler(sampler_of(loader)) is not None:
+        return None
+    for sampler in (loader.sampler, loader.batch_sampler, sampler_of(loader)):
+        if any(isinstance(one, rng.Generator) for one in getattr(sampler, "__dict__", {}).values()):
+            return "a generator of the sampler's own"
+    # torch's own sampler takes its seed from the global numbers, after the loader has taken one from its generator.
+    beside = "" if loader.generator is None else ", beside a generator of the loader's own"
+    return f"the global random numbers{beside}"
 
 
 def _ranks() -> int:

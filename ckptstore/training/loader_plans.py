@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ckptstore.errors import FormatError
 from ckptstore.training import loader_facts
@@ -49,6 +49,9 @@ def planned(loader: Any, saved: Mapping[str, Any]) -> Plan:
     now, before = loader_facts.facts(loader), saved["facts"]
     asks = _usable(loader, saved, now)
     changed = [] if before is None else loader_facts.differences(before, now)
+    if asks and before is not None and str(now["order"]).startswith("shuffled by torchdata."):
+        # Its state says how its order was drawn.
+        changed = [] if changed == [loader_facts.redrawn(before, now)] else changed
     if saved["begun"] is None:
         if saved["inner"] is not None and not asks:
             raise FormatError(
@@ -99,12 +102,18 @@ def _changed(
             f"the epoch continues after {count} batches of {new} samples: {again} of the {given * size} samples that "
             "were given out come a second time, and none is left out"
         )
+    divided = before["workers"] != now["workers"] and isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if divided:
+        what += (
+            ": if the worker processes divide the samples of this IterableDataset among them, others were given out "
+            "before, so some may come a second time, or not at all"
+        )
     if not known:
         what = (
             "each rank continues where an earlier rank was: which samples the others gave out is not known, so some "
             "may come a second time, or not at all"
         )
-    inexact = not known or bool(again) or (size != new and (asks or size is None or new is None))
+    inexact = not known or divided or bool(again) or (size != new and (asks or size is None or new is None))
     return Plan("inner" if asks else "counted", asks, count, _told(changed, what, prevents=inexact))
 
 

@@ -245,6 +245,43 @@ def test_another_order_begins_the_epoch_anew(options: dict[str, Any], differs: s
     assert batches.epoch == 0
 
 
+class Split(IterableDataset[int]):
+    """A stream that its worker processes divide among them."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = torch.utils.data.get_worker_info()
+        yield from range(22) if worker is None else range(worker.id, 22, worker.num_workers)
+
+
+def test_a_stream_that_other_workers_divide() -> None:
+    _, state = cut_off(DataLoader(Split(), 4), 3)
+    _, told = resumed(DataLoader(Split(), 4, num_workers=2), state)
+    assert "some may come a second time, or not at all" in told
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_generator_that_came_or_went_begins_the_epoch_anew(first: bool) -> None:
+    def loader(own: bool) -> Any:
+        return DataLoader(range(22), 4, shuffle=True, generator=torch.Generator().manual_seed(3) if own else None)
+
+    _, state = cut_off(loader(first), 3)
+    batches, told = resumed(loader(not first), state)
+    assert sorted(flat(taken(iter(batches)))) == list(range(22))
+    assert "the order of samples was drawn from" in told
+    assert "the 12 samples that were given out come a second time" in told
+
+
+def test_a_generator_that_came_where_the_sampler_says_how_it_drew() -> None:
+    def loader(own: bool) -> Any:
+        generator = torch.Generator().manual_seed(3) if own else None
+        return torchdata.StatefulDataLoader(range(22), 4, shuffle=True, generator=generator)
+
+    given, state = cut_off(loader(False), 3)
+    batches, told = resumed(loader(True), state)
+    assert sorted(flat(given) + flat(taken(iter(batches)))) == list(range(22))
+    assert not told
+
+
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_what_drop_last_leaves_out_is_told(shuffled: bool) -> None:
     data = list(range(13))
