@@ -259,7 +259,7 @@ class Backend(ABC):
     def check_space(self, nbytes: int) -> None:  # noqa: B027 - most media do not know
         """Raise `StorageError` (ENOSPC) if `nbytes` of new segments cannot fit. Where that is not certain: no word."""
 
-    def reclaim_with(self, reclaim: Callable[[], int]) -> None:  # noqa: B027 - most media have no end
+    def reclaim_with(self, reclaim: Callable[[Backend], int]) -> None:  # noqa: B027 - most media have no end
         """Call `reclaim` before a write fails for want of space: it deletes what nothing needs, and gives its bytes."""
 
     def upkeep(self) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -61,6 +62,10 @@ _in_flight: set[str] = set()
 """Temporaries this process is using now; shared by all backends so that none takes another's for a stray."""
 
 
+_TRIES: Final = 8
+"""How often what is retired is deleted for one save: others save, and delete, at the same time."""
+
+
 class LocalBackend(Backend):
     """The store in the folder `path`, which the first write makes if it is missing.
 
@@ -93,6 +98,7 @@ class LocalBackend(Backend):
         self._recycling = Recycling(self._folders, posix, chosen_mode(recycle))
         self._spare = SpareFiles(self._folders, posix, self._recycling)
         self._room = Room(self._folders, posix, self._spare)
+        self._reclaim: Callable[[Backend], int] | None = None
         with reading(self.root):
             self._folders.attach()
             self.read_only = not self._folders.writable()
@@ -118,7 +124,8 @@ class LocalBackend(Backend):
         """See `Backend.reopened`."""
         mode = self._recycling.mode
         found = LocalBackend(self.root, self._posix, url=self.url, direct=self._direct, recycle=mode)
-        found._room.reclaim = self._room.reclaim
+        if self._reclaim is not None:
+            found.reclaim_with(self._reclaim)
         return found
 
     @property
@@ -287,18 +294,26 @@ class LocalBackend(Backend):
             status = self._posix.statvfs(handle)
             if self._posix.file_system(handle) not in LOCAL or not status.f_blocks:  # a tmpfs without a limit has none
                 return
-            # Root may have the blocks that are reserved for it.
-            free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
-            if nbytes > free and nbytes > free + self._spare.nbytes() and self._room.collect():
-                status = self._posix.statvfs(handle)
-                free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+            # Prevents: a save that fails because another thread deleted first, or took what this one had freed.
+            for _ in range(_TRIES):
+                if nbytes <= self._free(handle) or nbytes <= self._free(handle) + self._spare.nbytes():
+                    return
+                if not self._room.collect():
+                    break
+            free = self._free(handle)
             if nbytes > free and nbytes > (free := free + self._spare.nbytes()):
                 why = f"{nbytes:,} bytes are needed at least and {free:,} are free; make space, or retire and collect"
                 raise StorageError(errno.ENOSPC, why, self.root)
 
-    def reclaim_with(self, reclaim: Callable[[], int]) -> None:
+    def _free(self, handle: int) -> int:
+        """Bytes that are free. Root may have the blocks that are reserved for it."""
+        status = self._posix.statvfs(handle)
+        return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+
+    def reclaim_with(self, reclaim: Callable[[Backend], int]) -> None:
         """See `Backend.reclaim_with`."""
-        self._room.reclaim = reclaim
+        self._reclaim = reclaim
+        self._room.reclaim = partial(_reclaimed, weakref.ref(self), reclaim)
 
     def upkeep(self) -> AbstractContextManager[None]:
         """See `Backend.upkeep`."""
@@ -391,6 +406,11 @@ class LocalBackend(Backend):
         folder, _, name = key.rpartition("/")
         with writing(f"{self.root}/{key}"), suppress(FileNotFoundError), self._folders.opened(folder) as handle:
             self._posix.unlink(name, handle)
+
+
+def _reclaimed(reference: weakref.ref[LocalBackend], reclaim: Callable[[Backend], int]) -> int:
+    backend = reference()
+    return 0 if backend is None else reclaim(backend)
 
 
 def _is_stray(name: str) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -28,7 +26,7 @@ class Handle:
         self._remote = remote or Remote()
         self._reached: Pair | None = None
         # Whoever writes by this handle and finds no space has what is retired deleted, and tries again.
-        backend.reclaim_with(partial(_reclaimed, weakref.ref(self.journal)))
+        backend.reclaim_with(_reclaimed)
 
     @property
     def backend(self) -> Backend:
@@ -124,9 +122,10 @@ class Handle:
         return pair
 
 
-def _reclaimed(reference: weakref.ref[Journal]) -> int:
+def _reclaimed(backend: Backend) -> int:
     """Delete what nothing needs any more -> its bytes."""
     from ckptstore.maintenance.gc import collect
 
-    journal = reference()
-    return 0 if journal is None else collect(journal).nbytes
+    # Prevents: a writer that outlives the handle it was opened by (`with ckptstore.open(path).writer()`), and fails
+    # for want of space that is there to be freed: its log is read anew.
+    return collect(Journal(backend)).nbytes

@@ -73,8 +73,18 @@ def hyperparameters(optimizers: Sequence[torch.optim.Optimizer], *, scheduled: b
 def _chosen(group: Mapping[str, Any], scheduled: bool) -> dict[str, Any]:
     begun = "initial_lr" in group
     names = _CHOSEN if scheduled or begun else (*_CHOSEN, *_SCHEDULED)
-    found = {name: group[name] for name in names if isinstance(group.get(name), int | float | tuple)}
-    return {**found, "lr": group["initial_lr"]} if begun and isinstance(group["initial_lr"], int | float) else found
+    plain = {name: _plain(group.get(name)) for name in (*names, "initial_lr")}
+    found = {name: plain[name] for name in names if isinstance(plain[name], int | float | tuple)}
+    return {**found, "lr": plain["initial_lr"]} if begun and isinstance(plain["initial_lr"], int | float) else found
+
+
+def _plain(value: Any) -> Any:
+    """A number that is kept as a tensor (`lr=torch.tensor(0.01)`) as a number, as precise as the tensor is."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        number = value.detach().item()
+        # 0.03 in fp32 is 0.029999999329447746: of both sides the fp32 number is said
+        return float(f"{number:.7g}") if value.dtype == torch.float32 else number
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def unheeded(asked: Sequence[Sequence[Mapping[str, Any]]], now: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:

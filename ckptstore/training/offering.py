@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptstore.errors import StorageError
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.training.deciding import Decided, Deciding
 from ckptstore.training.explained import Explained
@@ -73,7 +74,18 @@ class Offering:
             return None
         try:
             forced = due and (urgent or save is True or bool(tags))
-            pending = self._pacing.save(lambda: self.save(tenure, step, metrics, tags, due=due, forced=forced))
+
+            def offered() -> PendingSave | None:
+                return self.save(tenure, step, metrics, tags, due=due, forced=forced)
+
+            try:
+                pending = self._pacing.save(offered)
+            except StorageError as error:
+                if tenure.group is not None:  # what ranks do together they do once
+                    raise
+                self._unsaved.failed(step, error)
+                # Prevents: a step that is lost with the one before it, whose failure it was told of.
+                pending = self._pacing.save(offered)
             if urgent and pending is not None:
                 assert tenure.saving is not None  # it has just saved
                 pending = tenure.saving.durable(pending)

@@ -86,6 +86,13 @@ class OptimizerFit:
         self._other_class = False
         self._compare()
 
+    @property
+    def groups(self) -> list[int | None] | None:
+        """For each group of the script, its number in the checkpoint (`Matched`); None: they are as they were."""
+        if self.match is None or self._other_class or self.match.in_place:
+            return None
+        return self.match.groups
+
     def remember(self) -> Undo:
         """See `Fit`. Loading gives an optimizer new tensors: those that it has now are kept, not copied."""
         optimizer = self.optimizer

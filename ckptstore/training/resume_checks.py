@@ -201,8 +201,22 @@ class Comparison:
     def _schedule(self, path: str, scheduler: Any, state: Any, about: Any) -> None:
         refused = schedules.refusal(path, scheduler, state, about)
         if not refused:
+            state, about = self._by_group(scheduler, state, about)
             self.notes += schedules.otherwise(path, scheduler, state, about)
         self._member(path, state, scheduler, refused)
+
+    def _by_group(self, scheduler: Any, state: Any, about: Any) -> tuple[Any, Any]:
+        """A schedule's state, in the order of the groups of the script's optimizer."""
+        optimizer = schedules.optimizer_of(scheduler)
+        for fit in self.fits:
+            if isinstance(fit, OptimizerFit) and optimizer in (
+                fit.optimizer,
+                getattr(fit.optimizer, "optimizer", None),
+            ):
+                groups = fit.groups
+                if groups is not None:
+                    return schedules.arranged(scheduler, state, about, groups, len(fit.state["param_groups"]))
+        return state, about
 
     def _scaler(self, state: Any) -> None:
         scaler: Any = self._given.scaler
@@ -230,8 +244,11 @@ class Comparison:
         )
 
     def _extras(self, state: Any) -> None:
-        for name, (get, put) in self._given.extra.items():
-            path, value = f"extra[{name!r}]", self._given.extra_objects[name]
+        objects = self._given.extra_objects
+        # Optimizers first: schedules are in the order of their groups.
+        for name in sorted(self._given.extra, key=lambda name: not isinstance(objects[name], torch.optim.Optimizer)):
+            get, put = self._given.extra[name]
+            path, value = f"extra[{name!r}]", objects[name]
             if not isinstance(state, Mapping) or name not in state:
                 self.differences.append(
                     f"the checkpoint holds no extra[{name!r}]: it was saved by a Checkpointer that was not given it"

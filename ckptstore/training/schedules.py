@@ -9,18 +9,29 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final
 
 import torch
 
-__all__ = ["described", "is_schedule", "otherwise", "refusal"]
+__all__ = ["arranged", "described", "is_schedule", "optimizer_of", "otherwise", "refusal"]
 
 _PROGRESS: Final = frozenset(
     {"last_epoch", "num_bad_epochs", "best", "cooldown_counter", "T_cur", "T_i", "base_lrs", "n_averages", "verbose"}
 )
 """Members that tell how far a schedule is, and rates that the optimizer's groups tell of."""
+_BY_GROUP: Final = (
+    "_last_lr",
+    "base_lrs",
+    "base_momentums",
+    "initial_lrs",
+    "lr_lambdas",
+    "max_lrs",
+    "max_momentums",
+    "min_lrs",
+)
+"""Members with a value for each of the optimizer's groups."""
 _PRIVATE: Final = frozenset({"_milestones"})
 _MOST: Final = 16
 _LONGEST: Final = 256
@@ -65,6 +76,47 @@ def refusal(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
     return []
 
 
+def arranged(schedule: Any, state: Any, about: Any, groups: Sequence[int | None], there: int) -> tuple[Any, Any]:
+    """A checkpoint's state, and what it says of it, with the values of each group where the script has that group.
+
+    Args:
+        groups: for each of the script's groups its number in the checkpoint; None: no single one is it, and it keeps
+            the script's values.
+        there: groups of the checkpoint.
+    """
+    schedule = _inner(schedule)
+    live = _live(schedule)
+    if isinstance(state, Mapping):
+        state = dict(state)
+        for name in _BY_GROUP:
+            mine = [None] * len(groups) if name == "lr_lambdas" else live.get(name)
+            if name in live and _is_of(state.get(name), there) and _is_of(mine, len(groups)):
+                # Prevents: the rate of one group for another, where the script makes its groups in another order.
+                state[name] = [mine[at] if its is None else state[name][its] for at, its in enumerate(groups)]
+    functions = about.get("functions") if isinstance(about, Mapping) else None
+    if _is_of(functions, there) and _is_of(live.get("lr_lambdas"), len(groups)):
+        own = [_function(one) for one in _functions(schedule)]
+        if len(own) == len(groups):
+            its = [own[at] if number is None else functions[number] for at, number in enumerate(groups)]
+            about = {**about, "functions": its}
+    states = state.get("_schedulers") if isinstance(state, Mapping) else None
+    abouts = about.get("schedules") if isinstance(about, Mapping) else None
+    parts = [
+        arranged(part, _at(states, number), _at(abouts, number), groups, there)
+        for number, part in enumerate(_parts(schedule))
+    ]
+    if _is_of(states, len(parts)):
+        state = {**state, "_schedulers": [each for each, _ in parts]}
+    if _is_of(abouts, len(parts)):
+        about = {**about, "schedules": [each for _, each in parts]}
+    return state, about
+
+
+def optimizer_of(schedule: Any) -> Any:
+    """The optimizer whose rates it sets; None: it does not say."""
+    return getattr(_inner(schedule), "optimizer", None)
+
+
 def otherwise(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
     """What the script told its schedule and the checkpoint has otherwise, for people. Ask before it is loaded."""
     schedule = _inner(schedule)
@@ -79,7 +131,8 @@ def otherwise(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
         found.append("to have the script's, set it on the scheduler after resume()")
     theirs = about.get("functions") if isinstance(about, Mapping) else None
     if theirs is not None:
-        found += _other_functions(path, [_function(one) for one in _functions(schedule)], theirs)
+        loaded = state.get("lr_lambdas") if isinstance(state, Mapping) else None
+        found += _other_functions(path, [_function(one) for one in _functions(schedule)], theirs, loaded)
     states = state.get("_schedulers") if isinstance(state, Mapping) else None
     abouts = about.get("schedules") if isinstance(about, Mapping) else None
     for number, part in enumerate(_parts(schedule)):
@@ -101,6 +154,10 @@ def _inner(schedule: Any) -> Any:
 
 def _at(values: Any, number: int) -> Any:
     return values[number] if isinstance(values, list | tuple) and number < len(values) else None
+
+
+def _is_of(values: Any, length: int) -> bool:
+    return isinstance(values, list | tuple) and len(values) == length
 
 
 def _live(schedule: Any) -> Mapping[str, Any]:
@@ -204,7 +261,11 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted(found.items())[:_MOST])
 
 
-def _other_functions(path: str, mine: list[dict[str, Any]], theirs: list[Any]) -> list[str]:
+def _other_functions(path: str, mine: list[dict[str, Any]], theirs: list[Any], loaded: Any) -> list[str]:
+    """
+    Args:
+        loaded: what the checkpoint has of the members of each, if they are objects: these are restored.
+    """
     found = []
     if len(mine) != len(theirs):
         found.append(f"{path}: {len(mine)} functions, as in the script; the checkpoint's run had {len(theirs)}")
@@ -214,11 +275,15 @@ def _other_functions(path: str, mine: list[dict[str, Any]], theirs: list[Any]) -
             found.append(f"{where} is the script's; the checkpoint's run had {its.get('name')}")
             continue
         before, now = its.get("numbers") or {}, own.get("numbers") or {}
-        found += [
-            f"{where}: {name} is {now.get(name)!r}, as in the script; the checkpoint's run had {before.get(name)!r}"
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name)
-        ]
+        restored = _at(loaded, number) or {}
+        for name in sorted(before.keys() | now.keys()):
+            was, has = before.get(name), now.get(name)
+            if was == has:
+                continue
+            if name in restored:
+                found.append(f"{where}: {name} is {was!r}, as in the checkpoint, not {has!r} as in the script")
+            else:
+                found.append(f"{where}: {name} is {has!r}, as in the script; the checkpoint's run had {was!r}")
         was, has = (_at_version(one) for one in (its, own))
         if was is not None and was != has:
             found.append(f"{where}: its constants are {has}, as in the script; the checkpoint's run had {was}")

@@ -126,6 +126,33 @@ def test_spare_files_go_before_a_segment_fails(call: str, code: int) -> None:
     assert backend.shrink_spare(1 << 40) == 0
 
 
+def test_a_save_goes_on_where_another_thread_deleted_first() -> None:
+    disk = Sized(BLOCK)
+    backend = LocalBackend("/store", disk)
+    backend.create("log/00000000000000000000", b"slot")
+
+    def reclaim(_: object) -> int:  # nothing is left: another thread was quicker
+        disk._space = Sized(16 * BLOCK)._space
+        return 0
+
+    backend.reclaim_with(reclaim)
+    backend.check_space(8 * BLOCK)
+
+
+def test_a_save_deletes_again_where_others_took_what_it_freed() -> None:
+    disk = Sized(BLOCK)
+    backend = LocalBackend("/store", disk)
+    backend.create("log/00000000000000000000", b"slot")
+    free = iter([2, 2, 16])
+
+    def reclaim(_: object) -> int:
+        disk._space = Sized(next(free) * BLOCK)._space
+        return BLOCK
+
+    backend.reclaim_with(reclaim)
+    backend.check_space(8 * BLOCK)
+
+
 def test_spare_files_go_before_a_commit_fails() -> None:
     disk = RamPosix()
     backend = LocalBackend("/store", disk, recycle="always")
@@ -187,6 +214,14 @@ def _whole(store: Store, *steps: int) -> None:
         assert np.array_equal(found["weight"], state(step, len(found["weight"]))["weight"])
     report = verify(store, threads=1)
     assert report.ok, report.damage
+
+
+@pytest.mark.root
+def test_a_writer_that_outlives_its_handle_deletes_what_is_retired(disk: Path) -> None:
+    with Store(LocalBackend(disk / "store")).writer(keep=["last:1"]) as writer:
+        for step in range(1, 13):
+            writer.save({"weight": np.full(DISK // 4 // 5, step, "f4")}, step)
+    assert Store(LocalBackend(disk / "store")).latest_step() == 12
 
 
 @pytest.mark.root

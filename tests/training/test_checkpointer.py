@@ -725,6 +725,24 @@ def test_a_save_that_failed_in_the_background_is_told_of_by_the_next_step(tmp_pa
     assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 4]
 
 
+def test_a_step_that_is_told_of_a_failed_save_is_saved_itself(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(tmp_path / "s", model=model, strategy="full", on_error="warn") as checkpointer:
+        checkpointer.resume()
+        checkpointer.step()
+        checkpointer.wait()
+        medium: Any = checkpointer.store.backend
+        medium.open_sink = lambda *_: (_ for _ in ()).throw(ckptstore.StorageError("it is full"))
+        pending, ended = checkpointer.step(), threading.Event()
+        assert pending is not None
+        pending.when_done(lambda _: ended.set())
+        assert ended.wait(60)
+        del medium.open_sink
+        with pytest.warns(UnsavedStepWarning, match="it is full"):
+            assert checkpointer.step() is not None
+    assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 3]
+
+
 def test_a_writer_that_was_fenced_stops_the_saving_and_not_the_training(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="full", on_error="warn") as checkpointer:
         checkpointer.resume()

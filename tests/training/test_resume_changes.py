@@ -151,6 +151,95 @@ def test_groups_in_another_order_get_their_own_numbers(tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in fresh.param_groups] == [0.0, 0.1]
 
 
+def of_groups(names: tuple[str, ...]) -> dict[str, Callable[[Any], Any]]:
+    """Schedules that have numbers of their own for each group."""
+    rates, at = torch.optim.lr_scheduler, {"a": 1e-3, "b": 1e-2}
+    functions = {"a": lambda step: 0.5**step, "b": lambda step: 0.9**step}
+    return {
+        "lambda": lambda o: rates.LambdaLR(o, lambda step: 0.5**step),
+        "lambdas": lambda o: rates.LambdaLR(o, [functions[name] for name in names]),
+        "cyclic": lambda o: rates.CyclicLR(
+            o, [at[n] / 10 for n in names], [at[n] for n in names], step_size_up=4, cycle_momentum=False
+        ),
+        "sequential": lambda o: rates.SequentialLR(
+            o, [rates.StepLR(o, 2), rates.LambdaLR(o, lambda step: 0.5**step)], [2]
+        ),
+        "plateau": lambda o: rates.ReduceLROnPlateau(o, min_lr=[at[n] / 2 for n in names], patience=0, factor=0.1),
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(of_groups(())))
+@pytest.mark.parametrize("in_extra", [False, True], ids=["given", "extra"])
+def test_a_schedule_follows_the_groups_in_another_order(
+    tmp_path: Path, kind: str, in_extra: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(names: tuple[str, str], steps: int, path: Path) -> dict[str, float]:
+        model = Two()
+        rates = {"a": 1e-3, "b": 1e-2}
+        optimizer = torch.optim.AdamW([{"params": getattr(model, n).parameters(), "lr": rates[n]} for n in names])
+        schedule = of_groups(names)[kind](optimizer)
+        parts = {"optimizer": optimizer, "scheduler": schedule}
+        given: dict[str, Any] = {"extra": {"a": schedule, "b": optimizer}} if in_extra else parts
+        with Checkpointer(path, model=model, strategy="full", **given) as checkpointer:
+            for _ in range(checkpointer.resume(), steps):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                schedule.step(*([1.0] if kind == "plateau" else []))
+                checkpointer.step()
+        return {name: group["lr"] for name, group in zip(names, optimizer.param_groups, strict=True)}
+
+    whole = run(("a", "b"), 5, tmp_path / "whole")
+    run(("a", "b"), 3, tmp_path / "s")
+    with caplog.at_level(logging.WARNING):
+        assert run(("b", "a"), 5, tmp_path / "s") == whole
+    assert not caplog.text
+
+
+def test_a_group_that_was_divided_keeps_the_schedule_s_numbers(tmp_path: Path) -> None:
+    trained(tmp_path / "s", Two(), scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step))
+    other = Two()
+    fresh = torch.optim.AdamW([{"params": other.a.parameters(), "lr": 0.1}, {"params": other.b.parameters()}], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(fresh, lambda step: 0.5**step)
+    with pytest.warns(DeterminismWarning, match="1 in the checkpoint, 2 in the script"):
+        resumed(tmp_path / "s", other, fresh, {"strict": False}, scheduler=schedule)
+    assert (schedule.base_lrs, schedule.last_epoch) == ([0.1, 1.0], 3)
+    fresh.step()
+    schedule.step()
+    assert [group["lr"] for group in fresh.param_groups] == [0.1 / 16, 1 / 16]
+
+
+def test_a_schedule_s_function_that_is_an_object_has_the_checkpoint_s_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Decay:
+        def __init__(self, by: float) -> None:
+            self.by = by
+
+        def __call__(self, step: int) -> float:
+            return float(self.by**step)
+
+    trained(tmp_path / "s", Two(), scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, Decay(0.5)))
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, Decay(0.9))
+    with caplog.at_level(logging.WARNING):
+        resumed(tmp_path / "s", model, optimizer, scheduler=schedule)
+    assert schedule.lr_lambdas[0].by == 0.5
+    assert "by is 0.5, as in the checkpoint, not 0.9 as in the script" in caplog.text
+
+
+@pytest.mark.parametrize("asked", [0.03, 0.01])
+def test_a_learning_rate_that_is_a_tensor_is_compared_too(
+    tmp_path: Path, asked: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "s", Two(), lambda p: torch.optim.AdamW(p, lr=0.01))
+    model = Two()
+    with caplog.at_level(logging.WARNING):
+        resumed(tmp_path / "s", model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(asked), foreach=False))
+    assert ("lr is 0.01, as in the checkpoint, not 0.03 as in the script" in caplog.text) == (asked == 0.03)
+
+
 def test_parameters_in_another_group_are_refused(tmp_path: Path) -> None:
     model = Two()
     optimizer = torch.optim.SGD([{"params": model.a.parameters()}, {"params": model.b.parameters(), "lr": 0.1}], lr=1.0)
