@@ -89,11 +89,11 @@ def arranged(schedule: Any, state: Any, about: Any, groups: Sequence[int | None]
     if isinstance(state, Mapping):
         state = dict(state)
         for name in _BY_GROUP:
-            mine = [None] * len(groups) if name == "lr_lambdas" else live.get(name)
+            mine: Any = [None] * len(groups) if name == "lr_lambdas" else live.get(name)
             if name in live and _is_of(state.get(name), there) and _is_of(mine, len(groups)):
                 # Prevents: the rate of one group for another, where the script makes its groups in another order.
                 state[name] = [mine[at] if its is None else state[name][its] for at, its in enumerate(groups)]
-    functions = about.get("functions") if isinstance(about, Mapping) else None
+    functions: Any = about.get("functions") if isinstance(about, Mapping) else None
     if _is_of(functions, there) and _is_of(live.get("lr_lambdas"), len(groups)):
         own = [_function(one) for one in _functions(schedule)]
         if len(own) == len(groups):
