@@ -49,7 +49,8 @@ class SecondTier(Handle):
             remote: URL or path, where a second tier is made if there is none; None: the store's, which must be there.
             remote_options, bandwidth: as for `open`; None: as the store was opened with.
             anew: if a part of the remote is gone, delete what is left of it first; if all of it is, make it again. A
-                remote that is whole is left as it is. Nothing is deleted that this store could not bring there.
+                remote that is whole (FORMAT, log, every segment in its length; bytes are not read) is left as it is.
+                Nothing is deleted that this store could not bring there.
             progress: told (bytes done, bytes in all).
 
         Raises:

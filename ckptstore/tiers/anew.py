@@ -24,7 +24,15 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.markup import counted
-from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, fold_of, folder_term, object_of, slot_of
+from ckptstore.formats.records import (
+    COPYING_KEY,
+    FORMAT_KEY,
+    SegmentEntry,
+    fold_of,
+    folder_term,
+    object_of,
+    slot_of,
+)
 from ckptstore.formats.sizes import size
 from ckptstore.formats.texts import SLOT_LIMIT, decode_format, decode_record, unseal
 from ckptstore.host.buffers import Staging
@@ -56,7 +64,7 @@ def clear(pair: Pair) -> int:
         _check_ours(there, keys)
         if FORMAT_KEY in keys and _whole(local.url, there, keys):
             return 0
-        here = read(local).catalog
+        here = read(local, tell=False).catalog
         if here.damage or here.lost > here.term:
             raise CorruptLogError(f"{local.url}: the log is damaged: nobody knows what is to be brought to the remote")
         _check_not_newer(there, keys, here)
@@ -97,13 +105,22 @@ def _run_of(there: Journal, key: str) -> str | None:
 def _whole(here: str, there: Journal, keys: list[str]) -> bool:
     """Whether there is a store to which an ordinary sync may add."""
     try:
-        view = read(there, look_above=True, tell=False)  # what is lost of it is why this is asked for
+        # What is lost there is what the caller asked to replace: a warning of it would say what is about to be mended.
+        view = read(there, look_above=True, tell=False)
         check_whole(here, there, view)
     except (CorruptLogError, RemoteLostError):
         return False
     catalog, present = view.catalog, set(keys)
-    named = all(entry.key in present for entry in catalog.segments.values())
-    return view.end > 0 and not view.damage and named
+    entries = catalog.segments.values()
+    named = all(entry.key in present for entry in entries)
+    # Prevents: a segment that was cut off in the remote, called whole although nobody can read it.
+    return view.end > 0 and not view.damage and named and all(_in_length(there, entry) for entry in entries)
+
+
+def _in_length(there: Journal, entry: SegmentEntry) -> bool:
+    with suppress(KeyNotFoundError):
+        return there.backend.size(entry.key) == entry.size
+    return False  # deleted since it was listed
 
 
 def _check_not_newer(there: Journal, keys: list[str], here: Catalog) -> None:

@@ -153,6 +153,16 @@ def test_anew_of_a_whole_remote_deletes_nothing(place: Place) -> None:
     assert before <= set(place.theirs().backend.list("log/"))
 
 
+def test_anew_replaces_a_segment_that_was_cut_off(folders: Place) -> None:
+    fill(folders.open(), 1, 3)
+    oldest = min(Path(folders.remote, "seg").rglob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+    with oldest.open("r+b") as file:
+        file.truncate(500)
+    assert folders.open().sync(anew=True).checkpoints == 3
+    check(folders.theirs().load(1, framework="numpy"), 1)
+    assert folders.theirs().verify().ok
+
+
 def test_anew_gives_up_nothing_that_is_only_there(folders: Place) -> None:
     store = folders.open()
     with store.writer(poll_seconds=None) as writer:
