@@ -135,7 +135,7 @@ class CountedBatches:
             "begun": self._begun,
             "own": {name: rng.state_of(one) for name, one in own.items()},
             "inner": inner,
-            "facts": self._facts or loader_facts.facts(self.loader),
+            "facts": self._facts or loader_facts.facts(self.loader, contents=False),  # of no epoch yet
         }
 
     def compare(self, state: Any) -> list[Difference]:
