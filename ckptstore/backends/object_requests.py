@@ -94,7 +94,7 @@ class Requests:
 
     def pause(self, done: int) -> None:
         """Wait before a request is sent again, after `done` tries: longer each time, and never in step with others."""
-        nap(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.uniform(0.5, 1.0))
+        nap(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.SystemRandom().uniform(0.5, 1.0))
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:

@@ -60,7 +60,7 @@ class Patience:
 
     def pause(self, done: int) -> None:
         """Wait after `done` tries before the next. Jitter keeps two processes from meeting again and again."""
-        self.sleep(min(self.longest, self.first * 2**done) * random.uniform(0.5, 1.0))
+        self.sleep(min(self.longest, self.first * 2**done) * random.SystemRandom().uniform(0.5, 1.0))
 
 
 PATIENT: Final = Patience()

@@ -167,7 +167,7 @@ class Draining:
                 self._failing = self._failing or began
                 if isinstance(error, RemoteLostError):
                     self._lost = error
-                pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * pause)) * random.uniform(0.7, 1.0)
+                pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * pause)) * random.SystemRandom().uniform(0.7, 1.0)
                 if self._closing:
                     return
             else:

@@ -61,6 +61,8 @@ class CountedBatches:
         self._rest: RestOfEpoch | None = None
         self._remarks: list[str] = []
         self._said_workers = False
+        self._saved_with: Mapping[str, Any] | None = None  # the global generators in the checkpoint of the last step
+        self._said_drawn = False
 
     # -- as the loader
 
@@ -86,8 +88,11 @@ class CountedBatches:
     def __iter__(self) -> Iterator[Any]:
         turn = self._turn = object()
         self._stale = False
+        self.saved(None)  # what is drawn between epochs, a resumed run may draw as well
         batches = self._new_epoch() if self._sent is None else self._continued(self._sent)
         while True:
+            if self._turn is turn:
+                self._check_drawn()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -135,7 +140,7 @@ class CountedBatches:
             "begun": self._begun,
             "own": {name: rng.state_of(one) for name, one in own.items()},
             "inner": inner,
-            "facts": self._facts or loader_facts.facts(self.loader),
+            "facts": self._facts or loader_facts.facts(self.loader, contents=False),  # of no epoch yet
         }
 
     def compare(self, state: Any) -> list[Difference]:
@@ -178,6 +183,10 @@ class CountedBatches:
         remarks, self._remarks = self._remarks, []
         if remarks:
             warn("; ".join(remarks), DeterminismWarning)
+
+    def saved(self, generators: Mapping[str, Any] | None) -> None:
+        """The step was saved with these global generators (`rng.gathered`); None: it was not, or they were restored."""
+        self._saved_with = generators
 
     # -- an epoch
 
@@ -327,6 +336,21 @@ class CountedBatches:
                 DeterminismWarning,
             )
 
+    def _check_drawn(self) -> None:
+        """Warn, once, of random numbers that were drawn after the step was saved, in the middle of an epoch."""
+        saved, self._saved_with = self._saved_with, None
+        if saved is None or self._said_drawn or (name := rng.moved(saved)) is None:
+            return
+        self._said_drawn = True
+        # Prevents: other losses after a resume, without a word.
+        warn(
+            f"random numbers were drawn ({name}'s global generator) between checkpointer.step() and the next batch, "
+            "as by a DataLoader for validation: a run resumed from that step does not repeat it, and its losses "
+            "differ from there on (unless its loop draws the same before it asks for its first batch). Do it before "
+            "checkpointer.step(), or give that loader a generator= of its own",
+            DeterminismWarning,
+        )
+
     def _is_iterable(self) -> bool:
         kind = type(self.loader)
         return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -430,7 +454,8 @@ class CountedBatches:
             said.append(
                 f"the random generators of the loader's {workers} worker processes begin anew, because nobody can ask "
                 "these processes for them. The samples and their order are those of the run that was saved; but if "
-                "loading a sample draws random numbers (augmentation), it draws others"
+                "loading a sample draws random numbers (augmentation), it draws others. Draw them from the sample's "
+                "index, use num_workers=0, or filter this warning if loading a sample draws nothing"
             )
         return said
 

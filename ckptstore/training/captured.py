@@ -47,6 +47,7 @@ class Captured:
         optimizers: torch's own, of wrappers what they wrap.
         loader: what the script is to iterate over; see `CountedBatches`.
         sharding: how parameters are cut that are DTensors (FSDP2): each rank has its shards of them. Empty: none is.
+        random: the global generators in the last `state`; None: there was none.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Captured:
         """
         self.given = given = Given(model, optimizer, scheduler, loader, scaler, extra, compressor)
         self.loader = given.loader
+        self.random: dict[str, Any] | None = None
         self._model, self._optimizer, self._scheduler = given.model, given.optimizer, given.scheduler
         self._scaler, self._compressor = given.scaler, given.compressor
         self._extra, self._given = given.extra, given.extra_objects
@@ -130,7 +132,7 @@ class Captured:
         if self._extra:
             left_out = self._standing_extra if standing else ()
             found["extra"] = {name: None if name in left_out else get() for name, (get, _) in self._extra.items()}
-        found["random"] = rng.gathered()
+        found["random"] = self.random = rng.gathered()
         if script := self._script(standing=standing):
             found["script"] = script
         found["environment"] = self.environment(ranks)

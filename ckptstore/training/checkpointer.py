@@ -400,6 +400,8 @@ class Checkpointer:
         if tenure.saving is not None:
             tenure.saving.restored()
         self._taken.loaded = False
+        if self.loader is not None:
+            self.loader.saved(None)
         return state.get("environment")
 
     def _agree(self, tenure: Tenure) -> None:

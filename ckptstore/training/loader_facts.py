@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -18,8 +19,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
+from ckptstore.formats.hashing import xxh3_128
 from ckptstore.training import rng
 
 __all__ = [
@@ -38,6 +42,8 @@ __all__ = [
 ]
 
 _IN_ORDER: Final = "the dataset's own order"
+_SEQUENCES: Final = ("indices", "weights")
+"""Public attributes of torch's samplers that may have as many entries as the dataset."""
 
 
 class Difference(NamedTuple):
@@ -80,13 +86,16 @@ def sharing_sampler(sampler: object) -> DistributedSampler[Any] | None:
     return None
 
 
-def facts(loader: Any) -> dict[str, Any]:
+def facts(loader: Any, *, contents: bool = True) -> dict[str, Any]:
     """What is kept of a loader in each checkpoint: numbers, flags and names. None: unknown.
 
     ``batch_size``, ``samples`` (the dataset's length), ``epoch_samples`` (of one rank), ``order`` (which order, in
     words), ``drawn_from`` (which generator shuffles it), ``drop_last``, ``ranks`` (that share the samples), ``shared``
     (whether it is known how), ``drop_last_share`` (if samples do not fill equal shares), ``workers``, ``persistent``,
-    ``kind`` (its class).
+    ``kind`` (its class), ``contents`` (what the sampler was made with: a digest of each sequence, each other value).
+
+    Args:
+        contents: whether to look at the sampler's contents. That reads all of them: ask once in an epoch.
     """
     batches = batch_sampler(loader)
     sharing = sharing_sampler(sampler_of(loader))
@@ -106,6 +115,7 @@ def facts(loader: Any) -> dict[str, Any]:
         "drop_last_share": sharing is not None and sharing.drop_last,
         "workers": _number(getattr(loader, "num_workers", None)),
         "persistent": _flag(getattr(loader, "persistent_workers", None)),
+        "contents": _contents(sampler_of(loader)) if contents else None,
     }
 
 
@@ -148,7 +158,7 @@ def position(saved: Mapping[str, Any]) -> int | None:
 
 def same_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the samples up to any position are those that they were."""
-    if before["order"] != now["order"] or redrawn(before, now):
+    if before["order"] != now["order"] or redrawn(before, now) or _other_contents(before, now):
         return False
     if before["order"] == _IN_ORDER:
         return True  # of a dataset that grew, too: the new samples come last
@@ -172,6 +182,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"the order of samples was {before['order'] or 'unknown'}, and is {now['order'] or 'unknown'} now")
     if (drawn := redrawn(before, now)) is not None:
         found.append(drawn)
+    if before["order"] == now["order"] and before["samples"] == now["samples"]:
+        found += _other_contents(before, now) or _other_length(before, now)
     if before["drop_last"] != now["drop_last"]:
         found.append(f"drop_last was {before['drop_last']}, and is {now['drop_last']} now")
     if before["ranks"] != now["ranks"]:
@@ -190,6 +202,30 @@ def redrawn(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     if was is None or is_now is None or was == is_now:
         return None
     return f"the order of samples was drawn from {was}, and is drawn from {is_now} now"
+
+
+def _other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of the sampler's contents differs, each in a sentence; nothing, if it is not known of both."""
+    was, is_now = before.get("contents"), now["contents"]  # earlier versions did not keep it
+    if was is None or is_now is None:
+        return []
+    found = []
+    for name in sorted(was.keys() & is_now.keys()):
+        if was[name] == is_now[name]:
+            continue
+        if name in _SEQUENCES:
+            found.append(f"the sampler has other {name} than it had")
+        else:
+            found.append(f"the sampler's {name} was {was[name]}, and is {is_now[name]} now")
+    return found
+
+
+def _other_length(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In a sentence, that a sampler gives another number of samples of the same dataset."""
+    was, is_now = before["epoch_samples"], now["epoch_samples"]
+    if before["shared"] or now["shared"] or was is None or is_now is None or was == is_now:
+        return []
+    return [f"the sampler gave {was} samples in an epoch, and gives {is_now} now"]
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[int]:
@@ -230,6 +266,29 @@ def _drawn_from(loader: Any) -> str | None:
     # torch's own sampler takes its seed from the global numbers, after the loader has taken one from its generator.
     beside = "" if loader.generator is None else ", beside a generator of the loader's own"
     return f"the global random numbers{beside}"
+
+
+def _contents(sampler: Any) -> dict[str, Any] | None:
+    """What a sampler of torch's was made with; None: it is another one, which may change its attributes as it likes."""
+    if isinstance(sampler, list | tuple | range):
+        return {"indices": _digest(sampler)}
+    if not isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler):
+        return None
+    found = {name: _digest(getattr(sampler, name)) for name in _SEQUENCES if hasattr(sampler, name)}
+    plain = {name: getattr(sampler, name, None) for name in ("num_samples", "replacement")}
+    return found | {name: one for name, one in plain.items() if isinstance(one, int)}
+
+
+def _digest(values: Any) -> str | None:
+    """Of a sequence of numbers, alike for a list, an array and a tensor; None: it is something else."""
+    try:
+        found = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        if found.dtype.kind not in "biuf":
+            return None
+        found = np.ascontiguousarray(found, "<f8" if found.dtype.kind == "f" else "<i8")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return xxh3_128(found.tobytes())
 
 
 def _ranks() -> int:

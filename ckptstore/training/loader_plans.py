@@ -82,7 +82,11 @@ def _changed(
     position, given = loader_facts.position(saved), saved["given"]
     if not loader_facts.same_order(before, now):
         out = f"{given} batches" if position is None else f"{position} samples"
-        what = f"the epoch begins anew: the {out} that were given out come a second time, and none is left out"
+        what = (
+            f"the epoch begins anew: the {out} that were given out come a second time, and none is left out"
+            if given
+            else "the epoch begins anew, and nothing of it had been given out"
+        )
         return Plan("anew", False, 0, _told(changed, what, prevents=True))
     apart = (before["ranks"], before["shared"]) != (now["ranks"], now["shared"])
     known = not apart or all(one["shared"] or one["ranks"] == 1 for one in (before, now))
@@ -98,10 +102,10 @@ def _changed(
         what = f"the epoch continues after {given} batches"
     else:
         count, again = divmod(given * size, new)
-        what = (
-            f"the epoch continues after {count} batches of {new} samples: {again} of the {given * size} samples that "
-            "were given out come a second time, and none is left out"
-        )
+        twice = f"{again} of the {given * size} samples that were given out come a second time"
+        if not again:
+            twice = f"none of the {given * size} samples that were given out comes a second time"
+        what = f"the epoch continues after {count} batches of {new} samples: {twice}, and none is left out"
     divided = before["workers"] != now["workers"] and isinstance(getattr(loader, "dataset", None), IterableDataset)
     if divided:
         what += (

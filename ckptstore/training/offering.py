@@ -118,6 +118,7 @@ class Offering:
         assert tenure.saving is not None  # the term is open
         tenure.saving.settle()
         pending = tenure.saving.offer(step, metrics, tags, due=due, forced=forced)
+        self._overlooked.saved()
         if tenure.is_first:
             self._overlooked.measured(metrics)
         self._explained.draw(metrics or {}, step)

@@ -67,6 +67,10 @@ class Overlooked:
                 _check_schedule(self._captured)
         self._loader.stepped(moved)
 
+    def saved(self) -> None:
+        """The step was saved."""
+        self._loader.saved(self._captured.random)
+
     def measured(self, metrics: Mapping[str, Any] | None) -> None:
         """The metrics of a step that is saved, on the rank that says what they are."""
         if self._best is not None and metrics:
@@ -317,6 +321,7 @@ class _Loader:
     def stepped(self, moved: bool) -> None:
         if self._loader is None:
             return
+        self._loader.saved(None)
         self._loader.remark()
         if not self._loader.untouched:
             self._untouched = 0
@@ -330,3 +335,8 @@ class _Loader:
                 "or other random numbers. Write `for batch in checkpointer.loader`",
                 DeterminismWarning,
             )
+
+    def saved(self, generators: Mapping[str, Any] | None) -> None:
+        """The step was saved with these global generators."""
+        if self._loader is not None:
+            self._loader.saved(generators)

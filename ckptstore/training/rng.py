@@ -16,7 +16,7 @@ import torch
 
 from ckptstore.errors import FormatError
 
-__all__ = ["Generator", "equal", "gathered", "restored", "set_state", "state_of"]
+__all__ = ["Generator", "equal", "gathered", "moved", "restored", "set_state", "state_of"]
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """A generator that is an object of its own."""
@@ -35,6 +35,25 @@ def gathered() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = torch.cuda.get_rng_state_all()
     return found
+
+
+def moved(since: Mapping[str, Any]) -> str | None:
+    """The first global generator whose state is not what `gathered` found, by name; None: all are as they were.
+
+    It is asked before each batch that follows a save, so nothing is converted that can be compared as it is. CUDA
+    devices that were not in use then are left out.
+    """
+    if not torch.equal(torch.get_rng_state(), since["torch"]):
+        return "torch"
+    now = random.getstate()
+    before = since["python"]
+    if now[2] != before["spare"] or array.array("I", now[1]).tobytes() != before["words"].tobytes():
+        return "python"
+    if not equal(_numpy_state(np.random.get_state(legacy=True)), since["numpy"]):
+        return "numpy"
+    if "cuda" in since and not equal(torch.cuda.get_rng_state_all(), since["cuda"]):
+        return "cuda"
+    return None
 
 
 def restored(state: Mapping[str, Any]) -> None:

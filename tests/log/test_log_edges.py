@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from ckptstore.errors import CommitUnknownError, CorruptLogError, FencedError
@@ -74,8 +76,10 @@ def test_a_create_is_tried_so_often_with_growing_pauses_and_none_at_the_end() ->
     patience, paused = waiting()
     backend = Noted(world, "ok", *["error"] * 9)
     term = opened(backend, world, patience)
+    numbers = random.getstate()
     with pytest.raises(CommitUnknownError):
         save(term, 1)
+    assert random.getstate() == numbers  # they are the training script's
     assert backend.of("create") == [slot_key(0)] + [slot_key(1)] * 4
     assert len(paused) == 3
     for found, longest in zip(paused, (1.0, 2.0, 3.0), strict=True):

@@ -24,12 +24,15 @@ from torch.utils.data import (  # noqa: E402 - torch decides whether this file r
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import FormatError  # noqa: E402
-from ckptstore.training import Checkpointer  # noqa: E402
+from ckptstore.training import Checkpointer, loader_facts  # noqa: E402
 from ckptstore.training.batches import CountedBatches, counted  # noqa: E402
 from ckptstore.write.ranks.mailbox import Group  # noqa: E402
 from tests.forms import short_or  # noqa: E402
@@ -259,6 +262,91 @@ def test_a_stream_that_other_workers_divide() -> None:
     assert "some may come a second time, or not at all" in told
 
 
+def weighted(weights: Any, count: int = 12, replacement: bool = True) -> Any:
+    return WeightedRandomSampler(weights, count, replacement)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, torchdata.StatefulDataLoader])
+@pytest.mark.parametrize(
+    ("before", "after", "differs"),
+    [
+        (SubsetRandomSampler(range(8)), SubsetRandomSampler(range(4, 12)), "the sampler has other indices than it had"),
+        (list(range(8)), list(range(4, 12)), "the sampler has other indices than it had"),
+        (weighted([1.0] * 12), weighted([1.0] * 6 + [2.0] * 6), "the sampler has other weights than it had"),
+        (weighted([1.0] * 12), weighted([1.0] * 12, 11), "the sampler's num_samples was 12, and is 11 now"),
+        (
+            weighted([1.0] * 12),
+            weighted([1.0] * 12, replacement=False),
+            "the sampler's replacement was True, and is False now",
+        ),
+    ],
+)
+def test_other_contents_of_a_sampler_begin_the_epoch_anew(kind: Any, before: Any, after: Any, differs: str) -> None:
+    _, state = cut_off(kind(list(range(12)), batch_size=2, sampler=before), 2)
+    batches, said = resumed(kind(list(range(12)), batch_size=2, sampler=after), state)
+    assert said == (
+        f"loader: {differs}; the epoch begins anew: the 4 samples that were given out come a second time, and none is "
+        "left out"
+    )
+    assert [one.prevents for one in batches.compare(state)][-1]
+    assert len(flat(taken(iter(batches)))) == len(after)
+
+
+class Thinned(Sampler[int]):
+    """Of a class of its own: each second sample, or each third."""
+
+    def __init__(self, each: int) -> None:
+        self.each = each
+
+    def __len__(self) -> int:
+        return 12 // self.each
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 12, self.each))
+
+
+def test_a_sampler_of_the_script_s_own_that_has_another_length() -> None:
+    _, state = cut_off(DataLoader(list(range(12)), sampler=Thinned(2)), 2)
+    batches, said = resumed(DataLoader(list(range(12)), sampler=Thinned(3)), state)
+    assert "the sampler gave 6 samples in an epoch, and gives 4 now; the epoch begins anew" in said
+    assert flat(taken(iter(batches))) == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (SubsetRandomSampler(range(8)), SubsetRandomSampler(torch.arange(8, dtype=torch.int32))),
+        (SubsetRandomSampler(list(range(8))), SubsetRandomSampler(tuple(range(8)))),
+        (weighted([1] * 8), weighted(torch.ones(8))),
+    ],
+)
+def test_the_same_contents_in_another_form_go_on(before: Any, after: Any) -> None:
+    first, state = cut_off(DataLoader(list(range(12)), sampler=before), 3)
+    batches, said = resumed(DataLoader(list(range(12)), sampler=after), state)
+    assert said == ""
+    assert len(flat(first) + flat(taken(iter(batches)))) == len(before)
+    batches, said = resumed(DataLoader(list(range(12)), sampler=after), {**state, "facts": without(state["facts"])})
+    assert said == ""
+
+
+def without(facts: dict[str, Any]) -> dict[str, Any]:
+    """As an earlier version kept them."""
+    return {name: one for name, one in facts.items() if name != "contents"}
+
+
+def test_the_contents_of_a_sampler_are_read_once_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(loader_facts, "xxh3_128", lambda data: read.append(len(data)) or "0")
+    batches = counted(DataLoader(range(12), sampler=SubsetRandomSampler(range(12))))
+    batches.state_dict()
+    assert not read
+    for _ in range(2):
+        for _ in batches:
+            batches.state_dict()
+    batches.state_dict()
+    assert read == [96, 96]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_generator_that_came_or_went_begins_the_epoch_anew(first: bool) -> None:
     def loader(own: bool) -> Any:
@@ -326,9 +414,13 @@ def test_a_stream_whose_batches_cannot_be_cut(kind: Any, size: int, rest: int) -
     _, state = cut_off(kind(Stream(), batch_size=2), 3)
     batches, said = resumed(kind(Stream(), batch_size=size), state)
     again = 6 - rest
+    twice = (
+        f"{again} of the 6 samples that were given out come"
+        if again
+        else "none of the 6 samples that were given out comes"
+    )
     assert said.endswith(
-        f"continues after {6 // size} batches of {size} samples: {again} of the 6 samples that were given out come a "
-        "second time, and none is left out"
+        f"continues after {6 // size} batches of {size} samples: {twice} a second time, and none is left out"
     )
     assert [one.prevents for one in batches.compare(state)][-1] == bool(again)
     assert flat(taken(iter(batches))) == list(range(rest, 20))

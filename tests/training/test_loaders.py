@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from torch.utils.data import (  # noqa: E402 - torch decides whether this file r
     WeightedRandomSampler,
 )
 
+import ckptstore  # noqa: E402
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 from tests.forms import short_or  # noqa: E402
@@ -230,10 +232,10 @@ def trained(checkpointer: Checkpointer, optimizer: torch.optim.Optimizer, batche
     return found
 
 
-def opened(folder: Path, loader: Any) -> tuple[Checkpointer, torch.optim.Optimizer]:
+def opened(folder: Path, loader: Any, **others: Any) -> tuple[Checkpointer, torch.optim.Optimizer]:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"strategy": "full", "signals": False}
+    options: dict[str, Any] = {"strategy": "full", "signals": False, **others}
     return Checkpointer(folder / "s", model=model, optimizer=optimizer, loader=loader, **options), optimizer
 
 
@@ -247,12 +249,108 @@ def test_what_workers_draw_is_told_once(tmp_path: Path) -> None:
         trained(checkpointer, optimizer, checkpointer.loader, 2)
     checkpointer, optimizer = opened(tmp_path, loader())
     with checkpointer:
-        with pytest.warns(DeterminismWarning, match="generators of the loader's 1 worker processes begin anew"):
+        with pytest.warns(DeterminismWarning, match="1 worker processes begin anew.*use num_workers=0, or filter"):
             assert checkpointer.resume() == 2
         found = trained(checkpointer, optimizer, checkpointer.loader, 4)
         checkpointer.wait()
         assert checkpointer.rollback(3) == 3  # once: a warning would be an error here
     assert [batch.tolist() for batch in found] == [[4, 5], [6, 7]]
+
+
+def drawing(name: str) -> None:
+    """Draw from a global generator."""
+    if name == "torch":
+        for _ in DataLoader(range(2)):  # it is not shuffled, and draws a seed for worker processes that it has not
+            pass
+    elif name == "python":
+        random.random()
+    elif name == "numpy":
+        np.random.rand()
+
+
+def told(folder: Path, loader: Any, name: str, *, where: str, until: int = 6, **options: Any) -> list[str]:
+    """A run that draws beside its training -> the warnings.
+
+    Args:
+        where: ``before`` step(), ``after`` it, or ``between`` two epochs.
+    """
+    checkpointer, optimizer = opened(folder, loader, **options)
+    with checkpointer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeterminismWarning)
+        checkpointer.resume()
+        while checkpointer.steps_done < until:
+            for batch in checkpointer.loader:
+                for _ in range(checkpointer.steps_done % 2):
+                    drawing(name if where == "before" else "nothing")
+                trained(checkpointer, optimizer, [batch], checkpointer.steps_done + 1)
+                drawing(name if where == "after" else "nothing")
+                if checkpointer.steps_done == until:
+                    break
+            drawing(name if where == "between" else "nothing")
+    assert all(one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, torchdata.StatefulDataLoader])
+@pytest.mark.parametrize("name", ["torch", "python", "numpy"])
+def test_what_is_drawn_between_a_save_and_the_next_batch_is_told_once(tmp_path: Path, kind: Any, name: str) -> None:
+    def loader() -> Any:
+        return kind(Samples(4, augmented=True), shuffle=True)
+
+    for until in (6, 10):  # and again of the run that is resumed
+        said = told(tmp_path, loader(), name, where="after", until=until)
+        assert len(said) == 1
+        assert said[0].startswith(f"random numbers were drawn ({name}'s global generator) between checkpointer.step()")
+        assert "Do it before checkpointer.step()" in said[0]
+    for where in ("before", "between"):
+        assert told(tmp_path / where, loader(), name, where=where) == []
+    assert told(tmp_path / "nothing", loader(), "nothing", where="after") == []
+
+
+def test_only_what_follows_a_saved_step_is_told(tmp_path: Path) -> None:
+    def loader() -> Any:
+        return DataLoader(Samples(4), shuffle=True)
+
+    assert told(tmp_path / "never", loader(), "torch", where="after", save_every=20) == []
+    assert len(told(tmp_path / "second", loader(), "torch", where="after", save_every=2)) == 1
+
+
+def test_a_step_that_is_not_saved_or_is_between_epochs(tmp_path: Path) -> None:
+    checkpointer, optimizer = opened(tmp_path, DataLoader(Samples(3), shuffle=True), save_every=2)
+    with checkpointer:
+        checkpointer.resume()
+        trained(checkpointer, optimizer, [0], 1)
+        for batch in checkpointer.loader:  # a warning would be an error here
+            trained(checkpointer, optimizer, [batch], checkpointer.steps_done + 1)
+            torch.rand(1)
+            trained(checkpointer, optimizer, [batch], checkpointer.steps_done + 1)
+        trained(checkpointer, optimizer, [0], 8)
+        torch.rand(1)
+        next(iter(checkpointer.loader))
+
+
+def test_the_package_draws_nothing_from_global_generators() -> None:
+    """A pause before a request is sent again takes its jitter elsewhere: training would have other random numbers."""
+    drawn = re.compile(
+        r"(?<!\w)(?:np\.|torch\.)?random\.(?!Random|SystemRandom|Generator|default_rng|[gs]et_?state)\w+\("
+    )
+    folder = Path(ckptstore.__file__).parent
+    found = [(file.name, one) for file in folder.rglob("*.py") for one in drawn.findall(file.read_text())]
+    assert found == []
+
+
+def test_going_back_is_no_draw(tmp_path: Path) -> None:
+    checkpointer, optimizer = opened(tmp_path, DataLoader(Samples(12)))
+    with checkpointer:
+        checkpointer.resume()
+        batches = iter(checkpointer.loader)
+        for until in (1, 2):
+            batch = next(batches)
+            torch.rand(1)
+            trained(checkpointer, optimizer, [batch], until)
+        checkpointer.wait()
+        checkpointer.rollback(1, parts=["model", "random"])
+        next(batches)  # a warning would be an error here
 
 
 class Place:
