@@ -54,9 +54,6 @@ from __future__ import annotations
 
 from typing import Final
 
-_LISTED: Final = 20
-"""Differences that a message lists; an error has them all."""
-
 EXIT_CODES: Final = {
     0: "success",
     1: "an error without a code of its own",
@@ -158,17 +155,9 @@ class StateMismatchError(FormatError, RuntimeError):
         differences: what differs, one each, with its path in the state.
     """
 
-    def __init__(self, differences: list[str] | tuple[str, ...] = (), ref: str = "") -> None:
+    def __init__(self, message: str, differences: list[str] | tuple[str, ...] = ()) -> None:
+        super().__init__(message)
         self.differences = tuple(differences)
-        listed = "".join(f"\n  {one}" for one in self.differences[:_LISTED])
-        more = len(self.differences) - _LISTED
-        rest = f"\n  and {more} more, in the error's .differences" if more > 0 else ""
-        count = f"{len(self.differences)} difference{'' if len(self.differences) == 1 else 's'}"
-        super().__init__(
-            f"checkpoint {ref} does not fit the script ({count}), and nothing was restored:{listed}{rest}\n"
-            'resume(parts=["model"]) restores the named parts alone, resume(strict=False) what fits of all; both say '
-            "what they leave out"
-        )
 
 
 class ForeignObjectError(FormatError):

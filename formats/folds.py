@@ -122,9 +122,9 @@ def _line(frame: memoryview, what: str) -> bytes:
         _check_size(size, len(frame), what)
         with zstandard.ZstdDecompressor(max_window_size=2 * FOLD_LIMIT).stream_reader(frame) as reader:
             head = reader.read(min(size, _FIRST))
-            if (end := head.find(b"\n")) < 0:
-                head += reader.read(JSON_LIMIT + 1 - len(head))
-                end = head.find(b"\n")
+            # By pieces: a read has memory for all that it is asked for, however little the frame holds.
+            while (end := head.find(b"\n")) < 0 and (more := min(size, JSON_LIMIT + 1) - len(head)) > 0:
+                head += reader.read(min(more, len(head)))
     except zstandard.ZstdError as error:
         raise FormatError(f"{what}: {error}") from error
     _check_line(len(head) if end < 0 else end, what)

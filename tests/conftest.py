@@ -67,6 +67,7 @@ DAMAGED = (
     "backends/test_hostile_keys.py",
     "cli/test_gc.py",
     "cli/test_log.py",
+    "cli/test_operations_docs.py",
     "cli/test_ls.py",
     "cli/test_stats.py",
     "cli/test_verify.py",
@@ -78,6 +79,8 @@ DAMAGED = (
     "log/test_log_edges.py",
     "log/test_log_machine.py",
     "log/test_lost_slots.py",
+    "log/test_refs.py",
+    "maintenance/test_compacting.py",
     "maintenance/test_copying.py",
     "maintenance/test_crafted_stores.py",
     "maintenance/test_lost_ends.py",
@@ -88,6 +91,8 @@ DAMAGED = (
     "store/test_damage.py",
     "store/test_store_methods.py",
     "tiers/test_remote_lost.py",
+    "tools/test_crash_buckets.py",
+    "tools/test_torture_mishaps.py",
 )
 """Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. It has tests of its own,
 `store/test_damaged_log.py`. Anywhere else a log that is taken for damaged is a failure."""

@@ -26,6 +26,8 @@ __all__ = ["FORMAT", "PARTS", "Comparison", "check_format", "check_parts"]
 FORMAT: Final = 1
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "compressor", "extra", "loader", "random")
 """Parts of a state, in the order in which they are restored."""
+_LISTED: Final = 20
+"""Differences that a message lists; the error has them all."""
 
 
 def check_format(state: Any) -> None:
@@ -126,7 +128,7 @@ class Comparison:
             StateMismatchError: with every difference.
         """
         if self.differences:
-            raise StateMismatchError(self.differences, ref)
+            raise StateMismatchError(_refused(self.differences, ref), self.differences)
 
     def restore(self, *, read_in_place: bool = False) -> None:
         """Give every object what fits of its part. Generators come last: what the others draw while they load does
@@ -319,6 +321,19 @@ class Comparison:
                 for (what, before, after), paths in kinds.items()
             )
             self.warnings.append(f"the script's parameters have another dtype. Cast: {said}")
+
+
+def _refused(differences: Sequence[str], ref: str) -> str:
+    """Why a checkpoint is not restored, and how to restore a part of it."""
+    listed = "".join(f"\n  {one}" for one in differences[:_LISTED])
+    more = len(differences) - _LISTED
+    rest = f"\n  and {more} more, in the error's .differences" if more > 0 else ""
+    count = f"{len(differences)} difference{'' if len(differences) == 1 else 's'}"
+    return (
+        f"checkpoint {ref} does not fit the script ({count}), and nothing was restored:{listed}{rest}\n"
+        'resume(parts=["model"]) restores the named parts alone, resume(strict=False) what fits of all; both say '
+        "what they leave out"
+    )
 
 
 def _put_back(undos: Sequence[tuple[str, Undo | None]]) -> list[str]:

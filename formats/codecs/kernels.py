@@ -115,7 +115,8 @@ def split(words: Words, planes: list[Words]) -> None:
             position += plane.itemsize
 
 
-@hot(PLANES)
+# Not compared: `base`, which `out` may overlap. A copy of `base` does not change with `out`.
+@hot(PLANES, destroys=("base",))
 def combine(planes: list[Words], how: int, base: Words, out: Words) -> None:
     """Undo :func:`split` and what was done before it.
 

@@ -164,6 +164,6 @@ def test_reports_do_not_go_into_a_store(
 def test_phases_have_names_on_a_terminal(pristine: Path) -> None:
     shown = on_a_terminal("analyze", pristine, "--steps", "2")
     assert "planning" in shown
-    assert "/5 checkpoints" in shown
+    assert "/4 checkpoints" in shown
     assert "MiB" in shown
     assert "? bytes" not in shown

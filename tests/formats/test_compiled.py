@@ -6,6 +6,7 @@ import builtins
 import importlib.util
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from ckptstore.errors import MissingDependencyError, UsageError
 from ckptstore.formats import compiled
+from ckptstore.formats.codecs import kernels
 
 NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not NUMBA, reason="numba is not installed")
@@ -152,3 +154,16 @@ def test_importing_compiles_nothing(code: str) -> None:
         check=True,
     )
     assert shown.stdout.strip() == "[]"
+
+
+@needs_numba
+def test_a_base_that_is_not_added_to_may_overlap_what_is_made() -> None:
+    """Where words are put as they are, the base is not looked at, and a comparison with numpy must not, either."""
+    compiled.use("compiled")
+    planes = [np.arange(500, dtype=np.uint8) + number for number in range(4)]
+    memory = np.zeros(2000, np.uint32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels.combine(planes, kernels.PUT, memory, memory[300:800])
+    assert compiled.kind() == "compiled", "a kernel that is right was switched off"
+    assert memory[301] == sum((1 + number) << (8 * number) for number in range(4))

@@ -31,7 +31,7 @@ from ckptstore.formats.layout import (
     TensorSpec,
     split,
 )
-from ckptstore.formats.members import MAX_INT
+from ckptstore.formats.members import MAX_INT, MAX_TERM
 from ckptstore.formats.optim.settings import MAX_SCALES
 from ckptstore.formats.records import CheckpointId, CommitRecord, FormatFile, OpenRecord, PinRecord, Request, valid_tag
 from ckptstore.formats.segment import (
@@ -333,8 +333,9 @@ def test_numbers_in_a_document(number: int) -> None:
     def of_step(step: int, term: int, base: CheckpointId | None = None) -> dict[str, Any]:
         return {"encodings": {step: StepEncoding(term, "full", base)}, "trees": {}}
 
-    below = CheckpointId(number, number, ID)
-    doc = replace(DRAFT, generation=number, term=number, **of_step(number, number, below))
+    term = number if number > MAX_INT else MAX_TERM
+    below = CheckpointId(term, number, ID)
+    doc = replace(DRAFT, generation=number, term=term, **of_step(number, term, below))
     if number > MAX_INT:
         for changed, member in (
             (of_step(number, 1), "steps"),
@@ -378,16 +379,22 @@ def test_times(time: float, taken: bool) -> None:
             texts.decode_record(data, seq=0, run=RUN, what="slot")
 
 
-@pytest.mark.parametrize("term", [0, 1, MAX_INT, MAX_INT + 1])
-def test_terms_and_numbers_in_records(term: int) -> None:
+@pytest.mark.parametrize("term", [0, 1, MAX_TERM, MAX_TERM + 1])
+def test_terms_in_records(term: int) -> None:
     slot = texts.encode_open(OpenRecord(term, None, ID, 0, {}), seq=0, run=RUN)
-    file = texts.encode_format(FormatFile(RUN, anchor_every=term))
-    if 1 <= term <= MAX_INT:
-        found = texts.decode_record(slot, seq=0, run=RUN, what="slot")
-        assert found.term == term == texts.decode_format(file).anchor_every
+    if 1 <= term <= MAX_TERM:
+        assert texts.decode_record(slot, seq=0, run=RUN, what="slot").term == term
     else:
         with pytest.raises(FormatError, match="term"):
             texts.decode_record(slot, seq=0, run=RUN, what="slot")
+
+
+@pytest.mark.parametrize("number", [0, 1, MAX_INT, MAX_INT + 1])
+def test_numbers_in_records(number: int) -> None:
+    file = texts.encode_format(FormatFile(RUN, anchor_every=number))
+    if 1 <= number <= MAX_INT:
+        assert texts.decode_format(file).anchor_every == number
+    else:
         with pytest.raises(FormatError, match="anchor_every"):
             texts.decode_format(file)
 

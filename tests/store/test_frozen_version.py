@@ -34,6 +34,8 @@ def test_both_versions_restore_what_either_saved(packages: tuple[Path, Path], se
 
 def test_no_golden_file_of_the_frozen_format_has_changed() -> None:
     """Later versions add golden files, and change none."""
+    if not (GOLDEN / "frozen-1.json").exists():
+        pytest.skip("format 1 is not frozen yet: there is no frozen-1.json")
     expected = json.loads((GOLDEN / "frozen-1.json").read_text())
     found = {
         name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in expected if (ROOT / name).exists()

@@ -141,7 +141,7 @@ def test_every_kind_is_found_in_the_tree() -> None:
     known = {(site.path, site.where, site.kind) for site in sites}
     assert known >= {
         ("ckptstore/backends/local.py", "LocalBackend._write_once", "durability"),
-        ("ckptstore/backends/local.py", "LocalBackend._create", "durability"),
+        ("ckptstore/backends/local.py", "LocalBackend._create_once", "durability"),
         ("ckptstore/backends/directio.py", "FileSink.seal", "durability"),
         ("ckptstore/backends/directio.py", "FileSink._finish_contents", "durability"),
         ("ckptstore/backends/posix.py", "Posix.msync", "durability"),

@@ -22,8 +22,11 @@ class FrozenVersionError(Exception):
 
 
 def revision() -> str:
-    """The commit of the frozen version, 40 hex digits."""
-    return (Path(__file__).parent / "REVISION").read_text().strip()
+    """The commit of the frozen version, 40 hex digits. Raises `FrozenVersionError` before there is one."""
+    try:
+        return (Path(__file__).parent / "REVISION").read_text().strip()
+    except FileNotFoundError as error:
+        raise FrozenVersionError("format 1 is not frozen yet: tools/frozen/REVISION names no commit") from error
 
 
 def frozen() -> Path:

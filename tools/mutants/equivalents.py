@@ -75,7 +75,7 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
     ),
     Equivalent(
         "formats/jsontext.py",
-        "loads",
+        "_check_depth",
         "text.count(b'[') + text.count(b'{') > max_depth => text.count(b'[') + text.count(b'{') >= max_depth",
         "a quick bound that decides whether the exact scan is made, which then refuses the same texts",
     ),
