@@ -288,7 +288,10 @@ class AgentWriter:
         if self._tenure.is_forked:
             return  # a fork: threads and connection are the parent's
         if self._interrupted or isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
+            steps = self._unfinished()
             self._tenure.give_up()  # one Ctrl-C is enough where nobody would answer
+            if lost := [step for step in steps if step not in self._unfinished()]:
+                exiting.interrupted(self, lost)
         exiting.await_end(self, interrupted=self._interrupted)
         self._handing.abandon()
         self._tenure.beside.shutdown()

@@ -97,6 +97,11 @@ def _tell(writer: _Ends, doing: str) -> None:
     _say(writer, f"{doing} once {_named(writer._unfinished())} written; Ctrl-C gives up")
 
 
+def interrupted(writer: _Ends, steps: list[int]) -> None:
+    """Say that steps are perhaps not saved, because nobody waits for them any more."""
+    _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
+
+
 def under_way() -> bool:
     """Whether the interpreter is ending, and this module at work."""
     return _begun
@@ -125,7 +130,7 @@ def _finish_all() -> None:
     finally:
         for writer in list(_given_up):
             if steps := writer._unfinished():
-                _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
+                interrupted(writer, steps)
         if _given_up:
             abandon_all()  # else their threads, which the interpreter joins, would wait on
 

@@ -46,8 +46,11 @@ class Sized(RamPosix):
 
     def __init__(self, free: int, *, reserved: int = 0, blocks: int = 1 << 20, kind: int | None = None) -> None:
         super().__init__()
-        self._space = os.statvfs_result((4096, 4096, blocks, (free + reserved) // 4096, free // 4096, 0, 0, 0, 0, 255))
         self._kind = kind
+        self.resize(free, reserved, blocks)
+
+    def resize(self, free: int, reserved: int = 0, blocks: int = 1 << 20) -> None:
+        self._space = os.statvfs_result((4096, 4096, blocks, (free + reserved) // 4096, free // 4096, 0, 0, 0, 0, 255))
 
     def statvfs(self, fd: int) -> os.statvfs_result:
         self.fstat(fd)
@@ -132,7 +135,7 @@ def test_a_save_goes_on_where_another_thread_deleted_first() -> None:
     backend.create("log/00000000000000000000", b"slot")
 
     def reclaim(_: object) -> int:  # nothing is left: another thread was quicker
-        disk._space = Sized(16 * BLOCK)._space
+        disk.resize(16 * BLOCK)
         return 0
 
     backend.reclaim_with(reclaim)
@@ -146,7 +149,7 @@ def test_a_save_deletes_again_where_others_took_what_it_freed() -> None:
     free = iter([2, 2, 16])
 
     def reclaim(_: object) -> int:
-        disk._space = Sized(next(free) * BLOCK)._space
+        disk.resize(next(free) * BLOCK)
         return BLOCK
 
     backend.reclaim_with(reclaim)
