@@ -97,7 +97,7 @@ def _tell(writer: _Ends, doing: str) -> None:
     _say(writer, f"{doing} once {_named(writer._unfinished())} written; Ctrl-C gives up")
 
 
-def interrupted(writer: _Ends, steps: list[int]) -> None:
+def interrupted(writer: _Ends, steps: Sequence[int]) -> None:
     """Say that steps are perhaps not saved, because nobody waits for them any more."""
     _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
 
