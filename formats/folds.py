@@ -124,7 +124,10 @@ def _line(frame: memoryview, what: str) -> bytes:
             head = reader.read(min(size, _FIRST))
             # By pieces: a read has memory for all that it is asked for, however little the frame holds.
             while (end := head.find(b"\n")) < 0 and (more := min(size, JSON_LIMIT + 1) - len(head)) > 0:
-                head += reader.read(min(more, len(head)))
+                piece = reader.read(min(more, len(head)))
+                if not piece:
+                    raise FormatError(f"{what}: the frame ends after {len(head)} of {size} bytes")
+                head += piece
     except zstandard.ZstdError as error:
         raise FormatError(f"{what}: {error}") from error
     _check_line(len(head) if end < 0 else end, what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -245,6 +246,15 @@ def test_rows_out_of_order(nodes: list[tuple[int, int]]) -> None:
 def test_a_body_without_a_line() -> None:
     with pytest.raises(FormatError, match="no line of JSON"):
         decode_frame(zstandard.compress(b"{}"))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kept", [0.5, 0.9])
+def test_a_frame_that_ends_before_its_line(kept: float) -> None:
+    """A read at the end of the frame returns nothing; the search for the line must end there."""
+    frame = zstandard.compress(random.Random(0).randbytes(300_000).replace(b"\n", b""))
+    with pytest.raises(FormatError, match="ends after"):
+        decode_frame(frame[: int(len(frame) * kept)])
 
 
 def test_a_frame_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
