@@ -12,57 +12,12 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import compiled
-from tests import warmth
+from tests import durations, warmth
 from tests.forms import short_or
 from tools.objects.server import Server, serving
 from tools.warm import Warm
 
 ROOT = Path(__file__).parents[1]
-LONGEST = (
-    "agent/test_handover.py",
-    "write/test_rank_memory.py",
-    "training/test_checkpointer_replica.py",
-    "tools/test_crash_store.py",
-    "test_docs.py",
-    "agent/test_saving.py",
-    "maintenance/test_compacting_ranks.py",
-    "tools/test_shim_kills.py",
-    "tools/test_bench.py",
-    "tools/test_protocol.py",
-    "write/test_memory.py",
-    "segments/test_plain.py",
-    "tools/test_powercut.py",
-    "formats/test_codecs_kernels.py",
-    "tools/test_every_step.py",
-    "tools/test_object_faults.py",
-    "training/test_planned_state.py",
-    "training/test_checkpointer.py",
-    "tools/test_training_bench.py",
-    "tools/test_mutants.py",
-    "maintenance/test_compact_kills.py",
-    "tools/test_torture_mishaps.py",
-    "maintenance/test_merging.py",
-    "tools/test_crash_pmem.py",
-    "test_readme.py",
-    "tools/test_demo.py",
-    "store/test_damage.py",
-    "write/test_rank_processes.py",
-    "tools/test_conformance.py",
-    "maintenance/test_crafted_stores.py",
-    "tools/test_agent_kills.py",
-    "maintenance/test_upkeep_kills.py",
-    "host/test_exiting.py",
-    "write/test_diffs.py",
-    "training/test_layerwise.py",
-    "training/test_checkpointer_agent.py",
-    "write/test_ranks.py",
-    "maintenance/test_idle_compaction.py",
-    "tools/test_objects_bench.py",
-    "host/test_memory.py",
-    "tools/test_torture.py",
-)
-"""Files of 15 seconds and more. A worker that comes to one of them last would leave the others without work."""
-
 DAMAGED = (
     "backends/test_hostile_keys.py",
     "cli/test_gc.py",
@@ -103,7 +58,13 @@ settings.register_profile("tests", max_examples=short_or(40, 100), deadline=None
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help=f"write the seconds of each file to {durations.FILE.name}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Recorder())
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # by the number of tests: those that kill are few, and take long
 
@@ -112,8 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in {ROOT / "tests" / name for name in DAMAGED}:
             item.add_marker(pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning"), append=False)
-    rank = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    # A worker that comes to a long file last would leave the others without work.
+    seconds = durations.recorded()
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0))
 
 
 def pytest_collection_finish() -> None:
