@@ -177,18 +177,17 @@ else:
     ParamType = click.ParamType  # generic only since click 8.2
 
 
-_SCHEMES: Final = ("s3://", "gs://", "az://", "file://", "pmem://", "memory://")
-
-
 def _places(incomplete: str) -> list[CompletionItem]:
     """Folders; and the beginnings of URLs, where no folder begins so. What is in a bucket is not looked up."""
     from pathlib import Path
 
     from click.shell_completion import CompletionItem
 
+    from ckptstore.backends.schemes import SCHEMES
+
     if "://" in incomplete:
         return []
-    schemes = [scheme for scheme in _SCHEMES if scheme.startswith(incomplete)] if len(incomplete) > 1 else []
+    schemes = [f"{name}://" for name in SCHEMES if f"{name}://".startswith(incomplete)] if len(incomplete) > 1 else []
     if schemes and not any(Path().glob(f"{incomplete.rstrip(':/')}*")):
         return [CompletionItem(scheme) for scheme in schemes]
     return [CompletionItem(incomplete, type="dir")]

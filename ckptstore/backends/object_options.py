@@ -18,9 +18,8 @@ from urllib.parse import urlsplit
 from ckptstore.errors import MissingDependencyError, UsageError
 from ckptstore.host.bandwidth import bytes_per_second
 
-__all__ = ["SCHEMES", "ObjectPlace", "place_of"]
+__all__ = ["ObjectPlace", "place_of"]
 
-SCHEMES: Final = ("s3", "gs", "az")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _SHORTEST: Final = 3
 """Letters of a bucket's name, with every vendor."""
@@ -55,7 +54,7 @@ class ObjectPlace:
 
     Attributes:
         url: what the user gave.
-        scheme: one of `SCHEMES`.
+        scheme: one of `schemes.BUCKETS`.
         bucket, prefix: ``prefix`` is ``""`` for the bucket itself.
         endpoint: the server's URL; None: the vendor's own.
         config: what obstore's store takes; holds credentials.

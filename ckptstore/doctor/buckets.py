@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
+from ckptstore.backends.schemes import BUCKETS
 from ckptstore.doctor.clocks import against_server
 from ckptstore.doctor.findings import Finding
 from ckptstore.doctor.words import bandwidth, span
@@ -21,7 +22,6 @@ __all__ = ["examine_bucket"]
 
 _OBJECT: Final = 8 << 20
 _SLOW: Final = 20 << 20
-_BUCKETS: Final = frozenset({"s3", "gs", "az"})
 _VARIABLES: Final = {
     "s3": (
         "AWS_ACCESS_KEY_ID",
@@ -46,7 +46,7 @@ def examine_bucket(url: str, *, quick: bool) -> Iterator[Finding]:
     What is written is deleted again. Raises nothing: what does not work is a finding.
     """
     scheme = urlsplit(url).scheme.lower()
-    if scheme in _BUCKETS:
+    if scheme in BUCKETS:
         try:
             yield _credentials(url, scheme)
         except CkptError as error:
@@ -61,7 +61,7 @@ def examine_bucket(url: str, *, quick: bool) -> Iterator[Finding]:
         yield (probed := _probed(backend))
         if probed.verdict == "works" and not quick:
             yield _speed(backend)
-        if scheme in _BUCKETS:
+        if scheme in BUCKETS:
             yield against_server(_endpoint(url) or _OWN[scheme])
     finally:
         backend.close()

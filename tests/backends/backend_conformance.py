@@ -482,12 +482,14 @@ class BackendConformance:
     def test_a_closed_source_gives_nothing(self, backend: Backend) -> None:
         write_segment(backend, filled(BLOCK))
         source = backend.open_source(SEGMENT)
+        maps = source.map() is not None
         source.close()
         source.close()
         with pytest.raises(StorageError):
             source.read_into(0, aligned(BLOCK))
-        with pytest.raises(StorageError):
-            source.map()
+        if maps:
+            with pytest.raises(StorageError):
+                source.map()
 
     @pytest.mark.parametrize("size", [0, 1, 100_000])
     def test_a_mapping_is_private_and_outlives_its_source(self, backend: Backend, size: int) -> None:

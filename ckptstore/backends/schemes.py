@@ -1,0 +1,187 @@
+"""Schemes of URLs, and what opens each: the table of this package, then entry points ``ckptstore.backends``.
+
+A third party's package declares in its ``pyproject.toml``::
+
+    [project.entry-points."ckptstore.backends"]
+    ram = "my_package:open_url"
+
+where ``open_url(url, create, options)`` has the signature of `Opener`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote, urlsplit
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CkptError, MissingDependencyError, StorageError, StoreNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["BUCKETS", "SCHEMES", "Opener", "Scheme", "find", "open_path"]
+
+GROUP: Final = "ckptstore.backends"
+
+Opener = Callable[[str, bool, Mapping[str, Any]], Backend]
+"""``(url, create, options) -> Backend``: `create` accepts a place where nothing is yet; `options` are the caller's
+``storage_options``. Raises `StoreNotFoundError`, `UsageError`, `MissingDependencyError`, `StorageError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What opens the URLs of one scheme.
+
+    Attributes:
+        open: the opener.
+        options: whether ``storage_options`` say how the medium is reached; if not, passing some is an error.
+        path: whether an absolute path follows the two slashes.
+    """
+
+    open: Opener
+    options: bool = True
+    path: bool = False
+
+
+def _at_home(path: str) -> Path:
+    """The path, with a ``~`` or ``~name`` at its beginning expanded: scripts pass what no shell has seen."""
+    expanded = os.path.expanduser(path)  # noqa: PTH111  # `Path` takes "./~" for "~"
+    if expanded == path and path.startswith("~"):
+        raise UsageError(f"{path}: nobody of this name has a home here; ./{path} is a folder of that name")
+    return Path(expanded)
+
+
+def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backend:
+    """The folder `path`, which the user called `url`. Raises as `ckptstore.backends.open_backend`."""
+    there: int | None = None
+    try:
+        folder = _at_home(path)
+        there = folder.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except CkptError:
+        raise
+    except ValueError as error:  # NUL, lone surrogates
+        raise UsageError(f"{url!r} is no path: {error}") from error
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot be opened: {error.strerror}", url) from error
+    if there is not None and not stat.S_ISDIR(there):
+        raise StoreNotFoundError(f"{url} is a file, not the folder of a store")
+    if there is None and not create:
+        raise StoreNotFoundError(f"{url} does not exist")
+    if pmem:
+        from ckptstore.backends.pmem import PmemBackend
+
+        return PmemBackend(folder, url=url)
+    from ckptstore.backends.local import LocalBackend
+
+    return LocalBackend(folder, url=url)
+
+
+def _path_of(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
+        kind = parts.scheme
+        raise UsageError(f"{url}: a {kind} URL is {kind}:// followed by an absolute path, percent-encoded where needed")
+    return unquote(parts.path)
+
+
+def _open_file_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001  # as every opener
+    return open_path(_path_of(url), url, create)
+
+
+def _open_pmem_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001
+    return open_path(_path_of(url), url, create, pmem=True)
+
+
+def _open_memory_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001
+    from ckptstore.backends.memory import MemoryBackend
+
+    name = url.partition("://")[2]
+    if not name:
+        raise UsageError(f"{url}: name the store, as in memory://name")
+    if not create and not MemoryBackend.exists(name):
+        raise StoreNotFoundError(f"{url} does not exist in this process")
+    return MemoryBackend(name)
+
+
+def _open_objects(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001
+    try:
+        from ckptstore.backends.objects import ObjectBackend
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "obstore":
+            raise
+        scheme = url.partition("://")[0]
+        raise MissingDependencyError(f"{scheme}:// URLs need obstore: pip install 'ckptstore[s3]'") from error
+    return ObjectBackend(url, options)
+
+
+def _open_fsspec_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001
+    scheme = url.partition("://")[0].lower()
+    known = ", ".join(SCHEMES)
+    try:
+        from ckptstore.backends.fsspec_files import FsspecBackend, known_scheme, opened, shown
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "fsspec":
+            raise
+        raise MissingDependencyError(
+            f"{scheme}:// is for fsspec to open (without it: paths and {known} URLs): pip install 'ckptstore[s3]'"
+        ) from error
+    if not known_scheme(scheme):
+        raise UsageError(f"{shown(url)}: no backend for {scheme}://; it takes paths, {known} URLs and fsspec's")
+    filesystem, path = opened(url, scheme, options)
+    return FsspecBackend(filesystem, path, url=url)
+
+
+_BUCKET: Final = Scheme(_open_objects)
+
+SCHEMES: Final[Mapping[str, Scheme]] = {
+    "file": Scheme(_open_file_url, options=False, path=True),
+    "pmem": Scheme(_open_pmem_url, options=False, path=True),
+    "memory": Scheme(_open_memory_url, options=False),
+    "s3": _BUCKET,
+    "gs": _BUCKET,
+    "az": _BUCKET,
+}
+"""What this package opens itself. No entry point takes their place."""
+
+BUCKETS: Final = tuple(name for name, scheme in SCHEMES.items() if scheme is _BUCKET)
+
+_FSSPEC: Final = Scheme(_open_fsspec_url)
+
+
+def find(scheme: str) -> Scheme:
+    """What opens ``scheme://``: this package, an installed package that declares it, else fsspec.
+
+    Raises `UsageError`: two packages declare it, or what is declared cannot be imported.
+    """
+    if (known := SCHEMES.get(scheme)) is not None:
+        return known
+    from importlib.metadata import entry_points  # half of what `ckpt --version` takes
+
+    declared = list({entry.value: entry for entry in entry_points(group=GROUP, name=scheme)}.values())
+    if not declared:
+        return _FSSPEC
+    if len(declared) > 1:
+        raise UsageError(f"{scheme}:// is declared by {' and '.join(map(_origin, declared))}: uninstall all but one")
+    try:
+        opener = declared[0].load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{scheme}:// is for {_origin(declared[0])}, which cannot be imported: {error}") from error
+
+    def opened(url: str, create: bool, options: Mapping[str, Any]) -> Backend:
+        backend = opener(url, create, options)
+        if not isinstance(backend, Backend):
+            raise UsageError(f"{_origin(declared[0])} returned {type(backend).__name__} for {scheme}://, not a Backend")
+        return backend
+
+    return Scheme(opened)
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} ({entry.value})" if entry.dist is not None else entry.value
