@@ -218,6 +218,10 @@ SOURCES = {
             @staticmethod
             def of(a, b):
                 pass
+
+        class Named(typing.Protocol[T]):
+            'Not counted as a statement.'
+            name: str
         """,
     "cli/__init__.py": "",
     "cli/log.py": """
@@ -270,6 +274,8 @@ def test_the_report_as_text_and_as_json(made_up: Path) -> None:
     assert (rooms["ckptstore.cli"]["fan_out"], rooms["ckptstore.cli"]["rooms_out"]) == (2, 1)
     assert rooms["ckptstore.log"]["largest"] == [10, "ckptstore.log.term.Term"]
     assert rooms["ckptstore.log"]["widest"] == [5, "ckptstore.log.term.Term.open"]
+    assert [rooms["ckptstore.log"][name] for name in ("classes", "protocols")] == [2, 1]
+    assert rooms["ckptstore.cli"]["statements"] == 8
     assert rooms["ckptstore.cli"]["widest"] == [0, ""]  # what click calls has its options as parameters
     text = CliRunner().invoke(main, [str(made_up)], catch_exceptions=False).output
     assert "10 term.Term" in text

@@ -1,8 +1,9 @@
 """How the engine is built, in numbers: ``python -m tools.structure [PATH] [--json]``.
 
-For every room (a package of `pyproject.toml`): its modules and lines, how many imports lead into it and out of it, and
-its longest function, longest list of parameters and largest class. Sources are parsed, never imported, so that any
-tree can be looked at, an old one as well. ``tests/test_structure.py`` holds the present tree to limits.
+For every room (a package of `pyproject.toml`): its modules, lines, statements, classes and protocols, how many imports
+lead into it and out of it, and its longest function, longest list of parameters and largest class. Sources are parsed,
+never imported, so that any tree can be looked at, an old one as well. ``tests/test_structure.py`` holds the present
+tree to limits.
 """
 
 from __future__ import annotations
@@ -51,11 +52,15 @@ class Module:
         imports: dotted names of everything that it imports, in functions as well: modules, and ``module.name`` where
             a name is imported from a module.
         classes: (lines, dotted name) of its classes.
+        statements: how many it has; docstrings are not counted, nor an ``else``.
+        protocols: how many of its classes are a ``typing.Protocol``.
     """
 
     name: str
     room: str
     lines: int
+    statements: int
+    protocols: int
     docstring: str
     imports: frozenset[str]
     functions: tuple[Function, ...]
@@ -79,6 +84,9 @@ class Room:
     name: str
     modules: int
     lines: int
+    statements: int
+    classes: int
+    protocols: int
     fan_in: int
     fan_out: int
     rooms_in: int
@@ -119,6 +127,9 @@ class Tree:
             name=name,
             modules=len(modules),
             lines=sum(module.lines for module in modules),
+            statements=sum(module.statements for module in modules),
+            classes=sum(len(module.classes) for module in modules),
+            protocols=sum(module.protocols for module in modules),
             fan_in=len(users),
             fan_out=len(used),
             rooms_in=len(set(users)),
@@ -167,10 +178,22 @@ def _read(text: str, name: str, room: str) -> Module:
         name=name,
         room=room,
         lines=len(text.splitlines()),
+        statements=sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in ast.walk(parsed)),
+        protocols=sum(_is_protocol(node) for node in ast.walk(parsed)),
         docstring=ast.get_docstring(parsed) or "",
         imports=frozenset(_imports(parsed)),
         functions=tuple(_functions(parsed, name, _command_names(parsed))),
         classes=tuple(_classes(parsed, name)),
+    )
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _is_protocol(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any(
+        ast.unparse(base).partition("[")[0].rpartition(".")[2] == "Protocol" for base in node.bases
     )
 
 
@@ -234,12 +257,27 @@ def _short(measured: tuple[int, str], room: str) -> str:
 
 
 def _table(rooms: Sequence[Room]) -> Iterator[str]:
-    head = ("room", "modules", "lines", "in", "out", "longest function", "most parameters", "largest class")
+    head = (
+        "room",
+        "modules",
+        "lines",
+        "statements",
+        "classes",
+        "protocols",
+        "in",
+        "out",
+        "longest function",
+        "most parameters",
+        "largest class",
+    )
     rows = [
         (
             room.name,
             str(room.modules),
             str(room.lines),
+            str(room.statements),
+            str(room.classes),
+            str(room.protocols),
             f"{room.fan_in} of {room.rooms_in}",
             f"{room.fan_out} of {room.rooms_out}",
             _short(room.longest, room.name),
@@ -258,7 +296,9 @@ def _document(tree: Tree) -> dict[str, Any]:
     return {
         "rooms": [asdict(room) for room in rooms],
         "modules": len(tree.modules),
-        "lines": sum(room.lines for room in rooms),
+        **{
+            name: sum(getattr(room, name) for room in rooms) for name in ("lines", "statements", "classes", "protocols")
+        },
         "imports": sum(1 for _ in tree.edges()),
         "imports_between_rooms": sum(room.fan_out for room in rooms),
     }
@@ -276,7 +316,8 @@ def main(path: Path, as_json: bool) -> None:
         return
     click.echo("\n".join(_table(tree.rooms())))
     click.echo(
-        f"\n{document['modules']} modules in {len(document['rooms'])} rooms, {document['lines']} lines;"
+        f"\n{document['modules']} modules in {len(document['rooms'])} rooms, {document['lines']} lines,"
+        f" {document['statements']} statements, {document['classes']} classes ({document['protocols']} protocols);"
         f" {document['imports']} imports between modules, {document['imports_between_rooms']} of them between rooms"
     )
 
