@@ -11,7 +11,7 @@ import numpy as np
 from ckptstore.agent.forms import Layout, number, number_form, whole_number
 from ckptstore.errors import AgentError
 from ckptstore.formats import dtypes
-from ckptstore.formats.optim import SGD, Adam, AdamW, Optimizer, SparseGradient, Step
+from ckptstore.formats.optim import KINDS, Optimizer, SparseGradient, Step, listed
 from ckptstore.formats.sources import NumpySource, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.write.snapshot import HostTensor
@@ -19,7 +19,6 @@ from ckptstore.write.steps.updates import Update
 
 __all__ = ["Packed", "read_updates", "updates_form"]
 
-_KINDS: Final[dict[str, type[SGD | Adam]]] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}
 _LINE: Final = 128
 _MOST_SLOTS: Final = 16
 
@@ -80,10 +79,11 @@ def updates_form(updates: Sequence[Update], layout: Layout, packed: Packed) -> d
 
 
 def _settings_form(optimizer: Optimizer) -> dict[str, Any]:
-    if not isinstance(optimizer, SGD | Adam):
-        raise AgentError(f"{type(optimizer).__name__}: an agent knows SGD, Adam and AdamW")
-    values = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)}
-    return {"kind": type(optimizer).__name__} | {
+    kind = next((name for name, kind in KINDS.items() if kind.settings is type(optimizer)), None)
+    if kind is None:
+        raise AgentError(f"{type(optimizer).__name__}: an agent knows {listed()}")
+    values = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(KINDS[kind].settings)}
+    return {"kind": kind} | {
         name: value if isinstance(value, bool) else number_form(value) for name, value in values.items()
     }
 
@@ -129,7 +129,7 @@ def _settings(form: Any) -> Optimizer:
     values: dict[str, Any] = {
         name: value if isinstance(value, bool) else number(value) for name, value in form.items() if name != "kind"
     }
-    return _KINDS[form["kind"]](**values)
+    return KINDS[form["kind"]].settings(**values)
 
 
 def _gradient(form: Any, memory: Bytes) -> TensorSource | SparseGradient | None:

@@ -13,16 +13,17 @@ from typing import Any, Final
 import torch
 
 from ckptstore.errors import UnsupportedStateError
+from ckptstore.formats.optim import KINDS
 
-__all__ = ["KINDS", "TorchSteps", "settings_of", "warmed", "with_threads"]
+__all__ = ["TorchSteps", "kind_of", "settings_of", "warmed", "with_threads"]
 
-_CLASSES: Final[Mapping[str, Any]] = {
-    "SGD": torch.optim.SGD,
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-}
-KINDS: Final = tuple(_CLASSES)
-"""Names of the optimizers whose steps can be taken again: exactly these classes, not what derives from them."""
+_CLASSES: Final[Mapping[str, Any]] = {name: getattr(torch.optim, name) for name in KINDS}
+
+
+def kind_of(optimizer: object) -> str | None:
+    """The row of `KINDS` whose arithmetic an optimizer has, by its nearest base in torch; None: it is none of these."""
+    names = {base: name for name, base in _CLASSES.items()}
+    return next((names[base] for base in type(optimizer).__mro__ if base in names), None)
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +117,6 @@ def with_threads(threads: int) -> None:
 
 def warmed() -> None:
     """Take a step of each kind, of next to nothing: torch loads what it needs at the first."""
-    slots = {"Adam": {"step": 1, "exp_avg": 2, "exp_avg_sq": 3}}
-    for kind in KINDS:
-        row = {"weight": 0, **slots.get(kind.removesuffix("W"), {})}
-        TorchSteps(kind, [[row]], lambda _: torch.zeros(())).step([{}], [[torch.zeros(())]])
+    for name, kind in KINDS.items():
+        row = {slot: number for number, slot in enumerate(("weight", *kind.slots))}
+        TorchSteps(name, [[row]], lambda _: torch.zeros(())).step([{}], [[torch.zeros(())]])

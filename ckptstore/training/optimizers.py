@@ -43,6 +43,7 @@ from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.settings import MAX_COUNT
 from ckptstore.formats.state import FlatState
+from ckptstore.frameworks.torch_stepping import kind_of
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.write.steps.updates import Found, Update
 
@@ -51,11 +52,6 @@ __all__ = ["LATER", "Gradients", "OptimizerStep", "clip_factor", "group_numbers"
 Gradients: TypeAlias = Literal["none", "grad"] | Mapping[torch.Tensor, torch.Tensor | SparseGradient]
 """Where an `OptimizerStep` finds gradients: nowhere, in ``parameter.grad``, or here by parameter."""
 
-_ARITHMETIC: Final[tuple[tuple[type[torch.optim.Optimizer], str], ...]] = (
-    (torch.optim.AdamW, "AdamW"),  # AdamW derives from Adam
-    (torch.optim.Adam, "Adam"),
-    (torch.optim.SGD, "SGD"),
-)
 _GRADIENTS: Final = ("F32", "BF16", "F16")
 LATER: Final = 2
 """Any count but 1: SGD's buffer existed before, or there is no base for it to be a step from."""
@@ -245,7 +241,7 @@ class _Move:
 
 def group_numbers(optimizer: torch.optim.Optimizer) -> tuple[tuple[optim.Optimizer, float] | None, ...]:
     """Settings and learning rate of each group; None for one whose arithmetic is not known."""
-    kind = next((name for base, name in _ARITHMETIC if isinstance(optimizer, base)), None)
+    kind = kind_of(optimizer)
     return tuple(
         None if kind is None or isinstance(numbers := _numbers(kind, group), str) else numbers
         for group in optimizer.param_groups
@@ -275,10 +271,10 @@ def _entries(
     Args:
         known: the numbers of the groups, where they were noted earlier.
     """
-    kind = next((name for base, name in _ARITHMETIC if isinstance(optimizer, base)), None)
+    kind = kind_of(optimizer)
     if kind is None:
         inside = "; give OptimizerStep what it wraps, its .optimizer" if _wraps(optimizer) else ""
-        reason = f"{type(optimizer).__qualname__} is none of torch.optim's SGD, Adam and AdamW{inside}"
+        reason = f"{type(optimizer).__qualname__} is none of torch.optim's {optim.listed()}{inside}"
         left_out[reason] += sum(len(group["params"]) for group in optimizer.param_groups)
         return
     for number, group in enumerate(optimizer.param_groups):

@@ -16,6 +16,7 @@ import torch
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.sizes import size
+from ckptstore.frameworks.torch_stepping import kind_of
 from ckptstore.host.buffers import aligned
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.steps.batcher import DiffOptions
@@ -105,7 +106,7 @@ def predicted(optimizers: Sequence[torch.optim.Optimizer], save_every: int | Non
     if save_every > 1:
         return f"{save_every} steps lie between two checkpoints, and one can be predicted"
     for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):  # AdamW derives from Adam
+        if kind_of(optimizer) is None:
             return f"the arithmetic of {type(optimizer).__qualname__} is not known"
     whole = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
     known = sum(one.numel() for one in whole if one.dtype == torch.float32)

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptstore.errors import IncompatibleFormatError
-from ckptstore.formats.optim import adam, predicted, replayed, settings, sgd, sparse
+from ckptstore.formats.optim import groups, predicted, replayed, settings, sparse
 from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
 from ckptstore.formats.optim.chain import Encoding, Link, decode
 from ckptstore.formats.optim.choice import Choice, choose, choose_variant, evaluate
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
-from ckptstore.formats.optim.groups import from_group
+from ckptstore.formats.optim.groups import KINDS, from_group, listed
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
 from ckptstore.formats.optim.settings import Optimizer, Rule, Skip, Step
 from ckptstore.formats.optim.sgd import SGD, SGDRule
@@ -24,6 +24,7 @@ from ckptstore.formats.optim.stepping import advance, widen
 
 __all__ = [
     "CHUNK_NUMBERS",
+    "KINDS",
     "RULES",
     "SGD",
     "Adam",
@@ -45,6 +46,7 @@ __all__ = [
     "decode",
     "evaluate",
     "from_group",
+    "listed",
     "predicted",
     "replayed",
     "rule",
@@ -52,9 +54,7 @@ __all__ = [
     "widen",
 ]
 
-RULES: Mapping[str, Callable[[Mapping[str, Any]], Rule]] = MappingProxyType(
-    {adam.ID: AdamRule.parse, sgd.ID: SGDRule.parse, settings.SKIP: Skip.parse}
-)
+RULES: Mapping[str, Callable[[Mapping[str, Any]], Rule]] = MappingProxyType({**groups.RULES, settings.SKIP: Skip.parse})
 """Every rule's parser of parameters, by the id of its arithmetic."""
 
 
