@@ -115,15 +115,27 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
     for number in range(last, -1, -1):
         link = held[number].get(name)
         if link is None:
-            raise CorruptSegmentError(f"{links[-1].where}: its base has no such tensor")
+            raise _without(held[number], links[-1], "its base has no such tensor")
         if links and spec_of(link.tensor) != spec_of(links[-1].tensor):
-            raise CorruptSegmentError(f"{links[-1].where}: its base has another shape or dtype")
+            raise _without(held[number], links[-1], "its base has another shape or dtype")
         links.append(link)
         if link.base_ratio == 0:
             return Chain(tuple(reversed(links)))
         if link.base_ratio == 2:  # the rounded copy of another tensor of the same step, with deltas on top
             return _with_master(held, number, tuple(reversed(links)))
     raise CorruptSegmentError(f"{links[-1].where}: its chain begins with a delta")
+
+
+def _without(base: Held, above: Link, what: str) -> CorruptSegmentError:
+    """The error of an encoding that another builds on, and that has not the tensor that this takes.
+
+    Prevents: giving up what another encoding of the same base leads to. Of tensors that no tree names the encodings of
+    a checkpoint may differ (SPEC 5.4). So the error names the base's segment, which `fallback.around` then avoids.
+    """
+    where = next((link.reader.entry.key for link in base.values()), None)
+    if where is None:
+        return CorruptSegmentError(f"{above.where}: {what}")
+    return CorruptSegmentError(f"{where}: tensor {above.tensor.name!r} of step {above.step} builds on this: {what}")
 
 
 def _with_master(held: Sequence[Held], number: int, links: tuple[Link, ...]) -> Chain:
@@ -164,11 +176,13 @@ class _Needs:
         while waiting:
             name, number, above = waiting.pop()
             link = self.held[number].get(name) if number >= 0 else None
+            if link is None and above is not None:
+                base = self.held[number] if number >= 0 else {}
+                raise _without(base, above, f"its base has no tensor {name!r}, or there is no base")
             if link is None:
-                where = f"tensor {name!r}" if above is None else above.where
-                raise CorruptSegmentError(f"{where}: its base has no tensor {name!r}, or there is no base")
+                raise CorruptSegmentError(f"tensor {name!r}: its base has no tensor {name!r}, or there is no base")
             if above is not None and above.tensor.name == name and spec_of(link.tensor) != spec_of(above.tensor):
-                raise CorruptSegmentError(f"{above.where}: its base has another shape or dtype")
+                raise _without(self.held[number], above, "its base has another shape or dtype")
             if link.group is not None:
                 if (number, link.group.leader) in self.work:
                     continue  # with everything below it: most tensors of a group come this way
