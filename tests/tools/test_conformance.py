@@ -73,6 +73,12 @@ def reader(path: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
+def crashing(path: Path, text: str) -> list[str]:
+    """One that prints `text`, and fails after."""
+    path.write_text(f"import sys\nprint({text!r})\nsys.exit(3)\n")
+    return [sys.executable, str(path)]
+
+
 def test_the_script_runs_an_executable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Right for the one store, wrong for the other, and one that prints nothing that could be read."""
     stores = {name: STORES[name] for name in ("incompat", "features-write")}
@@ -85,6 +91,8 @@ def test_the_script_runs_an_executable(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--set", str(small), *reader(tmp_path / "b.py", "what?")]) == 2
     assert "no answer" in capsys.readouterr().out
     assert main(["--set", str(small), str(tmp_path / "nothing-here")]) == 2
+    assert main(["--set", str(small), *crashing(tmp_path / "c.py", '{"refused": "x"}')]) == 2
+    assert "exit status 3" in capsys.readouterr().out
     some = {str(SET.parent / name): STORES[name] for name in list(STORES)[:: short_or(6, 1)]}
     small.write_text(json.dumps({"stores": some}))
     assert main(["--set", str(small), sys.executable, "-m", "tools.conformance.page"]) == 0
