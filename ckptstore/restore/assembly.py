@@ -115,9 +115,9 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
     for number in range(last, -1, -1):
         link = held[number].get(name)
         if link is None:
-            raise _without(held[number], links[-1], "its base has no such tensor")
+            raise _unfit(f"{links[-1].where}: its base has no such tensor", held[number])
         if links and spec_of(link.tensor) != spec_of(links[-1].tensor):
-            raise _without(held[number], links[-1], "its base has another shape or dtype")
+            raise _unfit(f"{links[-1].where}: its base has another shape or dtype", held[number])
         links.append(link)
         if link.base_ratio == 0:
             return Chain(tuple(reversed(links)))
@@ -126,16 +126,11 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
     raise CorruptSegmentError(f"{links[-1].where}: its chain begins with a delta")
 
 
-def _without(base: Held, above: Link, what: str) -> CorruptSegmentError:
-    """The error of an encoding that another builds on, and that has not the tensor that this takes.
-
-    Prevents: giving up what another encoding of the same base leads to. Of tensors that no tree names the encodings of
-    a checkpoint may differ (SPEC 5.4). So the error names the base's segment, which `fallback.around` then avoids.
-    """
-    where = next((link.reader.entry.key for link in base.values()), None)
-    if where is None:
-        return CorruptSegmentError(f"{above.where}: {what}")
-    return CorruptSegmentError(f"{where}: tensor {above.tensor.name!r} of step {above.step} builds on this: {what}")
+def _unfit(what: str, below: Held) -> CorruptSegmentError:
+    """The error of a base's encoding that has not what is built on it, which another encoding of the base may have."""
+    error = CorruptSegmentError(what)
+    error.lacking = frozenset(link.reader.entry.id for link in below.values())
+    return error
 
 
 def _with_master(held: Sequence[Held], number: int, links: tuple[Link, ...]) -> Chain:
@@ -176,13 +171,12 @@ class _Needs:
         while waiting:
             name, number, above = waiting.pop()
             link = self.held[number].get(name) if number >= 0 else None
-            if link is None and above is not None:
-                base = self.held[number] if number >= 0 else {}
-                raise _without(base, above, f"its base has no tensor {name!r}, or there is no base")
             if link is None:
-                raise CorruptSegmentError(f"tensor {name!r}: its base has no tensor {name!r}, or there is no base")
+                where = f"tensor {name!r}" if above is None else above.where
+                below = self.held[number] if number >= 0 else {}
+                raise _unfit(f"{where}: its base has no tensor {name!r}, or there is no base", below)
             if above is not None and above.tensor.name == name and spec_of(link.tensor) != spec_of(above.tensor):
-                raise _without(self.held[number], above, "its base has another shape or dtype")
+                raise _unfit(f"{above.where}: its base has another shape or dtype", self.held[number])
             if link.group is not None:
                 if (number, link.group.leader) in self.work:
                     continue  # with everything below it: most tensors of a group come this way

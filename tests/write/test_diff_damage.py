@@ -195,7 +195,7 @@ def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.M
         for step in (1, 2):
             trainer.train()
             writer.save_async(trainer.state(), step, updates=trainer.updates())
-    says = "has no tensor 'v.wide'" if base == "gone" else "'v.wide' of step 2 .*: its base has another shape"
+    says = "has no tensor 'v.wide'" if base == "gone" else "'v.wide': its base has another shape"
     for verify in (True, False):
         with pytest.raises(CorruptSegmentError, match=says):
             store.load(2, verify=verify)

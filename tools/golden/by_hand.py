@@ -1,4 +1,4 @@
-"""Stores whose slots and segments are written as they are given, right or wrong: no writer here would write them all."""
+"""Stores whose slots and segments are written as they are given, right or wrong: no writer makes them all."""
 
 from __future__ import annotations
 

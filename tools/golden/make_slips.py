@@ -136,7 +136,7 @@ def _uses(folder: Path) -> None:
     def promise(step: int, change: Callable[[dict[str, Any]], None]) -> None:
         hand.promise(hand.segment({step: Step([_coded(step), entry("raw", _WORDS)])}, changed_document(change)))
 
-    promise(1, lambda document: None)
+    promise(1, lambda _: None)
     promise(2, lambda document: document.update(uses=["planes", "raw", "sub"]))
     promise(3, lambda document: document.update(uses=["planes"]))
     promise(4, lambda document: document.update(uses=["raw", "planes"]))
@@ -225,7 +225,7 @@ def _lossy(folder: Path) -> None:
 
 
 def _stepped(name: str, rule: optim.Rule, old: list[Array], gradient: Array | None) -> list[Entry]:
-    """The entries of a group of one parameter. Without a gradient: predicted, and nothing differs from the prediction."""
+    """The entries of a group of one parameter. Without a gradient: predicted, and exact."""
     new = [part.copy() for part in old]
     optim.advance(rule, new, np.zeros_like(old[0]) if gradient is None else gradient)
     encoding: optim.Encoding = "predicted" if gradient is None else "replayed"
@@ -657,11 +657,11 @@ SLIPS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
         _hashes,
     ),
     "identities": (
-        "5.1: run, term, segment, and of a step term and base are compared with the log's, as are hash and size: 1 alone is right",
+        "5.1: run, term, segment, size, hash, and of a step term and base are compared with the log: 1 alone is right",
         _identities,
     ),
     "several": (
-        "5.1: two trees (2), none (3), a tensor in no segment (4) or in two (5, 7) refuse a checkpoint; 1 and 6 are right",
+        "5.1: two trees (2), none (3), a tensor in no segment (4) or in two (5, 7) are refused; 1 and 6 are right",
         _several,
     ),
     "uses": ("5.3: uses has to be exactly what the index needs, or absent: 1 and 7 are right", _uses),
