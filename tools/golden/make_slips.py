@@ -567,12 +567,12 @@ def _loose(folder: Path) -> None:
     lost = [hand.segment({1: Step([_word(1)]), 2: Step([_coded(2)])}) for _ in range(2)]
     hand.commit(*lost)
     _flip(folder / slot_key(hand.seq - 1), 100)
-    made = hand.segment({1: Step([_word(1)]), 2: Step([_word(2)]), 3: Step([_word(3)])})
+    made = hand.segment({step: Step([_word(step)]) for step in (1, 2, 3, 4)})
     hand.promise(
         made,
         encodings=[made.encoding(1), *(one.encoding(step) for one in reversed(lost) for step in (1, 2))],
     )
-    hand.commit(encodings=[made.encoding(2), made.encoding(3)])
+    hand.commit(encodings=[made.encoding(step) for step in (2, 3, 4)])
     hand.commit(retires=[[1, 3]])
     hand.open(made.identity(2))
     _closed(hand)
