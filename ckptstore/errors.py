@@ -129,9 +129,11 @@ class CorruptSegmentError(CorruptionError):
 
     Attributes:
         computed: the stored bytes match their checksum, and what is decoded from them is not what was saved.
+        lacking: ids of the segments of a base's encoding that has not what is built on it; another one may.
     """
 
     computed: bool = False
+    lacking: frozenset[str] = frozenset()
 
 
 class CorruptLogError(CorruptionError):

@@ -33,6 +33,7 @@ import numpy as np
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats import jsontext, values
 from ckptstore.formats.advice import advice
+from ckptstore.formats.keys import holds_nan
 from ckptstore.formats.layout import HEADER_LIMIT
 from ckptstore.formats.names import flat_names
 from ckptstore.formats.sources import NumpySource, Origin, TensorSource
@@ -276,6 +277,7 @@ class _Flattener:
             count = self.measured if type(key) is tuple else self.counted
             found.append([count(_key(key, depth)), self.node(member, depth)])
             self.path.pop()
+        _check_distinct([node for key, (node, _) in zip(value, found, strict=True) if holds_nan(key)], "keys")
         return found
 
 
@@ -302,10 +304,21 @@ def _key(key: Any, depth: int) -> Any:
     return encoded
 
 
+def _check_distinct(nodes: list[Any], what: str) -> None:
+    """Raise `UnsupportedStateError` if two that hold a NaN have one text.
+
+    Prevents: two keys that a reader takes for one. Python keeps them apart, because they are two objects.
+    """
+    if len(nodes) > 1 and len({jsontext.dumps(node) for node in nodes}) < len(nodes):
+        raise UnsupportedStateError(f"two {what} are the same NaN: nothing tells them apart; store them in a list")
+
+
 def _element(value: Any, depth: int) -> Any:
     if type(value) in _SETS:
         _check_depth(depth)
-        return {_SETS[type(value)]: sorted((_element(part, depth + 2) for part in value), key=jsontext.dumps)}
+        parts = [(part, _element(part, depth + 2)) for part in value]
+        _check_distinct([node for part, node in parts if holds_nan(part)], "elements of a set")
+        return {_SETS[type(value)]: sorted((node for _, node in parts), key=jsontext.dumps)}
     if type(value) is tuple:
         _check_depth(depth)
         return {"$tuple": [_element(part, depth + 2) for part in value]}

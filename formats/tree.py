@@ -39,6 +39,7 @@ MAX_DEPTH: Final = 200
 _ORIGINS: Final[dict[str, Origin]] = {"$t": "torch", "$a": "numpy"}
 _REVIVED: Final = ("$size", "$dtype", "$device")
 _GONE: Final = object()
+_RESERVED: Final = "ckptstore/"
 
 Resolve = Callable[[str, Origin], Any]
 
@@ -174,9 +175,12 @@ def tag_of(node: dict[str, Any]) -> str | None:
 
 
 def _name(name: Any) -> str:
-    if not isinstance(name, str):
+    """The name of a tensor of a state. Raises `FormatError`."""
+    # Prevents: an auxiliary entry, or one shard, given for a tensor. No tensor of a state has such a name.
+    named = isinstance(name, str) and name != "__metadata__" and not name.startswith(_RESERVED)
+    if not named or not values.is_plain_text(name):
         raise FormatError(f"state tree: a tensor's name is {name!r:.80}")
-    return name
+    return str(name)
 
 
 def _plain(node: Any) -> Any:

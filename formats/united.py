@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.tree import MAX_DEPTH, decode_key, tag_of, tensor_names
+from ckptstore.formats.keys import identity
+from ckptstore.formats.tree import MAX_DEPTH, tag_of, tensor_names
 
 __all__ = ["united"]
 
@@ -109,12 +110,12 @@ class _Pairs:
             values.append(pair[1])
 
     def _values(self, key: Any) -> list[Any]:
-        """The values of a key: the same text, or one that Python takes for the same, as 1 and true."""
+        """The values of a key: of the same text, or the same key in another form, as 1 and true."""
         text = jsontext.dumps(key)
         found = self._by_text.get(text)
         if found is None:
             fresh: list[Any] = []
-            found = self._by_text[text] = self._by_key.setdefault(decode_key(key), fresh)
+            found = self._by_text[text] = self._by_key.setdefault(identity(key), fresh)
             if found is fresh:
                 self.rows.append((key, found))
         return found

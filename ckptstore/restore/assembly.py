@@ -115,15 +115,22 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
     for number in range(last, -1, -1):
         link = held[number].get(name)
         if link is None:
-            raise CorruptSegmentError(f"{links[-1].where}: its base has no such tensor")
+            raise _unfit(f"{links[-1].where}: its base has no such tensor", held[number])
         if links and spec_of(link.tensor) != spec_of(links[-1].tensor):
-            raise CorruptSegmentError(f"{links[-1].where}: its base has another shape or dtype")
+            raise _unfit(f"{links[-1].where}: its base has another shape or dtype", held[number])
         links.append(link)
         if link.base_ratio == 0:
             return Chain(tuple(reversed(links)))
         if link.base_ratio == 2:  # the rounded copy of another tensor of the same step, with deltas on top
             return _with_master(held, number, tuple(reversed(links)))
     raise CorruptSegmentError(f"{links[-1].where}: its chain begins with a delta")
+
+
+def _unfit(what: str, below: Held) -> CorruptSegmentError:
+    """The error of a base's encoding that has not what is built on it, which another encoding of the base may have."""
+    error = CorruptSegmentError(what)
+    error.lacking = frozenset(link.reader.entry.id for link in below.values())
+    return error
 
 
 def _with_master(held: Sequence[Held], number: int, links: tuple[Link, ...]) -> Chain:
@@ -166,9 +173,10 @@ class _Needs:
             link = self.held[number].get(name) if number >= 0 else None
             if link is None:
                 where = f"tensor {name!r}" if above is None else above.where
-                raise CorruptSegmentError(f"{where}: its base has no tensor {name!r}, or there is no base")
+                below = self.held[number] if number >= 0 else {}
+                raise _unfit(f"{where}: its base has no tensor {name!r}, or there is no base", below)
             if above is not None and above.tensor.name == name and spec_of(link.tensor) != spec_of(above.tensor):
-                raise CorruptSegmentError(f"{above.where}: its base has another shape or dtype")
+                raise _unfit(f"{above.where}: its base has another shape or dtype", self.held[number])
             if link.group is not None:
                 if (number, link.group.leader) in self.work:
                     continue  # with everything below it: most tensors of a group come this way

@@ -6,14 +6,24 @@ from collections.abc import Collection
 from typing import Final
 
 from ckptstore.backends.system_errors import is_bad_medium
-from ckptstore.errors import CkptError, CorruptionError, StorageError
+from ckptstore.errors import (
+    CkptError,
+    CorruptionError,
+    CorruptSegmentError,
+    FormatError,
+    StateMismatchError,
+    StorageError,
+)
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.caller_warnings import FallbackWarning, warn
 from ckptstore.restore.plan import Plan, plan
 
-__all__ = ["around"]
+__all__ = ["FAULTS", "around"]
 
+FAULTS: Final = (CorruptSegmentError, FormatError, StorageError)
+"""What an encoding fails with where another may lead to the checkpoint: damage, a form that this version does not know,
+a medium that does not give the bytes."""
 _LOOKED_AT: Final = 1000
 """Checkpoints of a term: who waits for an error should not wait for the plans of a long history."""
 
@@ -33,7 +43,14 @@ def around(
     Raises:
         `error`: it is no damage, or there is no other way; ``nearest`` and a note then name what has one.
     """
+    if isinstance(error, StateMismatchError):  # of the caller's objects, not of what is stored
+        raise error
     text = str(error)
+    # Prevents: an intact checkpoint called damaged, because the encoding of its base that was read first lacks a tensor
+    # that the state of the base does not name, and that what builds on it needs.
+    lacking = getattr(error, "lacking", frozenset()).intersection(chosen.segments)
+    if lacking and _planned(catalog, chosen, avoid | lacking, held):
+        return avoid | lacking
     guilty = tuple(segment for segment in chosen.segments if segment in text)
     if isinstance(error, StorageError) and not (guilty and is_bad_medium(error)):
         raise error
@@ -52,6 +69,15 @@ def around(
     kinds = " and ".join(dict.fromkeys(edge.kind for edge in other.encodings))
     warn(f"{text}; checkpoint {chosen.target.ref} is restored by another of its encodings ({kinds})", FallbackWarning)
     return avoid
+
+
+def _planned(catalog: Catalog, chosen: Plan, avoid: frozenset[str], held: Collection[CheckpointId]) -> bool:
+    """Whether there is a plan that does without some segments."""
+    try:
+        plan(catalog, chosen.target, avoid=avoid, held=held)
+    except CorruptionError:
+        return False
+    return True
 
 
 def _nearest(catalog: Catalog, target: CheckpointId, avoid: frozenset[str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import numpy.typing as npt
 
-from ckptstore.errors import CkptError, CorruptSegmentError, StorageError, UsageError
+from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats import dtypes
 from ckptstore.formats.boxes import Box
 from ckptstore.formats.records import SegmentEntry
@@ -24,7 +24,7 @@ from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View
 from ckptstore.restore.chain import Chain, restore_tensors
-from ckptstore.restore.fallback import around
+from ckptstore.restore.fallback import FAULTS, around
 from ckptstore.restore.filling import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
 from ckptstore.restore.held import HeldState
 from ckptstore.restore.opened import Opened, opened
@@ -180,7 +180,7 @@ def restoring(
         with opened(journal, ref, avoid, bases, since) as found:
             try:
                 return work(found)
-            except (CorruptSegmentError, StorageError) as error:
+            except FAULTS as error:
                 held = [base.id for base in bases]
                 avoid = around(found.catalog, found.plan, found.avoided, error, held)
                 ref, damage = found.ref, error
@@ -331,7 +331,7 @@ def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterato
                         yield start, data
                         done = start + len(data)
                 return
-            except (CorruptSegmentError, StorageError) as error:
+            except FAULTS as error:
                 avoid, ref = around(found.catalog, found.plan, found.avoided, error), found.ref
 
 
@@ -356,7 +356,7 @@ def read_tensors(
                     yield left[0], _read_tensor(found, readers, left[0], verify)
                     del left[0]
                 return
-            except (CorruptSegmentError, StorageError) as error:
+            except FAULTS as error:
                 avoid, ref = around(found.catalog, found.plan, found.avoided, error), found.ref
 
 

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any, Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import CkptError, CorruptSegmentError, FormatError, IncompatibleFormatError, StorageError
+from ckptstore.errors import CkptError, CorruptSegmentError, FormatError, IncompatibleFormatError
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
@@ -25,7 +25,7 @@ from ckptstore.log.pins import claim
 from ckptstore.log.reading import View
 from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.fallback import around
+from ckptstore.restore.fallback import FAULTS, around
 from ckptstore.restore.held import HeldState
 from ckptstore.restore.parts import Parts, stored_parts
 from ckptstore.restore.plan import Plan, plan, stored_bytes
@@ -155,7 +155,7 @@ def opened(
             with _opened(journal, ref, avoid, attempt) as found:
                 entered = True
                 yield found
-        except (CorruptSegmentError, StorageError) as error:
+        except FAULTS as error:
             if entered:
                 raise  # of the caller's work
             avoid, ref = attempt.around(error, avoid), attempt.ref

@@ -16,8 +16,10 @@ import ckptstore
 from ckptstore import CorruptSegmentError, FallbackWarning, StorageError
 from ckptstore.backends.base import SegmentSource
 from ckptstore.backends.local import LocalBackend
+from ckptstore.formats import codecs
 from tests.restore.twofold import state, stored_again, twofold
 from tests.store.states import same
+from tools.golden.by_hand import Hand, Step, entry
 
 Damage = Callable[[Path], object]
 
@@ -242,3 +244,22 @@ def test_an_error_names_the_nearest_that_is_whole(tmp_path: Path, how: str) -> N
     with pytest.raises(CorruptSegmentError) as raised:  # nothing comes before
         store.load("1@1", framework="numpy")
     assert not getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("other", ["absent", "of another shape"])
+def test_an_encoding_of_the_base_without_a_tensor_that_no_tree_names(tmp_path: Path, other: str, verify: bool) -> None:
+    """All encodings of a checkpoint have the tensors of its tree. Of others one may lack what a delta builds on."""
+    words = np.arange(40, dtype="<u4")
+    tree = {"words": {"$a": "words"}}
+    lacking = [entry("words", words)] + [entry("aside", words[:3])] * (other != "absent")
+    hand = Hand(tmp_path / "store")
+    hand.open()
+    made = hand.segment({1: Step(lacking, tree)})
+    again = hand.segment({1: Step([entry("words", words), entry("aside", words)], tree)})
+    hand.promise(made)
+    hand.commit(again, encodings=[again.encoding(1)])
+    delta = [entry("words", words + 1, codecs.Sub(4), words), entry("aside", words + 2, codecs.Xor(4), words)]
+    hand.promise(hand.segment({2: Step(delta, {"aside": {"$a": "aside"}, **tree}, made.identity(1))}))
+    store = ckptstore.open(hand.folder)
+    same({"aside": words + 2, "words": words + 1}, store.load(2, framework="numpy", verify=verify))

@@ -56,20 +56,33 @@ def test_the_set_has_everything() -> None:
     expected = {name: store["expected"] for name, store in STORES.items()}
     assert {*make_conformance.STORES, "../store-1"} == expected.keys()
     refused = {name for name, one in expected.items() if "refused" in one}
-    assert refused == {"incompat", "features-read", "major-2", "wide-gap", "fold-incompat", "log-link"}
+    assert refused == {
+        *("incompat", "features-read", "major-2", "wide-gap", "fold-incompat", "log-link"),
+        *("gap-deleted", "stray", "stray-anchor"),
+    }
     unknown = {name for name, one in expected.items() if isinstance(one.get("latest"), dict)}
     assert unknown == {
         *("orphan", "damage-after", "empty-damaged", "lost-end", "back-damaged", "overtaken"),
         *("closed-7", "lacks-text", "drops-null", "end-other"),
+        *("no-stray", "bit-below-anchor", "retired-above", "spent", "highest", "orphan-state"),
     }
     lost = {name for name, one in expected.items() for c in one.get("checkpoints", {}).values() if "error" in c}
-    assert lost == {"damaged-segment", "unknown-rule", "shards-broken"}
+    assert lost == {
+        *("damaged-segment", "unknown-rule", "shards-broken"),
+        *("hashes", "identities", "several", "uses", "rank-members", "ways"),
+    }
     assert any(one["lossy"] for one in expected["../store-1"]["checkpoints"].values())
 
 
 def reader(path: Path, text: str) -> list[str]:
     """An executable that prints `text`."""
     path.write_text(f"print({text!r})\n")
+    return [sys.executable, str(path)]
+
+
+def crashing(path: Path, text: str) -> list[str]:
+    """One that prints `text`, and fails after."""
+    path.write_text(f"import sys\nprint({text!r})\nsys.exit(3)\n")
     return [sys.executable, str(path)]
 
 
@@ -85,6 +98,8 @@ def test_the_script_runs_an_executable(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--set", str(small), *reader(tmp_path / "b.py", "what?")]) == 2
     assert "no answer" in capsys.readouterr().out
     assert main(["--set", str(small), str(tmp_path / "nothing-here")]) == 2
+    assert main(["--set", str(small), *crashing(tmp_path / "c.py", '{"refused": "x"}')]) == 2
+    assert "exit status 3" in capsys.readouterr().out
     some = {str(SET.parent / name): STORES[name] for name in list(STORES)[:: short_or(6, 1)]}
     small.write_text(json.dumps({"stores": some}))
     assert main(["--set", str(small), sys.executable, "-m", "tools.conformance.page"]) == 0

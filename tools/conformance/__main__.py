@@ -40,10 +40,13 @@ def _run(command: list[str], seconds: float) -> object:
         done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no answer: {error}"
+    about = f"exit status {done.returncode}, {done.stderr.decode(errors='replace')[-200:]!r}"
+    if done.returncode:  # Prevents: half an answer, printed before a crash, that passes.
+        return f"failed: {about}; it is 0 with every answer, also a refusal"
     try:
         return json.loads(done.stdout)
     except ValueError:
-        return f"no answer: exit code {done.returncode}, {done.stderr.decode(errors='replace')[-200:]!r}"
+        return f"no answer: {about}"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,18 @@ def answer(folder: Path) -> dict[str, Any]:
         latest = None
     except CkptError as error:
         latest = {"error": str(error)}
-    return {"latest": latest, "checkpoints": {info.ref: _checkpoint(store, info.ref) for info in found}}
+    checkpoints = {info.ref: _checkpoint(store, info.ref) for info in found}
+    tags = {name: _tagged(store, name) for name in store.view().catalog.tags}
+    return {"latest": latest, "checkpoints": checkpoints} | ({"tags": tags} if tags else {})
+
+
+def _tagged(store: Store, name: str) -> Any:
+    try:
+        return store.checkpoint(f"tag:{name}").ref
+    except CheckpointNotFoundError:
+        return None
+    except CkptError as error:
+        return {"error": str(error)}
 
 
 def _checkpoint(store: Store, ref: str) -> dict[str, Any]:
@@ -44,6 +55,9 @@ def _checkpoint(store: Store, ref: str) -> dict[str, Any]:
         }
         tree = store.tree(ref)
         found = {"state": info.state, "lossy": info.lossy, "tree": tree, "tensors": tensors}
+        entry = store.view().catalog.checkpoints[info.term, info.step]
+        if said := entry.extra.get("metadata"):
+            found["metadata"] = said  # as it is stored: what `info` has may hold NaN
         return found if (whole := of_rank(tree, None)) == tree else found | {"unranked": dumps(whole).decode()}
     except (CorruptionError, FormatError) as error:
         return {"error": str(error)}

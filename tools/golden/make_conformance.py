@@ -47,6 +47,7 @@ from tools.golden import make_codecs, make_steps
 from tools.golden.make_ranks import ranks
 from tools.golden.make_segments import RUN, packed, plain, state_of
 from tools.golden.make_shards import broken, shards
+from tools.golden.make_slips import SLIPS
 from tools.golden.make_store import Run
 from tools.golden.still import MOMENT, still
 
@@ -506,6 +507,7 @@ STORES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "log-link": ("log/ is a symbolic link: refused", _log_link),
     "without-uses": ("a packed segment without uses: read", _without_uses),
     "ranks": ("states of many ranks: other keys, orders of keys, lengths, kinds; what no rank reads", ranks),
+    **SLIPS,
 }
 
 

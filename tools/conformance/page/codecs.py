@@ -185,7 +185,9 @@ def decode(name: str, params: Mapping[str, Any], data: bytes, length: int, base:
     """5.4 and 5.4.1: the ``length`` bytes of a chunk."""
     if name == "raw":
         return data
-    word = 2 if name == "derive" else params["word"]
+    word = 2 if name == "derive" else params.get("word")
+    if name not in ("planes", "xor", "sub", "prefix", "derive") or word not in (1, 2, 4, 8):
+        raise RefusedError("codec")
     unchanged = not data and name in ("xor", "sub", "derive")
     if unchanged and length % word:
         raise RefusedError("nothing")

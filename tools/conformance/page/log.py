@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,15 @@ from typing import Any
 import xxhash
 import zstandard
 
+from tools.conformance.page import segments
 from tools.conformance.page.codecs import RefusedError
 
 Node = tuple[int, int]
 WIDEST_GAP = 4096
+LOOKED_INTO = 16
+FEATURES = {"keep"}
+TAG_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,127}")
+FOLD_NAME = re.compile("[0-9]{20}-.{16}", re.ASCII)
 TYPES = {"closed": bool, "highest": int, "lacks": int, "reached": int, "remote": str, "manifest": dict, "writer": dict}
 TYPES |= dict.fromkeys(("segments", "checkpoints", "encodings", "drops", "retires", "swept", "keep", "ro_compat"), list)
 TYPES |= {"tags": dict, "requests": dict}
@@ -41,6 +47,7 @@ class Catalog:
     segments: dict[str, dict[str, Any]] = field(default_factory=dict)
     slots: dict[Node, int] = field(default_factory=dict)  # of promised checkpoints
     damage: list[int] = field(default_factory=list)
+    tags: dict[str, Node] = field(default_factory=dict)
     written: int = 0  # the newest term that has segments
     highest: dict[int, int] = field(default_factory=dict)  # of a term: steps that were retired, or that a COMMIT tells
 
@@ -73,6 +80,14 @@ class Catalog:
             raise DamagedError
         return found
 
+    def tagged(self, name: str) -> Node | None:
+        """`tag:NAME`"""
+        node = self.tags[name] if self.tags[name] in self.promised() else None
+        settled = -1 if node is None else self.slots[node]
+        if self.written > self.term or any(slot > settled for slot in self.damage):
+            raise DamagedError
+        return node
+
 
 def unsealed(data: bytes) -> dict[str, Any]:
     text = data[:-34]
@@ -85,8 +100,14 @@ def unsealed(data: bytes) -> dict[str, Any]:
 
 
 def read_format(folder: Path) -> dict[str, Any]:
-    found = unsealed((folder / "FORMAT").read_bytes())
-    if found["major"] != 1 or found.get("features", {}).get("read"):
+    """6.2: without it, or if it is damaged, the store is refused."""
+    try:
+        found = unsealed(text_of(folder / "FORMAT"))
+    except DamagedError as error:
+        raise RefusedError("FORMAT is missing or damaged") from error
+    if found["ckptstore"] != "format" or found["major"] != 1:
+        raise RefusedError("another format")
+    if set(found.get("features", {}).get("read", [])) - FEATURES:
         raise RefusedError("features of FORMAT")
     return found
 
@@ -99,19 +120,42 @@ def read(folder: Path) -> Catalog:
     catalog, seq = newest_fold(folder, format_file["run"])
     if seq:
         check_end(folder, catalog, seq - 1, format_file["run"])
-    catalog.written = max((int(path.parent.name) for path in (folder / "seg").glob("*/*")), default=0)
+    terms = [path for path in (folder / "seg").glob("*") if re.fullmatch("[0-9]{10}", path.name, re.ASCII)]
+    catalog.written = max((int(path.name) for path in terms if counts(path, format_file["run"])), default=0)
     names = [path.name for path in (folder / "log").glob("*")]
     slots = sorted(int(name) for name in names if len(name) == 20 and name.isascii() and name.isdecimal())
     for above in [slot for slot in slots if slot >= seq]:
         if above - seq > WIDEST_GAP:
             raise RefusedError("so many slots were never lost")
-        for slot in range(seq, above + 1):  # those between are lost
-            take(folder, catalog, slot, format_file["run"])
+        for slot in range(seq, above + 1):
+            if slot != above and not never_deleted(folder, slot, format_file["anchor_every"]):
+                raise RefusedError("a slot was deleted, and no fold has it")
+            take(folder, catalog, slot, format_file)  # if it is absent it is lost
         seq = above + 1
-    if seq % format_file["anchor_every"]:
-        above = (seq // format_file["anchor_every"] + 1) * format_file["anchor_every"]
-        assert not (folder / "log" / f"{above:020d}").exists()
+    if not never_deleted(folder, seq, format_file["anchor_every"]):
+        raise RefusedError("a slot was deleted, and no fold has it")
     return catalog
+
+
+def never_deleted(folder: Path, seq: int, every: int) -> bool:
+    """READ: an anchor, or a slot without the anchor above it."""
+    return seq % every == 0 or not (folder / "log" / f"{(seq // every + 1) * every:020d}").exists()
+
+
+def counts(term: Path, run: str) -> bool:
+    """READ 4: whether a folder below ``seg/`` has an object that does not say that it is another run's."""
+    objects = [path for path in term.iterdir() if path.is_file() and not path.name.startswith(".")]
+    return len(objects) > LOOKED_INTO or any(run_of(path) in (run, None) for path in objects)
+
+
+def run_of(path: Path) -> str | None:
+    """The run that a segment or a manifest names; None: nobody can tell."""
+    try:
+        data = path.read_bytes()
+        found = (unsealed(data) if path.suffix == ".json" else segments.read(data))["run"]
+    except Exception:  # noqa: BLE001  # whatever is wrong with it, it says nothing
+        return None
+    return found if isinstance(found, str) else None
 
 
 def text_of(path: Path) -> bytes:
@@ -128,15 +172,20 @@ def check_end(folder: Path, catalog: Catalog, seq: int, run: str) -> None:
         return
     if (slot.get("run"), slot.get("seq")) == (run, seq) and xxhash.xxh3_128_hexdigest(data) != catalog.last:
         catalog.damage.append(seq)
+        catalog.last = None  # behind a damaged slot
 
 
-def take(folder: Path, catalog: Catalog, seq: int, run: str) -> None:
+def take(folder: Path, catalog: Catalog, seq: int, format_file: dict[str, Any]) -> None:
     data = text_of(folder / "log" / f"{seq:020d}")
     try:
         slot = unsealed(data)
-        check_slot(slot, run, seq)
+        check_slot(slot, format_file["run"], seq)
         record = whole(folder, slot)
-        check_continues(catalog, slot)
+        if not continues(catalog, slot):
+            every = format_file["anchor_every"]
+            if seq and not (seq % every and never_deleted(folder, seq, every)):
+                raise RefusedError("a stray, or what follows one")
+            raise DamagedError
         apply(catalog, record, seq)
         catalog.last = xxhash.xxh3_128_hexdigest(data)
     except DamagedError:
@@ -146,7 +195,7 @@ def take(folder: Path, catalog: Catalog, seq: int, run: str) -> None:
 
 def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
     """What is wrong first decides."""
-    if slot.get("incompat"):
+    if set(slot.get("incompat", [])) - FEATURES:
         raise RefusedError("features of a slot")
     if slot["run"] != run or slot["seq"] != seq:
         raise DamagedError
@@ -155,19 +204,28 @@ def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
     for name, kind in TYPES.items():
         if name in slot and (type(slot[name]) is not kind or (kind is int and not 0 <= slot[name] <= 1 << 53)):
             raise DamagedError
+    for name, node in slot.get("tags", {}).items():
+        if not TAG_NAME.fullmatch(name) or not (node is None or is_node(node)):
+            raise DamagedError
+    if any(not isinstance(one.get("metadata", {}), dict) for one in slot.get("checkpoints", [])):
+        raise DamagedError
 
 
-def check_continues(catalog: Catalog, slot: dict[str, Any]) -> None:
+def is_node(value: Any) -> bool:
+    if not isinstance(value, list) or [type(part) for part in value] != [int, int]:
+        return False
+    term, step = value
+    return 1 <= term <= 9999999999 and 0 <= step <= 1 << 53
+
+
+def continues(catalog: Catalog, slot: dict[str, Any]) -> bool:
     if catalog.last is not None and slot["previous"] != catalog.last:
-        raise DamagedError
+        return False
     if slot["ckptstore"] == "open":
-        follows = slot["term"] > catalog.term
-    elif slot["term"] == catalog.term:
-        follows = catalog.nonces.get(slot["term"]) == slot["nonce"]
-    else:
-        follows = catalog.last is None and slot["term"] > catalog.term
-    if not follows:
-        raise DamagedError
+        return bool(slot["term"] > catalog.term)
+    if slot["term"] == catalog.term:
+        return catalog.nonces.get(slot["term"]) == slot["nonce"]
+    return catalog.last is None and slot["term"] > catalog.term
 
 
 def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
@@ -176,10 +234,12 @@ def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
         return slot
     pointer = slot["manifest"]
     path = folder / "seg" / f"{slot['term']:010d}" / f"{pointer['id']}.json"
-    data = path.read_bytes() if path.exists() else b""
+    data = text_of(path)
     if (len(data), xxhash.xxh3_128_hexdigest(data)) != (pointer["size"], pointer["hash"]):
         raise DamagedError
     found = unsealed(data)
+    if not set(found.get("incompat", [])) - FEATURES and found["ckptstore"] != slot["ckptstore"]:
+        raise DamagedError  # 6.1: only of a slot another kind is no damage
     check_slot(found, slot["run"], slot["seq"])
     if any(found[name] != slot[name] for name in ("ckptstore", "previous", "term", "nonce")):
         raise DamagedError
@@ -207,10 +267,11 @@ def apply(catalog: Catalog, record: dict[str, Any], seq: int) -> None:
     for one in record.get("encodings", []):
         catalog.encodings.setdefault((one["checkpoint"][0], one["checkpoint"][1]), []).append(one)
     catalog.highest[term] = max(catalog.highest.get(term, 0), record.get("highest", 0))
-    for term, step in record.get("retires", []):
-        catalog.highest[term] = max(catalog.highest.get(term, 0), step)
-        if (term, step) in catalog.checkpoints:
-            catalog.retired.add((term, step))
+    for node in map(tuple, record.get("retires", [])):
+        if node[0] == term:
+            catalog.highest[term] = max(catalog.highest[term], node[1])
+        if node in catalog.checkpoints:
+            catalog.retired.add(node)
     dropped = set(record.get("drops", []))
     for node, edges in list(catalog.encodings.items()):
         catalog.encodings[node] = [edge for edge in edges if not dropped & set(edge["segments"])]
@@ -219,6 +280,10 @@ def apply(catalog: Catalog, record: dict[str, Any], seq: int) -> None:
     for node in [node for node in catalog.retired if not catalog.encodings.get(node)]:
         catalog.checkpoints.pop(node, None)
         catalog.retired.discard(node)
+    for name, target in record.get("tags", {}).items():
+        catalog.tags.pop(name, None)
+        if target is not None:
+            catalog.tags[name] = (target[0], target[1])
 
 
 # ---- 8
@@ -226,18 +291,34 @@ def apply(catalog: Catalog, record: dict[str, Any], seq: int) -> None:
 
 def newest_fold(folder: Path, run: str) -> tuple[Catalog, int]:
     """The catalog of the newest valid fold, and the slot to go on with."""
-    for path in sorted((folder / "fold").glob("*"), reverse=True):
-        data = path.read_bytes()
-        head, digest, frame = [*data.split(b"\n", 2), b"", b""][:3]
-        if head != b"ckptstore fold" or xxhash.xxh3_128_hexdigest(frame).encode() != digest:
+    names = [path for path in (folder / "fold").glob("*") if FOLD_NAME.fullmatch(path.name)]
+    for path in sorted(names, reverse=True):
+        found, columns = fold_of(text_of(path), path.name[21:])
+        if found.get("ckptstore") != "fold":
             continue
+        if set(found.get("incompat", [])) - FEATURES:
+            raise RefusedError("features of a fold")
+        if found["run"] != run or f"{found['seq']:020d}" != path.name[:20]:
+            continue
+        return unfolded(found, columns), found["seq"] + 1
+    return Catalog(run), 0
+
+
+def fold_of(data: bytes, digest16: str) -> tuple[dict[str, Any], bytes]:
+    """The JSON and the columns; nothing of a fold that is damaged."""
+    head, digest, frame = [*data.split(b"\n", 2), b"", b""][:3]
+    if (
+        head != b"ckptstore fold"
+        or xxhash.xxh3_128_hexdigest(frame).encode() != digest
+        or digest[:16] != digest16.encode()
+    ):
+        return {}, b""
+    try:
         line, _, columns = zstandard.decompress(frame, max_output_size=1 << 30).partition(b"\n")
         found = json.loads(line)
-        if found.get("incompat"):
-            raise RefusedError("features of a fold")
-        if found["run"] == run and path.name == f"{found['seq']:020d}-{digest.decode()[:16]}":
-            return unfolded(found, columns), found["seq"] + 1
-    return Catalog(run), 0
+    except (ValueError, zstandard.ZstdError):
+        return {}, b""
+    return (found if isinstance(found, dict) else {}), columns
 
 
 def split(joined: str) -> list[str]:
@@ -283,8 +364,9 @@ def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
     for table in ("checkpoints", "held"):
         rows = found[table]["rows"]
         keys = zip(columns.numbers(rows), columns.numbers(rows), columns.hashes(rows), strict=True)
-        for term, step, state in keys:
-            catalog.checkpoints[term, step] = {"term": term, "step": step, "state": state}
+        extra = found[table].get("extra", {})
+        for row, (term, step, state) in enumerate(keys):
+            catalog.checkpoints[term, step] = {"term": term, "step": step, "state": state, **extra.get(str(row), {})}
             if table == "held":
                 catalog.retired.add((term, step))
         columns.times(rows)
@@ -304,6 +386,7 @@ def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
         term: seq for term, seq, known in zip(terms["term"], terms["seq"], terms["known"], strict=True) if known
     }
     catalog.damage = list(found.get("damage", []))
+    catalog.tags = {name: (term, step) for name, (term, step) in found.get("tags", {}).items()}
     for row, members in terms.get("extra", {}).items():
         catalog.highest[terms["term"][int(row)]] = members.get("highest", 0)
     catalog.highest[catalog.term] = max([catalog.highest.get(catalog.term, 0), *found.get("spent", [])])

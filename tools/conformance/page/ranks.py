@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import base64
 import json
+import math
+from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 MAPPINGS = ("$dict", "$odict", "$counter")
 GONE = object()
+NAN = "NaN"
+SCALARS: dict[str, Any] = {"BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2"}
+SCALARS |= {"U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8"}
+SCALARS |= {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
+SCALARS |= {"F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz}
+SCALARS |= {"F8_E8M0": ml_dtypes.float8_e8m0fnu, "C64": "<c8", "C128": "<c16"}
 
 
 def unranked(tree: Any) -> Any:
@@ -96,34 +105,41 @@ def of_sequences(kind: str, nodes: list[Any]) -> Any:
 
 
 def same_key(one: Any, other: Any) -> bool:
-    return json.dumps(one) == json.dumps(other) or bool(as_python(one) == as_python(other))
+    """3.1, keys."""
+    if tag_of(one) == "$tuple" == tag_of(other):
+        parts, others = one["$tuple"], other["$tuple"]
+        return len(parts) == len(others) and all(map(same_key, parts, others))
+    if (number := number_of(one)) is not None and (beside := number_of(other)) is not None:
+        return json.dumps(one) == json.dumps(other) if NAN in (*number, *beside) else number == beside
+    if tag_of(one) == "$bytes" == tag_of(other):
+        return base64.b64decode(one["$bytes"]) == base64.b64decode(other["$bytes"])
+    return json.dumps(one) == json.dumps(other)
 
 
-def as_python(key: Any) -> Any:
-    """Equal for two keys if Python takes them for the same: numbers by value, all else with its tag."""
+def number_of(key: Any) -> tuple[Any, Any] | None:
+    """(real, imaginary), each exact; None: it is no number."""
     tag = tag_of(key)
-    if tag is None:
-        return key
-    body = key[tag]
-    if tag == "$tuple":
-        return ("tuple", *[as_python(part) for part in body])
+    if isinstance(key, bool | int | float):
+        return exact(key), Fraction(0)
+    body = None if tag is None else key[tag]
     if tag == "$int":
-        return int(body)
-    if tag == "$complex":
-        return complex(*[as_python(part) for part in body])
+        return Fraction(int(body)), Fraction(0)
     if tag == "$float":
-        return float(body) if body in ("inf", "-inf") else float("nan")
-    if tag == "$np":
-        return number(*body)
-    return (tag, base64.b64decode(body))
+        return exact(float(body) if body in ("inf", "-inf") else float("nan")), Fraction(0)
+    if tag == "$complex":
+        real, imaginary = (number_of(part) for part in body)
+        assert real is not None
+        assert imaginary is not None
+        return real[0], imaginary[0]
+    return of_numpy(*body) if tag == "$np" else None
 
 
-def number(dtype: str, image: str) -> Any:
-    kinds = {"BOOL": "?", "U": "u", "I": "i", "F": "f", "C": "c"}
-    letters, size = ("BOOL", 1) if dtype == "BOOL" else (dtype[0], len(image) // 2)
-    if dtype == "BF16":
-        return float(np.frombuffer(bytes.fromhex("0000" + image), "<f4")[0])
-    if dtype.startswith("F8"):
-        return (dtype, image)  # two such keys of one value and another text: none of the stores has them
-    code = kinds[letters] if letters == "BOOL" else f"<{kinds[letters]}{size}"
-    return np.frombuffer(bytes.fromhex(image), code)[0].item()
+def exact(value: float) -> Any:
+    return NAN if math.isnan(value) else str(value) if math.isinf(value) else Fraction(value)
+
+
+def of_numpy(dtype: str, image: str) -> tuple[Any, Any]:
+    value = np.frombuffer(bytes.fromhex(image), SCALARS[dtype])[0]
+    if dtype in ("C64", "C128"):
+        return exact(float(value.real)), exact(float(value.imag))
+    return exact(int(value) if dtype[0] in "BUI" and dtype != "BF16" else float(value)), Fraction(0)

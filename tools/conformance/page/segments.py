@@ -10,6 +10,8 @@ from typing import Any
 import xxhash
 import zstandard
 
+from tools.conformance.page.codecs import RefusedError
+
 ITEM = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8}
 ITEM |= {"I64": 8, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1}
 ITEM |= {"F4_E2M1_X2": 1, "C32": 4, "C64": 8, "C128": 16}
@@ -21,6 +23,17 @@ def cells(column: str) -> list[str | None]:
 
 def lengths(nbytes: int) -> list[int]:
     return [min(1 << 24, nbytes - start) for start in range(0, nbytes, 1 << 24)]
+
+
+def require(holds: bool) -> None:
+    if not holds:
+        raise RefusedError("a segment")
+
+
+def known(dtype: str) -> str:
+    if dtype not in ITEM:
+        raise RefusedError("a dtype")  # 11: of this segment
+    return dtype
 
 
 def entry(name: str, dtype: str, shape: list[int], chunks: list[Any], **more: Any) -> dict[str, Any]:
@@ -40,7 +53,7 @@ def read_plain(members: dict[str, Any], document: dict[str, Any], start: int) ->
     tensors = {}
     for place, (name, info) in enumerate(members.items()):
         begin, end = info["data_offsets"]
-        dtype = logical.get(place, info["dtype"])
+        dtype = known(logical.get(place, info["dtype"]))
         chunks, at = [], start + begin
         for length in lengths(end - begin):
             cell = next(hashes)
@@ -51,14 +64,14 @@ def read_plain(members: dict[str, Any], document: dict[str, Any], start: int) ->
         shape = info["shape"][:-1] if dtype.startswith("C") else info["shape"]
         more = shards.get(place, {})
         tensors[name] = entry(name, dtype, shape, chunks, digest=as_number(digests[place]), **more)
-    assert next(hashes, None) is None
+    require(next(hashes, None) is None)
     return {str(document["steps"][0]): tensors}
 
 
 def read_packed(document: dict[str, Any], index: dict[str, Any], start: int) -> dict[str, Any]:
     tensor_rows, codec_rows = index.pop("tensors"), index.pop("codecs")
     uses = {code for code, _ in codec_rows} | {params["rule"]["rule"] for _, params in codec_rows if "rule" in params}
-    assert document.pop("uses", sorted(uses)) == sorted(uses)
+    require(document.pop("uses", sorted(uses)) == sorted(uses))
     stored_lengths, counts = index.pop("length"), index.pop("counts")
     offsets = [start + sum(stored_lengths[:row]) for row in range(len(stored_lengths))]
     stored, decoded = iter(cells(index.pop("stored"))), iter(cells(index.pop("decoded")))
@@ -70,7 +83,7 @@ def read_packed(document: dict[str, Any], index: dict[str, Any], start: int) -> 
     for step, (tensor, codec), digest in zip(steps, columns, digests, strict=True):
         (name, dtype, shape, *shard), (code, params) = tensor_rows[tensor], codec_rows[codec]
         chunks = []
-        for logical in lengths(math.prod(shape) * ITEM[dtype]):
+        for logical in lengths(math.prod(shape) * ITEM[known(dtype)]):
             row = next(chunk)
             length = stored_lengths[row]
             cell = next(stored) if length else xxhash.xxh3_64_hexdigest(b"")
@@ -106,12 +119,28 @@ def read(data: bytes) -> dict[str, Any]:
     else:
         begin, end = members["ckptstore/index"]["data_offsets"]
         stored, pointer = data[start + begin : start + end], document.pop("index")
-        assert xxhash.xxh3_128_hexdigest(stored) == pointer["hash"]
+        require(xxhash.xxh3_128_hexdigest(stored) == pointer["hash"])
         index = json.loads(zstandard.decompress(stored, max_output_size=pointer["length"]))
         tensors = read_packed(document, index, start)
         document |= index
     known = ["run", "term", "segment", "generation", "trees", "incompat", "ro_compat"]
     doc = {name: document.pop(name) for name in known} | {"tensors": tensors, "encodings": encodings(document)}
     doc["parents"] = {str(term): parent for term, parent in document.pop("parents")}
-    assert (document.pop("version"), document.pop("form")) in [(1, "plain"), (1, "packed")]
+    require((document.pop("version"), document.pop("form")) in [(1, "plain"), (1, "packed")])
+    require(not doc["incompat"])
+    check_ranks(document, [int(step) for step in doc["encodings"]])
     return doc | {"extra": document}
+
+
+def check_ranks(document: dict[str, Any], steps: list[int]) -> None:
+    """5.1, segments of many ranks"""
+    for name in ("rank", "ranks"):
+        rows = document.get(name, [])
+        require(isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows))
+        counts = [
+            count for _, told in rows for count in (told if name == "ranks" and isinstance(told, list) else [told])
+        ]
+        require(all(type(count) is int and 0 <= count <= 1 << 53 for count in counts))
+        require(name == "rank" or all(isinstance(told, list) for _, told in rows))
+        found = [step for step, _ in rows]
+        require(all(type(step) is int and step in steps for step in found) and found == sorted(set(found)))

@@ -28,13 +28,16 @@ class State:
         self, tree: Any, tensors: dict[str, dict[str, Any]], images: dict[str, bytes], parts: dict[str, list[str]]
     ) -> None:
         self.tree, self.tensors, self.images, self.parts = tree, tensors, images, parts
+        named = [tensors[key] for keys in parts.values() for key in keys]
+        hashes = [chunk["decoded_hash"] for tensor in named for chunk in tensor["chunks"]]
+        self.proved = None not in hashes  # 4: else it is refused, and others may build on it
 
 
 class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.catalog = log.read(folder)
-        self.states: dict[log.Node, State] = {}
+        self.ways_of: dict[log.Node, list[State | LostError | RefusedError]] = {}
 
     def answer(self) -> dict[str, Any]:
         latest: Any
@@ -49,7 +52,15 @@ class Store:
                 found[f"{step}@{term}"] = self.describe((term, step))
             except (LostError, RefusedError) as error:
                 found[f"{step}@{term}"] = {"error": f"{error!r}"}
-        return {"latest": latest, "checkpoints": found}
+        tags = {name: self.tagged(name) for name in self.catalog.tags}
+        return {"latest": latest, "checkpoints": found} | ({"tags": tags} if tags else {})
+
+    def tagged(self, name: str) -> Any:
+        try:
+            node = self.catalog.tagged(name)
+        except log.DamagedError:
+            return {"error": "the log is damaged"}
+        return f"{node[1]}@{node[0]}" if node else None
 
     def describe(self, node: log.Node) -> dict[str, Any]:
         state = self.restore(node)
@@ -65,9 +76,11 @@ class Store:
         every = self.catalog.encodings[node]
         there = [edge for edge in every if edge["base"] is None or tuple(edge["base"][:2]) in self.catalog.checkpoints]
         lossy = all(edge["lossy"] for edge in there or every)
+        said = self.catalog.checkpoints[node].get("metadata")
         return {
             "state": self.catalog.checkpoints[node]["state"],
             "lossy": lossy,
+            **({"metadata": said} if said else {}),
             "tree": state.tree,
             "tensors": tensors,
             **({} if (whole := ranks.unranked(state.tree)) == state.tree else {"unranked": canonical(whole)}),
@@ -75,21 +88,42 @@ class Store:
 
     def restore(self, node: log.Node) -> State:
         """By the first encoding that leads there."""
-        if node in self.states:
-            return self.states[node]
-        for edge in self.catalog.encodings.get(node, []):
-            below: State | None = None
-            if edge["base"] is not None:
-                base = (edge["base"][0], edge["base"][1])
-                if self.catalog.checkpoints.get(base, {}).get("state") != edge["base"][2]:
-                    continue
-                below = self.restore(base)
-            state = self.apply(node, edge, below)
-            if state_hash(state) != self.catalog.checkpoints[node]["state"]:
-                raise LostError("another state")
-            self.states[node] = state
+        reason: Exception = LostError("no path")
+        for way in self.ways(node):
+            if isinstance(way, State) and way.proved:
+                return way
+            reason = LostError("a decoded hash is missing") if isinstance(way, State) else way
+        raise reason
+
+    def ways(self, node: log.Node) -> list[State | LostError | RefusedError]:
+        """What each encoding of a checkpoint gives, or why it gives nothing."""
+        if node not in self.ways_of:
+            self.ways_of[node] = []  # a ring of encodings leads nowhere
+            self.ways_of[node] = [self.way(node, edge) for edge in self.catalog.encodings.get(node, [])]
+        return self.ways_of[node]
+
+    def way(self, node: log.Node, edge: dict[str, Any]) -> State | LostError | RefusedError:
+        """5.4: of tensors that the tree of the base does not name its encodings may differ, so that each is tried."""
+        reason: LostError | RefusedError = LostError("no path to the base")
+        bases: list[State | LostError | RefusedError | None] = [None]
+        if edge["base"] is not None:
+            base = (edge["base"][0], edge["base"][1])
+            if self.catalog.checkpoints.get(base, {}).get("state") != edge["base"][2]:
+                return LostError("the base is not there")
+            bases = [*self.ways(base)]
+        for below in bases:
+            if isinstance(below, LostError | RefusedError):
+                reason = below
+                continue
+            try:
+                state = self.apply(node, edge, below)
+                if state_hash(state) != self.catalog.checkpoints[node]["state"]:
+                    raise LostError("another state")
+            except (LostError, RefusedError) as error:
+                reason = error
+                continue
             return state
-        raise LostError("no path")
+        return reason
 
     def apply(self, node: log.Node, edge: dict[str, Any], below: State | None) -> State:
         tensors: dict[str, dict[str, Any]] = {}
@@ -111,14 +145,14 @@ class Store:
         if len(trees) != 1:
             raise LostError("not one tree")
         parts = {name: parts_of(name, tensors) for name in names_of(trees[0])}
-        images = decoded(tensors, stored, {} if below is None else below.images)
+        images = decoded(tensors, stored, {} if below is None else fitting(below, tensors))
         return State(trees[0], tensors, images, parts)
 
     def segment(self, identity: str) -> tuple[bytes, dict[str, Any]]:
         entry = self.catalog.segments.get(identity)
         if entry is None:
             raise LostError("no record adds the segment")
-        data = (self.folder / "seg" / f"{entry['term']:010d}" / f"{identity}.safetensors").read_bytes()
+        data = log.text_of(self.folder / "seg" / f"{entry['term']:010d}" / f"{identity}.safetensors")
         header = data[: entry["header"]]
         if len(data) != entry["size"] or xxhash.xxh3_128_hexdigest(header) != entry["hash"]:
             raise LostError("header")
@@ -128,14 +162,29 @@ class Store:
         return data, doc
 
 
+def fitting(below: State, tensors: dict[str, dict[str, Any]]) -> dict[str, bytes]:
+    """The images of the base tensors: of the same name, dtype and shape."""
+    same = [key for key in tensors if key in below.images]
+    return {
+        key: below.images[key]
+        for key in same
+        if all(tensors[key][name] == below.tensors[key][name] for name in ("dtype", "shape"))
+    }
+
+
 def names_of(tree: Any) -> Iterator[str]:
-    """The tensors of a tree, each once."""
+    """The tensors of a tree, each once: 3.1, a reader that hands the tree on."""
     found: dict[str, None] = {}
     waiting = [tree]
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict) and len(node) == 1 and next(iter(node)) in ("$t", "$a"):
-            found[next(iter(node.values()))] = None
+            (name,) = node.values()
+            if not isinstance(name, str) or name == "__metadata__" or name.startswith("ckptstore/"):
+                raise LostError("the name of a tensor")
+            if any("\ud800" <= letter <= "\udfff" for letter in name):
+                raise LostError("the name of a tensor")
+            found[name] = None
         elif isinstance(node, dict | list):
             waiting += node.values() if isinstance(node, dict) else node
     return iter(found)
@@ -219,6 +268,8 @@ def decoded(
                 images |= taken(tensor["params"], tensors, stored[name], below)
             continue
         params = {key: value for key, value in tensor["params"].items() if key != "of"}
+        if "of" in tensor["params"] and not derivable(tensors.get(tensor["params"]["of"]), tensor):
+            raise LostError("nothing to derive from")
         base = images[tensor["params"]["of"]] if "of" in tensor["params"] else below.get(name, b"")
         if tensor["codec"] in ("xor", "sub") and name not in below:
             raise LostError("not in the base")
@@ -236,11 +287,17 @@ def decoded(
     return images
 
 
+def derivable(of: dict[str, Any] | None, tensor: dict[str, Any]) -> bool:
+    return of is not None and (of["dtype"], of["shape"]) == ("F32", tensor["shape"]) and of["codec"] != "derive"
+
+
 def taken(
     params: dict[str, Any], tensors: dict[str, dict[str, Any]], payloads: list[bytes], below: dict[str, bytes]
 ) -> dict[str, bytes]:
     """The images of a group's tensors."""
     members = params["members"]
+    if any(slot not in below for member in members for slot in member):
+        raise LostError("not in the base")
     old = [np.frombuffer(b"".join(below[member[slot]] for member in members), "<u4") for slot in range(len(members[0]))]
     parts = [
         steps.decode(params["encoding"], params["rule"], data, [one[k << 22 : (k + 1) << 22] for one in old])
