@@ -52,6 +52,8 @@ _R = TypeVar("_R")
 _SHARED: Final = 1 << 20
 """Tensors below this many bytes do not get memory of their own when they are put together: mappings are few."""
 _LINE: Final = 128
+"""The address of a restored tensor is a multiple of this. torch's own memory begins at multiples of 64; elsewhere BLAS
+sums in another order, and an optimizer with products of its state (LBFGS) takes other steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,22 @@ def _in_place(chain: Chain) -> bool:
     return not chunks or chunks[0].offset % dtypes.get(chain.tensor.dtype).itemsize == 0
 
 
+def _large_odd(chain: Chain) -> bool:
+    """Whether a raw tensor lies where its numbers may, but on no line, and is too large to be copied once more."""
+    return chain.tensor.nbytes >= _SHARED and chain.tensor.chunks[0].offset % _LINE != 0
+
+
+def _on_lines(images: dict[str, Bytes]) -> dict[str, Bytes]:
+    """Small images, copied to where lines begin."""
+    block, at = aligned(sum(-(-len(image) // _LINE) * _LINE for image in images.values())), 0
+    moved: dict[str, Bytes] = {}
+    for name, image in images.items():
+        moved[name] = block[at : at + len(image)]
+        moved[name][:] = image
+        at += -(-len(image) // _LINE) * _LINE
+    return moved
+
+
 def _fresh(wanted: _Wanted, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
     """Restore into new memory: raw tensors are read straight into it (or mapped), chains are applied in it, shards are
     read to their places in it."""
@@ -224,8 +242,11 @@ def _fresh(wanted: _Wanted, readers: Workers, options: LoadOptions) -> Callable[
 def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance) -> dict[str, Bytes]:
     """name -> image, of tensors that are stored whole."""
     data: dict[str, Bytes] = {}
-    for reader, members in _by_segment(chain for chain in wanted.values() if _in_place(chain)):
+    for reader, members in _by_segment(
+        chain for chain in wanted.values() if _in_place(chain) and not _large_odd(chain)
+    ):
         data |= load_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
+    data |= _on_lines({name: image for name, image in data.items() if image.__array_interface__["data"][0] % _LINE})
     chained = {name: chain for name, chain in wanted.items() if name not in data}
     data |= {name: aligned(chain.tensor.nbytes) for name, chain in chained.items()}
     if chained:

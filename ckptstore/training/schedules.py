@@ -32,7 +32,12 @@ _BY_GROUP: Final = (
     "min_lrs",
 )
 """Members with a value for each of the optimizer's groups."""
-_PRIVATE: Final = frozenset({"_milestones"})
+_PRIVATE: Final = frozenset({"_milestones", "_anneal_func_type", "_anneal_strategy", "_schedule_phases"})
+"""Private members of torch's schedules in which a script's arguments are kept, and nowhere else."""
+_PRIVATE_FUNCTION: Final = "_scale_fn_custom"
+"""Where `CyclicLR` has a script's function."""
+_CHOSEN_BY_NAME: Final = "anneal_func"
+"""A function of torch's that follows from `_anneal_strategy`, which is restored."""
 _MOST: Final = 16
 _LONGEST: Final = 256
 _VERSION: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -129,9 +134,9 @@ def otherwise(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
     ]
     if found:
         found.append("to have the script's, set it on the scheduler after resume()")
-    theirs = about.get("functions") if isinstance(about, Mapping) else None
-    if theirs is not None:
-        loaded = state.get("lr_lambdas") if isinstance(state, Mapping) else None
+    if isinstance(about, Mapping):
+        theirs = about.get("functions") or []
+        loaded = state.get("lr_lambdas", [state.get(_PRIVATE_FUNCTION)]) if isinstance(state, Mapping) else None
         found += _other_functions(path, [_function(one) for one in _functions(schedule)], theirs, loaded)
     states = state.get("_schedulers") if isinstance(state, Mapping) else None
     abouts = about.get("schedules") if isinstance(about, Mapping) else None
@@ -206,6 +211,8 @@ def _equal(one: Any, other: Any) -> bool:
 def _said(value: Any) -> str:
     if isinstance(value, Mapping):  # a Counter of milestones
         return repr(sorted(value))
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) and "end_step" in one for one in value):
+        return f"{[one['end_step'] for one in value]!r:.80}"  # phases: the steps at which they end
     return f"{value!r:.80}"
 
 
@@ -213,7 +220,8 @@ def _functions(schedule: Any) -> list[Any]:
     """Functions that a script gave it."""
     found: list[Any] = []
     for name, value in _live(schedule).items():
-        if not name.startswith("_") and name not in ("optimizer", "step"):
+        public = not name.startswith("_") or name == _PRIVATE_FUNCTION
+        if public and name not in ("optimizer", "step", _CHOSEN_BY_NAME):
             found += [one for one in (value if isinstance(value, list | tuple) else [value]) if _is_function(one)]
     return found[:_MOST]
 

@@ -600,6 +600,10 @@ def nested(optimizer: Any, milestone: int, total: int) -> Any:
     return schedules.SequentialLR(optimizer, [first, schedules.ExponentialLR(optimizer, 0.9)], [milestone])
 
 
+def cyclic(optimizer: Any, scale: Any) -> Any:
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, scale_fn=scale, cycle_momentum=False)
+
+
 def cosine(step: int, *, warmup: int, total: int = 9) -> float:
     return min(1.0, step / warmup) * total
 
@@ -647,8 +651,41 @@ def cosine(step: int, *, warmup: int, total: int = 9) -> float:
             lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0),
             ["is the script's; the checkpoint's run had cosine_of.<locals>.rate"],
         ),
+        (
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30, pct_start=0.5),
+            ["schedule_phases is [8.0, 29], as in the checkpoint, not [14.0, 29] as in the script"],
+        ),
+        (
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30, anneal_strategy="linear"),
+            ["anneal_func_type is 'cos', as in the checkpoint, not 'linear' as in the script"],
+        ),
+        (
+            lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+            lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_strategy="linear"),
+            ["anneal_strategy is 'cos', as in the checkpoint, not 'linear' as in the script"],
+        ),
+        (
+            lambda o: cyclic(o, lambda cycle: 0.5**cycle),
+            lambda o: cyclic(o, lambda cycle: 0.25**cycle),
+            ["its constants are [0.25], as in the script; the checkpoint's run had [0.5]"],
+        ),
+        (
+            lambda o: cyclic(o, None),
+            lambda o: cyclic(o, lambda cycle: 0.5**cycle),
+            ["scheduler: 1 functions, as in the script; the checkpoint's run had 0"],
+        ),
+        (
+            lambda o: cyclic(o, lambda cycle: 0.5**cycle),
+            lambda o: cyclic(o, None),
+            ["scheduler: 0 functions, as in the script; the checkpoint's run had 1"],
+        ),
     ],
-    ids=["cosine", "milestones", "onecycle", "nested", "constant", "partial", "closure", "name"],
+    ids=[
+        *("cosine", "milestones", "onecycle", "nested", "constant", "partial", "closure", "name"),
+        *("phases", "annealing", "averaging", "cyclic", "function-added", "function-removed"),
+    ],
 )
 def test_other_numbers_of_a_schedule_are_told(
     tmp_path: Path, before: Any, after: Any, said: list[str], caplog: pytest.LogCaptureFixture
