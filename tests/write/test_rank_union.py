@@ -288,3 +288,26 @@ def test_tied_tensors_in_another_order_are_one_tensor(tmp_path: Path, size: int)
     held = [doc.tensors[3] for _, doc in store.describe(3) if 3 in doc.tensors]
     assert {entry.name: entry.codec for tensors in held for entry in tensors.values()}["emb"] == "step"
     assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("tied", [0, 1, 2])
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_tensor_that_is_tied_on_one_rank_only(tied: int, alike: bool) -> None:
+    """Each rank has its own ties and bits again. The others' second tensor is stored beside the tied one, once."""
+    one, other = full(1), full(1 if alike else 2)
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"emb": one, "head": one if rank == tied else other, "z": full(3)}
+
+    store = saved([state(rank) for rank in range(3)])
+    assert set(store.tensors(1)) == {"emb", "head", "z"}
+    assert store.verify(deep=True).ok
+    for rank in (None, 0, 1, 2):
+        found, expected = store.load(1, rank=rank), state(rank or 0)
+        assert plain(found) == plain(expected)
+        assert (found["head"] is found["emb"]) == ((rank or 0) == tied)
+        into = {name: np.zeros(3, "<f4") for name in expected}
+        if found["head"] is found["emb"]:
+            into["head"] = into["emb"]
+        store.load(1, rank=rank, into=into)
+        assert plain(into) == plain(expected)
