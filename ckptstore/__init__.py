@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from ckptstore.host.caller_warnings import DivergedReplicasWarning as DivergedReplicasWarning
     from ckptstore.host.caller_warnings import FallbackWarning as FallbackWarning
     from ckptstore.host.caller_warnings import FreshStartWarning as FreshStartWarning
+    from ckptstore.host.caller_warnings import HiddenTensorsWarning as HiddenTensorsWarning
     from ckptstore.host.caller_warnings import LossyWarning as LossyWarning
     from ckptstore.host.caller_warnings import LostStepsWarning as LostStepsWarning
     from ckptstore.host.caller_warnings import RemoteWarning as RemoteWarning
@@ -167,7 +168,7 @@ _HOMES = {
     "formats.state": "FlatState",
     "host.caller_warnings": (
         "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"
-        " LossyWarning LostStepsWarning RemoteWarning UnexplainedStepWarning UnpinnedWarning"
+        " HiddenTensorsWarning LossyWarning LostStepsWarning RemoteWarning UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",
     "log.checkpoints": "CheckpointInfo TermInfo",

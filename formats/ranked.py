@@ -198,17 +198,21 @@ def _of_rank(node: Any, rank: int | None, depth: int, *, inside: bool = False) -
     return united(found, depth) if found else _GONE
 
 
-def left_out(tree: Any) -> list[str]:
+def left_out(tree: Any, union: Any = None) -> list[str]:
     """Tensors that a reader that is no rank never meets, in tree order.
 
     The union of all ranks (`of_rank`) neither names them nor has another rank's tensor in their place.
+
+    Args:
+        tree: of all ranks.
+        union: that of `tree`, if it was made already.
 
     Raises:
         FormatError: as `of_rank`.
     """
     if rank_count(tree) is None:
         return []
-    shown = set(tensor_names(of_rank(tree, None)))
+    shown = set(tensor_names(of_rank(tree, None) if union is None else union))
     missing = [name for name in tensor_names(tree) if name not in shown]
     waiting = [tree] if missing else []
     while waiting:

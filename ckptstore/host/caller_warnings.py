@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from types import FrameType
@@ -15,6 +16,7 @@ __all__ = [
     "DivergedReplicasWarning",
     "FallbackWarning",
     "FreshStartWarning",
+    "HiddenTensorsWarning",
     "LossyWarning",
     "LostStepsWarning",
     "RemoteWarning",
@@ -24,7 +26,7 @@ __all__ = [
 ]
 
 _OURS: Final = __name__.partition(".")[0]
-_BETWEEN: Final = frozenset({contextlib.__name__})
+_BETWEEN: Final = frozenset({contextlib.__name__, functools.__name__})
 """Modules that are passed on the way from one of ours to another."""
 _THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
 
@@ -51,6 +53,10 @@ class FallbackWarning(UserWarning):
 
 class FreshStartWarning(UserWarning):
     """A writer that asked for ``latest`` begins from nothing, although the store holds checkpoints of earlier terms."""
+
+
+class HiddenTensorsWarning(UserWarning):
+    """What was read without ``rank=`` lacks tensors: another rank has something else in their place. Names them."""
 
 
 class LostStepsWarning(UserWarning):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from ckptstore.formats.boxes import Box
-from ckptstore.formats.ranked import of_rank
+from ckptstore.formats.ranked import left_out, of_rank, rank_count
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.shards import ShardKey, together
+from ckptstore.formats.tree import tensor_names
+from ckptstore.host.caller_warnings import HiddenTensorsWarning, warn
 from ckptstore.restore.chain import Chain
 from ckptstore.restore.filling import Part
 from ckptstore.restore.parts import Parts
 
 __all__ = ["Restorable"]
+
+_NAMED: Final = 5
+"""Tensors that a warning names."""
 
 
 class Restorable(ABC):
@@ -47,8 +52,30 @@ class Restorable(ABC):
 
     @cached_property
     def tree(self) -> Any:
-        """The typed JSON tree of the state, as one process reads it that is none of several ranks."""
-        return of_rank(self.merged, None)
+        """The typed JSON tree of the state, as one process reads it that is none of several ranks.
+
+        Warns (`HiddenTensorsWarning`) of tensors that only `tree_of` a rank has.
+        """
+        # Prevents: tensors of a rank that are missing in what was loaded, without a word. No writer stores such states
+        # today; earlier ones did.
+        whole = of_rank(self.merged, None)
+        if hidden := left_out(self.merged, whole):
+            warn(self._hidden(hidden), HiddenTensorsWarning)
+        return whole
+
+    def _hidden(self, names: list[str]) -> str:
+        """Says that what is read without a rank lacks tensors, and which ranks have them."""
+        ranks: dict[str, list[int]] = {name: [] for name in names}
+        for rank in range(rank_count(self.merged) or 0):
+            for name in ranks.keys() & set(tensor_names(of_rank(self.merged, rank))):
+                ranks[name].append(rank)
+        listed = [f"{name!r} (rank {', '.join(map(str, ranks[name]))})" for name in names[:_NAMED]]
+        more = len(names) - len(listed)
+        return (
+            f"checkpoint {self.ref}: left out, because another rank has something of another kind in their place: "
+            f"{', '.join(listed)}{f' and {more} more tensors' if more > 0 else ''}. "
+            "load(rank=) of a rank that is named restores its tensors, read_tensor() any one of them"
+        )
 
     def tree_of(self, rank: int | None) -> Any:
         """Likewise, as rank `rank` reads it; None: `tree`."""

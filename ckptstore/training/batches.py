@@ -46,6 +46,7 @@ class CountedBatches:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self._made_with = loader_facts.made(loader)
         self._epoch = self._given = self._start = 0
         self._finished = False
         self._begun: dict[str, Any] | None = None
@@ -140,7 +141,7 @@ class CountedBatches:
             "begun": self._begun,
             "own": {name: rng.state_of(one) for name, one in own.items()},
             "inner": inner,
-            "facts": self._facts or loader_facts.facts(self.loader, contents=False),  # of no epoch yet
+            "facts": self._facts or self._facts_now(contents=False),  # of no epoch yet
         }
 
     def compare(self, state: Any) -> list[Difference]:
@@ -149,7 +150,7 @@ class CountedBatches:
         Raises:
             FormatError: it is no state that this loader can continue from.
         """
-        return list(planned(self.loader, read(state)).differences)
+        return list(planned(self.loader, read(state), self._made_with).differences)
 
     def load_state_dict(self, state: Any) -> None:
         """Go there: the next iteration gives the rest of the epoch.
@@ -159,7 +160,7 @@ class CountedBatches:
             and what the loader's own ``load_state_dict`` raises.
         """
         saved = read(state)
-        plan = planned(self.loader, saved)
+        plan = planned(self.loader, saved, self._made_with)
         self._leave_rest()
         leave: frozenset[str] = frozenset()
         if is_stateful(self.loader) and isinstance(self.loader, DataLoader):
@@ -202,7 +203,7 @@ class CountedBatches:
     def _begin(self) -> Iterator[Any]:
         self._given = self._start = 0
         self._finished = False
-        self._facts = loader_facts.facts(self.loader)
+        self._facts = self._facts_now()
         self._begun = self._generators()
         batches: Iterator[Any] = iter(self.loader)
         self._made = True
@@ -235,7 +236,7 @@ class CountedBatches:
             self._given, self._start = 0, plan.skipped
         batches = self._batches()
         if plan.way == "samples" or plan.differences or self._facts is None:
-            self._facts = loader_facts.facts(self.loader)
+            self._facts = self._facts_now()
         if plan.way == "counted":
             self._given = plan.skipped
             for number in range(plan.skipped):
@@ -351,6 +352,9 @@ class CountedBatches:
             DeterminismWarning,
         )
 
+    def _facts_now(self, *, contents: bool = True) -> dict[str, Any]:
+        return loader_facts.facts(self.loader, contents=contents, made=self._made_with)
+
     def _is_iterable(self) -> bool:
         kind = type(self.loader)
         return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
@@ -405,7 +409,7 @@ class CountedBatches:
         if sent is not None:
             self._set(now)
         elif drew:
-            self._begun, self._facts = now, loader_facts.facts(self.loader)
+            self._begun, self._facts = now, self._facts_now()
         if drew:
             self._sent, self._asked, self._made = None, True, True
         return state

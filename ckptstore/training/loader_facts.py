@@ -7,10 +7,10 @@ another batch size or another number of ranks continues behind that position, an
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -19,20 +19,19 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
-from ckptstore.formats.hashing import xxh3_128
-from ckptstore.training import rng
+from ckptstore.training import loader_contents, rng
 
 __all__ = [
     "Difference",
     "batch_sampler",
     "differences",
     "facts",
+    "made",
     "order",
     "order_of_all_ranks",
+    "other_stream",
     "own_generators",
     "position",
     "redrawn",
@@ -41,9 +40,9 @@ __all__ = [
     "sharing_sampler",
 ]
 
+_FIRST: Final[weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
+"""What loaders were made with when they were seen first."""
 _IN_ORDER: Final = "the dataset's own order"
-_SEQUENCES: Final = ("indices", "weights")
-"""Public attributes of torch's samplers that may have as many entries as the dataset."""
 
 
 class Difference(NamedTuple):
@@ -86,17 +85,29 @@ def sharing_sampler(sampler: object) -> DistributedSampler[Any] | None:
     return None
 
 
-def facts(loader: Any, *, contents: bool = True) -> dict[str, Any]:
+def facts(
+    loader: Any,
+    *,
+    contents: bool = True,
+    made: Mapping[str, Any] | None = None,
+    beside: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """What is kept of a loader in each checkpoint: numbers, flags and names. None: unknown.
 
     ``batch_size``, ``samples`` (the dataset's length), ``epoch_samples`` (of one rank), ``order`` (which order, in
     words), ``drawn_from`` (which generator shuffles it), ``drop_last``, ``ranks`` (that share the samples), ``shared``
     (whether it is known how), ``drop_last_share`` (if samples do not fill equal shares), ``workers``, ``persistent``,
-    ``kind`` (its class), ``contents`` (what the sampler was made with: a digest of each sequence, each other value).
+    ``kind`` (its class), ``contents`` (what torch's sampler was made with: a digest of each sequence, each other
+    value), ``composition`` (of the dataset), ``made_with`` (samplers of the script's own), ``stream`` (an
+    `IterableDataset`); see `loader_contents`.
 
     Args:
-        contents: whether to look at the sampler's contents. That reads all of them: ask once in an epoch.
+        contents: whether to look at the contents of sampler and dataset. That reads all indices: ask once in an epoch.
+        made: ``made_with`` and ``stream``, as they were when the loader was new.
+        beside: facts that these are compared with: of a dataset that grew, only the samples that it had are looked at.
     """
+    dataset = getattr(loader, "dataset", None)
+    like = None if beside is None else beside.get("composition")
     batches = batch_sampler(loader)
     sharing = sharing_sampler(sampler_of(loader))
     size = batches.batch_size if batches is not None else getattr(loader, "batch_size", None)
@@ -115,7 +126,25 @@ def facts(loader: Any, *, contents: bool = True) -> dict[str, Any]:
         "drop_last_share": sharing is not None and sharing.drop_last,
         "workers": _number(getattr(loader, "num_workers", None)),
         "persistent": _flag(getattr(loader, "persistent_workers", None)),
-        "contents": _contents(sampler_of(loader)) if contents else None,
+        "contents": loader_contents.contents(sampler_of(loader)) if contents else None,
+        "composition": loader_contents.composition(dataset, like) if contents and dataset is not None else None,
+        **(made or {"made_with": None, "stream": None}),
+    }
+
+
+def made(loader: Any) -> dict[str, Any]:
+    """What a loader that is new was made with: ``made_with`` and ``stream`` of `facts`.
+
+    A sampler may count in its attributes: of a loader that was asked about before, numbers are those of the first time.
+    """
+    now = {"made_with": loader_contents.made_with(loader), "stream": loader_contents.stream(loader)}
+    if not isinstance(loader, DataLoader):
+        return now
+    first = _FIRST.setdefault(loader, now)
+    return {
+        kind: found
+        and {name: one if isinstance(one, list) else first[kind].get(name, one) for name, one in found.items()}
+        for kind, found in now.items()
     }
 
 
@@ -158,7 +187,9 @@ def position(saved: Mapping[str, Any]) -> int | None:
 
 def same_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the samples up to any position are those that they were."""
-    if before["order"] != now["order"] or redrawn(before, now) or _other_contents(before, now):
+    if before["order"] != now["order"] or redrawn(before, now):
+        return False
+    if _other_contents(before, now) or _other_sampler(before, now) or not _same_samples(before, now):
         return False
     if before["order"] == _IN_ORDER:
         return True  # of a dataset that grew, too: the new samples come last
@@ -184,6 +215,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(drawn)
     if before["order"] == now["order"] and before["samples"] == now["samples"]:
         found += _other_contents(before, now) or _other_length(before, now)
+    if before["order"] == now["order"]:
+        found += _other_sampler(before, now)
+    if not _same_samples(before, now):
+        found.append("the dataset has other samples than it had, or in another order (Subset, ConcatDataset)")
+    found += other_stream(before, now)
     if before["drop_last"] != now["drop_last"]:
         found.append(f"drop_last was {before['drop_last']}, and is {now['drop_last']} now")
     if before["ranks"] != now["ranks"]:
@@ -213,11 +249,29 @@ def _other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     for name in sorted(was.keys() & is_now.keys()):
         if was[name] == is_now[name]:
             continue
-        if name in _SEQUENCES:
+        if name in loader_contents.SEQUENCES:
             found.append(f"the sampler has other {name} than it had")
         else:
             found.append(f"the sampler's {name} was {was[name]}, and is {is_now[name]} now")
     return found
+
+
+def _other_sampler(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of the samplers of the script's own differs; they may be made for a rank of so many."""
+    if before["ranks"] != now["ranks"]:
+        return []
+    return loader_contents.other_attributes(before.get("made_with"), now["made_with"])
+
+
+def other_stream(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of an `IterableDataset` differs, each in a sentence; it may be made for a rank of so many."""
+    if before["ranks"] != now["ranks"]:
+        return []
+    return loader_contents.other_attributes(before.get("stream"), now["stream"])
+
+
+def _same_samples(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return loader_contents.same_samples(before.get("composition"), now["composition"])
 
 
 def _other_length(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -266,29 +320,6 @@ def _drawn_from(loader: Any) -> str | None:
     # torch's own sampler takes its seed from the global numbers, after the loader has taken one from its generator.
     beside = "" if loader.generator is None else ", beside a generator of the loader's own"
     return f"the global random numbers{beside}"
-
-
-def _contents(sampler: Any) -> dict[str, Any] | None:
-    """What a sampler of torch's was made with; None: it is another one, which may change its attributes as it likes."""
-    if isinstance(sampler, list | tuple | range):
-        return {"indices": _digest(sampler)}
-    if not isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler):
-        return None
-    found = {name: _digest(getattr(sampler, name)) for name in _SEQUENCES if hasattr(sampler, name)}
-    plain = {name: getattr(sampler, name, None) for name in ("num_samples", "replacement")}
-    return found | {name: one for name, one in plain.items() if isinstance(one, int)}
-
-
-def _digest(values: Any) -> str | None:
-    """Of a sequence of numbers, alike for a list, an array and a tensor; None: it is something else."""
-    try:
-        found = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-        if found.dtype.kind not in "biuf":
-            return None
-        found = np.ascontiguousarray(found, "<f8" if found.dtype.kind == "f" else "<i8")
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return xxh3_128(found.tobytes())
 
 
 def _ranks() -> int:

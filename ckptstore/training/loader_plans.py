@@ -44,9 +44,14 @@ class Plan(NamedTuple):
     differences: tuple[Difference, ...] = ()
 
 
-def planned(loader: Any, saved: Mapping[str, Any]) -> Plan:
-    """How the loader continues from a state."""
-    now, before = loader_facts.facts(loader), saved["facts"]
+def planned(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) -> Plan:
+    """How the loader continues from a state.
+
+    Args:
+        made: see `loader_facts.made`.
+    """
+    before = saved["facts"]
+    now = loader_facts.facts(loader, made=made, beside=before)
     asks = _usable(loader, saved, now)
     changed = [] if before is None else loader_facts.differences(before, now)
     if asks and before is not None and str(now["order"]).startswith("shuffled by torchdata."):
@@ -112,12 +117,15 @@ def _changed(
             ": if the worker processes divide the samples of this IterableDataset among them, others were given out "
             "before, so some may come a second time, or not at all"
         )
+    stream = bool(loader_facts.other_stream(before, now))
+    if stream:
+        what += ". If that changes the order of its samples, some may come a second time, or not at all"
     if not known:
         what = (
             "each rank continues where an earlier rank was: which samples the others gave out is not known, so some "
             "may come a second time, or not at all"
         )
-    inexact = not known or divided or bool(again) or (size != new and (asks or size is None or new is None))
+    inexact = not known or divided or stream or bool(again) or (size != new and (asks or size is None or new is None))
     return Plan("inner" if asks else "counted", asks, count, _told(changed, what, prevents=inexact))
 
 

@@ -63,6 +63,7 @@ EXPECTED = [
     "FormatFile",
     "FreshStartWarning",
     "Group",
+    "HiddenTensorsWarning",
     "Holder",
     "ImportedFile",
     "IncompatibleFormatError",

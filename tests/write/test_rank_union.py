@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import ckptstore
-from ckptstore import DiffOptions, RankOptions, UnsupportedStateError, Update
+from ckptstore import DiffOptions, HiddenTensorsWarning, RankOptions, UnsupportedStateError, Update
 from ckptstore.errors import CkptError
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
@@ -212,9 +213,46 @@ def test_verify_tells_of_a_tensor_that_no_place_shows() -> None:
     assert "checkpoint 1@1: tensor 'w.0' is where ranks have things of different kinds" in damage.what
     assert "(as 1 more)" in damage.what
     assert (damage.checkpoints, report.restorable, report.lost) == ((), ("1@1",), ())
-    assert plain(made.store.load(1)) == {"w": {"x": [1.0] * 3}}
+    with pytest.warns(HiddenTensorsWarning):
+        assert plain(made.store.load(1)) == {"w": {"x": [1.0] * 3}}
     assert plain(made.store.load(1, rank=1)) == {"w": [[2.0] * 3, [3.0] * 3]}
     assert made.store.read_tensor(1, "w.0").tobytes() == full(2).tobytes()
+
+
+def test_each_way_to_a_state_without_a_rank_warns_of_tensors_that_it_lacks(tmp_path: Path) -> None:
+    """A tensor on rank 0, a dict with tensors on rank 1, again a tensor on rank 2: as earlier writers stored them."""
+    made = ShardStore()
+    tree = {"$ranks": [[0, 1, 0], [{"w": {"$a": "w"}}, {"w": {"a": {"$a": "w.a"}, "b": {"$a": "w.b"}}}]]}
+    made.commit(1, [[Piece("w", full(1)), Piece("w.a", full(2)), Piece("w.b", full(3))]], tree)
+    store = made.store
+    expected = r"checkpoint 1@1: left out, .*: 'w\.a' \(rank 1\), 'w\.b' \(rank 1\)\. load\(rank=\)"
+    into = {"w": np.zeros(3, "<f4")}
+    for read in (
+        lambda: store.load(1),
+        lambda: store.load(1, into=into),
+        lambda: store.load(1, select="w"),
+        lambda: store.inspect(1),
+        lambda: store.compare(1, 1),
+        lambda: store.export(1, tmp_path / "whole.safetensors"),
+    ):
+        with pytest.warns(HiddenTensorsWarning, match=expected) as caught:
+            read()
+        assert {one.filename for one in caught} == {__file__}
+    assert into["w"].tobytes() == full(1).tobytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plain(store.load(1, rank=1)) == {"w": {"a": [2.0] * 3, "b": [3.0] * 3}}
+        assert plain(store.load(1, rank=2)) == {"w": [1.0] * 3}
+        assert store.read_tensor(1, "w.b").tobytes() == full(3).tobytes()
+
+
+def test_a_warning_names_five_tensors_and_counts_the_others() -> None:
+    made = ShardStore()
+    names = [f"w.{number}" for number in range(7)]
+    tree = {"$ranks": [[0, 1], [{"w": {"x": {"$a": "w.x"}}}, {"w": [{"$a": name} for name in names]}]]}
+    made.commit(1, [[Piece("w.x", full(1)), *(Piece(name, full(2)) for name in names)]], tree)
+    with pytest.warns(HiddenTensorsWarning, match=r"'w\.4' \(rank 1\) and 2 more tensors\."):
+        made.store.load(1)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -250,3 +288,26 @@ def test_tied_tensors_in_another_order_are_one_tensor(tmp_path: Path, size: int)
     held = [doc.tensors[3] for _, doc in store.describe(3) if 3 in doc.tensors]
     assert {entry.name: entry.codec for tensors in held for entry in tensors.values()}["emb"] == "step"
     assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("tied", [0, 1, 2])
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_tensor_that_is_tied_on_one_rank_only(tied: int, alike: bool) -> None:
+    """Each rank has its own ties and bits again. The others' second tensor is stored beside the tied one, once."""
+    one, other = full(1), full(1 if alike else 2)
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"emb": one, "head": one if rank == tied else other, "z": full(3)}
+
+    store = saved([state(rank) for rank in range(3)])
+    assert set(store.tensors(1)) == {"emb", "head", "z"}
+    assert store.verify(deep=True).ok
+    for rank in (None, 0, 1, 2):
+        found, expected = store.load(1, rank=rank), state(rank or 0)
+        assert plain(found) == plain(expected)
+        assert (found["head"] is found["emb"]) == ((rank or 0) == tied)
+        into = {name: np.zeros(3, "<f4") for name in expected}
+        if found["head"] is found["emb"]:
+            into["head"] = into["emb"]
+        store.load(1, rank=rank, into=into)
+        assert plain(into) == plain(expected)
