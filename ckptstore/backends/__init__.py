@@ -32,9 +32,15 @@ def _at_home(path: str) -> Path:
 
 
 def _open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backend:
+    from ckptstore.backends.local import LocalBackend, absolute
+
     there: int | None = None
     try:
         folder = _at_home(path)
+        try:
+            folder = Path(absolute(folder))
+        except FileNotFoundError as error:  # of the folder that the process is in
+            raise StorageError(error.errno, "the working directory was deleted: give an absolute path", url) from error
         there = folder.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -52,8 +58,6 @@ def _open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Back
         from ckptstore.backends.pmem import PmemBackend
 
         return PmemBackend(folder, url=url)
-    from ckptstore.backends.local import LocalBackend
-
     return LocalBackend(folder, url=url)
 
 
@@ -98,9 +102,9 @@ def _open_objects(url: str, options: Mapping[str, Any]) -> Backend:
 def _open_filesystem(path: str, filesystem: Any, storage_options: Mapping[str, Any] | None) -> Backend:
     if storage_options:
         raise UsageError("filesystem= has its options already: leave storage_options out")
-    from ckptstore.backends.fsspec_files import FsspecBackend
+    from ckptstore.backends.fsspec_files import FsspecBackend, anchored
 
-    return FsspecBackend(filesystem, path)
+    return FsspecBackend(filesystem, anchored(filesystem, path))
 
 
 def _open_fsspec_url(url: str, scheme: str, options: Mapping[str, Any]) -> Backend:
@@ -116,7 +120,7 @@ def _open_fsspec_url(url: str, scheme: str, options: Mapping[str, Any]) -> Backe
     if not known_scheme(scheme):
         raise UsageError(f"{shown(url)}: no backend for {scheme}://; it takes paths, {known} URLs and fsspec's")
     filesystem, path = opened(url, scheme, options)
-    return FsspecBackend(filesystem, path, url=url)
+    return FsspecBackend(filesystem, path, url=url, options=options)
 
 
 _OBJECTS: Final = ("s3", "gs", "az")
