@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 from ckptstore.agent.client import AgentWriter
@@ -20,7 +19,6 @@ from ckptstore.agent.starting import Lost, Started, Told, found, started
 from ckptstore.agent.tenure import AgentRestartWarning
 from ckptstore.agent.together import Kept, Together
 from ckptstore.backends.base import Backend
-from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import AgentBusyError, AgentLostError, CkptError, CorruptionError, UsageError
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
@@ -92,17 +90,16 @@ def writer(
     """
     exiting.check()
     opened = store if isinstance(store, Store) else open_store(store)
-    if isinstance(opened.backend, MemoryBackend):
-        raise UsageError(f"{opened.url}: a store in this process's memory, which an agent cannot see")
+    url = _address(opened.backend)
     if not isinstance(name, str) or len(name) > _LONGEST:
         raise UsageError(f"name: {name!r:.80}; a text is needed, of at most {_LONGEST} letters")
     linger = seconds("linger_seconds", linger_seconds)
     if linger is None:
         raise UsageError("linger_seconds: a time is needed: an agent without a trainer ends after it")
     options = _options(settings)
-    opener: _Opener = _Opener(opened, name, linger, options)
+    opener: _Opener = _Opener(opened, url, name, linger, options)
     if group is not None:
-        opener = _RankOpener(opened, name, linger, options, Together(to_group(group), ranks or RankOptions()))
+        opener = _RankOpener(opened, url, name, linger, options, Together(to_group(group), ranks or RankOptions()))
     elif ranks is not None:
         raise UsageError("ranks= says how the ranks of a group save together: give group=, too")
     made = AgentWriter(opened, options, opener.again, opener.rank)
@@ -153,9 +150,9 @@ class _Opener:
         rank: which of many ranks it opens for; None: there are no others.
     """
 
-    def __init__(self, store: Store, name: str, linger: float, options: WriterOptions) -> None:
+    def __init__(self, store: Store, url: str, name: str, linger: float, options: WriterOptions) -> None:
         self._store = store
-        self._url = _absolute(store.url)
+        self._url = url
         self._storage = _portable(store.backend)
         self._name = name
         self._linger = linger
@@ -266,8 +263,10 @@ class _Opener:
 class _RankOpener(_Opener):
     """Starts the agent of one rank, with those of the others."""
 
-    def __init__(self, store: Store, name: str, linger: float, options: WriterOptions, together: Together) -> None:
-        super().__init__(store, place_name(name, together.group.rank), linger, options)
+    def __init__(
+        self, store: Store, url: str, name: str, linger: float, options: WriterOptions, together: Together
+    ) -> None:
+        super().__init__(store, url, place_name(name, together.group.rank), linger, options)
         self.rank = together.group.rank
         self._shared = name
         self._together = together
@@ -358,6 +357,12 @@ def _portable(backend: Backend) -> dict[str, Any]:
     return options
 
 
-def _absolute(url: str) -> str:
-    """The URL as any process may open it: of a path, where it leads."""
-    return url if "://" in url else str(Path(url).expanduser().resolve())
+def _address(backend: Backend) -> str:
+    """What the agent opens the store by. Raises `UsageError` where it would find another store, or none."""
+    if (address := backend.address) is None:
+        raise UsageError(
+            f"{backend.url}: an agent, a process of its own, cannot open this store: it is in this one's memory, or "
+            "was opened with filesystem= or by a URL with a user, password or query. Open it by a path, or by a URL "
+            "with storage_options=; or save without an agent"
+        )
+    return address

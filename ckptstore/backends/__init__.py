@@ -24,9 +24,9 @@ _ALMOST: Final = re.compile(rf"({'|'.join(schemes.SCHEMES)}):/*(?!/)", re.IGNORE
 def _open_filesystem(path: str, filesystem: Any, storage_options: Mapping[str, Any] | None) -> Backend:
     if storage_options:
         raise UsageError("filesystem= has its options already: leave storage_options out")
-    from ckptstore.backends.fsspec_files import FsspecBackend
+    from ckptstore.backends.fsspec_files import FsspecBackend, anchored
 
-    return FsspecBackend(filesystem, path)
+    return FsspecBackend(filesystem, anchored(filesystem, path))
 
 
 def open_backend(

@@ -204,6 +204,11 @@ class Backend(ABC):
         return {}
 
     @property
+    def address(self) -> str | None:
+        """By which path or URL another process of this machine opens this store, from any folder. None: it cannot."""
+        return self.url
+
+    @property
     def recycling(self) -> str:
         """For people: whether new segments overwrite the space of deleted ones (``on: ...``, ``off: ...``), and why."""
         return "off: not on this kind of medium"

@@ -100,19 +100,34 @@ def shown(url: str) -> str:
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
 
 
+def anchored(filesystem: Any, path: str) -> str:
+    """A path in a file system that the user made. A relative one of this machine's files is of the folder of now.
+
+    fsspec looks at each call which folder the process is in.
+    """
+    return str(filesystem._strip_protocol(path)) if isinstance(filesystem, LocalFileSystem) else path
+
+
 class FsspecBackend(Backend):
     """The store in folder `path` of an fsspec file system.
 
     Args:
         filesystem: any. Caches of listings are asked to forget before each look.
         path: of the folder.
-        url: for messages; None: made of the file system's protocol and `path`.
+        url: it was opened by, for messages and other processes; None: of a file system that the user made, shown as its
+            protocol and `path`.
+        options: that the file system of `url` was made with.
     """
 
-    def __init__(self, filesystem: Any, path: str, *, url: str | None = None) -> None:
+    def __init__(
+        self, filesystem: Any, path: str, *, url: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
         protocol = getattr(filesystem, "protocol", "fsspec")
         scheme = protocol if isinstance(protocol, str) else protocol[0]
         self.url = f"{scheme}://{path.lstrip('/')}" if url is None else shown(url)
+        # Prevents: another process that opens a store of its own by this URL: of its memory, of another account.
+        self._address = self.url if url == self.url else None
+        self._options = dict(options or {})
         self._fs = filesystem
         self._root = path.rstrip("/")
         self._links = _linker(filesystem)
@@ -122,6 +137,16 @@ class FsspecBackend(Backend):
         self._how: Callable[[str, bytes], None] = self._link if sure else self._open_exclusively
         self._lock = threading.Lock()
         self._process = os.getpid()
+
+    @property
+    def address(self) -> str | None:
+        """See `Backend.address`. None where the user made the file system, or where the URL says who comes."""
+        return self._address
+
+    @property
+    def storage_options(self) -> Mapping[str, Any]:
+        """See `Backend.storage_options`."""
+        return self._options
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"

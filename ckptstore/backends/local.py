@@ -66,6 +66,19 @@ _TRIES: Final = 8
 """How often what is retired is deleted for one save: others save, and delete, at the same time."""
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path from the root, as the system reads it. A link stays in it, unless ``..`` follows.
+
+    Behind a link ``..`` is the folder above the one where the link leads, not the one in which the link is.
+    """
+    parts = Path(path).absolute().parts
+    # Prevents: a run that is saved beside the place that every other program finds by the same path.
+    if ".." in parts:
+        last = len(parts) - parts[::-1].index("..")
+        return str(Path(os.path.realpath(Path(*parts[:last])), *parts[last:]))
+    return str(Path(*parts))
+
+
 class LocalBackend(Backend):
     """The store in the folder `path`, which the first write makes if it is missing.
 
@@ -90,7 +103,7 @@ class LocalBackend(Backend):
         direct: bool = True,
         recycle: str | None = None,
     ) -> None:
-        self.root = os.path.abspath(path)  # noqa: PTH100  # also takes "a/..", which `Path.absolute` leaves in
+        self.root = absolute(path)
         self.url = os.fspath(path) if url is None else url
         self._posix = posix
         self._direct = direct
@@ -127,6 +140,11 @@ class LocalBackend(Backend):
         if self._reclaim is not None:
             found.reclaim_with(self._reclaim)
         return found
+
+    @property
+    def address(self) -> str:
+        """See `Backend.address`. A path is where it led when the store was opened, whatever folder came since."""
+        return self.url if "://" in self.url else os.path.realpath(self.root)
 
     @property
     def recycling(self) -> str:

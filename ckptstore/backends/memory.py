@@ -131,6 +131,11 @@ class MemoryBackend(Backend):
         names = self._name.split("/")
         return [(names[n], partial(_existing, "/".join(names[:n]))) for n in range(len(names) - 1, 0, -1)]
 
+    @property
+    def address(self) -> None:
+        """See `Backend.address`."""
+        return
+
     def reopened(self) -> MemoryBackend:
         """See `Backend.reopened`."""
         return MemoryBackend(self._name)

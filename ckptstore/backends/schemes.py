@@ -58,9 +58,15 @@ def _at_home(path: str) -> Path:
 
 def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backend:
     """The folder `path`, which the user called `url`. Raises as `ckptstore.backends.open_backend`."""
+    from ckptstore.backends.local import LocalBackend, absolute
+
     there: int | None = None
     try:
         folder = _at_home(path)
+        try:
+            folder = Path(absolute(folder))
+        except FileNotFoundError as error:  # of the folder that the process is in
+            raise StorageError(error.errno, "the working directory was deleted: give an absolute path", url) from error
         there = folder.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -78,8 +84,6 @@ def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backe
         from ckptstore.backends.pmem import PmemBackend
 
         return PmemBackend(folder, url=url)
-    from ckptstore.backends.local import LocalBackend
-
     return LocalBackend(folder, url=url)
 
 
@@ -135,7 +139,7 @@ def _open_fsspec_url(url: str, create: bool, options: Mapping[str, Any]) -> Back
     if not known_scheme(scheme):
         raise UsageError(f"{shown(url)}: no backend for {scheme}://; it takes paths, {known} URLs and fsspec's")
     filesystem, path = opened(url, scheme, options)
-    return FsspecBackend(filesystem, path, url=url)
+    return FsspecBackend(filesystem, path, url=url, options=options)
 
 
 _BUCKET: Final = Scheme(_open_objects)

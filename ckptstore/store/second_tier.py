@@ -46,7 +46,8 @@ class SecondTier(Handle):
         Interrupted, it is gone on with by the next call, or by the next writer.
 
         Args:
-            remote: URL or path, where a second tier is made if there is none; None: the store's, which must be there.
+            remote: URL or path, where a second tier is made if there is none. None: the one that the store
+                remembers. That one must be there, also if it is named.
             remote_options, bandwidth: as for `open`; None: as the store was opened with.
             anew: if a part of the remote is gone, delete what is left of it first; if all of it is, make it again. A
                 remote that is whole (FORMAT, log, every segment in its length; bytes are not read) is left as it is.
@@ -64,7 +65,7 @@ class SecondTier(Handle):
 
         self.format  # noqa: B018 - raises when there is none
         pair = self._pair_with(remote, remote_options, bandwidth)
-        if remote is None and not anew:
+        if not anew:
             pair.check_there()
         return sync(pair, told(progress), anew=anew)
 
@@ -96,8 +97,7 @@ class SecondTier(Handle):
 
         self.format  # noqa: B018 - raises when there is none
         pair = self._pair_with(remote, remote_options, bandwidth)
-        if remote is None:
-            pair.check_there()
+        pair.check_there()
         return follow(pair, every, on_failure=on_failure)
 
 

@@ -255,3 +255,20 @@ def test_an_asynchronous_file_system_in_a_fork_is_named(tmp_path: Path) -> None:
     assert "0 new works" in done.stdout, done
     assert "UsageError" in done.stdout
     assert "opened before a fork" in done.stdout
+
+
+def test_a_relative_path_of_local_files_stays_where_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    store = ckptstore.open("run", filesystem=LocalFileSystem(skip_instance_cache=True))
+    with store.writer() as writer:
+        writer.save({"step": 1}, 1)
+        monkeypatch.chdir(tmp_path / "other")
+        writer.save({"step": 2}, 2)
+    rival = ckptstore.open("run", filesystem=LocalFileSystem(skip_instance_cache=True))
+    with rival.writer() as writer:
+        writer.save({"step": 7}, 7)
+    assert (store.latest_step(), rival.latest_step()) == (2, 7)

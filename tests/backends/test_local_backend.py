@@ -475,3 +475,18 @@ def test_no_descriptor_is_left_open() -> None:
     assert disk.open_descriptors == 0
     LocalBackend("/store", disk).create("log/2", b"x")
     assert disk.open_descriptors == 0, "whoever lets go of a backend has closed it"
+
+
+def test_two_dots_behind_a_link_lead_where_every_other_program_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "deep")
+    (tmp_path / "name").symlink_to(tmp_path / "far")
+    monkeypatch.chdir(tmp_path)
+    LocalBackend("link/../store").create("FORMAT", b"x")
+    assert Path("link/../store/FORMAT").read_bytes() == b"x"
+    assert not Path("store").exists()
+    assert LocalBackend("./link/.././store/").get("FORMAT", 9) == b"x"
+    assert LocalBackend("name/store").root == str(tmp_path / "name" / "store")  # no `..`: the link stays
+    assert LocalBackend("absent/../store").root == str(tmp_path / "store")

@@ -439,10 +439,14 @@ def test_a_remote_that_is_not_there_is_no_new_one(folders: Place) -> None:
         with pytest.raises(StorageError, match="no store is there any more"):
             ckptstore.open(folders.here).sync_forever()
         with pytest.raises(StorageError, match="no store is there any more"):
+            ckptstore.open(folders.here, remote=False).sync(folders.remote)  # by its name, as a cron job does
+        with pytest.raises(StorageError, match="no store is there any more"):
+            ckptstore.open(folders.here, remote=False).sync_forever(folders.remote)
+        with pytest.raises(StorageError, match="no store is there any more"):
             ckptstore.open(folders.here).prune("last:1", take_over=True)
         assert steps(ckptstore.open(folders.here)) == ["1@1", "2@1"]
     assert not list(remote.iterdir())
-    assert folders.open().sync(folders.remote).checkpoints == 2  # by its name it is made anew
+    assert folders.open().sync(folders.remote, anew=True).checkpoints == 2
     shutil.rmtree(remote)
     (remote.parent / "away").rename(remote)
     assert steps(folders.theirs()) == ["1@1", "2@1", "3@2", "4@2"]
