@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import sys
 import threading
@@ -394,7 +393,7 @@ def _decided(wanted: str) -> bool:
     """Whether to run compiled forms; an empty wish is for them where they can run."""
     if wanted not in ("", *KINDS):
         raise UsageError(f"{VARIABLE} is {wanted!r}; it may be {' or '.join(KINDS)}")
-    if wanted == "numpy" or (not wanted and importlib.util.find_spec("numba") is None):
+    if wanted == "numpy":
         return False
     try:
         config = importlib.import_module("numba").config
