@@ -366,7 +366,7 @@ def _same(one: Any, other: Any) -> bool:
             and np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
         )
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
 
 
