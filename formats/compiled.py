@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import sys
 import threading
@@ -367,7 +366,7 @@ def _same(one: Any, other: Any) -> bool:
             and np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
         )
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
 
 
@@ -394,7 +393,7 @@ def _decided(wanted: str) -> bool:
     """Whether to run compiled forms; an empty wish is for them where they can run."""
     if wanted not in ("", *KINDS):
         raise UsageError(f"{VARIABLE} is {wanted!r}; it may be {' or '.join(KINDS)}")
-    if wanted == "numpy" or (not wanted and importlib.util.find_spec("numba") is None):
+    if wanted == "numpy":
         return False
     try:
         config = importlib.import_module("numba").config

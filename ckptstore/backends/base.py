@@ -179,6 +179,8 @@ class Backend(ABC):
             above the end of the log, and a writer before each commit whether the slot before is still the one it knows.
         anchored: every call reaches the store that the first one reached, whatever takes its place (a handle on a
             folder). Where it is False, who commits has to look first whether the store is still the same.
+        shows_parts: an object may be seen before it is whole, while it is created. Where it is True, who commits has to
+            look afterwards whether somebody has opened a term over the slot, because it was torn for too long.
         segment_bytes: bytes of tensors that one segment may have; more are divided. A medium that holds a segment in
             memory until it is sealed wants less than others.
         sends_late: a segment goes to the medium when it is sealed, not as it is written: worth filling the next one
@@ -192,6 +194,11 @@ class Backend(ABC):
     anchored: bool = False
     segment_bytes: int = SEGMENT_BYTES
     sends_late: bool = False
+
+    @property
+    def shows_parts(self) -> bool:
+        """See the class."""
+        return False
 
     @property
     def costs(self) -> Costs | None:

@@ -148,6 +148,11 @@ class FsspecBackend(Backend):
         """See `Backend.storage_options`."""
         return self._options
 
+    @property
+    def shows_parts(self) -> bool:
+        """See `Backend.shows_parts`: what is written beside, and gets its name by a hard link, is seen whole."""
+        return self._how != self._link
+
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"
 

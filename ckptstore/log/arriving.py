@@ -19,7 +19,7 @@ from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import fold_of, slot_key
 from ckptstore.formats.texts import SLOT_LIMIT, torn
 
-__all__ = ["STILL", "arrived", "exists", "fold_bytes", "slot_bytes", "text_bytes"]
+__all__ = ["STILL", "arrived", "exists", "fold_bytes", "opened_over", "slot_bytes", "text_bytes"]
 
 STILL: Final = 3.0
 """Seconds without growth after which nobody is writing a torn object any more.
@@ -87,6 +87,16 @@ def _taken(backend: Backend, key: str) -> bool:
         return exists(backend, key)
     except ForeignObjectError:  # whatever lies there, no writer can go on
         return True
+
+
+def opened_over(backend: Backend, seq: int) -> bool:
+    """Whether slot `seq`, which is whole by now, may count as damaged for good, because it was torn for too long.
+
+    For the writer that created it. An opener compares a torn slot before its OPEN once more when the OPEN is there. So
+    if nothing follows yet when the slot is whole, every term that is opened from now on has what the slot holds.
+    Raises `StorageError`.
+    """
+    return backend.shows_parts and _taken(backend, slot_key(seq + 1))
 
 
 def text_bytes(

@@ -280,6 +280,9 @@ class _Reading:
             data = self._slot(self.seq)
             self.reads += 1
             digest = xxh3_128(data)
+            if self._after_damage() and outdated(self.journal, View(self.builder.catalog, self.seq)):
+                # Prevents: passing over a commit whose slot was whole before this one was created.
+                raise _StaleError
             record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
         except KeyNotFoundError:
             return self._lost()

@@ -29,7 +29,7 @@ from ckptstore.formats.records import (
 )
 from ckptstore.formats.texts import encode_commit, encode_format, encode_open, seal, unseal
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.arriving import text_bytes
+from ckptstore.log.arriving import opened_over, text_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, never_deleted, read
 
@@ -198,6 +198,11 @@ class Replica:
         if not never_deleted(self._journal, self._next):
             # Prevents: believing in a record that landed where a folded slot had been deleted meanwhile.
             raise TakenError(f"{self.backend.url}: another process writes to this place ({key} was deleted)")
+        if opened_over(self.backend, self._next):
+            # Prevents: acknowledging a record that the next term lacks, because its slot was torn for too long.
+            raise TakenError(
+                f"{self.backend.url}: another process writes to this place (it went past {key} while that was written)"
+            )
         crash_point("replica.slot-created")
         self._builder.apply(record, self._next, xxh3_128(data))
         self._next += 1

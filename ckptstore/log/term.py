@@ -57,7 +57,7 @@ from ckptstore.formats.texts import (
     unseal,
 )
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.arriving import slot_bytes, text_bytes
+from ckptstore.log.arriving import opened_over, slot_bytes, text_bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import PATIENT, Patience, View, never_deleted, outdated, read
 
@@ -430,7 +430,27 @@ class Term:
                 raise
             self.dead = FencedError(f"{self.journal.url}: term {self.number} is over: {self._winner(seq)}")
             raise self.dead
+        self._check_not_opened_over(seq, doubt)
         self.dead = None
+
+    def _check_not_opened_over(self, seq: int, doubt: CommitUnknownError) -> None:
+        """Stop, in doubt, if slot `seq` took so long that somebody has taken it for torn, and opened a term over it."""
+        for done in range(self.patience.tries + 1):
+            try:
+                over = opened_over(self.journal.backend, seq)
+            except StorageError as error:
+                if done == self.patience.tries:
+                    raise doubt from error
+                self.patience.pause(done)
+            else:
+                break
+        if over:
+            # Prevents: an acknowledged commit that the next term lacks, and that folds forget for good.
+            self.dead = CommitUnknownError(
+                f"{self.journal.url}: slot {seq} took longer to write than others wait for one, and somebody has "
+                "opened a term after it: the commit may count or not; open the store again to find out"
+            )
+            raise self.dead
 
     def _winner(self, seq: int) -> str:
         """Who took the slot, as far as that can be read."""

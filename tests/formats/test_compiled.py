@@ -81,6 +81,38 @@ def test_a_hot_kernel_runs_in_the_form_in_use(monkeypatch: pytest.MonkeyPatch) -
     assert twice.__doc__ == "The reference."
 
 
+@compiled.hot("tests.formats.test_compiled_forms")
+def given(which: str) -> Any:
+    """The reference of the next test."""
+    return _GIVEN[which][0]
+
+
+_GIVEN: dict[str, tuple[Any, Any]] = {
+    "a bit": (np.array([1, 2], "<u4"), np.array([1, 3], "<u4")),
+    "no array": (np.array([1, 2], "<u4"), [1, 2]),
+    "an array": ([1, 2], np.array([1, 2], "<u4")),
+    "shape": (np.zeros((2, 3), "<u4"), np.zeros((3, 2), "<u4")),
+    "type": (np.zeros(2, "<u4"), np.zeros(2, "<i4")),
+    "fewer": ((1, 2), (1,)),
+    "more": ([1], [1, 2]),
+    "one of two": ([np.zeros(2), np.zeros(2)], [np.zeros(2), np.ones(2)]),
+    "number": (3, 4),
+}
+
+
+@needs_numba
+@pytest.mark.parametrize("which", _GIVEN)
+def test_whatever_a_kernel_returns_is_compared_with_numpy(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = type(sys)("tests.formats.test_compiled_forms")
+    forms.given = lambda which: _GIVEN[which][1]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, forms.__name__, forms)
+    monkeypatch.setattr(given, "_calls", {})
+    compiled.use("compiled")
+    with pytest.warns(compiled.KernelWarning, match="compiled kernel 'given' .* gives other bytes than numpy"):
+        assert given(which) is _GIVEN[which][0]
+    assert compiled.kind() == "numpy"
+
+
 @compiled.loop("u2", "u4!", "int", "float")
 def scaled(values: Any, out: Any, add: int, factor: float) -> int:
     total = 0

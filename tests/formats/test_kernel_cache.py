@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 pytest.importorskip("numba", reason="the compiled kernels need numba: pip install ckptstore[fast]")
 
@@ -72,6 +74,24 @@ def test_a_torn_file_is_dropped_and_compiled_anew(
     assert stamp, "it was kept"
     assert _run(cache).stdout == "compiled\n"
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")} == stamp, "and used"
+
+
+def test_what_numba_cannot_load_is_dropped_although_it_is_as_it_was_written(
+    written: tuple[Path, dict[Path, bytes]],
+) -> None:
+    """As after an update of numba, or of a module that the files name: it is written anew, not tried for ever."""
+    cache, files = written
+    for path, data in files.items():
+        path.write_bytes(b"of another time" if path.suffix == ".nbi" else data)
+    for path in files:
+        if path.suffix == ".sums":
+            listed = {name: xxh3_128_hexdigest((path.parent / name).read_bytes()) for name in json.loads(files[path])}
+            path.write_text(json.dumps(listed))
+    done = _run(cache)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "compiled\n", "")
+    indexes = [path.read_bytes() for path in cache.rglob("*.nbi")]
+    assert indexes
+    assert b"of another time" not in indexes
 
 
 def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import ckptstore
 from ckptstore.doctor.examination import examine
+from ckptstore.errors import KeyNotFoundError
 from ckptstore.formats.records import FORMAT_KEY, segment_key, slot_key, slot_of
 from ckptstore.formats.texts import seal, torn
 from ckptstore.log import arriving, folding
@@ -23,7 +24,7 @@ from ckptstore.log.arriving import LONGEST, arrived
 from ckptstore.log.change import Change
 from ckptstore.log.looks import Looks
 from ckptstore.log.pins import Pin, PinWatch
-from ckptstore.log.reading import damaged_folds
+from ckptstore.log.reading import Patience, damaged_folds
 from ckptstore.log.requests import handle, outcome, post
 from ckptstore.log.term import open_term
 from ckptstore.maintenance.copies.copying import copy
@@ -333,6 +334,153 @@ def test_a_term_that_was_opened_over_a_slow_slot_is_void(make: Maker) -> None:
     assert (view.end, view.damage) == (end + 2, (end,)), "the void OPEN does not continue the log"
     assert view.catalog.checkpoints[2, 5], "what the slow writer committed"
     assert view.catalog.terms[3].parent == term.parent, "and the new term has its parent"
+
+
+@damaged
+def test_a_slot_that_was_given_up_is_read_again_when_its_successor_is_found(make: Maker) -> None:
+    """Its writer was stopped, and has gone on: it made the slot whole, and the next one, while the log was read."""
+    plain = make("run")
+    filled(plain)
+    newest = slot_of(newest_slot(plain)) or 0
+    for forever in (True, False):
+        reveal = Reveal()
+        store = watched(make("run"), reveal)
+        assert store.run  # FORMAT is read
+        reveal.begin(slot_key(newest - 1), [10], forever=True)
+        get, size = store.backend.get, store.backend.size
+        asked: list[str] = []
+        hidden: dict[str, list[int]] = {} if forever else reveal.cuts
+
+        def goes_on(
+            key: str, *rest: Any, get: Any = get, asked: list[str] = asked, hidden: dict[str, list[int]] = hidden
+        ) -> bytes:
+            if key == slot_key(newest):
+                asked.append(key)  # it is there from now on
+                hidden.clear()
+            data: bytes = get(key, *rest)
+            return data
+
+        def not_yet(key: str, size: Any = size, asked: list[str] = asked) -> int:
+            if key == slot_key(newest) and not asked:
+                raise KeyNotFoundError(key)
+            return int(size(key))
+
+        store.backend.get, store.backend.size = goes_on, not_yet  # type: ignore[method-assign]
+        view = store.view()
+        assert asked
+        assert view.damage == ((newest - 1,) if forever else ())
+        assert ((2, 5) in view.catalog.checkpoints) is not forever
+
+
+class Stopped(LocalFileSystem):
+    """Files that are made by parts, and a process that is stopped in the middle of a slot until somebody goes on."""
+
+    protocol = "stopped"
+    link = None
+    meanwhile: Callable[[], object] | None = None
+
+    def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        file = super()._open(path, mode, **more)
+        meanwhile = type(self).meanwhile
+        if "x" in mode and "/log/" in path and meanwhile is not None:
+            type(self).meanwhile = None
+            write = file.write
+
+            def stopped(data: bytes) -> int:
+                first: int = write(data[:20])
+                file.flush()
+                meanwhile()
+                return first + int(write(data[20:]))
+
+            file.write = stopped
+        return file
+
+
+def on_parts(folder: Path) -> ckptstore.Store:
+    return ckptstore.open(str(folder), filesystem=Stopped(skip_instance_cache=True))
+
+
+@damaged
+def test_a_commit_over_which_a_term_was_opened_is_not_acknowledged(tmp_path: Path) -> None:
+    """The next term, and every fold of it, lacks what the slot holds. So its writer must not say that it counts."""
+    store = on_parts(tmp_path / "run")
+    other = ckptstore.open(tmp_path / "run")
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"w": 1}, step=1)
+        opened: list[ckptstore.Writer] = []
+        Stopped.meanwhile = lambda: opened.append(other.writer(parent="1", poll_seconds=None))
+        with pytest.raises(ckptstore.CommitUnknownError, match=r"slot 2 took longer .* opened a term after it"):
+            writer.save({"w": 2}, step=2)
+        with pytest.raises(ckptstore.CommitUnknownError):
+            writer.save({"w": 3}, step=3)
+    with opened[0] as successor:
+        successor.save({"w": 4}, step=4)
+    assert store.latest_step() == 4
+
+
+def test_a_commit_that_was_slow_and_that_nobody_opened_over_is_acknowledged(tmp_path: Path) -> None:
+    store = on_parts(tmp_path / "run")
+    with store.writer(poll_seconds=None) as writer:
+        Stopped.meanwhile = lambda: None
+        writer.save({"w": 1}, step=1)
+        writer.save({"w": 2}, step=2)
+    assert [info.step for info in store.checkpoints()] == [1, 2]
+
+
+def test_a_commit_is_in_doubt_where_nobody_can_say_whether_it_was_opened_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_parts(tmp_path / "run")
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"w": 1}, step=1)
+        asked = 0
+
+        def fails(self: Any, key: str) -> int:
+            nonlocal asked
+            if key == slot_key(3):
+                asked += 1
+                if asked < 3 or broken:
+                    raise ckptstore.StorageError(5, "the network is down", key)
+            return size(self, key)
+
+        size = type(store.backend).size
+        monkeypatch.setattr(type(store.backend), "size", fails)
+        monkeypatch.setattr(Patience, "pause", lambda _self, _done: None)
+        broken = False
+        writer.save({"w": 2}, step=2)
+        assert asked == 3, "tried again"
+        monkeypatch.setattr(type(store.backend), "size", size)
+    with store.writer(poll_seconds=None) as writer:
+        size = type(store.backend).size
+        end, broken = store.view().end, True
+
+        def down(self: Any, key: str) -> int:
+            if key == slot_key(end + 1):
+                raise ckptstore.StorageError(5, "the network is down", key)
+            return size(self, key)
+
+        monkeypatch.setattr(type(store.backend), "size", down)
+        with pytest.raises(ckptstore.CommitUnknownError, match="may or may not be committed"):
+            writer.save({"w": 3}, step=3)
+
+
+def test_a_copy_over_which_somebody_went_on_is_not_acknowledged(tmp_path: Path) -> None:
+    source = ckptstore.open(tmp_path / "run")
+    filled(source)
+    target = on_parts(tmp_path / "copy")
+
+    copy(source.journal, ckptstore.open(tmp_path / "first").backend)
+    last = ckptstore.open(tmp_path / "first").view().end - 1
+
+    def somebody() -> None:
+        if (tmp_path / "copy" / slot_key(last)).exists():
+            (tmp_path / "copy" / slot_key(last + 1)).write_bytes(b"{")
+        else:
+            Stopped.meanwhile = somebody
+
+    Stopped.meanwhile = somebody
+    with pytest.raises(ckptstore.UsageError, match=f"slot {last + 1} of the copy that is there is damaged"):
+        copy(source.journal, target.backend)
 
 
 # ------------------------------------------------------------------------------------------------ how long

@@ -133,6 +133,58 @@ def test_sites_of_a_decoder() -> None:
         compile(mutant, "mutant", "exec")
 
 
+def test_an_error_that_a_function_makes_is_a_refusal() -> None:
+    """Of the class that the function says it returns; `wrong` is imported, and known by its name."""
+    source = """
+def bad(what: str) -> FormatError:
+    return FormatError(what)
+
+def other(what: str) -> ValueError:
+    return ValueError(what)
+
+def decode(data: bytes) -> bytes:
+    if len(data) > 4:
+        raise bad("long")
+    if not data:
+        raise other("empty")
+    if checksum(data) != 3:
+        raise wrong("torn") from None
+    return data
+"""
+    found = [(site.kind, site.source) for site in sites_in("ckptstore/sample.py", source.encode())]
+    assert found == [("bounds", "len(data) > 4"), ("checksum", "checksum(data) != 3")]
+
+
+def test_sites_where_compiled_kernels_are_compared() -> None:
+    source = """
+def confirmed(work):
+    if flaw or not same(found, result):
+        distrust("a kernel", "differs")
+    if found:
+        return
+    with doubted():
+        return work()
+
+def same(one: object, other: object) -> bool:
+    if one is None:
+        return False
+    return one == other
+"""
+    sites = sites_in("formats/compiled.py", source.encode())
+    assert [(site.where, site.source) for site in sites] == [
+        ("confirmed", "flaw"),
+        ("confirmed", "same(found, result)"),
+        ("confirmed", 'distrust("a kernel", "differs")'),
+        ("confirmed", "doubted()"),
+        ("same", "one is None"),
+        ("same", "one == other"),
+    ]
+    assert {site.kind for site in sites} == {"kernel"}
+    assert not any(site.compiled for site in sites), "it is Python"
+    for site in sites:
+        compile(site.mutate(source.encode()), "mutant", "exec")
+
+
 def test_every_kind_is_found_in_the_tree() -> None:
     sites = find_sites(repository())
     assert {site.kind for site in sites} == set(KINDS)
@@ -167,6 +219,17 @@ def test_every_kind_is_found_in_the_tree() -> None:
         ("ckptstore/log/pins.py", "claim", "pin"),
         ("formats/segment.py", "header_length", "bounds"),
         ("formats/retention.py", "_check_encoding", "rule"),
+        ("formats/catalog.py", "Catalog.latest", "bounds"),
+        ("formats/compiled.py", "confirmed", "kernel"),
+        ("formats/compiled.py", "Hot._compared", "kernel"),
+        ("formats/compiled.py", "_same", "kernel"),
+        ("formats/kernel_cache.py", "_Files.drop_torn", "kernel"),
+        ("formats/optim/settings.py", "Reader.names", "bounds"),
+        ("ckptstore/restore/link.py", "check_decoded", "checksum"),
+        ("ckptstore/tiers/presence.py", "_check_slot", "fence"),
+        ("ckptstore/agent/link.py", "Link.ask", "fence"),
+        ("ckptstore/agent/opening.py", "_Opener._fits", "fence"),
+        ("ckptstore/log/term.py", "Term._check_not_opened_over", "fence"),
     }
     for path in sorted({site.path for site in sites})[:: short_or(4, 1)]:
         source = (repository() / path).read_bytes()

@@ -30,6 +30,7 @@ _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspecti
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/kernel_cache.py": (f"{_FORMATS}kernel_cache.py",),
+    "formats/catalog.py": (f"{_FORMATS}catalog.py", *_some("lost_slots", "damaged_log"), f"{_FORMATS}records.py"),
     "formats/compiled.py": ("tests/maintenance/test_wrong_compiled_kernels.py", f"{_FORMATS}compiled.py"),
     "formats/*compiled*.py": (
         f"{_FORMATS}codecs_exceptions_hostile.py",
@@ -74,6 +75,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/backends/directio.py": (*_some("local_backend", "backends", "recycling", "direct"), *_CRASHES),
     "ckptstore/backends/*": (*_some("recycling", "space", "local_backend", "backends"), *_CRASHES),
     "ckptstore/agent/inherited.py": _some("handover"),
+    "ckptstore/agent/link.py": _some("agent/test_stopped", "protocol", "agent/test_saving", "agent/test_rank_agents"),
+    "ckptstore/agent/opening.py": _some("handover", "agent/test_stopped", "agent/test_rank_agents"),
     **{f"ckptstore/agent/{name}.py": _some("protocol", "handover", "saving") for name in ("process", "session")},
     "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
     "ckptstore/doctor/*": _some("doctor"),
@@ -82,6 +85,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/exchange/checkpoint_folders.py": _some("checkpoint_folders"),
     "ckptstore/exchange/exporting.py": _some("exporting"),
     "ckptstore/exchange/atomic_files.py": _some("exporting", "outside_attack"),
+    "ckptstore/host/exiting.py": _some("host/test_exiting"),
     "ckptstore/host/processes.py": _some("host/test_processes"),
     "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
     "ckptstore/frameworks/pickled_arrays.py": _some("weight_files", "torch_archive"),
@@ -119,6 +123,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("changing", "retiring", "tagging")
     },
     **{f"ckptstore/log/{name}.py": _some("arriving", "damaged_log") for name in ("arriving", "telling")},
+    "ckptstore/log/looks.py": _some("following/test_following", "arriving", "replaced"),
+    "ckptstore/log/replica.py": _some("arriving", "copying", "copies_at_once", "tiers/test_tiers"),
+    "ckptstore/log/term.py": (*_LOG, *_some("arriving")),
     "ckptstore/log/reading.py": (*_LOG, *_some("arriving")),
     "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_gc.py"),
     "ckptstore/log/*": _LOG,
@@ -155,6 +162,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/restore/opened.py": _some("hostile_segments", "crafted_stores", "damage", "fallback"),
     "ckptstore/segments/plain.py": _some("space"),
     "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),
+    "ckptstore/tiers/presence.py": _some("remote_lost"),
     "ckptstore/tiers/*": _some("room_for_copies", "lost_ends", "tiers/test_tiers", "sync", "remote_lost"),
     "ckptstore/store*": (*_some("store", "store_methods"), *_some("tiers/test_tiers", "sync")),
     "ckptstore/*": _STORE,

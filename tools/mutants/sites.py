@@ -11,10 +11,12 @@ anchor       a condition about anchors, and what only they allow to delete
 pin          a reader's claim, its second READ, what a collector makes of pins
 bounds       a condition that guards a ``FormatError`` or ``Corrupt...Error``, and the predicates of decoders
 rule         a condition that guards a refusal of the retention rules
+kernel       where compiled kernels are compared with numpy's, what comes of a difference, and what is run of a cache
 ===========  ====================================================================================================
 
 A condition is taken apart: of ``if a or b: raise`` each of ``a`` and ``b`` is a check of its own, of ``0 <= x <= n``
 each comparison. The mutant evaluates the check and ignores what it says, so that nothing but the decision is missing.
+A refusal may raise what a function makes: of ``raise self._bad(...)`` the class counts that ``_bad`` says it returns.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Final
 
 __all__ = ["KINDS", "ROOMS", "Site", "find_sites", "numbered", "sites_in"]
 
-KINDS: Final = ("durability", "checksum", "fence", "anchor", "pin", "bounds", "rule")
+KINDS: Final = ("durability", "checksum", "fence", "anchor", "pin", "bounds", "rule", "kernel")
 ROOMS: Final = ("formats", "ckptstore")
 
 _SYNCS: Final = frozenset({"fsync", "fdatasync", "_fsync", "msync", "settle", "sync", "_sync"})
@@ -41,7 +43,16 @@ _PREDICATES: Final = {"intact": "checksum", "never_deleted": "anchor", "has_ende
 _DAMAGE: Final = frozenset(
     {"FormatError", "CorruptSegmentError", "CorruptLogError", "CorruptionError", "IncompatibleFormatError"}
 )
-_FENCES: Final = frozenset({"FencedError", "CommitUnknownError", "WriterClosedError", "_StaleError"})
+_FENCES: Final = frozenset(
+    {"FencedError", "CommitUnknownError", "WriterClosedError", "_StaleError", "RemoteLostError", "StoreReplacedError"}
+)
+_MAKERS: Final = {"wrong": "CorruptSegmentError", "lost": "RemoteLostError"}
+"""Functions that other modules import -> the class of the error that they make."""
+_KERNELS: Final = frozenset({"formats/compiled.py", "formats/kernel_cache.py"})
+"""What decides whether compiled code is run, and believed."""
+_DISTRUSTING: Final = frozenset({"distrust", "drop", "drop_torn", "note", "_compared"})
+_ANSWERING: Final = frozenset({"ckptstore/agent/link.py", "ckptstore/agent/opening.py"})
+"""Whose requests an agent gets, and which agents a trainer goes on with."""
 _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})
 _RULES: Final = frozenset({"formats/retention.py"})
 _PROTOCOL: Final = frozenset(
@@ -96,7 +107,7 @@ class Site:
     @property
     def compiled(self) -> bool:
         """Whether it is in code that is compiled, and can neither be instrumented nor be run before it is."""
-        return Path(self.path).stem.startswith("compiled")
+        return Path(self.path).stem.startswith("compiled") and self.path not in _KERNELS
 
     def mutate(self, source: bytes) -> bytes:
         """The file with this check missing."""
@@ -143,12 +154,21 @@ class _Finder(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.protocol = path in _PROTOCOL
-        self.decoder = path.startswith("formats/") and path != "formats/compiled.py"  # that reads nothing
+        self.kernels = path in _KERNELS
+        self.decoder = path.startswith("formats/") and not self.kernels  # these read nothing of a store
+        self.answering = path in _ANSWERING
+        self.makers = dict(_MAKERS)
         self.scopes: list[str] = []
         self.returns: list[str] = []
         self.found: list[Site] = []
 
     # -- the tree
+
+    def visit_Module(self, node: ast.Module) -> None:
+        for inside in ast.walk(node):
+            if isinstance(inside, ast.FunctionDef) and isinstance(inside.returns, ast.Name):
+                self.makers[inside.name] = inside.returns.id
+        self.generic_visit(node)
 
     def _scoped(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         self.scopes.append(node.name)
@@ -176,6 +196,8 @@ class _Finder(ast.NodeVisitor):
                 self._add(node, "checksum" if _CHECKSUMS.fullmatch(called) else "bounds", "pass")
             elif self.path == "ckptstore/log/pins.py" and called in ("renew", "finalize"):
                 self._add(node, "pin", "pass")
+            elif self.kernels and called in _DISTRUSTING:
+                self._add(node, "kernel", "pass")
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -191,6 +213,8 @@ class _Finder(ast.NodeVisitor):
             call = item.context_expr
             if isinstance(call, ast.Call) and _called(call) == "Pin":
                 self._add(call, "pin", f"contextlib.nullcontext({self._text(call)})")
+            elif self.kernels and isinstance(call, ast.Call) and _called(call) == "doubted":
+                self._add(call, "kernel", "contextlib.nullcontext()")
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
@@ -214,6 +238,8 @@ class _Finder(ast.NodeVisitor):
         if node.value is not None and self.returns and self.returns[-1] == "bool" and (self.decoder or self.protocol):
             asks = isinstance(node.value, ast.Call)  # what it asks has sites of its own
             self._atoms(node.value, True, "bounds" if self.decoder else None if asks else "rule")
+        elif node.value is not None and self.returns[-1:] == ["bool"] and (self.kernels or self.answering):
+            self._atoms(node.value, True, "kernel" if self.kernels else "fence")
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
@@ -261,9 +287,15 @@ class _Finder(ast.NodeVisitor):
         last = body[-1]
         if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and _called(last.value) == "refuse":
             return "bounds"
+        no = isinstance(last, ast.Return) and last.value is not None and _returns_nothing(body)
+        if self.kernels and (no or any(map(_distrusts, body))):
+            return "kernel"
+        if self.answering and (no or any(map(_fails, body))):
+            return "fence"
         if not isinstance(last, ast.Raise) or last.exc is None:
             return None
         error = _called(last.exc) if isinstance(last.exc, ast.Call) else ast.unparse(last.exc)
+        error = self.makers.get(error, error)
         if error in _DAMAGE:
             return "bounds"
         if error in _FENCES or error in ("self.dead", "self.ended", "self._committer.ended"):
@@ -374,6 +406,15 @@ def _arguments(value: ast.expr) -> list[ast.expr]:
 
 def _syncs(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and _called(statement.value) in _SYNCS
+
+
+def _distrusts(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr | ast.Assign | ast.Return) else None
+    return value is not None and _called(value) in _DISTRUSTING
+
+
+def _fails(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and _called(statement.value) == "set_exception"
 
 
 def _returns_nothing(body: list[ast.stmt]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from tools.protocol.arriving_model import ArrivingModel, ArrivingRules
 from tools.protocol.compact_model import CompactModel
 from tools.protocol.explore import Model
 from tools.protocol.log_model import LogModel, LogRules
@@ -250,6 +251,36 @@ LOSS_MUTANTS: dict[str, LossRules] = {
 }
 
 
+ARRIVING_HOLDS: dict[str, ArrivingRules] = {
+    "a writer that may be killed, a reader that reads on from its view": ArrivingRules(opens=0),
+    "a writer that is stopped for a while, a reader": ArrivingRules(opens=0, kills=0, stops=1),
+    "a writer that is killed or stopped, another one that opens twice": ArrivingRules(
+        reads=0, opens=2, kills=2, stops=1
+    ),
+    "2 writers, a reader": ArrivingRules(commits=(1, 1), slots=4, reads=1),
+    "a medium that creates whole": ArrivingRules(parts=0),
+}
+ARRIVING_HOLDS_FULL: dict[str, ArrivingRules] = {
+    "2 writers, one of them stopped, a reader": ArrivingRules(kills=0, reads=1, stops=1),
+    "2 writers that are killed, a reader that reads on from its view": ArrivingRules(slots=4),
+}
+ARRIVING_MUTANTS: dict[str, ArrivingRules] = {
+    "a torn newest slot is damage at once": ArrivingRules(waits=False, opens=0),
+    "a torn newest slot is passed over for ever": ArrivingRules(passes_over=True, reads=0),
+    "a torn newest slot is waited for for ever": ArrivingRules(gives_up=False, opens=0),
+    "a slot that grows is given up": ArrivingRules(growth_counts=False, opens=0, kills=0),
+    "what was read before the successor was seen decides": ArrivingRules(reads_after_successor=False, opens=0, kills=0),
+    "a view that ends in a torn slot is read on from": ArrivingRules(view_looks=False, opens=0, kills=0, stops=1),
+    "a slot that was given up is not read again when its successor is found": ArrivingRules(
+        looks_back=False, reads=0, kills=0, stops=1
+    ),
+    "an OPEN counts over a slot that is whole by then": ArrivingRules(open_looks=False, reads=0, kills=0, stops=1),
+    "a commit is acknowledged although a term was opened over it": ArrivingRules(
+        commit_looks=False, reads=0, kills=0, stops=1
+    ),
+}
+
+
 RECYCLE_HOLDS: dict[str, RecycleRules] = {
     "locks and leases, a reader, a stranger, a zombie, a power cut": RecycleRules(),
     "our reader is safe by the locks alone": RecycleRules(lease=False, strangers=False),
@@ -346,6 +377,10 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case("power", name, PowerModel(power), "holds")
     for name, power in POWER_MUTANTS.items():
         yield Case("power", f"mutant: {name}", PowerModel(power), "violated")
+    for name, arriving in (ARRIVING_HOLDS | ({} if quick else ARRIVING_HOLDS_FULL)).items():
+        yield Case("arriving", name, ArrivingModel(arriving), "holds")
+    for name, arriving in ARRIVING_MUTANTS.items():
+        yield Case("arriving", f"mutant: {name}", ArrivingModel(arriving), "violated")
     for name, recycle in RECYCLE_HOLDS.items():
         yield Case("recycle", name, RecycleModel(recycle), "holds")
     for name, recycle in RECYCLE_MUTANTS.items():

@@ -29,7 +29,7 @@ def describe(case: Case, result: Result, surprising: bool, verbose: bool) -> str
 def main(arguments: list[str] | None = None) -> int:
     """Run the searches; 0 if everything is as it should be."""
     parser = argparse.ArgumentParser(prog="python -m tools.protocol.model", description=(__doc__ or "").split("\n")[0])
-    parts = "log, loss, store, prune, compact, power, recycle, tiers or remote"
+    parts = "log, loss, arriving, store, prune, compact, power, recycle, tiers or remote"
     parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
     parser.add_argument("--quick", action="store_true", help="only small searches, for CI")
     parser.add_argument("--traces", action="store_true", help="print how each mutant fails")
