@@ -14,7 +14,9 @@ An executable under test is given the path of one store and prints its ANSWER, a
                   "tensors": {name: {"dtype": logical, "shape": [...], "hash": XXH3-128 of its image}, ...},
                   "unranked": of a tree with $ranks, the union that no rank reads (3.3), as canonical text}
 
-Texts are not compared. The exit status is 0 with every answer, also a refusal; another one is a failure. ``python -m tools.conformance COMMAND ...`` runs ``COMMAND ... STORE`` for every store; two such
-commands are here: ``python -m tools.conformance.ours`` and ``python -m tools.conformance.page``, a reader made from
-``formats/SPEC.md`` alone.
+Texts are not compared. The exit status is 0 with every answer, also a refusal; another one is a failure.
+
+``python -m tools.conformance COMMAND ...`` runs ``COMMAND ... STORE`` for every store; two such commands are here:
+``python -m tools.conformance.ours`` and ``python -m tools.conformance.page``, a reader made from ``formats/SPEC.md``
+alone.
 """
