@@ -48,7 +48,8 @@ def around(
     text = str(error)
     # Prevents: an intact checkpoint called damaged, because the encoding of its base that was read first lacks a tensor
     # that the state of the base does not name, and that what builds on it needs.
-    lacking = getattr(error, "lacking", frozenset()).intersection(chosen.segments)
+    named: frozenset[str] = error.lacking if isinstance(error, CorruptSegmentError) else frozenset()
+    lacking = named.intersection(chosen.segments)
     if lacking and _planned(catalog, chosen, avoid | lacking, held):
         return avoid | lacking
     guilty = tuple(segment for segment in chosen.segments if segment in text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -68,6 +69,19 @@ def test_without_its_format_a_store_is_refused(damage: str, tmp_path: Path) -> N
         path.unlink()
         if damage == "folder":
             path.mkdir()
+    assert both(folder).keys() == {"refused"}
+
+
+@pytest.mark.parametrize("room", ["log", "fold", "seg"])
+def test_what_lies_in_place_of_a_folder(room: str, tmp_path: Path) -> None:
+    """6: a pipe refuses the store; a file is a folder without objects."""
+    folder = copied("merged", tmp_path)
+    shutil.rmtree(folder / room, ignore_errors=True)
+    expected = both(folder)
+    (folder / room).write_bytes(b"")
+    assert both(folder) == expected
+    (folder / room).unlink()
+    os.mkfifo(folder / room)
     assert both(folder).keys() == {"refused"}
 
 

@@ -16,7 +16,9 @@ An executable under test is given the path of one store and prints its ANSWER, a
                   "unranked": of a tree with $ranks, the union that no rank reads (3.3), as canonical text,
                   "metadata": of a checkpoint that has any, as they are stored}
 
-Texts are not compared. ``python -m tools.conformance COMMAND ...`` runs ``COMMAND ... STORE`` for every store; two such
-commands are here: ``python -m tools.conformance.ours`` and ``python -m tools.conformance.page``, a reader made from
-``formats/SPEC.md`` alone.
+Texts are not compared. The exit status is 0 with every answer, also a refusal; another one is a failure.
+
+``python -m tools.conformance COMMAND ...`` runs ``COMMAND ... STORE`` for every store; two such commands are here:
+``python -m tools.conformance.ours`` and ``python -m tools.conformance.page``, a reader made from ``formats/SPEC.md``
+alone.
 """

@@ -45,7 +45,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
     "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
     "formats/records.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py"),
-    "formats/tree.py": (f"{_FORMATS}state.py",),
+    "formats/tree.py": (f"{_FORMATS}state.py", "tests/tools/test_conformance_page.py"),
     "formats/united.py": (f"{_FORMATS}ranked.py", f"{_FORMATS}keys.py"),
     "formats/keys.py": (f"{_FORMATS}keys.py",),
     "formats/values.py": (f"{_FORMATS}state.py",),
@@ -159,6 +159,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/restore/{name}.py": _some("store", "torch_tensors", "tied_selection", "diffs")
         for name in ("load", "targets")
     },
+    "ckptstore/restore/fallback.py": _some("fallback", "conformance_page"),
     "ckptstore/restore/opened.py": _some("hostile_segments", "crafted_stores", "damage", "fallback"),
     "ckptstore/segments/plain.py": _some("space"),
     "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),

@@ -115,8 +115,9 @@ def read_format(folder: Path) -> dict[str, Any]:
 def read(folder: Path) -> Catalog:
     """READ; nobody writes meanwhile, so that nothing is ever stale."""
     format_file = read_format(folder)
-    if any((folder / name).is_symlink() for name in ("log", "fold", "seg")):
-        raise RefusedError("a link below the store's folder")
+    for place in (folder / name for name in ("log", "fold", "seg")):
+        if place.is_symlink() or (place.exists() and not place.is_dir() and not place.is_file()):
+            raise RefusedError("a link, pipe or device in place of a folder")
     catalog, seq = newest_fold(folder, format_file["run"])
     if seq:
         check_end(folder, catalog, seq - 1, format_file["run"])
