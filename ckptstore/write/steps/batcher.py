@@ -6,10 +6,9 @@ The committer's thread alone uses it.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -21,7 +20,7 @@ from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, N
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.caller_warnings import UnexplainedStepWarning
+from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.checks import seconds, whole
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -439,13 +438,11 @@ class Diffs:
 
 def _warn_unexplained(step: int, missed: int) -> None:
     """Say why a step is stored as a difference."""
-    with suppress(Warning):  # where warnings are errors: this thread has a step to store
-        warnings.warn(
-            f"step {step} is stored as a difference, which takes up to three times the bytes: step {missed} before it "
-            "could not be stored, and one step can be explained",
-            UnexplainedStepWarning,
-            stacklevel=1,
-        )
+    warn(
+        f"step {step} is stored as a difference, which takes up to three times the bytes: step {missed} before it "
+        "could not be stored, and one step can be explained",
+        UnexplainedStepWarning,
+    )
 
 
 def _digest(source: TensorSource) -> int:
