@@ -18,7 +18,7 @@ __all__ = ["codes_of", "refuse_within"]
 
 def codes_of(*methods: Callable[..., object]) -> frozenset[CodeType]:
     """The code of methods, beneath what decorates them."""
-    return frozenset(inspect.unwrap(method).__code__ for method in methods)  # type: ignore[attr-defined]
+    return frozenset(inspect.unwrap(method).__code__ for method in methods)
 
 
 def refuse_within(owner: object, calls: Set[CodeType]) -> None:
